@@ -1,0 +1,180 @@
+"""The callback interface: the events of a run, what a hook is handed, and how often it may ask for the host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+EVENTS = (
+    "setup",
+    "data",
+    "restore",
+    "fit_start",
+    "epoch_start",
+    "steps_end",
+    "eval_end",
+    "epoch_end",
+    "checkpoint",
+    "exception",
+    "fit_end",
+)
+"""Every event of a run, in the order of its first occurrence. Hooks and dispatch are derived from this tuple alone."""
+
+Metrics = Mapping[str, float]
+Every = int | str
+
+
+class Progress(Protocol):
+    """Where the run stands; see `loop.run.Progress`."""
+
+    step: int
+    epoch: int
+    step_in_epoch: int
+    examples: int
+
+
+class Run(Protocol):
+    """What every hook is handed: the run as a callback sees it. `loop.run.Run` is the real one.
+
+    Attributes:
+        task: the user's task.
+        model: its model, built.
+        optimizer: its optimizer, with all its slots.
+        backend: the engine: `name`, `rank`, `workers`, `replicas`, `is_chief`, `broadcast_variables`, ...
+        progress: counters of steps, epochs and examples done.
+        directory: the run directory.
+        options: the options of `fit`, by name.
+        total_steps: the step at which the run ends, or None where the data has no known length.
+        history: one dict of floats for each finished epoch.
+        examples_per_second: the speed of training since the start of this process, compiled calls only.
+    """
+
+    task: Any
+    model: Any
+    optimizer: Any
+    backend: Any
+    progress: Any
+    directory: Path
+    options: dict[str, Any]
+    total_steps: int | None
+    history: list[dict[str, float]]
+    save_on_stop: bool
+
+    @property
+    def examples_per_second(self) -> float: ...
+    @property
+    def variables(self) -> list[Any]: ...
+    @property
+    def info(self) -> dict[str, Any]: ...
+    def stop(self, reason: str) -> None: ...
+    def save(self, reason: str) -> None: ...
+    def checkpoints(self) -> list[Path]: ...
+    def fingerprints(self) -> dict[int, list[str]]: ...
+
+
+class Callback:
+    """Base class of all callbacks: override the hooks that you need; the others cost nothing.
+
+    Hooks run on the host, between compiled calls. `every` says how often `on_steps_end` wants to be called:
+
+    - `"epoch"`: at the end of each epoch (the default),
+    - an int `n`: after each n-th step (the loop cuts its compiled calls there),
+    - `"10s"`, `"2m"`: at the first end of a call after so much time,
+    - `"call"`: at the end of each compiled call, whenever that is.
+
+    The metrics that `on_steps_end` receives are the means over all examples since it was last called. They are lazy:
+    they stay on the device until somebody reads them.
+
+    Class attributes:
+        runs_on: `"chief"` (rank 0 only) or `"all"`; enforced when the callback is registered.
+        every: see above; may be set on the class or on the instance.
+        key: the name under which the callback's state is kept in a checkpoint; unique within a run.
+    """
+
+    runs_on: ClassVar[Literal["chief", "all"]] = "chief"
+    every: Every = "epoch"
+    key: str = ""
+
+    def on_setup(self, run: Run) -> None:
+        """The model and the optimizer exist; nothing has been restored, no data has been read."""
+
+    def on_data(self, run: Run, data: Any) -> Any:
+        """The data sources (`data.train`, `data.eval`) are known. Returns them, changed or as they are."""
+        return data
+
+    def on_restore(self, run: Run, path: Path | None) -> None:
+        """The run goes on from the checkpoint at `path`, or starts afresh (None)."""
+
+    def on_fit_start(self, run: Run) -> None:
+        """Everything is in place; no step has been made in this process."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        """An epoch starts, or goes on after a restore."""
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        """One or more steps have been made: see `every`."""
+
+    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
+        """The evaluation data has been seen, whole; metrics are named `eval_...`."""
+
+    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        """An epoch is complete, or the training has reached its last step within one."""
+
+    def on_checkpoint(self, run: Run, reason: str) -> None:
+        """A checkpoint has been written and is complete on disk."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """The run is about to end with `error`."""
+
+    def on_fit_end(self, run: Run, status: str) -> None:
+        """The run ends: "finished", "stopped", "preempted" or "failed". Always called."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the callback must remember across a restart, as JSON values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+
+class Schedule:
+    """When a callback wants the host: one parsed `every`.
+
+    Args:
+        every: `"epoch"`, `"call"`, a number of steps, or a time such as `"10s"`, `"2m"`, `"1h"`.
+
+    Raises:
+        ValueError: `every` is none of these.
+    """
+
+    def __init__(self, every: Every) -> None:
+        self.steps: int | None = None
+        self.seconds: float | None = None
+        self.call = every == "call"
+        self.epoch = every == "epoch"
+        if isinstance(every, int) and not isinstance(every, bool) and every >= 1:
+            self.steps = every
+        elif isinstance(every, str) and (time := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", every)):
+            self.seconds = float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2]]
+        elif not (self.call or self.epoch):
+            raise ValueError(
+                f'every={every!r} is no schedule: give "epoch", "call", a number of steps >= 1, or a time like "10s"'
+            )
+        self._last = 0.0
+
+    def start(self, now: float) -> None:
+        """Starts the clock of a time schedule. `now` is in seconds, monotonic."""
+        self._last = now
+
+    def steps_left(self, step: int) -> int | None:
+        """How many steps may be made from `step` before this schedule wants the host; None: it doesn't say."""
+        return None if self.steps is None else self.steps - step % self.steps
+
+    def due(self, step: int, now: float, epoch_ended: bool) -> bool:
+        """Whether the host is wanted now, after `step` steps, at `now` seconds."""
+        if self.seconds is not None and now - self._last >= self.seconds:
+            self._last = now
+            return True
+        return self.call or (self.epoch and epoch_ended) or (self.steps is not None and step % self.steps == 0)

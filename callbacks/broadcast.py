@@ -1,0 +1,29 @@
+"""BroadcastVariables: every replica starts from the chief's weights, and that is checked."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from callbacks.base import Callback, Run
+
+
+class BroadcastVariables(Callback):
+    """Before the first step, gives every worker the chief's variables, and compares a hash of them.
+
+    All of them: weights, BatchNorm statistics, seeds, optimizer slots and counters. Initial values that differ (random
+    ones without a seed, a restore from a disk that only the chief has) are thereby the same everywhere.
+    """
+
+    runs_on: ClassVar[Literal["chief", "all"]] = "all"
+
+    def on_fit_start(self, run: Run) -> None:
+        run.backend.broadcast_variables(run.variables)
+        prints = run.fingerprints()
+        for rank, hashes in prints.items():
+            for index, (own, other) in enumerate(zip(prints[0], hashes, strict=True)):
+                if own != other:
+                    raise RuntimeError(
+                        f"after the broadcast, variable {index} ({run.variables[index].name}, shape "
+                        f"{tuple(run.variables[index].shape)}) of replica {rank} differs from the chief's: "
+                        "the workers must build the same model; look for code that depends on the rank"
+                    )

@@ -1,0 +1,77 @@
+"""Checkpoint: when to save, and which checkpoints to keep. How one is written is the loop's business."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import Any
+
+from callbacks.base import Callback, Every, Metrics, Run
+
+
+class Checkpoint(Callback):
+    """Saves at a schedule, at the end and on a stop; keeps the last few and the best.
+
+    Args:
+        every: `"epoch"`, a number of steps, or a time (`"10m"`): see `Callback`. An epoch's end is always saved.
+        keep_last: how many of the newest checkpoints are kept, >= 1.
+        best: the metric by which the best checkpoint is kept too; None keeps only the last ones. Without such a metric
+            in the run it has no effect.
+        mode: `"min"` or `"max"`: which value of `best` is better. `"auto"`: min for a name with "loss" or "error".
+
+    A value that is not finite is never the best.
+    """
+
+    def __init__(
+        self, every: Every = "epoch", keep_last: int = 3, best: str | None = "eval_loss", mode: str = "auto"
+    ) -> None:
+        if keep_last < 1:
+            raise ValueError(f"Checkpoint(keep_last={keep_last}): at least 1 checkpoint must be kept")
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(f"Checkpoint(mode={mode!r}): give auto, min or max")
+        self.every = every
+        self.keep_last = keep_last
+        self.best = best
+        self.sign = 1 if mode == "min" or (mode == "auto" and lower_is_better(best or "")) else -1
+        self.best_value: float | None = None
+        self.best_step: int | None = None
+
+    def on_setup(self, run: Run) -> None:
+        run.save_on_stop = True
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        if self.every != "epoch":
+            run.save("schedule")
+
+    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
+        self._judge(run, metrics)
+
+    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        self._judge(run, metrics)
+        run.save("epoch")
+
+    def on_checkpoint(self, run: Run, reason: str) -> None:
+        old = run.checkpoints()[: -self.keep_last]
+        for path in old:
+            if path.name != f"step-{self.best_step or 0:08d}":
+                # Renamed first: a checkpoint that is half deleted must not look like one.
+                doomed = path.with_name(path.name + ".tmp")
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def _judge(self, run: Run, metrics: Metrics) -> None:
+        value = metrics.get(self.best, math.nan) if self.best else math.nan
+        if math.isfinite(value) and (self.best_value is None or self.sign * (value - self.best_value) < 0):
+            self.best_value, self.best_step = value, run.progress.step
+            run.save("best")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_value": self.best_value, "best_step": self.best_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best_value, self.best_step = state["best_value"], state["best_step"]
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a metric of this name is usually minimised."""
+    return any(word in metric for word in ("loss", "error", "perplexity"))

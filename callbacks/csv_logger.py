@@ -1,0 +1,30 @@
+"""CSVLogger: one line of a CSV file for each epoch."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from callbacks.base import Callback, Metrics, Run
+
+
+class CSVLogger(Callback):
+    """Writes the metrics of each epoch to a CSV file, a column each, after `epoch`, `step` and `examples`.
+
+    The file is written whole each time, so that a resumed run has each epoch once.
+
+    Args:
+        path: the file; a relative one lies in the run directory.
+    """
+
+    def __init__(self, path: str | Path = "metrics.csv") -> None:
+        self.path = Path(path)
+
+    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        target = run.directory / self.path
+        partial = target.with_name(target.name + ".tmp")
+        with partial.open("w", newline="") as file:
+            table = csv.DictWriter(file, dict.fromkeys(name for row in run.history for name in row))
+            table.writeheader()
+            table.writerows(run.history)
+        partial.replace(target)

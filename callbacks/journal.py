@@ -1,0 +1,102 @@
+"""Journal: every metric point and event of a run as one line of JSON in `journal.jsonl`, append-only."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from callbacks.base import Callback, Every, Metrics, Run
+from callbacks.redact import redact
+
+NAME = "journal.jsonl"
+
+
+class Journal(Callback):
+    """Writes the journal of a run, the source from which trackers and tables are fed.
+
+    Each line has `time` (seconds since the epoch, UTC), `event`, `step`, `epoch` and what belongs to the event, mostly
+    `metrics`. Values that JSON has no number for are the strings "nan", "inf" and "-inf". Lines are flushed at once.
+
+    Args:
+        every: how often metrics within an epoch are written; see `Callback`.
+    """
+
+    def __init__(self, every: Every = "1s") -> None:
+        self.every = every
+        self._file: Any = None
+
+    def on_setup(self, run: Run) -> None:
+        path = run.directory / NAME
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def on_restore(self, run: Run, path: Path | None) -> None:
+        self._write(run, "restore", checkpoint=path.name if path else None)
+
+    def on_fit_start(self, run: Run) -> None:
+        self._write(run, "fit_start", about=redact(run.info), total_steps=run.total_steps)
+
+    def on_epoch_start(self, run: Run) -> None:
+        self._write(run, "epoch_start")
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        speed = {"examples_per_second": run.examples_per_second}
+        self._write(run, "steps_end", metrics={**metrics, **speed})
+
+    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
+        self._write(run, "eval_end", metrics=metrics)
+
+    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        self._write(run, "epoch_end", metrics=metrics)
+
+    def on_checkpoint(self, run: Run, reason: str) -> None:
+        self._write(run, "checkpoint", reason=reason)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._write(run, "exception", error=f"{type(error).__name__}: {redact(str(error))}")
+
+    def on_fit_end(self, run: Run, status: str) -> None:
+        self._write(run, "fit_end", status=status)
+        if self._file:
+            self._file.close()
+
+    def _write(self, run: Run, event: str, **more: Any) -> None:
+        if self._file is None:  # the run ended before on_setup
+            return
+        if "metrics" in more:
+            more["metrics"] = {name: jsonable(value) for name, value in more["metrics"].items()}
+        line = {"time": time.time(), "event": event, "step": run.progress.step, "epoch": run.progress.epoch, **more}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def jsonable(value: float) -> float | str:
+    """A float as JSON can hold it: one that is not finite becomes a string."""
+    return value if math.isfinite(value) else str(value)
+
+
+def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """The complete lines of a journal from byte `offset` on, each with the offset behind it.
+
+    A last line that is still being written, or was torn by a kill, is left alone; a line that is no JSON is passed over.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict):
+                yield entry, offset

@@ -1,0 +1,84 @@
+"""LearningRateScaling: fits the learning rate to the global batch, with a warm-up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+from callbacks.base import Callback, Run
+
+
+class LearningRateScaling(Callback):
+    """Multiplies the optimizer's learning rate for a global batch that is larger than the one it was tuned for.
+
+    With k = batch_size / reference_batch_size, the rate is multiplied by k ("linear": Goyal et al. 2017, "Accurate,
+    Large Minibatch SGD", arXiv:1706.02677, section 2.1) or by sqrt(k) ("sqrt": Krizhevsky 2014, arXiv:1404.5997,
+    section 5; usual for Adam). The rate starts at the task's own and climbs linearly to the scaled one during the
+    warm-up (Goyal et al., section 2.2). A Horovod script that trains with batch b on each of N workers and multiplies
+    its rate by `hvd.size()` does the same as `batch_size=N*b`, `reference_batch_size=b` here.
+
+    The rate is computed within the compiled step, from the optimizer's own count of steps: it costs the host nothing,
+    and a resumed run has the right rate by itself. A schedule that the optimizer already has is multiplied.
+
+    Args:
+        reference_batch_size: the global batch for which the task's learning rate was chosen, >= 1.
+        rule: `"linear"` or `"sqrt"`.
+        warmup_epochs: length of the warm-up in epochs, >= 0 (5 in Goyal et al.).
+        warmup_steps: its length in steps instead, >= 0; needed for data without a known length.
+    """
+
+    runs_on: ClassVar[Literal["chief", "all"]] = "all"
+
+    def __init__(
+        self,
+        reference_batch_size: int,
+        rule: str = "linear",
+        warmup_epochs: float = 5.0,
+        warmup_steps: int | None = None,
+    ) -> None:
+        if reference_batch_size < 1 or rule not in ("linear", "sqrt") or warmup_epochs < 0 or (warmup_steps or 0) < 0:
+            raise ValueError(
+                f"LearningRateScaling(reference_batch_size={reference_batch_size}, rule={rule!r}, warmup_epochs="
+                f"{warmup_epochs}, warmup_steps={warmup_steps}): the batch must be >= 1, the rule linear or sqrt, "
+                "the warm-up >= 0"
+            )
+        self.reference_batch_size = reference_batch_size
+        self.rule = rule
+        self.warmup_epochs = warmup_epochs
+        self.warmup_steps = warmup_steps
+
+    def on_data(self, run: Run, data: Any) -> Any:
+        steps = self.warmup_steps
+        if steps is None:
+            if data.train.steps_per_epoch is None:
+                raise ValueError("LearningRateScaling: this data has no known length: give warmup_steps")
+            steps = round(self.warmup_epochs * data.train.steps_per_epoch)
+        k = run.options["batch_size"] / self.reference_batch_size
+        scale = k if self.rule == "linear" else math.sqrt(k)
+        optimizer = run.optimizer
+        rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
+        if not callable(rate):
+            rate = float(optimizer.learning_rate)
+        optimizer.learning_rate = _schedule(optimizer, rate, scale, steps)
+        return data
+
+
+def _schedule(optimizer: Any, rate: Any, scale: float, warmup: int) -> Any:
+    """`rate` (a float, or a schedule) times a factor that climbs from 1 to `scale` in `warmup` steps."""
+    import tensorflow as tf
+
+    if type(optimizer).__module__.startswith("tf_keras"):
+        from tf_keras.optimizers.schedules import LearningRateSchedule
+    else:
+        from keras.optimizers.schedules import LearningRateSchedule
+
+    class ScaledRate(LearningRateSchedule):  # type: ignore[misc,valid-type]
+        def __call__(self, step: Any) -> Any:
+            done = tf.minimum(tf.cast(step, tf.float32) / float(max(warmup, 1)), 1.0) if warmup else 1.0
+            base = rate(step) if callable(rate) else rate
+            return base * (1.0 + (scale - 1.0) * done)
+
+        def get_config(self) -> dict[str, Any]:
+            return {"rate": repr(rate), "scale": scale, "warmup": warmup}
+
+    return ScaledRate()

@@ -1,0 +1,145 @@
+"""Progress: a bar on a terminal, plain lines in a log; one display, from the chief."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from callbacks.base import Callback, Every, Metrics, Run
+
+RELAY = "TFLOOP_PROGRESS"
+"""Environment variable: "relay" makes a worker write its progress as marked lines, for its launcher to draw."""
+MARK = "\x1e"
+"""Starts a relayed line (ASCII record separator)."""
+
+
+class Progress(Callback):
+    """Shows step, loss and other metrics, examples per second and the time that is left.
+
+    Args:
+        every: how often the bar is drawn; see `Callback`. In a log, a line appears per epoch, and each `log_seconds`.
+        log_seconds: the time between two lines of a log within an epoch, in seconds.
+    """
+
+    def __init__(self, every: Every = "0.2s", log_seconds: float = 10.0) -> None:
+        self.every = every
+        self._started = False
+        self._show: Display | Relay = Relay() if os.environ.get(RELAY) == "relay" else Display(log_seconds=log_seconds)
+
+    def on_fit_start(self, run: Run) -> None:
+        self._started = True
+        self._show.update(self._state(run, "start", {}))
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        self._show.update(self._state(run, "steps", metrics))
+
+    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        self._show.update(self._state(run, "epoch", metrics))
+
+    def on_fit_end(self, run: Run, status: str) -> None:
+        if not self._started:  # the run ended before it began
+            return
+        self._show.update(self._state(run, "end", run.history[-1] if run.history else {}) | {"status": status})
+
+    @staticmethod
+    def _state(run: Run, kind: str, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "metrics": {name: float(value) for name, value in metrics.items()},
+            "step": run.progress.step,
+            "total": run.total_steps,
+            "epoch": run.progress.epoch + 1,
+            "epochs": None if run.options["steps"] else run.options["epochs"],
+            "speed": run.examples_per_second,
+            "run": run.info,
+            "directory": str(run.directory),
+        }
+
+
+class Relay:
+    """Passes states on as marked lines on stderr."""
+
+    def update(self, state: dict[str, Any]) -> None:
+        print(MARK + json.dumps(state), file=sys.stderr, flush=True)
+
+
+class Display:
+    """Draws the states of one run: with tqdm on a terminal, as plain lines elsewhere.
+
+    Args:
+        stream: where to draw; stderr if None.
+        log_seconds: seconds between two plain lines within an epoch.
+    """
+
+    def __init__(self, stream: TextIO | None = None, log_seconds: float = 10.0) -> None:
+        self.stream = stream or sys.stderr
+        self.terminal = self.stream.isatty()
+        self.log_seconds = log_seconds
+        self._bar: Any = None
+        self._last_line = time.monotonic()
+
+    def update(self, state: dict[str, Any]) -> None:
+        getattr(self, f"_{state['kind']}")(state)
+
+    def _start(self, state: dict[str, Any]) -> None:
+        run, workers = state["run"], state["run"]["workers"]
+        replicas = f"{run['replicas']} replica{'s' * (run['replicas'] > 1)}"
+        where = f"{run['backend']}, {replicas}" + (f" on {workers} workers" if workers > 1 else "")
+        self.line(f"{run['task']}: {run['parameters']:,} parameters, {where}, global batch {run['batch_size']}")
+        self.line(f"run directory: {state['directory']}")
+        if state["step"]:
+            self.line(f"going on from step {state['step']:,}")
+        if self.terminal and state["step"] != state["total"]:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=state["total"], initial=state["step"], unit="step", file=self.stream, dynamic_ncols=True,
+                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+                if state["total"] else None,
+            )  # fmt: skip
+
+    def _steps(self, state: dict[str, Any]) -> None:
+        if self._bar is not None:
+            self._advance(state)
+        elif time.monotonic() - self._last_line >= self.log_seconds:
+            of = f"/{state['total']:,}" if state["total"] else ""
+            self.line(f"step {state['step']:,}{of}  {numbers(state['metrics'])}  {state['speed']:,.0f} examples/s")
+
+    def _epoch(self, state: dict[str, Any]) -> None:
+        self._advance(state)
+        self.line(f"{epoch_of(state)}  step {state['step']:,}  {numbers(state['metrics'])}")
+
+    def _end(self, state: dict[str, Any]) -> None:
+        if self._bar is not None:
+            self._bar.update(state["step"] - self._bar.n)
+            self._bar.close()
+            self._bar = None
+        self.line(f"{state['status']} at step {state['step']:,}, {state['speed']:,.0f} examples/s")
+
+    def _advance(self, state: dict[str, Any]) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str(epoch_of(state) + " ", refresh=False)
+            self._bar.set_postfix_str(f"{numbers(state['metrics'])}, {state['speed']:,.0f} examples/s", refresh=False)
+            self._bar.update(state["step"] - self._bar.n)
+
+    def line(self, text: str) -> None:
+        """One whole line, above the bar if there is one."""
+        self._last_line = time.monotonic()
+        if self._bar is not None:
+            self._bar.write(text, file=self.stream)
+        else:
+            print(text, file=self.stream, flush=True)
+
+
+def epoch_of(state: dict[str, Any]) -> str:
+    """Which epoch of how many."""
+    return f"epoch {state['epoch']}" + (f"/{state['epochs']}" if state["epochs"] else "")
+
+
+def numbers(metrics: Mapping[str, float]) -> str:
+    """Metrics as people read them."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -1,0 +1,300 @@
+"""The command `tfloop`. Checks what was typed before TensorFlow is loaded; everything else is the loop's business."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loop import launch, target
+from loop.errors import TrainingError, UsageError
+from loop.options import DEFAULTS, nearest, with_defaults
+
+FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
+"""Exit codes beside 0; see DESIGN: training failed, bad usage or input, stopped by a signal after saving."""
+
+app = typer.Typer(
+    help="Trains TensorFlow models: the same task, and the same numbers, on one device or many.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[str, typer.Argument(help="file.py:Class, package.module:Class, or a shipped example: digits, charlm.")]
+RunDir = Annotated[Path, typer.Argument(help="A run directory, or a checkpoint in it.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The last line of stdout is the result as JSON.")]
+
+
+@app.command()
+def train(
+    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="The global batch, over all replicas.")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, single, mirrored, multiworker or horovod.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored: replicas.")] = None,
+    set_: Set = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run directory; a new one below runs/ if not given.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of initial weights and of the data's order.")] = None,
+    shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, float64 or bfloat16.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches in each replica's share.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Greatest global norm of the gradient.")] = None,
+    compile_: Annotated[str | None, typer.Option("--compile", help="graph or xla.")] = None,
+    steps_per_call: Annotated[str | None, typer.Option(help="Steps in a compiled call, or auto.")] = None,
+    eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
+    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a task."""
+    if epochs is not None and steps is not None:
+        raise UsageError(f"--epochs {epochs} and --steps {steps}: give one of the two")
+    given = {
+        "epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "resume": resume, "seed": seed,
+        "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "compile": compile_,
+        "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
+    }  # fmt: skip
+    with_defaults(_NoDefaults, given)
+    target.check(target_)
+    engine = place(backend or "auto", workers)
+    if engine in ("horovod", "multiworker") and launch.job_size() is None:
+        finish(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
+        return
+    with launch.reporting() as report:
+        try:
+            with quiet_start():
+                task = target.load(target_, set_ or ())
+                with_defaults(task, given)
+                from loop import backends
+
+                made = backends.create(engine, workers if engine == "mirrored" else None)
+            import callbacks
+            from loop.fit import fit
+
+            if track == "off":
+                chosen = callbacks.standard(mlflow=None)
+            else:
+                chosen = callbacks.standard(mlflow=callbacks.MLflowTracker(track))
+            result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
+            made.close()
+        except UsageError as error:
+            report(BAD_INPUT, str(error))
+            raise
+        except TrainingError as error:
+            report(FAILED, str(error))
+            raise
+        except BaseException as error:
+            report(FAILED, f"{type(error).__name__}: {error}")
+            raise
+        code = PREEMPTED if result.status == "preempted" else 0
+        fields = {name: value for name, value in vars(result).items() if name != "model"}
+        report(code, "", fields | {"run_dir": str(result.run_dir)})
+    if launch.JOB not in os.environ and made.is_chief:
+        finish(code, "", fields | {"run_dir": str(result.run_dir)}, as_json)
+    raise typer.Exit(code)
+
+
+def place(backend: str, workers: int | None) -> str:
+    """The engine for this process, or for the workers that it is to start; says why where nobody asked for it."""
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: give a whole number >= 1")
+    size = launch.job_size()
+    if size is not None and workers not in (None, size) and launch.JOB not in os.environ:
+        raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")
+    chosen, why = launch.choose(backend, None if size is not None else workers)
+    if backend == "auto" and (workers or 1) > 1 and size is None:
+        print(f"backend: {chosen} ({why})", file=sys.stderr)
+    return chosen
+
+
+def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) -> None:
+    """Prints how it ended, and ends."""
+    if error:
+        print(f"tfloop: error: {error}", file=sys.stderr)
+    if result is not None and as_json:
+        print(json.dumps(result))
+    if result is not None and code == 0 and sys.stderr.isatty():
+        print("see it in the browser: tfloop ui", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+@app.command()
+def evaluate(
+    run_dir: RunDir,
+    task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
+    backend: Annotated[str | None, typer.Option(help="single or mirrored; in a job: auto.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="The global batch.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a checkpoint on the whole evaluation data."""
+    engine = place(backend or "auto", workers)
+    if engine in ("horovod", "multiworker") and launch.job_size() is None:
+        finish(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
+        return
+    with launch.reporting() as report, quiet_start():
+        try:
+            task, manifest = task_of(run_dir, task_target)
+            from loop import backends
+            from loop.evaluate import evaluate as evaluate_
+
+            made = backends.create(engine, workers if engine == "mirrored" else None)
+            precision = manifest["run"]["options"]["precision"]
+            metrics = evaluate_(task, run_dir, batch_size=batch_size, backend=made, precision=precision)
+        except UsageError as error:
+            report(BAD_INPUT, str(error))
+            raise
+        report(0, "", metrics)
+    if made.is_chief and not as_json:
+        for name, value in metrics.items():
+            print(f"{name} {value:.6g}")
+    if launch.JOB not in os.environ and made.is_chief:
+        finish(0, "", metrics, as_json)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")],
+    task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
+) -> None:
+    """Export the model of a run."""
+    if out.exists() and out.suffix in (".npz", ".keras"):
+        raise UsageError(f"{out} exists already: remove it, or give another name")
+    with quiet_start():
+        from loop.export import export as export_
+
+        if out.suffix == ".npz":  # weights need no model
+            export_(None, run_dir, out)
+        else:
+            task, _ = task_of(run_dir, task_target)
+            export_(task, run_dir, out)
+    print(f"wrote {out}", file=sys.stderr)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what works on this machine, what doesn't, and what to do about it."""
+    with quiet_start():
+        from loop.doctor import examine
+
+        findings = examine()
+    if as_json:
+        print(json.dumps(findings))
+        return
+    marks = {"ok": typer.colors.GREEN, "missing": typer.colors.YELLOW, "broken": typer.colors.RED}
+    for finding in findings:
+        mark = typer.style(f"{finding['state']:>8}", fg=marks[finding["state"]])
+        typer.echo(f"{mark}  {finding['what']}: {finding['found']}")
+        if finding["fix"]:
+            typer.echo(f"{'':10}-> {finding['fix']}")
+    if any(finding["state"] == "broken" for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option(help="The port; another one is taken if it is in use.")] = 5000,
+    host: Annotated[str, typer.Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
+) -> None:
+    """Start the MLflow UI on the default store, and print its address."""
+    from callbacks.mlflow import default_uri
+
+    uri = default_uri()
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        raise UsageError(f"{uri.removeprefix('sqlite:///')} isn't there: train something first, here")
+    if not launch.port_is_free(host, port):
+        taken, port = port, launch.free_ports(1)[0]
+        print(f"port {taken} is in use, taking {port}", file=sys.stderr)
+    print(f"MLflow UI: http://{host}:{port}  (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
+    os.execv(sys.executable, command)
+
+
+def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]]:
+    """The task of a run, with its hyperparameters, and the manifest of the checkpoint."""
+    from loop import rundir
+
+    path, manifest = rundir.locate(run_dir)
+    place_ = task_target or manifest["run"].get("target")
+    if not place_:
+        raise UsageError(f"{run_dir}: the run was not started from the command line: give its task as --target file.py:Class")
+    task = target.load(place_)
+    for name, value in manifest["run"]["hyperparameters"].items():
+        setattr(task, name, value)
+    return task, manifest
+
+
+def number_or_word(text: str | None) -> int | str | None:
+    """A typed value that may be a number."""
+    return int(text) if text is not None and re.fullmatch(r"[+-]?\d+", text) else text
+
+
+class _NoDefaults:
+    """Stands for the task while it isn't loaded yet."""
+
+    defaults: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """TensorFlow's chatter while it is loaded goes nowhere; what else is written to stderr meanwhile is kept."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        stderr = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            kept.seek(0)
+            for line in kept.read().decode(errors="replace").splitlines():
+                if not re.match(_CHATTER, line):
+                    print(line, file=sys.stderr)
+
+
+_CHATTER = (
+    r"[IWE]\d{4} \d\d:|[IWE]0000 00:00:|WARNING: All log messages before absl|To enable the following instructions"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] "
+)
+
+
+def main() -> None:
+    """Runs the command; a wrong input is one line and exit code 2."""
+    try:
+        app()
+    except UsageError as error:
+        if launch.JOB not in os.environ:  # else the launcher tells it, once for all workers
+            print(f"tfloop: error: {error}", file=sys.stderr)
+        code = BAD_INPUT
+    except TrainingError as error:
+        if launch.JOB not in os.environ:
+            print(f"tfloop: error: {error}", file=sys.stderr)
+        code = FAILED
+    except KeyboardInterrupt:
+        code = 130
+    except Exception:
+        traceback.print_exc()
+        code = FAILED
+    sys.stderr.flush()
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""tfloop: trains TensorFlow models with a small, exact loop. `TrainTask`, `ArrayData`, `fit` are all that most need."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loop.data import ArrayData
+    from loop.errors import PeerError, TrainingError, UsageError
+    from loop.evaluate import evaluate
+    from loop.fit import FitResult, fit
+    from loop.run import Run
+    from loop.task import KerasTask, TrainTask
+
+__all__ = [
+    "ArrayData",
+    "FitResult",
+    "KerasTask",
+    "PeerError",
+    "Run",
+    "TrainTask",
+    "TrainingError",
+    "UsageError",
+    "evaluate",
+    "fit",
+]
+
+_HOMES = {
+    "ArrayData": "data",
+    "FitResult": "fit",
+    "KerasTask": "task",
+    "PeerError": "errors",
+    "Run": "run",
+    "TrainTask": "task",
+    "TrainingError": "errors",
+    "UsageError": "errors",
+    "evaluate": "evaluate",
+    "fit": "fit",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is used: `tfloop --help` needs no TensorFlow."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'loop' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"loop.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,37 @@
+"""Engines: `create` makes the one that is named."""
+
+from __future__ import annotations
+
+from loop.backends.base import Backend
+from loop.errors import UsageError
+
+
+def create(name: str, workers: int | None = None) -> Backend:
+    """The engine of this name.
+
+    Args:
+        name: `single`, `mirrored`, `multiworker` or `horovod`; `loop.launch.choose` decides what `auto` is.
+        workers: for `mirrored`: the number of replicas; None: all devices.
+
+    Raises:
+        UsageError: there is no such engine.
+    """
+    # Each engine is imported when it is asked for: Horovod may not be there.
+    if name == "single":
+        from loop.backends.base import use_gpus
+
+        use_gpus()
+        return Backend()
+    if name == "mirrored":
+        from loop.backends.strategy import Mirrored
+
+        return Mirrored(workers)
+    if name == "multiworker":
+        from loop.backends.strategy import MultiWorker
+
+        return MultiWorker()
+    if name == "horovod":
+        from loop.backends.horovod import Horovod
+
+        return Horovod()
+    raise UsageError(f"there is no backend {name!r}")

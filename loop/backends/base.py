@@ -1,0 +1,151 @@
+"""The engine interface, and its plainest case: one device in one process. Collectives live in this package alone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+
+class Backend:
+    """One engine. The methods below are the single-device case; an engine overrides those that differ for it.
+
+    A *worker* is a process, a *replica* is a copy of the model that computes on a share of each global batch. A worker
+    has one or more replicas. The replicas of worker w are numbered from `w * local_replicas`.
+
+    Attributes:
+        name: as in `--backend`.
+        rank: this worker's index; rank 0 is the chief.
+        workers: the number of processes.
+        local_replicas: replicas in this process.
+    """
+
+    name: ClassVar[str] = "single"
+    rank: int = 0
+    workers: int = 1
+    local_replicas: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Replicas in all."""
+        return self.workers * self.local_replicas
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    # Of the compiled step
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which variables are created."""
+        return contextlib.nullcontext()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls `function` once in each replica of this worker; what it returns may be handed to a later `run`."""
+        return function(*args)
+
+    def first(self, value: Any) -> Any:
+        """What the first local replica returned from `run`."""
+        return value
+
+    def replica(self) -> Any:
+        """Within `run`: the index of this replica among all of them."""
+        return self.rank
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Within `run`: the sum over all replicas of each tensor, in one fused collective."""
+        return list(tensors)
+
+    def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
+        """Within `run`: one optimizer step with gradients that are already the same in all replicas."""
+        if type(optimizer).__module__.startswith("tf_keras"):
+            optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
+        else:
+            optimizer.apply(gradients, variables)
+
+    # Between the steps, on the host
+
+    def sum_on_host(self, array: np.ndarray) -> np.ndarray:
+        """The sum over all workers of an int64 array of the same shape on each. All workers must call it."""
+        return array
+
+    def broadcast_variables(self, variables: Sequence[tf.Variable]) -> None:
+        """Gives all workers the chief's values, bit for bit. All workers must call it."""
+        if self.workers == 1:
+            return
+        for variable in variables:
+            value = variable.numpy()
+            words = np.frombuffer(value.tobytes().ljust(-(-value.nbytes // 4) * 4, b"\0"), np.int32).astype(np.int64)
+            words = self.sum_on_host(words if self.is_chief else np.zeros_like(words))
+            data = words.astype(np.int32).tobytes()[: value.nbytes]
+            variable.assign(np.frombuffer(data, value.dtype).reshape(value.shape))
+
+    def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
+        """The value of a variable in each replica of this worker."""
+        return [variable.numpy()]
+
+    def close(self) -> None:
+        """Gives back what the engine holds; the last call."""
+
+    # Derived from the above: the same on every engine
+
+    def exchange(self, *numbers: int) -> np.ndarray:
+        """The numbers of every worker, int64 of shape [workers, len(numbers)]. All workers must call it."""
+        table = np.zeros((self.workers, len(numbers)), np.int64)
+        table[self.rank] = numbers
+        return self.sum_on_host(table)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The JSON value of every worker, by rank. All workers must call it."""
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.int64)
+        lengths = self.exchange(len(text))[:, 0]
+        table = np.zeros((self.workers, int(lengths.max())), np.int64)
+        table[self.rank, : len(text)] = text
+        table = self.sum_on_host(table).astype(np.uint8)
+        return [json.loads(row[:length].tobytes()) for row, length in zip(table, lengths, strict=True)]
+
+    def broadcast_json(self, value: Any) -> Any:
+        """The chief's JSON value. All workers must call it."""
+        return self.gather_json(value if self.is_chief else None)[0]
+
+    def fingerprints(self, variables: Sequence[tf.Variable]) -> dict[int, list[str]]:
+        """A hash of each variable in each replica, by replica. All workers must call it."""
+        values = [self.local_values(variable) for variable in variables]
+        own = [[fingerprint(value[local]) for value in values] for local in range(self.local_replicas)]
+        return dict(enumerate(hashes for worker in self.gather_json(own) for hashes in worker))
+
+
+def fingerprint(*arrays: np.ndarray) -> str:
+    """SHA-256 over dtype, shape and little-endian bytes of arrays, in order.
+
+    For each array: the name of its dtype and its shape as text (`float32[64,10]`), then its bytes in C order.
+    """
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype.name}[{','.join(map(str, array.shape))}]".encode())
+        digest.update(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes())
+    return digest.hexdigest()
+
+
+def use_gpus(local_rank: int | None = None) -> list[Any]:
+    """Lets GPU memory grow as needed, and shows this process only the GPU of its local rank, if there is one.
+
+    Args:
+        local_rank: the index of this process on its machine; None: it uses all GPUs.
+
+    Returns:
+        The GPUs that this process sees.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if local_rank is not None and gpus:
+        gpus = [gpus[local_rank % len(gpus)]]
+        tf.config.set_visible_devices(gpus, "GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return gpus

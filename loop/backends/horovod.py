@@ -1,0 +1,48 @@
+"""The engine `horovod`: one process per replica, joined by Horovod's own launcher or an outside one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend, use_gpus
+
+
+class Horovod(Backend):
+    """Horovod: gradients and totals go through one `DistributedGradientTape` a step, in one group."""
+
+    name = "horovod"
+
+    def __init__(self) -> None:
+        hvd.init()
+        use_gpus(hvd.local_rank())
+        self.rank = hvd.rank()
+        self.workers = hvd.size()
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        tape = hvd.DistributedGradientTape(_Taken(), op=hvd.Sum, num_groups=1)
+        return tape.gradient(list(tensors), list(tensors))
+
+    def sum_on_host(self, array: np.ndarray) -> np.ndarray:
+        return hvd.allreduce(tf.constant(array), op=hvd.Sum, name=f"host{array.size}").numpy()
+
+    def broadcast_variables(self, variables: Sequence[tf.Variable]) -> None:
+        hvd.broadcast_variables(variables, root_rank=0)
+
+    def close(self) -> None:
+        hvd.shutdown()
+
+
+class _Taken(tf.GradientTape):
+    """A tape whose gradients have been taken already, over one or more micro-batches.
+
+    `DistributedGradientTape` reduces what the tape that it wraps returns. The step has gradients and totals in hand by
+    then, and wants them in the same group.
+    """
+
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        return target

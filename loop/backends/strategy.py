@@ -1,0 +1,132 @@
+"""The engines of `tf.distribute`: `mirrored` (one process) and `multiworker` (one process per worker)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend, use_gpus
+from loop.errors import UsageError
+
+
+class StrategyBackend(Backend):
+    """What the `tf.distribute` engines share; a subclass makes the strategy."""
+
+    strategy: tf.distribute.Strategy
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return self.strategy.scope()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.strategy.run(function, args)
+
+    def first(self, value: Any) -> Any:
+        return tf.nest.map_structure(lambda each: self.strategy.experimental_local_results(each)[0], value)
+
+    def replica(self) -> Any:
+        return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        context = tf.distribute.get_replica_context()
+        reduced: list[Any] = [None] * len(tensors)
+        # tf.distribute makes one collective of each tensor: one flat tensor (of each dtype) makes it one in all.
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
+            total = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
+            parts = tf.split(total, [tensors[place].shape.num_elements() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                reduced[place] = tf.reshape(part, tensors[place].shape)
+        return reduced
+
+    def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
+        # Keras 3 sums gradients over the replicas in `apply`, and has no argument against it. These are summed already.
+        inner = optimizer
+        while inner is not None and hasattr(inner, "_all_reduce_sum_gradients"):
+            inner._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
+            inner = getattr(inner, "inner_optimizer", None)
+        super().apply(optimizer, gradients, variables)
+
+    def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
+        return [value.numpy() for value in self.strategy.experimental_local_results(variable)]
+
+
+class Mirrored(StrategyBackend):
+    """MirroredStrategy: all GPUs of this machine, or logical CPU devices.
+
+    Args:
+        replicas: how many; None: one for each GPU, or for each logical CPU device that there is.
+    """
+
+    name = "mirrored"
+
+    def __init__(self, replicas: int | None = None) -> None:
+        gpus = use_gpus()
+        if gpus:
+            if replicas and replicas > len(gpus):
+                raise UsageError(f"mirrored with {replicas} replicas, but there are {len(gpus)} GPUs: ask for fewer")
+            devices = [f"/gpu:{index}" for index in range(replicas or len(gpus))]
+        else:
+            devices = logical_cpus(replicas)
+        self.strategy = tf.distribute.MirroredStrategy(devices)
+        self.local_replicas = len(devices)
+
+
+class MultiWorker(StrategyBackend):
+    """MultiWorkerMirroredStrategy: the workers of `TF_CONFIG`, with NCCL between GPUs and a ring between CPUs."""
+
+    name = "multiworker"
+
+    def __init__(self) -> None:
+        task = json.loads(os.environ["TF_CONFIG"])["task"]
+        gpus = use_gpus(int(os.environ["TFLOOP_LOCAL_RANK"]) if "TFLOOP_LOCAL_RANK" in os.environ else None)
+        kind = tf.distribute.experimental.CommunicationImplementation
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            communication_options=tf.distribute.experimental.CommunicationOptions(
+                implementation=kind.NCCL if gpus else kind.RING
+            )
+        )
+        resolver = self.strategy.cluster_resolver
+        cluster = resolver.cluster_spec().as_dict()
+        order = [(job, index) for job in ("chief", "worker") for index in range(len(cluster.get(job, [])))]
+        self.rank = order.index((task["type"], int(task["index"])))
+        self.workers = len(order)
+        self.local_replicas = self.strategy.num_replicas_in_sync // self.workers
+        self._sum = tf.function(self._sum_in_graph, reduce_retracing=True)
+
+    def sum_on_host(self, array: np.ndarray) -> np.ndarray:
+        # Lengths are rounded up so that few shapes, and so few traces, serve all messages.
+        flat = np.zeros(1 << max(array.size - 1, 7).bit_length(), np.int64)
+        flat[: array.size] = array.reshape(-1)
+        return self.first(self._sum(tf.constant(flat))).numpy()[: array.size].reshape(array.shape)
+
+    def _sum_in_graph(self, array: tf.Tensor) -> Any:
+        def each(array: tf.Tensor) -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            # Only the first replica of each worker speaks for it.
+            speaks = tf.cast(context.replica_id_in_sync_group % self.local_replicas == 0, tf.int64)
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, array * speaks)
+
+        return self.strategy.run(each, (array,))
+
+
+def logical_cpus(count: int | None) -> list[str]:
+    """The names of `count` logical CPU devices, made if TensorFlow has not started yet; None: those that there are."""
+    if count:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        with contextlib.suppress(RuntimeError):  # TensorFlow has started: what there is must do
+            if len(tf.config.get_logical_device_configuration(cpu) or [None]) < count:
+                tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    devices = [f"/cpu:{index}" for index in range(len(tf.config.list_logical_devices("CPU")))]
+    if count and count > len(devices):
+        raise UsageError(
+            f"mirrored with {count} replicas, but TensorFlow has already started with {len(devices)} logical CPU "
+            "device(s): make the backend before anything else touches TensorFlow, or use the command line"
+        )
+    return devices[:count]

@@ -1,0 +1,151 @@
+"""Builds what a task describes: its model and optimizer, with all their variables, on an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.errors import UsageError
+from loop.task import TrainTask
+
+PRECISIONS = {"float32": "float32", "float64": "float64", "bfloat16": "mixed_bfloat16"}
+"""The values of `precision`, and the Keras dtype policy of each."""
+
+
+@contextlib.contextmanager
+def keras_precision(precision: str) -> Iterator[None]:
+    """Layers that are made within it have this precision; see `PRECISIONS`."""
+    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    legacy = sys.modules.get("tf_keras")
+    legacy_policy, legacy_floatx = (legacy.mixed_precision.global_policy(), legacy.backend.floatx()) if legacy else (0, 0)
+    width = "float64" if precision == "float64" else "float32"
+    try:
+        keras.config.set_floatx(width)
+        keras.config.set_dtype_policy(PRECISIONS[precision])
+        if legacy:
+            legacy.backend.set_floatx(width)
+            legacy.mixed_precision.set_global_policy(PRECISIONS[precision])
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+        if legacy:
+            legacy.backend.set_floatx(legacy_floatx)
+            legacy.mixed_precision.set_global_policy(legacy_policy)
+
+
+def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> tuple[Any, Any, list[str]]:
+    """Builds model and optimizer with all their variables, before anything is traced.
+
+    Args:
+        task: the task.
+        backend: the engine, in whose scope variables are made.
+        precision: a key of `PRECISIONS`.
+        example: one or two examples as a batch, on which `compute` is tried once.
+
+    Returns:
+        The model, the optimizer, and the names of the values that `compute` returns, the loss first.
+
+    Raises:
+        UsageError: the task returned something that can't be trained; the message shows the fix.
+    """
+    with backend.scope(), keras_precision(precision):
+        model = task.build_model()
+        if not isinstance(model, tf.Module) and not isinstance(model, keras.Model):
+            raise UsageError(
+                f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
+            )
+        # A model without an input shape makes its variables at the first call: this one.
+        values = task.compute(model, example, training=False)
+        names = check(values, int(tf.shape(tf.nest.flatten(example)[0])[0]))
+        if not trainable(model):
+            raise UsageError("the model has no trainable variables: build_model() must return one with weights")
+        optimizer = task.build_optimizer()
+        if not hasattr(optimizer, "build") or not hasattr(optimizer, "learning_rate"):
+            raise UsageError(
+                f"build_optimizer() returned {type(optimizer).__name__}: return a Keras optimizer of the model's family"
+            )
+        family = type(optimizer).__module__.startswith("tf_keras")
+        if type(model).__module__.startswith("tf_keras") != family and isinstance(model, keras_models()):
+            raise UsageError(
+                f"the model is of {type(model).__module__.split('.')[0]}, but its optimizer of "
+                f"{type(optimizer).__module__.split('.')[0]}: take both from one family"
+            )
+        # Slots exist before step 1, so that they can be broadcast and restored.
+        optimizer.build(model.trainable_variables)
+    return model, optimizer, names
+
+
+def keras_models() -> tuple[type, ...]:
+    """The model classes of the Keras families that are loaded."""
+    legacy = sys.modules.get("tf_keras")
+    return (keras.Model, legacy.Model) if legacy else (keras.Model,)
+
+
+def check(values: Any, n: int) -> list[str]:
+    """Checks what `compute` returned for n examples; gives the names of its values, the loss first.
+
+    Raises:
+        UsageError: no loss, a mean instead of values, or shapes that don't fit; with the fix.
+    """
+    if not isinstance(values, dict) or "loss" not in values:
+        got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
+        raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
+    shapes = {name: tuple(tf.convert_to_tensor(value).shape) for name, value in values.items()}
+    for name, shape in shapes.items():
+        if not shape:
+            raise UsageError(
+                f'compute() returned a scalar for "{name}": return one value per example, never a mean (shape [n]). '
+                "For example keras.losses.mse(labels, predictions), the function, instead of "
+                "keras.losses.MeanSquaredError()(labels, predictions); or leave out tf.reduce_mean(...)"
+            )
+        if shape[0] != n:
+            raise UsageError(
+                f'compute() returned "{name}" of shape {list(shape)} for {n} examples: return shape [n] or [n, ...], '
+                "one value per element, never a mean"
+            )
+    if "weight" in values and shapes["weight"] != shapes["loss"]:
+        raise UsageError(
+            f'compute() returned "weight" of shape {list(shapes["weight"])} beside "loss" of shape '
+            f'{list(shapes["loss"])}: both must have the same shape; tf.broadcast_to(weight, tf.shape(loss)) makes it so'
+        )
+    if not tf.convert_to_tensor(values["loss"]).dtype.is_floating:
+        raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')
+    return ["loss", *(name for name in values if name not in ("loss", "weight"))]
+
+
+def as_tf(variables: Sequence[Any]) -> list[tf.Variable]:
+    """The TensorFlow variables behind Keras 3 variables; others as they are."""
+    return [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+
+
+def trainable(model: Any) -> list[tf.Variable]:
+    """The model's trainable variables, in its own order."""
+    return as_tf(model.trainable_variables)
+
+
+def model_variables(model: Any) -> list[tf.Variable]:
+    """All variables of the model, in its own order."""
+    return as_tf(model.variables)
+
+
+def optimizer_variables(optimizer: Any) -> list[tf.Variable]:
+    """All variables of the optimizer: counter, learning rate, slots."""
+    variables = optimizer.variables
+    return as_tf(variables() if callable(variables) else variables)
+
+
+def variable_names(variables: Sequence[Any]) -> list[str]:
+    """The names of variables as the user knows them: paths in Keras 3."""
+    return [getattr(variable, "path", None) or variable.name.split(":")[0] for variable in variables]
+
+
+def parameters(model: Any) -> int:
+    """The number of trainable parameters."""
+    return sum(int(variable.shape.num_elements()) for variable in trainable(model))

@@ -1,0 +1,105 @@
+"""The bus: fires events at the callbacks. Only overridden hooks, each on its ranks, and one policy for errors."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from callbacks import EVENTS, Callback, Schedule
+from loop.errors import UsageError
+from loop.run import Run
+
+
+class Bus:
+    """The callbacks of one worker of a run.
+
+    A hook that raises doesn't end this worker at once: other workers would wait for it in the next collective. The
+    error is kept, and all workers end with it when they next agree. Until then hooks that run on all ranks go on being
+    called, since they may hold collectives; those of the chief alone are not.
+
+    Args:
+        callbacks: all callbacks of the run, the same on each rank.
+        run: the run.
+
+    Raises:
+        UsageError: something is no callback, or two share a key.
+    """
+
+    def __init__(self, callbacks: list[Callback], run: Run) -> None:
+        self._run = run
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise UsageError(f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects")
+        here = [callback for callback in callbacks if callback.runs_on == "all" or run.backend.is_chief]
+        taken: dict[str, int] = {}
+        for callback in callbacks:
+            name = type(callback).__name__
+            taken[name] = taken.get(name, 0) + 1
+            callback.key = vars(callback).get("key") or (name if taken[name] == 1 else f"{name}-{taken[name]}")
+        if len({callback.key for callback in callbacks}) != len(callbacks):
+            raise UsageError("two callbacks have the same key: give each its own, since their states are kept by it")
+        run.callbacks = here
+        self._hooks = {
+            event: [callback for callback in here if getattr(type(callback), f"on_{event}") is not getattr(Callback, f"on_{event}")]
+            for event in EVENTS
+        }
+        self._listeners = [_Listener(callback) for callback in self._hooks["steps_end"]]
+
+    def fire(self, event: str, *args: Any) -> None:
+        """Calls the hooks of an event; an error is kept for `Run.agree`."""
+        for callback in self._hooks[event]:
+            self._call(callback, event, *args)
+
+    def fire_data(self, data: Any) -> Any:
+        """Hands the data from hook to hook."""
+        for callback in self._hooks["data"]:
+            data = self._call(callback, "data", data) or data
+        return data
+
+    def fire_steps_end(self, totals: np.ndarray, epoch_ended: bool) -> None:
+        """Calls those who want the host now, each with the means since it was last called."""
+        now = time.monotonic()
+        for listener in self._listeners:
+            listener.totals = listener.totals + totals
+            if np.any(listener.totals) and listener.schedule.due(self._run.progress.step, now, epoch_ended):
+                metrics = self._run.step.means(listener.totals)
+                listener.totals = np.zeros(())
+                self._call(listener.callback, "steps_end", metrics)
+
+    def fire_last(self, event: str, *args: Any) -> None:
+        """Calls the hooks of an event of the end, each whatever the others do; the first error is raised after all."""
+        first: BaseException | None = None
+        for callback in self._hooks[event]:
+            try:
+                getattr(callback, f"on_{event}")(self._run, *args)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def start_clocks(self) -> None:
+        """Starts the clocks of time schedules."""
+        for listener in self._listeners:
+            listener.schedule.start(time.monotonic())
+
+    def steps_left(self) -> int | None:
+        """How many steps may be made before a callback wants the host."""
+        left = [listener.schedule.steps_left(self._run.progress.step) for listener in self._listeners]
+        return min((steps for steps in left if steps is not None), default=None)
+
+    def _call(self, callback: Callback, event: str, *args: Any) -> Any:
+        if self._run.failing and callback.runs_on == "chief":
+            return None
+        with self._run.guard():
+            return getattr(callback, f"on_{event}")(self._run, *args)
+
+
+class _Listener:
+    """A callback that wants `on_steps_end`, its schedule, and the totals since it was last called."""
+
+    def __init__(self, callback: Callback) -> None:
+        self.callback = callback
+        self.schedule = Schedule(callback.every)
+        self.totals = np.zeros(())

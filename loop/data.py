@@ -1,0 +1,307 @@
+"""Data: which examples are in global batch s of epoch e, and which of them a replica gets.
+
+A source is read in two moves, both inside the compiled step. `take` runs once per worker and step; `share` runs in each
+replica and returns its rows. Addressed data is a pure function of (seed, epoch, step), so that its order neither depends
+on the number of replicas nor on what was read before; a stream has an iterator, and an empty batch after each epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.errors import UsageError
+from loop.task import TrainTask
+
+
+class ArrayData:
+    """Examples in memory: arrays with an equal first axis.
+
+    One array gives bare examples, several give tuples, a dict of arrays gives dicts.
+
+    Args:
+        *arrays: NumPy arrays or what NumPy can make one of; or one dict of them.
+
+    Raises:
+        UsageError: no array, an array without a first axis, or first axes of unequal length.
+    """
+
+    def __init__(self, *arrays: Any) -> None:
+        if not arrays:
+            raise UsageError("ArrayData() without arrays: give at least one")
+        structure: Any = arrays[0] if len(arrays) == 1 else arrays
+        self.arrays = tf.nest.map_structure(np.asarray, dict(structure) if isinstance(structure, dict) else structure)
+        shapes = [array.shape for array in tf.nest.flatten(self.arrays)]
+        if any(not shape for shape in shapes):
+            raise UsageError("ArrayData: a scalar has no examples: give arrays of shape [n, ...]")
+        if len({shape[0] for shape in shapes}) != 1:
+            raise UsageError(
+                f"ArrayData: arrays of unequal length ({', '.join(str(shape[0]) for shape in shapes)} examples; shapes "
+                f"{', '.join(map(str, shapes))}): cut them to the same first axis"
+            )
+        self.size = int(shapes[0][0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """How a source is cut into global batches.
+
+    Attributes:
+        batch_size: examples in a global batch, over all replicas.
+        seed: of the permutations.
+        shuffle: whether addressed data is permuted anew each epoch; a stream has its own order.
+        drop_remainder: whether a short last batch is left out.
+    """
+
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = False
+    drop_remainder: bool = False
+
+
+class Addressed:
+    """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
+
+    Attributes:
+        steps_per_epoch: the number of global batches in an epoch.
+        endless: False: it has an end.
+    """
+
+    def __init__(self, data: ArrayData, order: Order, replicas: int = 0) -> None:
+        size, batch = data.size, order.batch_size
+        self.data, self.order, self.size, self.endless = data, order, size, False
+        self.steps_per_epoch: int | None = size // batch if order.drop_remainder else -(-size // batch)
+        self._replicas = replicas
+        # Host memory, captured by reference: never copied into a graph.
+        with tf.device("CPU:0"):
+            self._tensors = tf.nest.map_structure(tf.constant, data.arrays)
+        self.example = tf.nest.map_structure(lambda tensor: tensor[:2], self._tensors)
+
+    def sharded(self, backend: Backend, policy: str) -> Addressed:
+        """Each replica gets its rows of each global batch, whatever the policy."""
+        return Addressed(self.data, self.order, backend.replicas)
+
+    def start(self, epoch: int, step_in_epoch: int) -> tuple[()]:
+        """Nothing to do: every position can be read at once."""
+        return ()
+
+    def take(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor) -> Any:
+        """The address of the global batch at `step` (int64, within the epoch `epoch`)."""
+        return epoch, step
+
+    def more(self, address: Any) -> Any:
+        """Whether there is anything at this address: the number of steps is known, so yes."""
+        return tf.constant(True)
+
+    def next_epoch(self) -> None:
+        """Nothing to do."""
+        return None  # a body of a docstring alone is more than AutoGraph can bear
+
+    def share(self, address: Any, replica: Any) -> Any:
+        """The replica's rows of the global batch at `address`."""
+        epoch, step = address
+        start = step * self.order.batch_size
+        stop = tf.minimum(start + self.order.batch_size, self.size)
+        if self._replicas:
+            low, high = rows(stop - start, tf.cast(replica, tf.int64), self._replicas)
+            start, stop = start + low, start + high
+        index = tf.range(start, stop)
+        if self.order.shuffle:
+            # Black, "index_shuffle": a permutation that can be read from any position, in constant memory.
+            seed = tf.stack([tf.constant(self.order.seed, tf.int64), epoch])
+            index = tf.random.experimental.index_shuffle(index, seed=seed, max_index=self.size - 1)
+        with tf.device("CPU:0"):
+            batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
+        return batch
+
+
+class Stream:
+    """A `tf.data.Dataset` of examples, batched; after each epoch comes one empty batch.
+
+    Attributes:
+        steps_per_epoch: None: nobody knows before the stream has been read.
+        endless: whether the stream is known to have no end.
+    """
+
+    steps_per_epoch: int | None = None
+
+    def __init__(self, dataset: tf.data.Dataset, order: Order, first: int = 0, replicas: int = 1) -> None:
+        check_spec(dataset)
+        self.dataset, self.order = dataset, order
+        self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        self._first, self._replicas = first, replicas
+        # Whether this worker has read its last batch of the epoch, while others may still have some.
+        self._ended = tf.Variable(False, trainable=False)
+
+    @functools.cached_property
+    def example(self) -> Any:
+        """The first one or two examples, as a batch; a batch of none if the stream is empty."""
+        return next(iter(self.dataset.batch(2).concatenate(self._end())))
+
+    def sharded(self, backend: Backend, policy: str) -> Stream:
+        """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
+        dataset, order = self.dataset, self.order
+        by_example = policy == "example"
+        if not by_example and backend.workers > 1:
+            if order.batch_size % backend.workers:
+                raise UsageError(
+                    f"ShardData({policy!r}): batch_size={order.batch_size} can't be divided over {backend.workers} "
+                    f"workers: give a multiple of {backend.workers}"
+                )
+            order = dataclasses.replace(order, batch_size=order.batch_size // backend.workers)
+        if policy == "file" and backend.workers > 1:
+            dataset = shard_files(dataset, backend.workers, backend.rank)
+        if by_example:
+            return Stream(dataset, order, 0, backend.replicas)
+        return Stream(dataset, order, backend.rank * backend.local_replicas, backend.local_replicas)
+
+    def start(self, epoch: int, step_in_epoch: int) -> Any:
+        """Opens the stream at a position, by reading up to it.
+
+        One iterator serves the whole run, so that a data set that reshuffles each iteration does so here too.
+        """
+        batches = self.dataset.batch(self.order.batch_size, drop_remainder=self.order.drop_remainder)
+        iterator = iter(batches.concatenate(self._end()).repeat().prefetch(2))
+        passed = 0
+        while passed < epoch:
+            passed += int(count(next(iterator)) == 0)
+        self._ended.assign(False)
+        for _ in range(step_in_epoch):
+            if not self._ended:
+                self._ended.assign(count(next(iterator)) == 0)
+        return iterator
+
+    def take(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
+        """The worker's next batch; an empty one at the end of its epoch, and then until all workers are there."""
+        batch = tf.cond(self._ended, self._nothing, lambda: next(handle))
+        self._ended.assign(count(batch) == 0)
+        return batch
+
+    def more(self, batch: Any) -> Any:
+        """Whether the worker's batch holds examples."""
+        return count(batch) > 0
+
+    def next_epoch(self) -> None:
+        """All workers are at the end of the epoch (called in graph)."""
+        self._ended.assign(False)
+
+    def share(self, batch: Any, replica: Any) -> Any:
+        """The replica's rows of its worker's batch."""
+        low, high = rows(count(batch), tf.cast(replica, tf.int64) - self._first, self._replicas)
+        return tf.nest.map_structure(lambda tensor: tensor[low:high], batch)
+
+    def _nothing(self) -> Any:
+        """A batch without rows."""
+
+        def empty(spec: tf.TensorSpec) -> tf.Tensor:
+            return tf.zeros([0, *(size or 0 for size in spec.shape)], spec.dtype)
+
+        return tf.nest.map_structure(empty, self.dataset.element_spec)
+
+    def _end(self) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors(self._nothing())
+
+
+@dataclasses.dataclass
+class Data:
+    """The sources of a run.
+
+    Attributes:
+        train: the training data.
+        eval: the evaluation data, or None.
+    """
+
+    train: Addressed | Stream
+    eval: Addressed | Stream | None
+
+    def sharded(self, backend: Backend, policy: str) -> Data:
+        """The same sources, shared out over the replicas of `backend`; see `callbacks.ShardData`."""
+        return Data(self.train.sharded(backend, policy), self.eval and self.eval.sharded(backend, policy))
+
+
+def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
+    """Opens the data of a task, in the order that the options say; not yet shared out.
+
+    Raises:
+        UsageError: something that is no data; no examples, or none left by `drop_remainder`; an endless stream and no
+            number of steps, or an endless one for evaluation.
+    """
+    order = Order(options["batch_size"], options["seed"], options["shuffle"], options["drop_remainder"])
+    train = source(task.train_data(), order, "train_data()")
+    if train.endless and options["steps"] is None:
+        raise UsageError("train_data() is endless: say how many steps to make (steps=..., --steps N)")
+    held_out = task.eval_data() if options["eval_every"] != "never" else None
+    if held_out is None:
+        return Data(train, None)
+    evaluation = source(held_out, Order(options["batch_size"]), "eval_data()")
+    if evaluation.endless:
+        raise UsageError("eval_data() is endless: an evaluation needs an end; .take(n) gives it one")
+    return Data(train, evaluation)
+
+
+def source(data: Any, order: Order, what: str) -> Addressed | Stream:
+    """Makes a source of what the method `what` of a task returned; see `open_data`."""
+    if isinstance(data, ArrayData):
+        if not data.size:
+            raise no_examples(what)
+        if order.drop_remainder and data.size < order.batch_size:
+            raise UsageError(
+                f"{what}: drop_remainder with batch_size={order.batch_size} leaves nothing of {data.size} examples: "
+                "make the batch smaller, or keep the remainder"
+            )
+        return Addressed(data, order)
+    if isinstance(data, tf.data.Dataset):
+        stream = Stream(data, order)
+        if not count(stream.example):
+            raise no_examples(what)
+        return stream
+    raise UsageError(f"{what} returned {type(data).__name__}: return ArrayData(...) or an unbatched tf.data.Dataset")
+
+
+def no_examples(what: str) -> UsageError:
+    """The error for a source without examples."""
+    return UsageError(f"{what} has no examples: nothing can be trained or evaluated on it")
+
+
+def check_spec(dataset: tf.data.Dataset) -> None:
+    """Refuses a stream whose examples can't be stacked."""
+    for spec in tf.nest.flatten(dataset.element_spec):
+        if not isinstance(spec, tf.TensorSpec):
+            raise UsageError(f"the data set yields {type(spec).__name__}: only dense tensors can be shared out by rows")
+
+
+def rows(n: Any, part: Any, parts: int) -> tuple[Any, Any]:
+    """The rows `part*n//parts .. (part+1)*n//parts`: contiguous, even to one, possibly none."""
+    return part * n // parts, (part + 1) * n // parts
+
+
+def count(batch: Any) -> Any:
+    """The number of rows of a batch, as an int64 tensor."""
+    return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
+
+
+def shard_files(dataset: tf.data.Dataset, workers: int, rank: int) -> tf.data.Dataset:
+    """The part of a data set that comes from every `workers`-th file, from file `rank` on.
+
+    Raises:
+        UsageError: the data set doesn't start from files, or from fewer files than workers.
+    """
+    file_policy = 1  # tf.data.experimental.AutoShardPolicy.FILE
+    try:
+        variant = tf.raw_ops.AutoShardDataset(
+            input_dataset=tf.data.experimental.to_variant(dataset), num_workers=workers, index=rank,
+            auto_shard_policy=file_policy, num_replicas=workers, **dataset._flat_structure,
+        )  # fmt: skip
+        sharded = tf.data.experimental.from_variant(variant, dataset.element_spec)
+        next(iter(sharded.take(1)), None)
+    except (tf.errors.OpError, ValueError) as error:
+        raise UsageError(
+            f'ShardData("file"): the data set can\'t be split by files over {workers} workers ({error}): it must read '
+            'at least as many files as there are workers; or use ShardData("example")'
+        ) from None
+    return sharded

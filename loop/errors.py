@@ -1,0 +1,13 @@
+"""The errors that tfloop raises by itself, and the exit code of each."""
+
+
+class UsageError(ValueError):
+    """Something handed in is wrong: the message names the thing, the value and the fix. Exit code 2."""
+
+
+class TrainingError(RuntimeError):
+    """Training could not go on, for a reason that lies in the data or the numbers. Exit code 1."""
+
+
+class PeerError(TrainingError):
+    """Another worker failed; the message names its rank and its error. Exit code 1."""

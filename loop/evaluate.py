@@ -1,0 +1,66 @@
+"""Evaluates a task with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from callbacks import ShardData
+from loop import backends, checkpoint, launch, rundir
+from loop.backends.base import Backend
+from loop.build import build, model_variables
+from loop.data import open_data
+from loop.errors import UsageError
+from loop.options import with_defaults
+from loop.run import assign, numbered
+from loop.step import Step
+from loop.task import TrainTask
+
+
+def evaluate(
+    task: TrainTask,
+    path: str | Path,
+    *,
+    batch_size: int | None = None,
+    backend: str | Backend | None = None,
+    precision: str | None = None,
+) -> dict[str, float]:
+    """Evaluates a task on its evaluation data, every example once, with the weights of a checkpoint.
+
+    Args:
+        task: the task, with the hyperparameters of the run.
+        path: a checkpoint, or a run directory (its newest good checkpoint is taken).
+        batch_size: the global batch; it doesn't change the result.
+        backend, precision: as for `fit`.
+
+    Returns:
+        The means over all examples, named `eval_...`; the same on all workers.
+
+    Raises:
+        UsageError: the task has no evaluation data, or the checkpoint is not of this model.
+    """
+    given = {"batch_size": batch_size, "precision": precision}
+    options = with_defaults(task, given | {"backend": backend.name if isinstance(backend, Backend) else backend})
+    options["eval_every"] = "epoch"
+    engine = backend if isinstance(backend, Backend) else backends.create(launch.choose(options["backend"])[0])
+    keras.utils.set_random_seed(options["seed"])
+    data = open_data(task, options)
+    if data.eval is None:
+        raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
+    model, optimizer, names = build(task, engine, options["precision"], data.train.example)
+    load_weights(model, Path(path))
+    step = Step(task, model, optimizer, names, engine, data.sharded(engine, ShardData().policy))
+    return step.means(step.evaluate(), "eval_")
+
+
+def load_weights(model: Any, path: Path) -> dict[str, Any]:
+    """Gives a model the weights of a checkpoint, or of the newest one of a run directory; returns its manifest."""
+    found, manifest = rundir.locate(path)
+    tensors: dict[str, np.ndarray] = checkpoint.read(found, manifest)
+    named = numbered("model", model.variables)
+    assign(named, {name: value for name, value in tensors.items() if name.startswith("model/")})
+    assert len(named) == len(model_variables(model))
+    return manifest

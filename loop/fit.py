@@ -1,0 +1,242 @@
+"""The training loop: `fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from callbacks import Callback, complete
+from loop import backends, launch, rundir
+from loop.backends.base import Backend
+from loop.build import build
+from loop.bus import Bus
+from loop.data import Data, open_data
+from loop.options import DEFAULTS, with_defaults
+from loop.run import COUNTERS, Run
+from loop.step import EPOCH_ENDED, NOT_FINITE, Step, not_finite
+from loop.task import TrainTask
+
+
+@dataclasses.dataclass
+class FitResult:
+    """What `fit` returns.
+
+    Attributes:
+        status: "finished", "stopped" (by a callback) or "preempted" (by a signal, after saving).
+        steps: optimizer steps made, earlier lives of the run included.
+        epochs: epochs completed.
+        examples: examples used.
+        metrics: means over the last epoch; with prefix `eval_` over the whole evaluation data.
+        history: the same for each epoch, with `epoch`, `step` and `examples`.
+        run_dir: the run directory.
+        weights_sha256: SHA-256 over dtype, shape and little-endian bytes of all model variables, in order.
+        model: the trained model.
+        backend: the engine's name.
+        replicas: how many there were.
+        examples_per_second: while training, the first compiled call not counted.
+    """
+
+    status: str
+    steps: int
+    epochs: int
+    examples: int
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
+    run_dir: Path
+    weights_sha256: str
+    model: Any
+    backend: str
+    replicas: int
+    examples_per_second: float
+
+
+def fit(
+    task: TrainTask,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    backend: str | Backend | None = None,
+    callbacks: Iterable[Callback] | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    seed: int | None = None,
+    shuffle: bool | None = None,
+    precision: str | None = None,
+    accumulate: int | None = None,
+    clip_norm: float | None = None,
+    steps_per_call: int | str | None = None,
+    compile: str | None = None,
+    eval_every: int | str | None = None,
+    drop_remainder: bool | None = None,
+) -> FitResult:
+    """Trains a task.
+
+    The loop, with the event that each part fires:
+
+        start the engine, build the model and the optimizer      on_setup
+        open the data, each replica its share                    on_data
+        go on from the newest good checkpoint, or start          on_restore
+        give all workers the same variables                      on_fit_start
+        until the last step is made, or somebody says stop:
+            at the start of an epoch                             on_epoch_start
+            make steps in one compiled call, up to a boundary    on_steps_end
+            where it is due, evaluate the whole set              on_eval_end
+            at the end of an epoch                               on_epoch_end
+            where it is asked for, write a checkpoint            on_checkpoint
+        if anything went wrong                                   on_exception
+        always                                                   on_fit_end
+
+    Every argument that isn't given takes the task's own default (`TrainTask.defaults`), else the one below.
+
+    Args:
+        task: the task.
+        epochs: passes over the training data; 1.
+        steps: optimizer steps instead of epochs.
+        batch_size: the *global* batch, over all replicas; 32.
+        backend: `auto`, `single`, `mirrored`, `multiworker`, `horovod`, or an engine object; `auto`.
+        callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a standard
+            one of its kind. What `callbacks.standard(...)` built is taken as it is.
+        run_dir: the run directory; a new one below `runs/`.
+        resume: `auto` goes on from the newest good checkpoint in the run directory; `never` refuses a directory that
+            has one; a path of a checkpoint or a run directory starts from there, in a run directory of its own.
+        seed: of initial weights and of the data's order; 0.
+        shuffle: whether `ArrayData` is permuted anew each epoch; True. A `tf.data.Dataset` has its own order.
+        precision: `float32`, `float64` or `bfloat16` (layers compute in it, variables stay float32); `float32`.
+        accumulate: into how many micro-batches each replica cuts its share of a global batch, to save memory; 1. The
+            result doesn't depend on it.
+        clip_norm: the greatest global norm of the reduced gradient; None: no clipping.
+        steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second.
+        compile: `graph`, or `xla`: forward and backward pass of each replica by XLA; `graph`.
+        eval_every: `epoch`, a number of steps, or `never`; `epoch`. The end of training is always evaluated, except
+            with `never`.
+        drop_remainder: whether a short last batch is left out; False: it is used, and weighs what it should.
+
+    Raises:
+        UsageError: something handed in is wrong; the message says what to do.
+        TrainingError: a loss or gradient is not finite; or another worker failed (`PeerError`).
+    """
+    given = {name: value for name, value in locals().items() if name in DEFAULTS and name != "backend"}
+    options = with_defaults(task, given | {"backend": backend.name if isinstance(backend, Backend) else backend})
+    engine = backend if isinstance(backend, Backend) else start(options["backend"])
+    options["backend"] = engine.name
+    keras.utils.set_random_seed(options["seed"])
+    sources = open_data(task, options)
+    model, optimizer, values = build(task, engine, options["precision"], sources.train.example)
+    run = Run(task, engine, options, model, optimizer, rundir.prepare(task, run_dir, options["resume"], engine))
+    bus = Bus(complete(callbacks), run)
+    with run.signals():
+        try:
+            train(run, bus, *set_up(run, bus, sources, values))
+        except BaseException as error:
+            end(run, bus, "failed", error)
+            raise
+        end(run, bus, run.status)
+    return result(run)
+
+
+def set_up(run: Run, bus: Bus, sources: Data, values: list[str]) -> tuple[Step, Any]:
+    """Takes the run to where it starts. Returns the compiled step, and the handle of the training data."""
+    options = run.options
+    bus.fire("setup")
+    sources = bus.fire_data(sources)
+    step = run.step = Step(
+        run.task, run.model, run.optimizer, values, run.backend, sources,
+        clip_norm=options["clip_norm"], accumulate=options["accumulate"], xla=options["compile"] == "xla",
+    )  # fmt: skip
+    run.agree()
+    bus.fire("restore", rundir.restore(run))
+    run.agree()
+    run.write_status("running")
+    bus.fire("fit_start")
+    run.agree()
+    return step, sources.train.start(run.progress.epoch, run.progress.step_in_epoch)
+
+
+def train(run: Run, bus: Bus, step: Step, handle: Any) -> None:
+    """The loop itself, from where the run stands to its end."""
+    progress, epoch_under_way = run.progress, False
+    bus.start_clocks()
+    while not run.at_end:
+        if not epoch_under_way:
+            epoch_under_way = True
+            bus.fire("epoch_start")
+            run.agree(steps_to_boundary(run, bus))
+
+        begun = time.perf_counter()
+        steps, ending, totals = step.train(handle, progress.epoch, progress.step_in_epoch, run.next_steps)
+        run.count(steps, totals, time.perf_counter() - begun)
+        if ending == NOT_FINITE:
+            raise not_finite(progress.step + 1, progress.epoch + 1)
+        epoch_ends = ending == EPOCH_ENDED or progress.step_in_epoch == step.data.train.steps_per_epoch
+        closing = epoch_ends or run.at_last_step
+        bus.fire_steps_end(totals, closing)
+
+        if run.evaluation_due(epoch_ends):
+            run.agree()
+            run.evaluated(step.evaluate())
+            bus.fire("eval_end", run.eval_metrics)
+        if closing:
+            bus.fire("epoch_end", run.close_epoch())
+        if epoch_ends:
+            run.next_epoch()
+            epoch_under_way = False
+
+        run.agree(steps_to_boundary(run, bus))
+        if run.saving:
+            with run.guard():
+                bus.fire("checkpoint", run.write_checkpoint())
+            run.agree(steps_to_boundary(run, bus))
+        if run.stopping:
+            return
+
+
+def steps_to_boundary(run: Run, bus: Bus) -> int:
+    """How many steps the next call may make before somebody wants the host, or something ends."""
+    progress, options = run.progress, run.options
+    left = [bus.steps_left()]
+    if run.step.data.train.steps_per_epoch is not None:
+        left.append(run.step.data.train.steps_per_epoch - progress.step_in_epoch)
+    if options["steps"] is not None:
+        left.append(options["steps"] - progress.step)
+    if isinstance(options["eval_every"], int):
+        left.append(options["eval_every"] - progress.step % options["eval_every"])
+    return min((steps for steps in left if steps is not None), default=sys.maxsize)
+
+
+def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> None:
+    """The last events. An error of theirs doesn't hide the one that ended the run."""
+    if error is not None:
+        with contextlib.suppress(Exception):
+            run.write_status(status)
+        for event, argument in (("exception", error), ("fit_end", status)):
+            try:
+                bus.fire_last(event, argument)
+            except Exception as further:
+                error.add_note(f"further, on_{event} failed: {type(further).__name__}: {further}")
+        return
+    run.write_status(status)
+    bus.fire_last("fit_end", status)
+
+
+def start(name: str) -> Backend:
+    """Starts the engine of this name; `auto` finds it."""
+    chosen, _ = launch.choose(name)
+    return backends.create(chosen)
+
+
+def result(run: Run) -> FitResult:
+    """What the caller gets."""
+    metrics = {name: value for name, value in (run.history[-1] if run.history else {}).items() if name not in COUNTERS}
+    done = run.progress
+    return FitResult(
+        run.status, done.step, done.epoch, done.examples, metrics, run.history, run.directory, run.weights_sha256(),
+        run.model, run.backend.name, run.backend.replicas, run.examples_per_second,
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""The options of `fit`: their defaults and what they may be. Imports no TensorFlow, so that errors come at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from loop.errors import UsageError
+
+BACKENDS = ("auto", "single", "mirrored", "multiworker", "horovod")
+
+DEFAULTS: dict[str, Any] = {
+    "epochs": 1,
+    "steps": None,
+    "batch_size": 32,
+    "backend": "auto",
+    "resume": "auto",
+    "seed": 0,
+    "shuffle": True,
+    "precision": "float32",
+    "accumulate": 1,
+    "clip_norm": None,
+    "steps_per_call": "auto",
+    "compile": "graph",
+    "eval_every": "epoch",
+    "drop_remainder": False,
+}
+"""The options of `fit` that a task may have defaults for, and the defaults of tfloop."""
+
+
+def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run: what was given (not None), else the task's own default, else ours; all checked.
+
+    Raises:
+        UsageError: an option that doesn't exist, or a value that it can't have.
+    """
+    own = dict(task.defaults)
+    for name in own:
+        if name not in DEFAULTS:
+            raise UsageError(f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}")
+    passed = {name: value for name, value in given.items() if value is not None}
+    if "epochs" in passed and "steps" not in passed:
+        own.pop("steps", None)  # epochs that are asked for aren't overruled by steps that aren't
+    options = {**DEFAULTS, **own, **passed}
+    for name, (allowed, fix) in _RULES.items():
+        if not allowed(options[name]):
+            raise UsageError(f"{name}={options[name]!r}: {fix}")
+    return options
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A hint at the name that was probably meant: "; did you mean 'x'?", or which there are."""
+    names = list(names)
+    found = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(names)}"
+
+
+def _is_int(minimum: int, *others: Any) -> Callable[[Any], bool]:
+    return lambda value: value in others or (
+        isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    )
+
+
+def _is_one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, type(values[0])) and value in values
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "epochs": (_is_int(1), "give a whole number >= 1"),
+    "steps": (_is_int(1, None), "give a whole number >= 1"),
+    "batch_size": (_is_int(1), "the global batch must hold at least 1 example: give a whole number >= 1"),
+    "backend": (_is_one_of(*BACKENDS), f"give one of {', '.join(BACKENDS)}"),
+    "seed": (lambda value: _is_int(0)(value) and value < 2**31, "give a whole number from 0 to 2147483647"),
+    "shuffle": (_is_one_of(True, False), "give True or False"),
+    "precision": (_is_one_of("float32", "float64", "bfloat16"), "give float32, float64 or bfloat16"),
+    "accumulate": (_is_int(1), "give a whole number >= 1 of micro-batches"),
+    "clip_norm": (
+        lambda value: value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0),
+        "give a number > 0, or None for no clipping",
+    ),
+    "steps_per_call": (_is_int(1, "auto"), 'give "auto" or a whole number >= 1'),
+    "compile": (_is_one_of("graph", "xla"), "give graph or xla"),
+    "eval_every": (_is_int(1, "epoch", "never"), 'give "epoch", "never" or a number of steps >= 1'),
+    "drop_remainder": (_is_one_of(True, False), "give True or False"),
+}
+
+
+def set_fields(kind: type, assignments: Iterable[str]) -> dict[str, Any]:
+    """The values of a task's fields from `key=value` texts, typed by the fields.
+
+    Args:
+        kind: the task's class.
+        assignments: texts `key=value`, as after `--set`.
+
+    Raises:
+        UsageError: a text that is no assignment, a field that doesn't exist, or a value of another type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    values: dict[str, Any] = {}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text}: give key=value")
+        if name not in fields:
+            hint = nearest(name, fields) if fields else "; it has no dataclass fields"
+            raise UsageError(f"--set {text}: {kind.__name__} has no field {name!r}{hint}")
+        values[name] = _parse(kind, name, value)
+    return values
+
+
+def _parse(kind: type, name: str, text: str) -> Any:
+    import types
+    import typing
+
+    hint = typing.get_type_hints(kind)[name]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    for each in kinds:
+        try:
+            if each is bool:
+                return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+            if each in (int, float, str):
+                return each(text)
+        except (ValueError, KeyError):
+            continue
+    names = " or ".join("None" if each is type(None) else getattr(each, "__name__", str(each)) for each in kinds)
+    if not any(each in (bool, int, float, str) for each in kinds):
+        raise UsageError(f"--set {name}={text}: the field is of type {names}, which can't be typed on a command line")
+    raise UsageError(f"--set {name}={text}: {text!r} is no {names}")

@@ -1,0 +1,28 @@
+"""Pace: how many steps the next compiled call makes."""
+
+from __future__ import annotations
+
+CALL_SECONDS = 0.25
+"""How long a compiled call should take when nobody wants the host earlier, in seconds."""
+
+
+class Pace:
+    """Finds the number of steps that take about `CALL_SECONDS`; or keeps to a given number.
+
+    Args:
+        steps_per_call: `"auto"`, or the number of steps.
+    """
+
+    def __init__(self, steps_per_call: int | str) -> None:
+        self._auto = steps_per_call == "auto"
+        self.steps = 1 if isinstance(steps_per_call, str) else steps_per_call
+        self._calls = 0
+
+    def record(self, steps: int, seconds: float) -> None:
+        """Takes in how long a call took. The first one is no measure: it is traced and compiled."""
+        self._calls += 1
+        if not self._auto or self._calls == 1 or not steps:
+            return
+        fitting = int(CALL_SECONDS * steps / max(seconds, 1e-9))
+        # Grows carefully: a single step may have been lucky, or the clock coarse.
+        self.steps = max(1, min(fitting, 16 * steps))

@@ -1,0 +1,341 @@
+"""Run: the state of one training run, what a callback is handed, and how its workers agree."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from callbacks.journal import jsonable
+from callbacks.redact import redact
+from loop import build, checkpoint
+from loop.backends.base import Backend, fingerprint
+from loop.errors import PeerError, TrainingError, UsageError
+from loop.pace import Pace
+from loop.step import Step
+from loop.task import TrainTask, hyperparameters
+
+COUNTERS = ("epoch", "step", "examples")
+"""The entries of a row of the history that are no metrics."""
+
+KEPT = ("batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm")
+"""The options that a resumed run must keep: with others it would be a different run."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """What has been done: the whole position of a run in its data.
+
+    Attributes:
+        step: optimizer steps made.
+        epoch: epochs completed, which is the index of the one under way.
+        step_in_epoch: steps made in it.
+        examples: examples used, all epochs together.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    examples: int = 0
+
+
+class Run:
+    """One training run. The public names are those that `callbacks.Run` promises to callbacks."""
+
+    def __init__(
+        self, task: TrainTask, backend: Backend, options: dict[str, Any], model: Any, optimizer: Any, directory: Path
+    ) -> None:
+        self.task, self.backend, self.options, self.directory = task, backend, options, directory
+        self.model, self.optimizer = model, optimizer
+        self.progress = Progress()
+        self.history: list[dict[str, float]] = []
+        self.save_on_stop = False
+        self.step: Step
+        self.callbacks: list[Any] = []
+        self.pace = Pace(options["steps_per_call"])
+        self.epoch_totals = np.zeros(())
+        self.eval_metrics: dict[str, float] = {}
+        self.next_steps = 1
+        self.saving = self.stopping = False
+        self.status = "finished"
+        self._save_reason = self._stop_reason = ""
+        self._error: BaseException | None = None
+        self._signals = 0
+        self._traced, self._evaluated_at = False, -1
+        self._examples, self._seconds = 0, 0.0
+
+    # What callbacks use
+
+    @property
+    def variables(self) -> list[Any]:
+        """All variables of the model and the optimizer."""
+        return build.model_variables(self.model) + build.optimizer_variables(self.optimizer)
+
+    @property
+    def total_steps(self) -> int | None:
+        """The step at which the run ends, or None where the data has no known length."""
+        per_epoch = self.step.data.train.steps_per_epoch
+        return self.options["steps"] or (per_epoch and per_epoch * self.options["epochs"])
+
+    @property
+    def examples_per_second(self) -> float:
+        """Examples trained on by this process's run, by the time that its compiled calls took; the first not counted."""
+        return self._examples / self._seconds if self._seconds else 0.0
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Who, what, versions, topology: JSON values."""
+        from importlib.metadata import PackageNotFoundError, version
+
+        versions = {"python": sys.version.split()[0]}
+        for package in ("tfloop", "tensorflow", "keras", "horovod", "numpy"):
+            with contextlib.suppress(PackageNotFoundError):
+                versions[package] = version(package)
+        return {
+            "task": type(self.task).__name__,
+            "hyperparameters": {name: plain(value) for name, value in hyperparameters(self.task).items()},
+            "options": {name: plain(value) for name, value in self.options.items()},
+            "batch_size": self.options["batch_size"],
+            "parameters": build.parameters(self.model),
+            "backend": self.backend.name,
+            "workers": self.backend.workers,
+            "replicas": self.backend.replicas,
+            "versions": versions,
+        }
+
+    def stop(self, reason: str) -> None:
+        """Asks all workers to end the run at the next boundary between calls."""
+        self._stop_reason = self._stop_reason or reason
+
+    def save(self, reason: str) -> None:
+        """Asks for a checkpoint at the next boundary between calls."""
+        self._save_reason = self._save_reason or reason
+
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints of this run, oldest first."""
+        return checkpoint.complete(self.directory / "checkpoints")
+
+    def fingerprints(self) -> dict[int, list[str]]:
+        """A hash of each of `variables` in each replica. All workers must call it."""
+        return self.backend.fingerprints(self.variables)
+
+    # What the loop uses
+
+    @property
+    def at_last_step(self) -> bool:
+        """Whether the number of steps that was asked for has been made."""
+        return self.options["steps"] is not None and self.progress.step >= self.options["steps"]
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all steps, or all epochs, have been made."""
+        return self.at_last_step or (self.options["steps"] is None and self.progress.epoch >= self.options["epochs"])
+
+    @property
+    def failing(self) -> bool:
+        """Whether this worker has an error that the others have not heard of."""
+        return self._error is not None
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps an error of this worker until all workers can hear of it; the first one counts."""
+        self._error = self._error or error
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Keeps an error that may be this worker's alone until `agree`: the others would wait for it for ever."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+
+    def agree(self, boundary: int | None = None) -> None:
+        """All workers hear of each other's errors, signals and wishes, and take the chief's length of the next call.
+
+        Args:
+            boundary: how many steps the next call may have at most.
+
+        Raises:
+            Exception: this worker's error, or a `PeerError` that names the rank and error of another.
+        """
+        wanted = self.pace.steps if boundary is None else min(self.pace.steps, boundary)
+        flags = (self._error is not None, bool(self._save_reason), bool(self._stop_reason), self._signals > 0)
+        table = self.backend.exchange(wanted if self.backend.is_chief else 0, *map(int, flags))
+        if table[:, 1].any():
+            text = f"{type(self._error).__name__}: {self._error}" if self._error else ""
+            texts = self.backend.gather_json([text, isinstance(self._error, UsageError)])
+            if self._error is not None:
+                raise self._error
+            rank, (text, usage) = next((rank, each) for rank, each in enumerate(texts) if each[0])
+            raise (UsageError if usage else PeerError)(f"rank {rank} failed: {text}")
+        self.next_steps = int(table[:, 0].sum())
+        self.stopping = bool(table[:, 3:].any())
+        self.saving = bool(table[:, 2].any()) or (self.stopping and self.save_on_stop)
+        if self.stopping:
+            self.status = "preempted" if table[:, 4].any() else "stopped"
+
+    def count(self, steps: int, totals: np.ndarray, seconds: float) -> None:
+        """Takes in what a compiled call did."""
+        examples = int(totals[-1])
+        self.progress.step += steps
+        self.progress.step_in_epoch += steps
+        self.progress.examples += examples
+        self.epoch_totals = self.epoch_totals + totals
+        self.pace.record(steps, seconds)
+        if self._traced:
+            self._examples, self._seconds = self._examples + examples, self._seconds + seconds
+        self._traced = True
+
+    def evaluation_due(self, epoch_ends: bool) -> bool:
+        """Whether the evaluation data is to be seen now."""
+        every, step = self.options["eval_every"], self.progress.step
+        if self.step.data.eval is None or every == "never" or self._evaluated_at == step:
+            return False
+        last_epoch = self.options["steps"] is None and self.progress.epoch + 1 == self.options["epochs"]
+        last = self.at_last_step or (epoch_ends and last_epoch)
+        return last or (epoch_ends if every == "epoch" else step % every == 0)
+
+    def evaluated(self, totals: np.ndarray) -> None:
+        """Takes in the totals of an evaluation."""
+        self.eval_metrics = self.step.means(totals, "eval_")
+        self._evaluated_at = self.progress.step
+
+    def close_epoch(self) -> dict[str, float]:
+        """Adds the epoch's row to the history; returns its metrics and those of the last evaluation.
+
+        Raises:
+            TrainingError: the epoch had no examples.
+        """
+        if not self.progress.step_in_epoch:
+            raise TrainingError(f"epoch {self.progress.epoch + 1} had no examples: the data has run dry")
+        metrics = {**self.step.means(self.epoch_totals), **self.eval_metrics}
+        done = self.progress
+        row = {"epoch": done.epoch + 1, "step": done.step, "examples": done.examples, **metrics}
+        # An epoch that was cut short by the end of a run, and goes on in a longer one, has one row.
+        self.history = [old for old in self.history if old["epoch"] != row["epoch"]] + [row]
+        return metrics
+
+    def next_epoch(self) -> None:
+        """Takes the position to the start of the next epoch."""
+        self.progress.epoch += 1
+        self.progress.step_in_epoch = 0
+        self.epoch_totals = np.zeros(())
+
+    def write_checkpoint(self) -> str:
+        """Writes a checkpoint (chief only); returns why."""
+        reason, self._save_reason = self._save_reason or self._stop_reason or "stop", ""
+        if self.backend.is_chief:
+            history = [{name: jsonable(value) for name, value in row.items()} for row in self.history]
+            state = {
+                "progress": dataclasses.asdict(self.progress),
+                "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(self.epoch_totals)],
+                "eval_metrics": {name: jsonable(value) for name, value in self.eval_metrics.items()},
+                "history": history,
+                "callbacks": {callback.key: callback.state_dict() for callback in self.callbacks},
+                "run": redact(self.info),
+            }
+            checkpoint.write(self.directory / "checkpoints", self.progress.step, self.tensors(), state)
+        return reason
+
+    def restore(self, tensors: dict[str, np.ndarray] | None, state: dict[str, Any]) -> None:
+        """Takes the run back to a checkpoint; only the chief has its tensors, the others get them by broadcast."""
+        self.progress = Progress(**state["progress"])
+        self.epoch_totals = np.array([float(total) for total in state["epoch_totals"]])
+        self.eval_metrics = {name: float(value) for name, value in state["eval_metrics"].items()}
+        self.history = [
+            {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
+            for row in state["history"]
+        ]
+        for callback in self.callbacks:
+            if callback.key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.key])
+        if tensors is not None:
+            assign(self.named_variables(), tensors)
+
+    def named_variables(self) -> dict[str, Any]:
+        """All variables by the names that they have in a checkpoint."""
+        named = numbered("model", self.model.variables)
+        return named | numbered("optimizer", build.optimizer_variables(self.optimizer))
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The values of all variables by name."""
+        return {name: variable.numpy() for name, variable in self.named_variables().items()}
+
+    def weights_sha256(self) -> str:
+        """The hash of the model's variables, in order; see `fingerprint`."""
+        return fingerprint(*(variable.numpy() for variable in build.model_variables(self.model)))
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Within it, SIGTERM and SIGINT end the run politely at the next boundary; a second one at once."""
+
+        def hear(number: int, frame: Any) -> None:
+            self._signals += 1
+            for each in heard:  # the next one is deadly
+                signal.signal(each, signal.SIG_DFL)
+
+        heard = (signal.SIGTERM, signal.SIGINT)
+        try:
+            before = [signal.signal(number, hear) for number in heard]
+        except ValueError:  # not the main thread: signals are somebody else's business
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in zip(heard, before, strict=True):
+                signal.signal(number, handler)
+
+    def write_status(self, status: str) -> None:
+        """Writes `run.json` (chief only)."""
+        if self.backend.is_chief:
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            about = {"status": status, "updated": now, "pid": os.getpid(), "progress": dataclasses.asdict(self.progress)}
+            checkpoint.write_json(self.directory / "run.json", {**redact(self.info), **about})
+
+
+def numbered(kind: str, variables: Any) -> dict[str, Any]:
+    """TensorFlow variables by `kind/00000:name`; names repeat between processes of Keras, positions don't."""
+    names = build.variable_names(variables)
+    return {f"{kind}/{i:05d}:{name}": v for i, (name, v) in enumerate(zip(names, build.as_tf(variables), strict=True))}
+
+
+def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Gives variables their stored values, after checking all of them: nothing is half loaded.
+
+    Raises:
+        UsageError: there are more or fewer variables than stored tensors, or one has another shape or dtype.
+    """
+    for kind in ("model", "optimizer"):
+        own = [name for name in variables if name.startswith(f"{kind}/")]
+        stored = [name for name in tensors if name.startswith(f"{kind}/")]
+        if len(own) != len(stored):
+            raise UsageError(f"the checkpoint has {len(stored)} {kind} variables, but the task builds {len(own)}")
+    # By position: the names that Keras gives depend on what else a process has built.
+    for (name, variable), (other, value) in zip(variables.items(), tensors.items(), strict=True):
+        if tuple(variable.shape) != value.shape or variable.dtype.as_numpy_dtype != value.dtype:
+            raise UsageError(
+                f"variable {name} is {variable.dtype.name}{list(variable.shape)}, but {other} in the checkpoint is "
+                f"{value.dtype.name}{list(value.shape)}: the task builds another model than the one that was saved"
+            )
+    for variable, value in zip(variables.values(), tensors.values(), strict=True):
+        variable.assign(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; what JSON doesn't know becomes text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return jsonable(value)
+    return value if isinstance(value, str | int | bool | type(None)) else str(value)
+

@@ -1,0 +1,97 @@
+"""Finds the task that a command line names: `file.py:Class`, `package.module:Class`, or a shipped example."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from loop.errors import UsageError
+from loop.options import nearest, set_fields
+from loop.task import TrainTask
+
+OURS = ("loop", "callbacks", "cli")
+SHIPPED = {"digits": "Digits", "charlm": "CharLM"}
+"""The shipped examples, and the class in each."""
+
+
+def check(target: str) -> None:
+    """Refuses a target that can't exist, without importing anything.
+
+    Raises:
+        UsageError: see `load`.
+    """
+    if target in SHIPPED:
+        return
+    place, colon, name = target.partition(":")
+    if not colon or not name.isidentifier():
+        raise UsageError(
+            f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
+            f"{nearest(target, SHIPPED)}"
+        )
+    if place.endswith(".py"):
+        path = Path(place)
+        if not path.is_file():
+            raise UsageError(f"TARGET {target!r}: there is no file {path}")
+        check_shadows(path.resolve().parent)
+    else:
+        check_shadows(Path.cwd())
+
+
+def check_shadows(directory: Path) -> None:
+    """Refuses a directory in which a user's file has the name of one of our packages: one would hide the other."""
+    own = Path(__file__).resolve().parent.parent
+    for name in OURS:
+        for path in (directory / f"{name}.py", directory / name / "__init__.py"):
+            if path.exists() and not path.resolve().is_relative_to(own):
+                raise UsageError(
+                    f"{path} has the name of tfloop's own {name!r}, and one would hide the other: rename it"
+                )
+
+
+def load(target: str, assignments: Sequence[str] = ()) -> TrainTask:
+    """Makes the task that `target` names, with fields set as after `--set`.
+
+    Raises:
+        UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't be set so.
+    """
+    check(target)
+    if target in SHIPPED:
+        target = f"{shipped_path(target)}:{SHIPPED[target]}"
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses and type hints look their module up
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name and (place == error.name or place.startswith(error.name + ".")):
+                raise UsageError(f"TARGET {target!r}: there is no module {error.name!r} here or on the path") from None
+            raise
+    kind = getattr(module, name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, TrainTask)):
+        tasks = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, TrainTask) and c.__module__ == module.__name__]
+        if kind is None:
+            raise UsageError(f"TARGET {target!r}: {place} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
+        raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
+    values = set_fields(kind, assignments)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise UsageError(f"TARGET {target!r}: {name} can't be made from its defaults ({error}): give its fields by --set") from None
+
+
+def shipped_path(name: str) -> Path:
+    """The file of a shipped example: within the installed package, or `examples/` in a checkout."""
+    inside = Path(__file__).parent / "examples" / f"{name}.py"
+    return inside if inside.exists() else Path(__file__).parent.parent / "examples" / f"{name}.py"

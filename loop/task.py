@@ -1,0 +1,110 @@
+"""TrainTask: what a user writes. Model, optimizer, data, and the values of each example."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from loop.errors import UsageError
+
+
+class TrainTask:
+    """One experiment: subclass it, as a dataclass whose fields are the hyperparameters, and hand it to `fit`.
+
+    Class attributes:
+        defaults: the task's own defaults for options of `fit`, such as `{"batch_size": 64, "epochs": 6}`; what is
+            passed or typed wins.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def build_model(self) -> Any:
+        """Returns a `keras.Model` (Keras 3), a `tf_keras.Model`, or any `tf.Module`. Variables are made here."""
+        raise UsageError(f"{type(self).__name__} has no build_model(): define it and return the model")
+
+    def build_optimizer(self) -> Any:
+        """Returns a Keras optimizer of the model's family (for a plain `tf.Module`: either family)."""
+        raise UsageError(f"{type(self).__name__} has no build_optimizer(): define it and return a Keras optimizer")
+
+    def train_data(self) -> Any:
+        """Returns `ArrayData(...)`, or an unbatched `tf.data.Dataset` of examples."""
+        raise UsageError(f"{type(self).__name__} has no train_data(): define it and return ArrayData(...)")
+
+    def eval_data(self) -> Any:
+        """The same for evaluation; None for no evaluation."""
+        return None
+
+    def compute(self, model: Any, batch: Any, training: bool) -> dict[str, Any]:
+        """The values of each example: traced into the compiled step.
+
+        Args:
+            model: what `build_model` returned.
+            batch: examples of `train_data` or `eval_data`, stacked along a first axis n. In a replica that has no
+                share of a short last batch n is 0.
+            training: whether this is a training step.
+
+        Returns:
+            A dict of tensors of shape `[n]` or `[n, ...]`, one value per element and never a mean. `"loss"` is
+            minimised; `"weight"` (optional, same shape as loss, not differentiated) weighs it and every value of the
+            same shape. All others are metrics. Each is reported as sum(value * weight) / sum(weight).
+        """
+        raise UsageError(f"{type(self).__name__} has no compute(): define it and return a dict with per-example 'loss'")
+
+
+class KerasTask(TrainTask):
+    """An existing Keras model, optimizer and loss as a task: trains on any engine as it is.
+
+    Args:
+        model_fn: returns the model.
+        optimizer_fn: returns the optimizer.
+        loss_fn: a Keras loss (object, or its name), or a function of (labels, predictions) that returns one value per
+            element. A loss object's own reduction is not used.
+        train: the training data, of pairs (inputs, labels) or triples (inputs, labels, weights).
+        eval: the evaluation data, or None.
+        metrics: functions of (labels, predictions) that return one value per element, by name.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], Any],
+        optimizer_fn: Callable[[], Any],
+        loss_fn: Any,
+        train: Any,
+        eval: Any = None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+    ) -> None:
+        self._model_fn, self._optimizer_fn, self._loss_fn = model_fn, optimizer_fn, loss_fn
+        self._train, self._eval, self._metrics = train, eval, dict(metrics or {})
+
+    def build_model(self) -> Any:
+        return self._model_fn()
+
+    def build_optimizer(self) -> Any:
+        return self._optimizer_fn()
+
+    def train_data(self) -> Any:
+        return self._train
+
+    def eval_data(self) -> Any:
+        return self._eval
+
+    def compute(self, model: Any, batch: Any, training: bool) -> dict[str, Any]:
+        inputs, labels, *weight = batch
+        predictions = model(inputs, training=training)
+        loss = self._loss_fn
+        if isinstance(loss, str):
+            import keras
+
+            loss = keras.losses.get(loss)
+        # A Loss object's __call__ takes the mean; its `call` gives one value per element.
+        values = {"loss": (loss.call if hasattr(loss, "reduction") else loss)(labels, predictions)}
+        values |= {name: metric(labels, predictions) for name, metric in self._metrics.items()}
+        return values | ({"weight": weight[0]} if weight else {})
+
+
+def hyperparameters(task: TrainTask) -> dict[str, Any]:
+    """The task's dataclass fields and their values; empty for a task that is no dataclass."""
+    if not dataclasses.is_dataclass(task):
+        return {}
+    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
