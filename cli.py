@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import traceback
@@ -18,7 +17,7 @@ import typer
 
 from loop import launch, target
 from loop.errors import TrainingError, UsageError
-from loop.options import DEFAULTS, nearest, with_defaults
+from loop.options import with_defaults
 
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 """Exit codes beside 0; see DESIGN: training failed, bad usage or input, stopped by a signal after saving."""
@@ -30,7 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Target = Annotated[str, typer.Argument(help="file.py:Class, package.module:Class, or a shipped example: digits, charlm.")]
+Target = Annotated[
+    str, typer.Argument(help="file.py:Class, package.module:Class, or a shipped example: digits, charlm.")
+]
 RunDir = Annotated[Path, typer.Argument(help="A run directory, or a checkpoint in it.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The last line of stdout is the result as JSON.")]
@@ -61,10 +62,10 @@ def train(
     """Train a task."""
     if epochs is not None and steps is not None:
         raise UsageError(f"--epochs {epochs} and --steps {steps}: give one of the two")
-    given = {
+    given: dict[str, Any] = {
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "resume": resume, "seed": seed,
-        "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "compile": compile_,
-        "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
+        "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
+        "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
     }  # fmt: skip
     with_defaults(_NoDefaults, given)
     target.check(target_)
@@ -167,7 +168,9 @@ def evaluate(
 @app.command()
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")],
+    out: Annotated[
+        Path, typer.Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")
+    ],
     task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
 ) -> None:
     """Export the model of a run."""
@@ -220,17 +223,19 @@ def ui(
         print(f"port {taken} is in use, taking {port}", file=sys.stderr)
     print(f"MLflow UI: http://{host}:{port}  (Ctrl-C ends it)", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
 
 
 def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]]:
     """The task of a run, with its hyperparameters, and the manifest of the checkpoint."""
     from loop import rundir
 
-    path, manifest = rundir.locate(run_dir)
+    _, manifest = rundir.locate(run_dir)
     place_ = task_target or manifest["run"].get("target")
     if not place_:
-        raise UsageError(f"{run_dir}: the run was not started from the command line: give its task as --target file.py:Class")
+        raise UsageError(
+            f"{run_dir}: the run was not started from the command line: give its task as --target file.py:Class"
+        )
     task = target.load(place_)
     for name, value in manifest["run"]["hyperparameters"].items():
         setattr(task, name, value)
@@ -264,14 +269,8 @@ def quiet_start() -> Iterator[None]:
             os.close(stderr)
             kept.seek(0)
             for line in kept.read().decode(errors="replace").splitlines():
-                if not re.match(_CHATTER, line):
+                if not re.match(launch.CHATTER, line):
                     print(line, file=sys.stderr)
-
-
-_CHATTER = (
-    r"[IWE]\d{4} \d\d:|[IWE]0000 00:00:|WARNING: All log messages before absl|To enable the following instructions"
-    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] "
-)
 
 
 def main() -> None:

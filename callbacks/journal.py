@@ -84,7 +84,8 @@ def jsonable(value: float) -> float | str:
 def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """The complete lines of a journal from byte `offset` on, each with the offset behind it.
 
-    A last line that is still being written, or was torn by a kill, is left alone; a line that is no JSON is passed over.
+    A last line that is still being written, or was torn by a kill, is left alone; a line that is no JSON is
+    passed over.
     """
     if not path.exists():
         return

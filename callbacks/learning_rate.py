@@ -72,7 +72,7 @@ def _schedule(optimizer: Any, rate: Any, scale: float, warmup: int) -> Any:
     else:
         from keras.optimizers.schedules import LearningRateSchedule
 
-    class ScaledRate(LearningRateSchedule):  # type: ignore[misc,valid-type]
+    class ScaledRate(LearningRateSchedule):
         def __call__(self, step: Any) -> Any:
             done = tf.minimum(tf.cast(step, tf.float32) / float(max(warmup, 1)), 1.0) if warmup else 1.0
             base = rate(step) if callable(rate) else rate

@@ -1,4 +1,4 @@
-"""MLflowTracker: shows the run in MLflow. A thread of its own follows the journal, so that training never waits for it."""
+"""MLflowTracker: shows the run in MLflow. A thread of its own follows the journal: training never waits for it."""
 
 from __future__ import annotations
 
@@ -192,4 +192,3 @@ def points(entry: dict[str, Any]) -> list[tuple[str, float]]:
     if entry["event"] == "epoch_end":  # those of the evaluation had an event of their own
         return [(name, value) for name, value in metrics.items() if not name.startswith("eval_")]
     return []
-

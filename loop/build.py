@@ -23,7 +23,9 @@ def keras_precision(precision: str) -> Iterator[None]:
     """Layers that are made within it have this precision; see `PRECISIONS`."""
     policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
     legacy = sys.modules.get("tf_keras")
-    legacy_policy, legacy_floatx = (legacy.mixed_precision.global_policy(), legacy.backend.floatx()) if legacy else (0, 0)
+    legacy_policy, legacy_floatx = (
+        (legacy.mixed_precision.global_policy(), legacy.backend.floatx()) if legacy else (0, 0)
+    )
     width = "float64" if precision == "float64" else "float32"
     try:
         keras.config.set_floatx(width)
@@ -113,7 +115,7 @@ def check(values: Any, n: int) -> list[str]:
     if "weight" in values and shapes["weight"] != shapes["loss"]:
         raise UsageError(
             f'compute() returned "weight" of shape {list(shapes["weight"])} beside "loss" of shape '
-            f'{list(shapes["loss"])}: both must have the same shape; tf.broadcast_to(weight, tf.shape(loss)) makes it so'
+            f"{list(shapes['loss'])}: give both one shape, with tf.broadcast_to(weight, tf.shape(loss))"
         )
     if not tf.convert_to_tensor(values["loss"]).dtype.is_floating:
         raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')

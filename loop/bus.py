@@ -42,7 +42,11 @@ class Bus:
             raise UsageError("two callbacks have the same key: give each its own, since their states are kept by it")
         run.callbacks = here
         self._hooks = {
-            event: [callback for callback in here if getattr(type(callback), f"on_{event}") is not getattr(Callback, f"on_{event}")]
+            event: [
+                callback
+                for callback in here
+                if getattr(type(callback), f"on_{event}") is not getattr(Callback, f"on_{event}")
+            ]
             for event in EVENTS
         }
         self._listeners = [_Listener(callback) for callback in self._hooks["steps_end"]]

@@ -1,7 +1,7 @@
 """Checkpoint files: write, verify, find, read. Tensors and JSON only; knows files and no policy.
 
-A checkpoint is a directory `step-<8 digits>` with `tensors.npz` and `manifest.json`. It is written as `step-<...>.tmp`,
-made durable, and renamed: a directory of the final name is complete, or has been damaged since, which its manifest shows.
+A checkpoint is a directory `step-<8 digits>` with `tensors.npz` and `manifest.json`. It is written under another name,
+made durable, and renamed: one of that name is complete, or has been damaged since, which its manifest shows.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def newest(paths: Sequence[Path], warn: Any) -> tuple[Path, dict[str, Any]] | No
         except CheckpointError as error:
             warn(f"checkpoint passed over: {error}")
     if paths:
-        raise CheckpointError(f"{paths[0].parent}: none of its {len(paths)} checkpoints is good; not starting from step 0")
+        raise CheckpointError(
+            f"{paths[0].parent}: none of its {len(paths)} checkpoints is good; not starting from step 0"
+        )
     return None
 
 

@@ -1,8 +1,9 @@
 """Data: which examples are in global batch s of epoch e, and which of them a replica gets.
 
-A source is read in two moves, both inside the compiled step. `take` runs once per worker and step; `share` runs in each
-replica and returns its rows. Addressed data is a pure function of (seed, epoch, step), so that its order neither depends
-on the number of replicas nor on what was read before; a stream has an iterator, and an empty batch after each epoch.
+A source is read in two moves, both inside the compiled step. `take` runs once per worker and step; `share` runs in
+each replica and returns its rows. Addressed data is a pure function of (seed, epoch, step), so that its order depends
+neither on the number of replicas nor on what was read before; a stream has an iterator, and an empty batch after each
+epoch.
 """
 
 from __future__ import annotations
@@ -112,12 +113,14 @@ class Addressed:
             start, stop = start + low, start + high
         index = tf.range(start, stop)
         if self.order.shuffle:
-            # Black, "index_shuffle": a permutation that can be read from any position, in constant memory.
+            # A permutation that can be read from any position, in constant memory. It can't be asked for no position
+            # at all: a replica without a share asks for one, and drops it.
+            asked = tf.minimum(tf.range(start, tf.maximum(stop, start + 1)), self.size - 1)
             seed = tf.stack([tf.constant(self.order.seed, tf.int64), epoch])
-            index = tf.random.experimental.index_shuffle(index, seed=seed, max_index=self.size - 1)
+            index = tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)[: stop - start]
         with tf.device("CPU:0"):
             batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
-        return batch
+        return batch  # noqa: RET504 - AutoGraph can't bear a return within the `with`
 
 
 class Stream:

@@ -34,7 +34,8 @@ def evaluate(
         task: the task, with the hyperparameters of the run.
         path: a checkpoint, or a run directory (its newest good checkpoint is taken).
         batch_size: the global batch; it doesn't change the result.
-        backend, precision: as for `fit`.
+        backend: as for `fit`.
+        precision: as for `fit`.
 
     Returns:
         The means over all examples, named `eval_...`; the same on all workers.

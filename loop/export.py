@@ -46,7 +46,9 @@ def export(task: TrainTask | None, path: Path, out: Path) -> None:
             model = rebuild(task, path)
             if out.suffix == ".keras":
                 if not hasattr(model, "save"):
-                    raise UsageError(f"{out}: the model is a plain tf.Module, not a Keras model: export it to a directory")
+                    raise UsageError(
+                        f"{out}: the model is a plain tf.Module, not a Keras model: export it to a directory"
+                    )
                 model.save(partial)
             elif isinstance(model, keras.Model):
                 model.export(partial, verbose=False)

@@ -102,8 +102,8 @@ def fit(
         steps: optimizer steps instead of epochs.
         batch_size: the *global* batch, over all replicas; 32.
         backend: `auto`, `single`, `mirrored`, `multiworker`, `horovod`, or an engine object; `auto`.
-        callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a standard
-            one of its kind. What `callbacks.standard(...)` built is taken as it is.
+        callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a
+            standard one of its kind. What `callbacks.standard(...)` built is taken as it is.
         run_dir: the run directory; a new one below `runs/`.
         resume: `auto` goes on from the newest good checkpoint in the run directory; `never` refuses a directory that
             has one; a path of a checkpoint or a run directory starts from there, in a run directory of its own.

@@ -26,7 +26,14 @@ from callbacks.progress import MARK, RELAY, Display
 from loop.errors import UsageError
 
 JOB = "TFLOOP_JOB"
-"""Environment variable: the directory in which the workers of a job that we started leave their process ids and results."""
+"""Environment variable: where the workers of a job that we started leave their process ids and results."""
+CHATTER = (
+    r"[IWE]\d{4} \d\d:|[IWE]0000 00:00:|WARNING: All log messages before absl|To enable the following instructions"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] "
+)
+"""What TensorFlow prints to stderr while it starts, whatever its log level: nobody can act on it."""
+# What Horovod's launcher tells of a failed worker; the failure itself is told by `run`.
+_LAUNCHER_CHATTER = r"Process \d+ exit|Terminating remaining"
 _GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed
 
 
@@ -54,8 +61,8 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
             read_tf_config(environment["TF_CONFIG"])
         elif workers is None:
             raise UsageError(
-                "backend='multiworker' without TF_CONFIG: start the workers with `tfloop train ... --workers N`, or set "
-                "TF_CONFIG in each of them"
+                "backend='multiworker' without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
+                "in each of them"
             )
     if backend != "auto":
         return backend, "asked for"
@@ -100,7 +107,7 @@ def count_gpus() -> int:
 
 
 def read_tf_config(text: str) -> tuple[int, int]:
-    """This process's rank among the workers of a `TF_CONFIG`, and how many there are.
+    """The rank of this process among the workers of a `TF_CONFIG`, and how many there are.
 
     Raises:
         UsageError: it isn't JSON, or names no place for this process; with what it should look like.
@@ -112,7 +119,9 @@ def read_tf_config(text: str) -> tuple[int, int]:
         places = [(job, index) for job in ("chief", "worker") for index in range(len(cluster.get(job, [])))]
         place = (task["type"], int(task["index"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"TF_CONFIG={text!r} can't be read ({type(error).__name__}: {error}): it must be {form}") from None
+        raise UsageError(
+            f"TF_CONFIG={text!r} can't be read ({type(error).__name__}: {error}): it must be {form}"
+        ) from None
     if place not in places:
         there = ", ".join(f"{job} {index}" for job, index in places) or "no workers"
         raise UsageError(f"TF_CONFIG: its task is {place[0]} {place[1]}, but its cluster has {there}")
@@ -127,7 +136,7 @@ def job_size() -> int | None:
 
 
 def job_rank() -> int:
-    """This process's rank in the job that it was started in; 0 outside of one."""
+    """The rank of this process in the job that it was started in; 0 outside of one."""
     if "HOROVOD_RANK" in os.environ:
         return int(os.environ["HOROVOD_RANK"])
     return read_tf_config(os.environ["TF_CONFIG"])[0] if "TF_CONFIG" in os.environ else 0
@@ -187,16 +196,18 @@ def run(backend: str, workers: int, arguments: Sequence[str]) -> tuple[int, str,
         shutil.rmtree(job, ignore_errors=True)
 
 
-def _start_horovod(command: list[str], workers: int, environment: dict[str, str], output: _Output) -> list[subprocess.Popen[bytes]]:
-    # Horovod's rendezvous server asks nobody who he is: it belongs on the loopback interface.
-    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
-    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(workers), "-H", f"localhost:{workers}"]
-    process = _popen([*launcher, "--gloo", "--network-interface", loopback, *command], environment)
+def _start_horovod(
+    command: list[str], workers: int, environment: dict[str, str], output: _Output
+) -> list[subprocess.Popen[bytes]]:
+    launcher = [sys.executable, "-P", "-m", "loop.horovodrun", str(workers)]
+    process = _popen([*launcher, *command], environment)
     output.follow(process, None)
     return [process]
 
 
-def _start_multiworker(command: list[str], workers: int, environment: dict[str, str], output: _Output) -> list[subprocess.Popen[bytes]]:
+def _start_multiworker(
+    command: list[str], workers: int, environment: dict[str, str], output: _Output
+) -> list[subprocess.Popen[bytes]]:
     addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
     processes = []
     for rank in range(workers):
@@ -278,7 +289,7 @@ class _Output:
         self._lock = threading.Lock()
 
     def follow(self, process: subprocess.Popen[bytes], rank: int | None) -> None:
-        """Follows both streams of a process; with rank None its lines bear the rank that Horovod's launcher put there."""
+        """Follows both streams of a process. Rank None: its lines bear the rank that Horovod's launcher put there."""
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             thread = threading.Thread(target=self._copy, args=(stream, rank), daemon=True)
@@ -289,18 +300,16 @@ class _Output:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\r\n")
             place = re.match(r"\[(\d+)\]<std(?:out|err)>:", text) if rank is None else None
-            text, prefix = (text[place.end() :], place[1]) if place else (text, "launcher" if rank is None else str(rank))
-            if prefix == "launcher" and re.match(_LAUNCHER_NOISE, text):
+            text, prefix = (
+                (text[place.end() :], place[1]) if place else (text, "launcher" if rank is None else str(rank))
+            )
+            if re.match(CHATTER, text) or (prefix == "launcher" and re.match(_LAUNCHER_CHATTER, text)):
                 continue
             with self._lock:
                 if text.startswith(MARK):
                     self._display.update(json.loads(text[len(MARK) :]))
                 elif text:
                     self._display.line(f"[{prefix}] {text}")
-
-
-# Horovod's launcher tells of a failed worker in a traceback of its own; the failure itself is told by `run`.
-_LAUNCHER_NOISE = r"Traceback|  |RuntimeError: Horovod detected|Process name|Exit code|Terminating remaining|$|\^"
 
 
 def port_is_free(host: str, port: int) -> bool:

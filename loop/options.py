@@ -39,7 +39,9 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     own = dict(task.defaults)
     for name in own:
         if name not in DEFAULTS:
-            raise UsageError(f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}")
+            raise UsageError(
+                f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}"
+            )
     passed = {name: value for name, value in given.items() if value is not None}
     if "epochs" in passed and "steps" not in passed:
         own.pop("steps", None)  # epochs that are asked for aren't overruled by steps that aren't
@@ -58,8 +60,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _is_int(minimum: int, *others: Any) -> Callable[[Any], bool]:
-    return lambda value: value in others or (
-        isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    return lambda value: (
+        value in others or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum)
     )
 
 
@@ -115,7 +117,11 @@ def _parse(kind: type, name: str, text: str) -> Any:
     import typing
 
     hint = typing.get_type_hints(kind)[name]
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    kinds = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
     if type(None) in kinds and text.lower() == "none":
         return None
     for each in kinds:

@@ -87,7 +87,7 @@ class Run:
 
     @property
     def examples_per_second(self) -> float:
-        """Examples trained on by this process's run, by the time that its compiled calls took; the first not counted."""
+        """Examples trained on in this process, by the time that the compiled calls took; the first isn't counted."""
         return self._examples / self._seconds if self._seconds else 0.0
 
     @property
@@ -297,7 +297,12 @@ class Run:
         """Writes `run.json` (chief only)."""
         if self.backend.is_chief:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            about = {"status": status, "updated": now, "pid": os.getpid(), "progress": dataclasses.asdict(self.progress)}
+            about = {
+                "status": status,
+                "updated": now,
+                "pid": os.getpid(),
+                "progress": dataclasses.asdict(self.progress),
+            }
             checkpoint.write_json(self.directory / "run.json", {**redact(self.info), **about})
 
 
@@ -338,4 +343,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return jsonable(value)
     return value if isinstance(value, str | int | bool | type(None)) else str(value)
-

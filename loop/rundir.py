@@ -60,7 +60,7 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path) ->
     about = read_json(directory / "run.json")
     if about is not None and about.get("task") != name:
         raise UsageError(
-            f"the run directory {directory} belongs to the task {about.get('task')!r}, not to {name!r}: give another one"
+            f"the run directory {directory} belongs to the task {about.get('task')!r}, not {name!r}: give another one"
         )
     if resume == "never" and checkpoint.complete(directory / "checkpoints"):
         raise UsageError(

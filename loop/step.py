@@ -1,8 +1,8 @@
 """The mathematics: the compiled training and evaluation steps.
 
-Per replica, S = sum(loss * weight) and W = sum(weight). The gradients of S + W * sum(model.losses), and S, W and the sums
-of every other value, travel in one fused all-reduce(SUM). Then: divide by the global W, check finiteness, clip, apply;
-once, on reduced values. A replica without data contributes zeros. The result doesn't depend on how many replicas made
+Per replica, S = sum(loss * weight) and W = sum(weight). The gradients of S + W * sum(model.losses), and S, W and the
+sums of every other value, travel in one fused all-reduce(SUM). Then: divide by the global W, check finiteness, clip,
+apply; once, on reduced values. A replica without data contributes zeros. The result doesn't depend on how many replicas made
 it, but for the order in which floats are added.
 """
 

@@ -66,7 +66,8 @@ def load(target: str, assignments: Sequence[str] = ()) -> TrainTask:
         path = Path(place).resolve()
         sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # dataclasses and type hints look their module up
         spec.loader.exec_module(module)
@@ -80,7 +81,11 @@ def load(target: str, assignments: Sequence[str] = ()) -> TrainTask:
             raise
     kind = getattr(module, name, None)
     if not (inspect.isclass(kind) and issubclass(kind, TrainTask)):
-        tasks = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, TrainTask) and c.__module__ == module.__name__]
+        tasks = [
+            n
+            for n, c in vars(module).items()
+            if inspect.isclass(c) and issubclass(c, TrainTask) and c.__module__ == module.__name__
+        ]
         if kind is None:
             raise UsageError(f"TARGET {target!r}: {place} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
@@ -88,7 +93,9 @@ def load(target: str, assignments: Sequence[str] = ()) -> TrainTask:
     try:
         return kind(**values)
     except TypeError as error:
-        raise UsageError(f"TARGET {target!r}: {name} can't be made from its defaults ({error}): give its fields by --set") from None
+        raise UsageError(
+            f"TARGET {target!r}: {name} can't be made from its defaults ({error}): give its fields by --set"
+        ) from None
 
 
 def shipped_path(name: str) -> Path:

@@ -11,6 +11,7 @@ import sys
 
 
 def main() -> int:
+    """Runs CMake with our arguments, or nothing."""
     compiler = next((c for c in (os.environ.get("CXX"), "c++", "g++", "clang++") if c and shutil.which(c)), None)
     missing = [what for what, there in (("a C++ compiler", compiler), ("make", shutil.which("make"))) if not there]
     if missing:
@@ -18,4 +19,4 @@ def main() -> int:
         return 0
     import cmake
 
-    return subprocess.call([os.path.join(cmake.CMAKE_BIN_DIR, "cmake"), *sys.argv[1:]])
+    return subprocess.call([f"{cmake.CMAKE_BIN_DIR}/cmake", *sys.argv[1:]])

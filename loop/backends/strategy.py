@@ -74,7 +74,10 @@ class Mirrored(StrategyBackend):
             devices = [f"/gpu:{index}" for index in range(replicas or len(gpus))]
         else:
             devices = logical_cpus(replicas)
-        self.strategy = tf.distribute.MirroredStrategy(devices)
+        # Between logical CPUs an addition is all it takes; and with TensorFlow's collectives, no second strategy of
+        # another size could be made in the same process.
+        operations = None if gpus else tf.distribute.ReductionToOneDevice()
+        self.strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=operations)
         self.local_replicas = len(devices)
 
 
