@@ -59,7 +59,7 @@ def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dic
             "tensors": [{"name": n, "dtype": a.dtype.name, "shape": list(a.shape)} for n, a in tensors.items()],
             **state,
         }
-        write_json(partial / MANIFEST, manifest)
+        write_json(partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})
         if final.exists():  # a damaged one of the same step, or the same step made again
             shutil.rmtree(final)
         partial.rename(final)
@@ -74,7 +74,8 @@ def complete(directory: Path) -> list[Path]:
     """The checkpoints below `directory`, by step, oldest first. By name only; see `verify`."""
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())
+    found = [path for path in directory.iterdir() if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -88,12 +89,14 @@ def verify(path: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        form, files = manifest["format"], dict(manifest["files"])
-        step = int(manifest["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        digest, form = manifest.pop("sha256"), manifest["format"]
+        files, step = dict(manifest["files"]), int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: its {MANIFEST} can't be read ({type(error).__name__}: {error})") from None
     if form != FORMAT:
         raise CheckpointError(f"{path}: format {form!r}, this version reads format {FORMAT}")
+    if digest != _digest(manifest):
+        raise CheckpointError(f"{path}: {MANIFEST} has changed since it was written")
     if path.name != f"step-{step:08d}":
         raise CheckpointError(f"{path}: its {MANIFEST} is of step {step}")
     for name, expected in files.items():
@@ -154,6 +157,11 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """Of what a manifest says, however it is spaced."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _describe(path: Path) -> dict[str, Any]:

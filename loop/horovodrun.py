@@ -1,8 +1,8 @@
 """Horovod's own launcher for workers on this machine: `python -m loop.horovodrun N COMMAND...`.
 
 `horovodrun` loads TensorFlow in the launcher to ask what Horovod was built with, and its rendezvous server listens on
-all interfaces. This calls the same launcher without the first, and binds the second to loopback: the server asks nobody who
-he is.
+all interfaces. This calls the same launcher without the first, and binds the second to loopback: that server asks
+nobody who he is.
 """
 
 from __future__ import annotations

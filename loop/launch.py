@@ -61,8 +61,8 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
             read_tf_config(environment["TF_CONFIG"])
         elif workers is None:
             raise UsageError(
-                "backend='multiworker' without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
-                "in each of them"
+                "backend='multiworker' without TF_CONFIG: start them with `tfloop train ... --workers N`, or set "
+                "TF_CONFIG in each of them"
             )
     if backend != "auto":
         return backend, "asked for"

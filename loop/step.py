@@ -2,8 +2,8 @@
 
 Per replica, S = sum(loss * weight) and W = sum(weight). The gradients of S + W * sum(model.losses), and S, W and the
 sums of every other value, travel in one fused all-reduce(SUM). Then: divide by the global W, check finiteness, clip,
-apply; once, on reduced values. A replica without data contributes zeros. The result doesn't depend on how many replicas made
-it, but for the order in which floats are added.
+apply; once, on reduced values. A replica without data contributes zeros. The result doesn't depend on how many
+replicas made it, but for the order in which floats are added.
 """
 
 from __future__ import annotations
@@ -161,8 +161,7 @@ class Step:
         """The gradients of S + W * sum(model.losses), and the sums of all values, over one batch."""
         with tf.GradientTape() as tape:
             values = self.task.compute(self.model, batch, training=True)
-            sums = self._sums(values, batch)
-            objective = sums[0]
+            objective, sums = self._sums(values, batch)
             if losses := getattr(self.model, "losses", None):
                 objective += sums[1] * tf.add_n([tf.cast(loss, self._dtype) for loss in losses])
         gradients = tape.gradient(objective, as_tf(self._variables))
@@ -170,8 +169,11 @@ class Step:
         self._check_connected()
         return [tf.convert_to_tensor(gradients[index]) for index in self._connected], sums
 
-    def _sums(self, values: dict[str, Any], batch: Any) -> tf.Tensor:
-        """For each value its weighted sum and its weight, then the number of examples: shape [2 * values + 1]."""
+    def _sums(self, values: dict[str, Any], batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """The weighted sum of the loss, to be differentiated; and all totals, not to be.
+
+        Totals: for each value its weighted sum and its weight, then the number of examples; shape [2 * values + 1].
+        """
         weight = values.get("weight")
         if weight is not None:
             weight = tf.stop_gradient(tf.cast(weight, self._dtype))
@@ -182,7 +184,7 @@ class Step:
                 sums += [tf.reduce_sum(tf.math.multiply_no_nan(value, weight)), tf.reduce_sum(weight)]
             else:
                 sums += [tf.reduce_sum(value), tf.cast(tf.size(value), self._dtype)]
-        return tf.stack([*sums, tf.cast(count(batch), self._dtype)])
+        return sums[0], tf.stop_gradient(tf.stack([*sums, tf.cast(count(batch), self._dtype)]))
 
     def _check_connected(self) -> None:
         names = variable_names(self._variables)
@@ -206,7 +208,7 @@ class Step:
         def add(totals: tf.Tensor, feed: Any) -> tf.Tensor:
             batch = source.share(feed, backend.replica())
             values = self.task.compute(self.model, batch, training=False)
-            return totals + tf.cast(self._sums(values, batch), tf.float64)
+            return totals + tf.cast(self._sums(values, batch)[1], tf.float64)
 
         totals = backend.run(lambda: tf.zeros([self.width], tf.float64))
         going = tf.constant(True)

@@ -1,0 +1,355 @@
+"""Makes the pictures in docs/images: trains digits on four backends, opens `tfloop ui` in Chromium, takes screenshots.
+
+Run it as `uv run python docs/screenshots.py`; it takes a few minutes and leaves nothing behind but the pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp  # MLflow requires it itself, so it is there wherever tfloop is
+
+IMAGES = Path(__file__).resolve().parent / "images"
+TRAIN = ("train", "digits", "--epochs", "6", "--seed", "1", "--backend")
+BACKENDS = {  # with a colour each: those that MLflow draws from the run's id may be hard to tell apart
+    ("single",): "#1f77b4",
+    ("mirrored", "--workers", "2"): "#ff7f0e",
+    ("horovod", "--workers", "2"): "#2ca02c",
+    ("multiworker", "--workers", "2"): "#9467bd",
+}
+CURVES = ("loss", "eval_loss", "accuracy", "eval_accuracy")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",  # works for root and in containers, too; the only page that is opened is our own
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--lang=en-US",
+    "--force-color-profile=srgb",  # the same colours on every machine
+    "--remote-debugging-port=0",
+)
+WIDTH, SCALE = 1280, 1.5
+"""Of the window, in CSS pixels, and pixels of the picture for each of them: still sharp when a README shrinks it."""
+SERVER_WAIT, PAGE_WAIT = 180.0, 120.0  # seconds; MLflow's server needs a minute on a slow machine
+
+# Chromium has no pointer that could leave the charts, so that Plotly's tool bars would stay and cover the curves.
+HIDE = ".modebar-container, [data-component-id='mlflow.assistant.fab'] { display: none !important }"
+
+
+class Failed(Exception):
+    """Something that one line can tell."""
+
+
+def main() -> int:
+    """Trains, serves and takes the pictures; returns the exit code."""
+    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if chromium is None:
+        print("screenshots: no Chromium found: install it, e.g. with `apt-get install chromium`", file=sys.stderr)
+        return 2
+    tfloop = Path(sys.executable).with_name("tfloop")
+    if not tfloop.exists():
+        print(
+            "screenshots: tfloop is not installed in this Python: run `uv sync`, then `uv run python`", file=sys.stderr
+        )
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, as with Ctrl-C
+    with tempfile.TemporaryDirectory(prefix="tfloop-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        try:
+            for backend in BACKENDS:
+                train([str(tfloop), *TRAIN, *backend], directory)
+            port = free_port()
+            print(f"MLflow UI on port {port}", file=sys.stderr)
+            profile = directory / "chromium"
+            browser = [chromium, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+            with started([str(tfloop), "ui", "--port", str(port)], directory), started(browser, directory):
+                asyncio.run(take_pictures(f"http://127.0.0.1:{port}", profile))
+        except Failed as error:
+            print(f"screenshots: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+def train(command: list[str], directory: Path) -> None:
+    """Runs one training, the same way as typed in a shell."""
+    print("tfloop", *command[1:], file=sys.stderr)
+    with started(command, directory) as process:
+        if process.wait(timeout=600):
+            tail = "\n".join((directory / "log.txt").read_text(errors="replace").splitlines()[-20:])
+            raise Failed(f"the training ended with exit code {process.returncode}\n{tail}")
+
+
+@contextlib.contextmanager
+def started(command: list[str], directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a process group of its own: the servers and the browser have children, and none may stay behind."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    environment |= {"MLFLOW_DISABLE_TELEMETRY": "true"}  # its notice would cover the page
+    with (directory / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            os.killpg(process.pid, signal.SIGKILL)  # those that didn't follow
+        process.wait()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def take_pictures(server: str, profile: Path) -> None:
+    """All pictures, once the server and the browser answer."""
+    async with aiohttp.ClientSession() as http:
+        runs = await logged_runs(http, server)
+        experiment = runs[0]["info"]["experiment_id"]
+        for run, colour in zip(runs, BACKENDS.values(), strict=True):
+            tag = {"run_id": run["info"]["run_id"], "key": "mlflow.runColor", "value": colour}
+            await ask(http, f"{server}/api/2.0/mlflow/runs/set-tag", tag)
+        async with page(http, profile) as tab:
+            rows = 2 + len(runs[0]["data"]["metrics"]) + len(runs[0]["data"]["params"])  # 2: the headings
+            table = 100 + 33 * rows
+            await tab.remember(preferences(experiment, runs, table))
+            address = f"{server}/#/experiments/{experiment}/runs"
+            await tab.picture(
+                f"{address}?workflowType=machine_learning&compareRunsMode=CHART&orderByAsc=true",
+                IMAGES / "mlflow-runs.png",
+                height=table + 700,
+                texts=[*CURVES, *(param["key"] for param in runs[0]["data"]["params"]), f"{len(runs)} matching runs"],
+            )
+            shown = next(run for run in runs if param(run, "backend") == "horovod")
+            await tab.picture(
+                f"{address}/{shown['info']['run_id']}/model-metrics?workflowType=machine_learning",
+                IMAGES / "mlflow-run.png",
+                height=960,
+                texts=[*CURVES, shown["info"]["run_name"]],
+            )
+
+
+async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str, Any]]:
+    """The runs as MLflow has them, the oldest first; there must be one for each command."""
+    found: dict[str, Any] | None = None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SERVER_WAIT):
+            while found is None:
+                with contextlib.suppress(aiohttp.ClientError):
+                    found = await ask(http, f"{server}/api/2.0/mlflow/experiments/search", {"max_results": 100})
+                await asyncio.sleep(0.5)
+    if found is None:
+        raise Failed(f"`tfloop ui` did not answer within {SERVER_WAIT:.0f} s")
+    query = {
+        "experiment_ids": [experiment["experiment_id"] for experiment in found["experiments"]],
+        "order_by": ["attributes.start_time ASC"],
+    }
+    runs: list[dict[str, Any]] = (await ask(http, f"{server}/api/2.0/mlflow/runs/search", query)).get("runs", [])
+    wanted = [backend[0] for backend in BACKENDS]
+    backends = [param(run, "backend") for run in runs if run["info"]["status"] == "FINISHED"]
+    if backends != wanted:
+        raise Failed(f"MLflow has finished runs of {backends}, not of {wanted}")
+    return runs
+
+
+async def ask(http: aiohttp.ClientSession, url: str, question: dict[str, Any]) -> dict[str, Any]:
+    """One call of MLflow's REST interface."""
+    async with http.post(url, json=question) as answer:
+        answer.raise_for_status()
+        found: dict[str, Any] = await answer.json()
+        return found
+
+
+def param(run: dict[str, Any], key: str) -> str | None:
+    """A parameter of a run."""
+    return next((entry["value"] for entry in run["data"]["params"] if entry["key"] == key), None)
+
+
+def preferences(experiment: str, runs: list[dict[str, Any]], table_height: int) -> dict[str, str]:
+    """What MLflow's pages keep in the browser: which charts they show, and that the first visit is over."""
+    common = {
+        "isAccordionReordered": True,
+        "autoRefreshEnabled": False,
+        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+    }
+    table = {
+        "uuid": "table",
+        "type": "DIFFERENCE",
+        "metricSectionId": "runs",
+        "runsCountToCompare": 10,
+        "deleted": False,
+        "isGenerated": False,
+        "chartName": "Metrics and parameters",
+        "compareGroups": ["Model metrics", "Parameters"],
+        "showChangeFromBaseline": False,
+        "showDifferencesOnly": False,
+        "baselineColumnUuid": runs[0]["info"]["run_id"],
+    }
+    all_runs = common | {
+        "orderByAsc": True,
+        "runsHiddenMode": "SHOW_ALL",
+        "runListHidden": True,
+        "compareRunSections": [section("curves", "Curves", 4, 320), section("runs", "Runs", 1, table_height)],
+        "compareRunCharts": [*map(line_chart, CURVES), table],
+    }
+    one_run = common | {
+        "compareRunSections": [section("curves", "Curves", 2, 340)],
+        "compareRunCharts": [*map(line_chart, CURVES)],
+    }
+    return {
+        "_mlflow_dark_mode_toggle_enabled": "false",
+        "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
+        f'MLflowLocalStorage-1.1-ExperimentPage-["{experiment}"]-ReactComponentState': json.dumps(all_runs),
+        **{
+            f"MLflowLocalStorage-1.1-RunPage-{run['info']['run_id']}-model-chartUIState": json.dumps(one_run)
+            for run in runs
+        },
+    }
+
+
+def section(name: str, title: str, columns: int, height: int) -> dict[str, Any]:
+    """A section of charts."""
+    return {
+        "uuid": name,
+        "name": title,
+        "display": True,
+        "isReordered": True,
+        "deleted": False,
+        "isGenerated": False,
+        "columns": columns,
+        "cardHeight": height,
+    }
+
+
+def line_chart(metric: str) -> dict[str, Any]:
+    """The chart of a metric by step, in the section of the curves."""
+    return {
+        "uuid": metric,
+        "type": "LINE",
+        "metricSectionId": "curves",
+        "runsCountToCompare": 10,
+        "deleted": False,
+        "isGenerated": True,
+        "displayName": metric,
+        "metricKey": metric,
+        "lineSmoothness": 0,
+        "xAxisScaleType": "linear",
+        "scaleType": "linear",
+        "range": {},
+        "xAxisKey": "step",
+        "selectedXAxisMetricKey": "",
+        "yAxisKey": "metric",
+        "yAxisExpressions": [],
+        "ignoreOutliers": False,
+        "useGlobalXaxisKey": True,
+        "useGlobalLineSmoothing": True,
+    }
+
+
+class Tab:
+    """A page of the browser, told what to do through the DevTools protocol."""
+
+    def __init__(self, socket_: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket_
+        self._calls = 0
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Calls a method and returns its result; events that arrive meanwhile are dropped."""
+        self._calls += 1
+        await self._socket.send_json({"id": self._calls, "method": method, "params": params})
+        while True:
+            answer = await self._socket.receive_json(timeout=PAGE_WAIT)
+            if answer.get("id") == self._calls:
+                if "error" in answer:
+                    raise Failed(f"{method}: {answer['error']['message']}")
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    async def remember(self, items: dict[str, str]) -> None:
+        """Puts items into the local storage of every page before its own scripts run."""
+        script = f"for (const [key, value] of Object.entries({json.dumps(items)})) localStorage.setItem(key, value)"
+        await self.call("Page.enable")
+        await self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+
+    async def picture(self, url: str, path: Path, height: int, texts: list[str]) -> None:
+        """Opens a page in a window of that height and saves it, once it shows the texts and all curves are drawn."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=WIDTH, height=height, deviceScaleFactor=SCALE, mobile=False
+        )
+        await self.call("Page.navigate", url="about:blank")  # else another #fragment would keep the old page
+        await self.call("Page.navigate", url=url)
+        ready = (
+            f"{json.dumps(texts)}.every(text => document.body?.innerText.includes(text))"
+            f" && document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= {len(CURVES)}"
+        )
+        try:
+            async with asyncio.timeout(PAGE_WAIT):
+                while not await self.value(ready):
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            seen = await self.value("document.body?.innerText")
+            raise Failed(f"{path.name}: the page did not show all of {texts} and the curves, but:\n{seen}") from None
+        await self.value(
+            f"document.head.append(Object.assign(document.createElement('style'), {{textContent: `{HIDE}`}}))"
+        )
+        await asyncio.sleep(2)  # charts are laid out anew, and fade in
+        image = await self.call("Page.captureScreenshot", format="png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(image["data"]))
+        print(f"wrote {path.relative_to(IMAGES.parents[1])}, {path.stat().st_size // 1000} kB", file=sys.stderr)
+
+    async def value(self, expression: str) -> Any:
+        """The value of an expression in the page."""
+        return (await self.call("Runtime.evaluate", expression=expression, returnByValue=True))["result"].get("value")
+
+
+@contextlib.asynccontextmanager
+async def page(http: aiohttp.ClientSession, profile: Path) -> Any:
+    """The browser's page; its DevTools port stands in a file of the profile."""
+    ports = profile / "DevToolsActivePort"
+    try:
+        async with asyncio.timeout(PAGE_WAIT):
+            while not (ports.exists() and ports.read_text().count("\n")):
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise Failed(f"Chromium did not start within {PAGE_WAIT:.0f} s") from None
+    async with http.get(f"http://127.0.0.1:{ports.read_text().split()[0]}/json/list") as answer:
+        targets = await answer.json(content_type=None)
+    address = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
+    async with http.ws_connect(address, max_msg_size=0) as socket_:  # 0: a picture is a large message
+        yield Tab(socket_)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""What all tests share: four logical CPU devices, a clean directory for each test, and quick callbacks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pytest
+import tensorflow as tf
+
+import callbacks
+
+ROOT = Path(__file__).resolve().parent.parent
+TFLOOP = [sys.executable, "-P", "-m", "cli"]
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+)
+
+
+@pytest.fixture(autouse=True)
+def _directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE", "MLFLOW_TRACKING_URI", "TFLOOP_JOB"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def quiet():
+    """The standard callbacks without MLflow and without a bar; each call gives new ones."""
+    return lambda **changes: callbacks.standard(**{"mlflow": None, "progress": None, **changes})
+
+
+def tfloop(*arguments, cwd=None, timeout=240, **more):
+    """Runs the command in a process of its own; gives its exit code, stdout and stderr."""
+    return subprocess.run(
+        [*TFLOOP, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout, **more
+    )

@@ -1,0 +1,357 @@
+"""The callbacks, one by one, in real runs."""
+
+import csv
+import io
+import json
+import math
+
+import keras
+import mlflow
+import numpy as np
+import pytest
+from tests.tasks import Legacy, Plain, Streamed, Weighted
+
+import callbacks
+from callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping, LearningRateScaling, MLflowTracker, Schedule
+from callbacks import journal as journal_module
+from callbacks.progress import Display, Progress
+from callbacks.redact import redact
+from loop import UsageError, fit
+from loop.backends import create
+
+
+def lines(result):
+    return [entry for entry, _ in journal_module.read(result.run_dir / "journal.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "now", "epoch_ended", "due"),
+    [
+        ("epoch", 7, 0.0, True, True),
+        ("epoch", 7, 0.0, False, False),
+        (5, 10, 0.0, False, True),
+        (5, 11, 0.0, True, False),
+        ("10s", 1, 10.0, False, True),
+        ("2m", 1, 119.0, False, False),
+        ("call", 1, 0.0, False, True),
+    ],
+)
+def test_schedule(every, step, now, epoch_ended, due):
+    assert Schedule(every).due(step, now, epoch_ended) is due
+
+
+@pytest.mark.parametrize("every", [0, -1, "10", "s", True, "daily"])
+def test_schedule_refuses_nonsense(every):
+    with pytest.raises(ValueError, match="is no schedule"):
+        Schedule(every)
+
+
+def test_standard_set_can_be_changed_dropped_and_added_to():
+    kinds = [type(callback).__name__ for callback in callbacks.standard()]
+    assert kinds == ["BroadcastVariables", "ShardData", "Checkpoint", "Journal", "MLflowTracker", "Progress"]
+    own = Checkpoint(every=3)
+    assert own in callbacks.complete([own])
+    assert len(callbacks.complete([own])) == 6  # in place of the standard one
+    assert len(callbacks.complete([EarlyStopping()])) == 7
+    assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 6
+    with pytest.raises(TypeError, match="standard\\(\\) has no mlfow"):
+        callbacks.standard(mlfow=None)
+
+
+def test_chief_only_callbacks_are_not_registered_elsewhere(quiet):
+    from loop.bus import Bus
+
+    class Elsewhere:
+        is_chief = False
+
+    class Run:
+        backend = Elsewhere()
+
+    run = Run()
+    Bus(list(quiet()), run)
+    assert {callback.runs_on for callback in run.callbacks} == {"all"}
+
+
+def test_two_of_a_kind_have_states_of_their_own(quiet, tmp_path):
+    def stopping():
+        return [EarlyStopping("eval_loss", patience=99), EarlyStopping("loss", patience=99)]
+
+    first = stopping()
+    fit(Plain(), epochs=2, callbacks=quiet() + first, run_dir=tmp_path / "run")
+    assert first[0].best != first[1].best
+    second = stopping()
+    fit(Plain(), epochs=2, callbacks=quiet() + second, run_dir=tmp_path / "run")
+    assert [each.best for each in second] == [each.best for each in first]
+
+
+def test_broadcast_makes_all_replicas_equal_and_checks_it(quiet):
+    class Drift(Callback):
+        """Sets one replica's copy of one variable to something else."""
+
+        runs_on = "all"
+
+        def on_setup(self, run):
+            copies = run.backend.strategy.experimental_local_results(run.variables[0])
+            copies[1].assign(copies[1] + 1.0)
+
+    with pytest.raises(RuntimeError, match=r"variable 0 \(.*kernel.*shape \(5, 4\)\) of replica 1 differs"):
+        fit(Weighted(), backend=create("mirrored", 2), callbacks=callbacks.StandardSet([Drift(), *quiet()]))
+
+
+def test_checkpoint_keeps_the_last_and_the_best(quiet):
+    class Judge(Callback):
+        """Makes the second epoch the best."""
+
+        runs_on = "all"
+
+        def on_eval_end(self, run, metrics):
+            metrics["eval_loss"] = [3.0, 1.0, 2.0, math.nan, 2.0][run.progress.epoch]
+
+    saving = Checkpoint(keep_last=2)
+    result = fit(Plain(), epochs=5, batch_size=20, callbacks=callbacks.StandardSet([Judge(), *quiet(checkpoint=saving)]))
+    kept = sorted(path.name for path in (result.run_dir / "checkpoints").iterdir())
+    assert kept == ["step-00000012", "step-00000024", "step-00000030"]
+    assert (saving.best_step, saving.best_value) == (12, 1.0)
+
+
+def test_early_stopping(quiet):
+    class Worse(Callback):
+        runs_on = "all"
+
+        def on_eval_end(self, run, metrics):
+            metrics["eval_loss"] = [2.0, 1.0, 1.5, 1.2, 0.5][run.progress.epoch]
+
+    result = fit(Plain(), epochs=9, callbacks=callbacks.StandardSet([Worse(), *quiet(), EarlyStopping(patience=2)]))
+    assert (result.status, result.epochs) == ("stopped", 4)
+
+
+def test_early_stopping_names_the_metrics_that_there_are(quiet):
+    with pytest.raises(ValueError, match=r"metric='eval_los'\): this run has only loss, eval_loss"):
+        fit(Plain(), epochs=2, callbacks=quiet() + [EarlyStopping("eval_los")])
+
+
+@pytest.mark.parametrize("kind", [Plain, Legacy])
+@pytest.mark.parametrize(("rule", "scale"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_learning_rate_scaling(kind, rule, scale, quiet):
+    class Rates(Callback):
+        every = 1
+
+        def __init__(self):
+            self.rates = []
+
+        def on_steps_end(self, run, metrics):
+            self.rates.append(float(run.optimizer._learning_rate(run.optimizer.iterations)))
+
+    rates = Rates()
+    base = float(kind().build_optimizer().learning_rate)
+    scaling = LearningRateScaling(5, rule, warmup_epochs=1)
+    fit(kind(), epochs=2, batch_size=20, callbacks=quiet() + [scaling, rates])
+    steps = 6  # in an epoch
+    expected = [base * (1 + (scale - 1) * min(step / steps, 1.0)) for step in range(1, 2 * steps + 1)]
+    np.testing.assert_allclose(rates.rates, expected, rtol=1e-5)
+
+
+def test_learning_rate_scaling_multiplies_a_schedule_and_is_restored(quiet, tmp_path):
+    class Scheduled(Plain):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5))
+
+    def run(epochs, directory):
+        scaling = LearningRateScaling(10, warmup_steps=3)
+        return fit(Scheduled(), epochs=epochs, callbacks=quiet() + [scaling], run_dir=tmp_path / directory)
+
+    run(1, "a")
+    assert run(2, "a").weights_sha256 == run(2, "b").weights_sha256
+    assert float(run(2, "b").model.w.numpy()[0, 0]) != float(fit(Scheduled(), epochs=2, callbacks=quiet()).model.w.numpy()[0, 0])
+
+
+def test_learning_rate_scaling_needs_steps_for_a_stream(quiet):
+    with pytest.raises(ValueError, match="give warmup_steps"):
+        fit(Streamed(), callbacks=quiet() + [LearningRateScaling(10)])
+
+
+def test_csv_logger_has_each_epoch_once_also_after_a_resume(quiet, tmp_path):
+    for epochs in (2, 3):
+        fit(Plain(), epochs=epochs, callbacks=quiet() + [CSVLogger()], run_dir=tmp_path / "run")
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert set(rows[0]) == {"epoch", "step", "examples", "loss", "eval_loss"}
+
+
+def test_journal_has_every_event(quiet):
+    result = fit(Plain(), epochs=2, batch_size=20, callbacks=quiet(journal=callbacks.Journal(every=3)))
+    events = [(entry["event"], entry["step"]) for entry in lines(result)]
+    assert events[:3] == [("restore", 0), ("fit_start", 0), ("epoch_start", 0)]
+    assert [step for event, step in events if event == "steps_end"] == [3, 6, 9, 12]
+    assert events[-1] == ("fit_end", 12)
+    ends = [entry["metrics"] for entry in lines(result) if entry["event"] == "epoch_end"]
+    assert ends == [{name: row[name] for name in ("loss", "eval_loss")} for row in result.history]
+
+
+def test_journal_bears_a_torn_last_line(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"event": "a"}\nnonsense\n{"event": "b"}\n{"event": "c')
+    assert [entry["event"] for entry, _ in journal_module.read(path)] == ["a", "b"]
+    [(entry, offset)] = list(journal_module.read(path, 24))
+    assert (entry["event"], path.read_bytes()[offset:]) == ("b", b'{"event": "c')
+
+
+def test_journal_goes_on_after_a_torn_line(quiet, tmp_path):
+    first = fit(Plain(), callbacks=quiet(), run_dir=tmp_path / "run")
+    before = len(lines(first))
+    with (first.run_dir / "journal.jsonl").open("a") as file:
+        file.write('{"event": "torn')
+    second = fit(Plain(), epochs=2, callbacks=quiet(), run_dir=tmp_path / "run")
+    assert lines(second)[before]["event"] == "restore"
+
+
+def test_values_that_json_has_no_number_for(quiet):
+    class Odd(Plain):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"odd": values["loss"] * math.nan}
+
+    result = fit(Odd(), callbacks=quiet())
+    [entry] = [entry for entry in lines(result) if entry["event"] == "epoch_end"]
+    assert entry["metrics"]["odd"] == "nan"
+    assert math.isnan(result.metrics["odd"])
+
+
+@pytest.fixture
+def store(tmp_path):
+    return f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
+
+
+def runs_of(uri, experiment):
+    client = mlflow.MlflowClient(uri)
+    found = client.get_experiment_by_name(experiment)
+    return client, client.search_runs([found.experiment_id])
+
+
+def test_mlflow_has_everything_in_a_real_store(quiet, store, tmp_path):
+    tracker = MLflowTracker()  # the default store: runs/mlflow.db
+    result = fit(
+        Plain(), epochs=3, batch_size=20, run_dir=tmp_path / "mine", callbacks=quiet(mlflow=tracker) + [CSVLogger()]
+    )
+    client, [run] = runs_of(store, "Plain")
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "mine"
+    assert run.data.params["hidden"] == "4"
+    assert run.data.params["batch_size"] == "20"
+    assert (run.data.tags["backend"], run.data.tags["replicas"]) == ("single", "1")
+    assert run.data.tags["version.tensorflow"].startswith("2.")
+    for name in ("loss", "eval_loss"):
+        history = client.get_metric_history(run.info.run_id, name)
+        assert [(point.step, point.value) for point in history] == [(row["step"], row[name]) for row in result.history]
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"run.json", "journal.jsonl", "metrics.csv"}
+
+
+def test_mlflow_run_goes_on_with_the_resumed_one_without_a_point_twice(quiet, store, tmp_path):
+    for epochs in (2, 4):
+        fit(Plain(), epochs=epochs, run_dir=tmp_path / "run", callbacks=quiet(mlflow=MLflowTracker(store)))
+    client, [run] = runs_of(store, "Plain")
+    points = client.get_metric_history(run.info.run_id, "loss")
+    assert [point.step for point in points] == [4, 8, 12, 16]
+
+
+def test_mlflow_status_of_a_failed_run(quiet, store):
+    class Failing(Callback):
+        def on_epoch_end(self, run, metrics):
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError):
+        fit(Plain(), callbacks=quiet(mlflow=MLflowTracker(store)) + [Failing()])
+    _, [run] = runs_of(store, "Plain")
+    assert run.info.status == "FAILED"
+
+
+def test_mlflow_server_that_is_not_there_is_told_and_costs_nothing_but_the_wait(quiet, capsys, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    result = fit(Plain(), callbacks=quiet(mlflow=MLflowTracker("http://127.0.0.1:9", wait=20)))
+    assert result.status == "finished"
+    assert "MLflow at http://127.0.0.1:9 did not take everything" in capsys.readouterr().err
+    assert any(entry["event"] == "epoch_end" for entry in lines(result))
+
+
+def test_secrets_are_not_written_down(quiet, tmp_path):
+    from dataclasses import dataclass
+
+    @dataclass
+    class Secretive(Plain):
+        api_key: str = "hunter2"
+        url: str = "https://me:hunter2@example.org/x"
+        token_dim: int = 8
+
+    result = fit(Secretive(), callbacks=quiet(), run_dir=tmp_path / "run")
+    written = "".join(path.read_text() for path in result.run_dir.rglob("*.json*"))
+    assert "hunter2" not in written
+    assert '"api_key": "***"' in written
+    assert redact({"password": "x", "depth": 3, "uris": ["sqlite://u:p@h/d"]}) == {
+        "password": "***",
+        "depth": 3,
+        "uris": ["sqlite://***@h/d"],
+    }
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def show(stream, quiet, **options):
+    progress = Progress(every=1)
+    progress._show = Display(stream)
+    return fit(Plain(), callbacks=quiet(progress=progress), **options)
+
+
+def test_progress_in_a_log_is_plain_lines(quiet):
+    stream = io.StringIO()
+    show(stream, quiet, epochs=2, batch_size=20)
+    text = stream.getvalue()
+    assert "\r" not in text
+    assert "\x1b" not in text
+    first, _, one, two, last = text.splitlines()
+    assert first == "Plain: 6 parameters, single, 1 replica, global batch 20"
+    assert one.startswith("epoch 1/2  step 6  loss ")
+    assert two.startswith("epoch 2/2  step 12  loss ")
+    assert last.startswith("finished at step 12, ")
+
+
+def test_progress_on_a_terminal_is_a_bar(quiet):
+    stream = Terminal()
+    show(stream, quiet, epochs=2, batch_size=20)
+    bar = stream.getvalue().replace("\r", "\n")
+    assert "100%" in bar
+    assert "12/12" in bar
+    assert "examples/s" in bar
+
+
+def test_bad_arguments_are_refused():
+    for make in (
+        lambda: Checkpoint(keep_last=0),
+        lambda: Checkpoint(mode="best"),
+        lambda: EarlyStopping(patience=0),
+        lambda: LearningRateScaling(0),
+        lambda: LearningRateScaling(8, "cubic"),
+        lambda: callbacks.ShardData("auto-ish"),
+    ):
+        with pytest.raises(ValueError, match=r"\("):
+            make()
+
+
+def test_a_state_that_is_no_json_and_a_key_twice_are_refused(quiet):
+    class Named(Callback):
+        key = ""
+
+        def __init__(self, key):
+            self.key = key
+
+    with pytest.raises(UsageError, match="two callbacks have the same key"):
+        fit(Plain(), callbacks=quiet() + [Named("a"), Named("a")])
+
+
+def test_journal_lines_are_json_that_any_reader_takes(quiet):
+    result = fit(Plain(), callbacks=quiet())
+    for line in (result.run_dir / "journal.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

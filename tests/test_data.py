@@ -1,0 +1,150 @@
+"""Which examples are in which batch, and who gets them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loop import ArrayData, UsageError
+from loop.backends.base import Backend
+from loop.data import Order, Stream, count, source
+
+
+class Worker(Backend):
+    """A worker of a job, as the data sees it."""
+
+    def __init__(self, rank, workers, local_replicas=1):
+        self.rank, self.workers, self.local_replicas = rank, workers, local_replicas
+
+
+def read(opened, epoch, step, replica=0):
+    """The rows of one replica at a position of addressed data, eagerly."""
+    address = opened.take((), tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
+    return opened.share(address, replica)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    size=st.integers(1, 60),
+    batch_size=st.integers(1, 70),
+    replicas=st.integers(1, 5),
+    seed=st.integers(0, 2**31 - 1),
+    epoch=st.integers(0, 10**6),
+)
+def test_every_example_once_an_epoch_on_any_number_of_replicas(size, batch_size, replicas, seed, epoch):
+    opened = source(ArrayData(np.arange(size)), Order(batch_size, seed, shuffle=True), "data")
+    shared = opened.sharded(Worker(0, replicas), "example")
+    together = []
+    for step in range(opened.steps_per_epoch):
+        whole = read(opened, epoch, step).numpy()
+        parts = [read(shared, epoch, step, replica).numpy() for replica in range(replicas)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)  # in order, none twice, none lost
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        together.extend(whole)
+    assert sorted(together) == list(range(size))
+
+
+def test_order_is_a_pure_function_of_seed_and_epoch():
+    def order(seed, epoch):
+        opened = source(ArrayData(np.arange(50)), Order(50, seed, shuffle=True), "data")
+        return read(opened, epoch, 0).numpy().tolist()
+
+    assert order(1, 0) == order(1, 0)
+    assert len({tuple(order(*address)) for address in [(1, 0), (1, 1), (2, 0), (2, 1)]}) == 4
+
+
+def test_without_shuffle_the_order_is_the_arrays():
+    opened = source(ArrayData(np.arange(10)), Order(4), "data")
+    assert read(opened, 3, 2).numpy().tolist() == [8, 9]
+
+
+def test_structures_follow_the_arrays():
+    one = source(ArrayData(np.zeros((4, 2))), Order(2), "data")
+    several = source(ArrayData(np.zeros((4, 2)), np.ones(4)), Order(2), "data")
+    named = source(ArrayData({"x": np.zeros((4, 2)), "name": np.array(["a", "b", "c", "d"])}), Order(2), "data")
+    assert read(one, 0, 0).shape == (2, 2)
+    assert [tuple(part.shape) for part in read(several, 0, 0)] == [(2, 2), (2,)]
+    assert read(named, 0, 1)["name"].numpy().tolist() == [b"c", b"d"]
+
+
+def drain(stream, handle, steps):
+    """The sizes of what a worker takes in the next steps."""
+    zero = tf.constant(0, tf.int64)
+    return [int(count(stream.take(handle, zero, zero))) for _ in range(steps)]
+
+
+def test_stream_ends_each_epoch_with_an_empty_batch_and_waits_there():
+    stream = source(tf.data.Dataset.range(10), Order(4), "data")
+    handle = stream.start(0, 0)
+    assert drain(stream, handle, 6) == [4, 4, 2, 0, 0, 0]
+    stream.next_epoch()
+    assert drain(stream, handle, 4) == [4, 4, 2, 0]
+
+
+@pytest.mark.parametrize("position", [(0, 0), (0, 2), (1, 0), (2, 1)])
+def test_stream_is_opened_at_any_position(position):
+    dataset = tf.data.Dataset.range(10).shuffle(10, seed=4)
+    epoch, step = position
+    reference = source(dataset, Order(4), "data")
+    handle = reference.start(0, 0)
+    zero = tf.constant(0, tf.int64)
+    for _ in range(epoch):
+        while count(reference.take(handle, zero, zero)):
+            pass
+        reference.next_epoch()
+    for _ in range(step):
+        reference.take(handle, zero, zero)
+    # A data set that reshuffles has one order after another: a new process starts with a new data set.
+    again = source(tf.data.Dataset.range(10).shuffle(10, seed=4), Order(4), "data")
+    opened = again.start(*position)
+    expected, found = reference.take(handle, zero, zero), again.take(opened, zero, zero)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_stream_is_shared_by_example_over_workers_and_replicas():
+    seen = []
+    for rank in (0, 1):
+        stream = source(tf.data.Dataset.range(11), Order(4), "data").sharded(Worker(rank, 2, 2), "example")
+        handle = stream.start(0, 0)
+        zero = tf.constant(0, tf.int64)
+        while count(batch := stream.take(handle, zero, zero)):
+            for replica in (2 * rank, 2 * rank + 1):
+                seen.extend(stream.share(batch, replica).numpy().tolist())
+    assert sorted(seen) == list(range(11))
+
+
+def test_stream_is_shared_by_file(tmp_path):
+    for name in range(4):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name}-{line}\n" for line in range(name + 1)))
+    files = sorted(str(path) for path in tmp_path.glob("*.txt"))
+    seen = []
+    for rank in (0, 1):
+        stream = Stream(tf.data.TextLineDataset(files), Order(4)).sharded(Worker(rank, 2), "file")
+        own = [line.decode() for line in stream.dataset.as_numpy_iterator()]
+        assert len({line.split("-")[0] for line in own}) == 2  # whole files
+        assert stream.order.batch_size == 2
+        seen.extend(own)
+    assert sorted(seen) == sorted(f"{name}-{line}" for name in range(4) for line in range(name + 1))
+
+
+def test_stream_that_has_no_files_cannot_be_shared_by_file():
+    with pytest.raises(UsageError, match="can't be split by files"):
+        Stream(tf.data.Dataset.range(4), Order(4)).sharded(Worker(0, 2), "file")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ArrayData(), "give at least one"),
+        (lambda: ArrayData(np.zeros(3), np.zeros(4)), r"unequal length \(3, 4 examples"),
+        (lambda: ArrayData(np.float32(3)), "a scalar has no examples"),
+        (lambda: source(ArrayData(np.zeros((0, 2))), Order(4), "train_data()"), r"train_data\(\) has no examples"),
+        (lambda: source(tf.data.Dataset.range(0), Order(4), "eval_data()"), r"eval_data\(\) has no examples"),
+        (lambda: source([1, 2], Order(4), "train_data()"), r"returned list: return ArrayData"),
+        (lambda: source(ArrayData(np.zeros(3)), Order(4, drop_remainder=True), "x"), "leaves nothing of 3 examples"),
+    ],
+)
+def test_bad_data_is_refused_with_the_fix(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()

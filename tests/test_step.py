@@ -1,0 +1,164 @@
+"""The mathematics: the same numbers as a hand-written single-device loop, on any number of replicas."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tasks import Alarm, Legacy, Plain, Streamed, Weighted
+
+from loop import TrainingError, UsageError, fit
+from loop.backends import create
+
+
+def by_hand(task, *, epochs, batch_size, seed, clip_norm=None):
+    """What a careful person would write for one device; gives the final weights and the last epoch's means."""
+    keras.utils.set_random_seed(seed)
+    arrays = task.train_data().arrays
+    size = len(arrays[0])
+    model, optimizer = task.build_model(), task.build_optimizer()
+    for epoch in range(epochs):
+        order = tf.random.experimental.index_shuffle(
+            tf.range(size, dtype=tf.int64), seed=tf.constant([seed, epoch], tf.int64), max_index=size - 1
+        ).numpy()
+        sums = np.zeros(2)
+        for start in range(0, size, batch_size):
+            inputs, labels, weight = (array[order[start : start + batch_size]] for array in arrays)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((model(inputs, training=True) - labels) ** 2, -1)
+                mean = tf.reduce_sum(loss * weight) / max(weight.sum(), 1.0) + sum(model.losses)
+            sums += [float(tf.reduce_sum(loss * weight)), weight.sum()]
+            gradients = tape.gradient(mean, [variable.value for variable in model.trainable_variables])
+            if clip_norm:
+                gradients, _ = tf.clip_by_global_norm(gradients, clip_norm)
+            if weight.sum():
+                optimizer.apply(gradients, model.trainable_variables)
+    return [variable.numpy() for variable in model.trainable_variables], sums[0] / sums[1]
+
+
+def largest_difference(model, weights):
+    """Relative to the largest weight of each variable, as a user would see it."""
+    return max(
+        np.abs(variable.numpy() - other).max() / np.abs(other).max()
+        for variable, other in zip(model.trainable_variables, weights, strict=True)
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.05}, {"accumulate": 3}, {"compile": "xla"}], ids=["plain", "clip", "accumulate", "xla"]
+)
+def test_same_as_by_hand(replicas, options, quiet):
+    # 101 is prime, and 101 % 20 == 1: in each epoch's last batch all replicas but one have nothing.
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    found = fit(Weighted(), epochs=2, batch_size=20, seed=3, backend=backend, callbacks=quiet(), **options)
+    weights, loss = by_hand(Weighted(), epochs=2, batch_size=20, seed=3, clip_norm=options.get("clip_norm"))
+    assert largest_difference(found.model, weights) <= 5e-6  # float32 sums in another order
+    assert found.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert (found.steps, found.examples, found.replicas) == (12, 202, replicas)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(examples=st.integers(1, 40), batch_size=st.integers(1, 45), replicas=st.integers(1, 4), seed=st.integers(0, 99))
+def test_same_for_all_sizes(examples, batch_size, replicas, seed):
+    import callbacks
+
+    quiet = callbacks.standard(mlflow=None, progress=None, checkpoint=None)
+    backend = create("mirrored", replicas)
+    task = Weighted(examples=examples, seed=seed)
+    found = fit(task, epochs=2, batch_size=batch_size, seed=seed, backend=backend, callbacks=quiet)
+    weights, _ = by_hand(task, epochs=2, batch_size=batch_size, seed=seed)
+    assert largest_difference(found.model, weights) <= 5e-6
+    assert found.examples == 2 * examples
+
+
+def test_float64(quiet):
+    class Double(Weighted):
+        def train_data(self):
+            from loop import ArrayData
+
+            return ArrayData(*(array.astype("float64") for array in super().train_data().arrays))
+
+        eval_data = train_data
+
+    one, three = (
+        fit(Double(), epochs=2, batch_size=20, precision="float64", backend=backend, callbacks=quiet())
+        for backend in ("single", create("mirrored", 3))
+    )
+    assert all(variable.dtype == "float64" for variable in one.model.variables)
+    assert largest_difference(three.model, [variable.numpy() for variable in one.model.trainable_variables]) <= 1e-12
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32_variables(quiet):
+    found = fit(Weighted(), epochs=1, precision="bfloat16", callbacks=quiet())
+    assert found.model.compute_dtype == "bfloat16"
+    assert all(variable.dtype == "float32" for variable in found.model.trainable_variables)
+    assert keras.config.dtype_policy().name == "float32"  # given back
+
+
+@pytest.mark.parametrize("kind", [Legacy, Plain, Streamed])
+def test_every_kind_of_model_and_data(kind, quiet):
+    one, two = (
+        fit(kind(), epochs=3, batch_size=20, backend=backend, callbacks=quiet())
+        for backend in ("single", create("mirrored", 2))
+    )
+    assert (one.steps, one.examples) == (two.steps, two.examples) == (18, 303)
+    assert two.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], rel=1e-5)
+    assert one.history[-1]["loss"] < one.history[0]["loss"]
+
+
+def test_evaluation_is_exact_for_a_short_last_batch(quiet):
+    inputs, labels, weight = Weighted().eval_data().arrays
+    for replicas in (1, 2, 3):
+        backend = create("mirrored", replicas) if replicas > 1 else "single"
+        found = fit(Weighted(), steps=1, batch_size=30, backend=backend, callbacks=quiet())
+        error = found.model(inputs).numpy() - labels
+        expected = np.sum(np.sum(error.astype("float64") ** 2, -1) * weight) / weight.sum()
+        assert found.metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_not_finite_stops_and_names_the_step(quiet, tmp_path):
+    with pytest.raises(TrainingError, match=r"step [1-6] .*not finite"):
+        fit(Alarm(), epochs=1, batch_size=20, callbacks=quiet(), run_dir=tmp_path / "run")
+
+
+def test_regularisation_counts_once_whatever_the_replicas(quiet):
+    class Still(Weighted):
+        """Its loss is 0: only the regularisation moves the weights."""
+
+        def compute(self, model, batch, training):
+            return {"loss": 0.0 * model(batch[0], training=training)[:, 0]}
+
+    weights = [
+        fit(Still(), epochs=1, batch_size=101, backend=create("mirrored", n), callbacks=quiet()).model.get_weights()[0]
+        for n in (1, 3)
+    ]
+    np.testing.assert_array_equal(weights[0], weights[1])
+
+
+def test_values_may_be_of_other_shapes_than_the_loss(quiet):
+    class PerToken(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"token": tf.ones([tf.shape(batch[0])[0], 7]) * 3.0}
+
+    assert fit(PerToken(), epochs=1, callbacks=quiet()).metrics["token"] == 3.0
+
+
+def test_partly_disconnected_names_the_variables(quiet):
+    class Partly(Plain):
+        def compute(self, model, batch, training):
+            return {"loss": tf.reduce_sum((batch[0] @ model.w - batch[1]) ** 2, -1)}
+
+    with pytest.warns(UserWarning, match="the loss doesn't depend on b"):
+        fit(Partly(), epochs=1, callbacks=quiet())
+
+
+def test_loss_that_depends_on_nothing_is_refused(quiet):
+    class Blind(Plain):
+        def compute(self, model, batch, training):
+            return {"loss": batch[1][:, 0]}
+
+    with pytest.raises(UsageError, match="depends on no variable"):
+        fit(Blind(), epochs=1, callbacks=quiet())
