@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+import callbacks
 from loop import launch, target
 from loop.errors import TrainingError, UsageError
 from loop.options import with_defaults
@@ -56,6 +57,9 @@ def train(
     compile_: Annotated[str | None, typer.Option("--compile", help="graph or xla.")] = None,
     steps_per_call: Annotated[str | None, typer.Option(help="Steps in a compiled call, or auto.")] = None,
     eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
+    checkpoint_every: Annotated[
+        str, typer.Option(help="epoch, a number of steps, or a time such as 10m; an epoch's end is always saved.")
+    ] = "epoch",
     track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -68,6 +72,11 @@ def train(
         "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
     }  # fmt: skip
     with_defaults(_NoDefaults, given)
+    try:
+        saving = callbacks.Checkpoint(every=number_or_word(checkpoint_every) or "epoch")
+        callbacks.Schedule(saving.every)
+    except ValueError as error:
+        raise UsageError(f"--checkpoint-every {checkpoint_every}: {error}") from None
     target.check(target_)
     engine = place(backend or "auto", workers)
     if engine in ("horovod", "multiworker") and launch.job_size() is None:
@@ -81,13 +90,10 @@ def train(
                 from loop import backends
 
                 made = backends.create(engine, workers if engine == "mirrored" else None)
-            import callbacks
             from loop.fit import fit
 
-            if track == "off":
-                chosen = callbacks.standard(mlflow=None)
-            else:
-                chosen = callbacks.standard(mlflow=callbacks.MLflowTracker(track))
+            tracker = None if track == "off" else callbacks.MLflowTracker(track)
+            chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
             result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
             made.close()
         except UsageError as error:
@@ -233,13 +239,8 @@ def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]
     _, manifest = rundir.locate(run_dir)
     place_ = task_target or manifest["run"].get("target")
     if not place_:
-        raise UsageError(
-            f"{run_dir}: the run was not started from the command line: give its task as --target file.py:Class"
-        )
-    task = target.load(place_)
-    for name, value in manifest["run"]["hyperparameters"].items():
-        setattr(task, name, value)
-    return task, manifest
+        raise UsageError(f"{run_dir}: nobody knows in which file its task is: give it as --target file.py:Class")
+    return target.load(place_, fields=manifest["run"]["hyperparameters"]), manifest
 
 
 def number_or_word(text: str | None) -> int | str | None:

@@ -149,7 +149,11 @@ async def take_pictures(server: str, profile: Path) -> None:
                 f"{address}?workflowType=machine_learning&compareRunsMode=CHART&orderByAsc=true",
                 IMAGES / "mlflow-runs.png",
                 height=table + 700,
-                texts=[*CURVES, *(param["key"] for param in runs[0]["data"]["params"]), f"{len(runs)} matching runs"],
+                texts=[
+                    *CURVES,
+                    *(entry["key"] for entry in runs[0]["data"]["params"]),
+                    *(names[0] for names in BACKENDS),
+                ],
             )
             shown = next(run for run in runs if param(run, "backend") == "horovod")
             await tab.picture(
@@ -318,8 +322,9 @@ class Tab:
                 while not await self.value(ready):
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            seen = await self.value("document.body?.innerText")
-            raise Failed(f"{path.name}: the page did not show all of {texts} and the curves, but:\n{seen}") from None
+            shown = str(await self.value("document.body?.innerText"))
+            missing = [text for text in texts if text not in shown] or ["all curves"]
+            raise Failed(f"{path.name}: the page does not show {', '.join(missing)}") from None
         await self.value(
             f"document.head.append(Object.assign(document.createElement('style'), {{textContent: `{HIDE}`}}))"
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,10 @@ _HOMES = {
     "evaluate": "evaluate",
     "fit": "fit",
 }
+
+_callbacks = importlib.util.find_spec("callbacks")
+if _callbacks is None or Path(_callbacks.origin or "").parent.parent != Path(__file__).parent.parent:
+    raise ImportError(f"{_callbacks and _callbacks.origin} hides tfloop's own package 'callbacks': rename it")
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from loop.backends.base import Backend, fingerprint
 from loop.errors import PeerError, TrainingError, UsageError
 from loop.pace import Pace
 from loop.step import Step
-from loop.task import TrainTask, hyperparameters
+from loop.task import TrainTask, hyperparameters, target_of
 
 COUNTERS = ("epoch", "step", "examples")
 """The entries of a row of the history that are no metrics."""
@@ -101,6 +101,7 @@ class Run:
                 versions[package] = version(package)
         return {
             "task": type(self.task).__name__,
+            "target": target_of(self.task),
             "hyperparameters": {name: plain(value) for name, value in hyperparameters(self.task).items()},
             "options": {name: plain(value) for name, value in self.options.items()},
             "batch_size": self.options["batch_size"],

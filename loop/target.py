@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from loop.errors import UsageError
 from loop.options import nearest, set_fields
@@ -52,8 +53,8 @@ def check_shadows(directory: Path) -> None:
                 )
 
 
-def load(target: str, assignments: Sequence[str] = ()) -> TrainTask:
-    """Makes the task that `target` names, with fields set as after `--set`.
+def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any] | None = None) -> TrainTask:
+    """Makes the task that `target` names, with the values of `fields`, and then those set as after `--set`.
 
     Raises:
         UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't be set so.
@@ -89,7 +90,7 @@ def load(target: str, assignments: Sequence[str] = ()) -> TrainTask:
         if kind is None:
             raise UsageError(f"TARGET {target!r}: {place} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
-    values = set_fields(kind, assignments)
+    values = {**(fields or {}), **set_fields(kind, assignments)}
     try:
         return kind(**values)
     except TypeError as error:

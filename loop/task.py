@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from loop.errors import UsageError
@@ -108,3 +110,13 @@ def hyperparameters(task: TrainTask) -> dict[str, Any]:
     if not dataclasses.is_dataclass(task):
         return {}
     return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+
+
+def target_of(task: TrainTask) -> str | None:
+    """The TARGET that names the task's class on a command line; None if its class stands in no file."""
+    try:
+        path = inspect.getsourcefile(type(task))
+    except TypeError:
+        return None
+    name = type(task).__qualname__
+    return f"{Path(path).resolve()}:{name}" if path and name.isidentifier() else None

@@ -9,7 +9,6 @@ import keras
 import mlflow
 import numpy as np
 import pytest
-from tests.tasks import Legacy, Plain, Streamed, Weighted
 
 import callbacks
 from callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping, LearningRateScaling, MLflowTracker, Schedule
@@ -18,6 +17,7 @@ from callbacks.progress import Display, Progress
 from callbacks.redact import redact
 from loop import UsageError, fit
 from loop.backends import create
+from tests.tasks import Legacy, Plain, Streamed, Weighted
 
 
 def lines(result):
@@ -108,7 +108,9 @@ def test_checkpoint_keeps_the_last_and_the_best(quiet):
             metrics["eval_loss"] = [3.0, 1.0, 2.0, math.nan, 2.0][run.progress.epoch]
 
     saving = Checkpoint(keep_last=2)
-    result = fit(Plain(), epochs=5, batch_size=20, callbacks=callbacks.StandardSet([Judge(), *quiet(checkpoint=saving)]))
+    result = fit(
+        Plain(), epochs=5, batch_size=20, callbacks=callbacks.StandardSet([Judge(), *quiet(checkpoint=saving)])
+    )
     kept = sorted(path.name for path in (result.run_dir / "checkpoints").iterdir())
     assert kept == ["step-00000012", "step-00000024", "step-00000030"]
     assert (saving.best_step, saving.best_value) == (12, 1.0)
@@ -162,7 +164,9 @@ def test_learning_rate_scaling_multiplies_a_schedule_and_is_restored(quiet, tmp_
 
     run(1, "a")
     assert run(2, "a").weights_sha256 == run(2, "b").weights_sha256
-    assert float(run(2, "b").model.w.numpy()[0, 0]) != float(fit(Scheduled(), epochs=2, callbacks=quiet()).model.w.numpy()[0, 0])
+    assert float(run(2, "b").model.w.numpy()[0, 0]) != float(
+        fit(Scheduled(), epochs=2, callbacks=quiet()).model.w.numpy()[0, 0]
+    )
 
 
 def test_learning_rate_scaling_needs_steps_for_a_stream(quiet):
@@ -244,7 +248,11 @@ def test_mlflow_has_everything_in_a_real_store(quiet, store, tmp_path):
     for name in ("loss", "eval_loss"):
         history = client.get_metric_history(run.info.run_id, name)
         assert [(point.step, point.value) for point in history] == [(row["step"], row[name]) for row in result.history]
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"run.json", "journal.jsonl", "metrics.csv"}
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
+        "run.json",
+        "journal.jsonl",
+        "metrics.csv",
+    }
 
 
 def test_mlflow_run_goes_on_with_the_resumed_one_without_a_point_twice(quiet, store, tmp_path):

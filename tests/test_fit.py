@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
-from tests.tasks import Conv, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 
 import callbacks
 from callbacks import EVENTS, Callback, Checkpoint
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
+from tests.tasks import Conv, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 
 
 class Recorder(Callback):
@@ -159,7 +159,9 @@ def test_resume_with_another_number_of_replicas_goes_on_in_the_same_order(quiet,
             run_dir=tmp_path / "b",
             callbacks=quiet(checkpoint=Checkpoint(every=4)) + [KillAt(9)],
         )
-    other = fit(Weighted(), epochs=2, batch_size=20, backend=create("mirrored", 3), callbacks=quiet(), run_dir=tmp_path / "b")
+    other = fit(
+        Weighted(), epochs=2, batch_size=20, backend=create("mirrored", 3), callbacks=quiet(), run_dir=tmp_path / "b"
+    )
     for ours, theirs in zip(other.model.get_weights(), one.model.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max(), rtol=0)
 

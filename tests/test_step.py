@@ -6,10 +6,10 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tasks import Alarm, Legacy, Plain, Streamed, Weighted
 
 from loop import TrainingError, UsageError, fit
 from loop.backends import create
+from tests.tasks import Alarm, Legacy, Plain, Streamed, Weighted
 
 
 def by_hand(task, *, epochs, batch_size, seed, clip_norm=None):
@@ -47,7 +47,9 @@ def largest_difference(model, weights):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 0.05}, {"accumulate": 3}, {"compile": "xla"}], ids=["plain", "clip", "accumulate", "xla"]
+    "options",
+    [{}, {"clip_norm": 0.05}, {"accumulate": 3}, {"compile": "xla"}],
+    ids=["plain", "clip", "accumulate", "xla"],
 )
 def test_same_as_by_hand(replicas, options, quiet):
     # 101 is prime, and 101 % 20 == 1: in each epoch's last batch all replicas but one have nothing.

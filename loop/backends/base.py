@@ -121,6 +121,15 @@ class Backend:
         return dict(enumerate(hashes for worker in self.gather_json(own) for hashes in worker))
 
 
+def of_one_dtype(reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Calls `reduce` once for the tensors of each dtype, usually the only one; results in the order of `tensors`."""
+    reduced: dict[int, tf.Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        reduced |= zip(places, reduce([tensors[place] for place in places]), strict=True)
+    return [reduced[place] for place in range(len(tensors))]
+
+
 def fingerprint(*arrays: np.ndarray) -> str:
     """SHA-256 over dtype, shape and little-endian bytes of arrays, in order.
 

@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Backend, use_gpus
+from loop.backends.base import Backend, of_one_dtype, use_gpus
 
 
 class Horovod(Backend):
@@ -25,7 +25,7 @@ class Horovod(Backend):
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         tape = hvd.DistributedGradientTape(_Taken(), op=hvd.Sum, num_groups=1)
-        return tape.gradient(list(tensors), list(tensors))
+        return of_one_dtype(lambda group: tape.gradient(group, group), tensors)
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name=f"host{array.size}").numpy()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Backend, use_gpus
+from loop.backends.base import Backend, of_one_dtype, use_gpus
 from loop.errors import UsageError
 
 
@@ -33,17 +33,14 @@ class StrategyBackend(Backend):
         return tf.distribute.get_replica_context().replica_id_in_sync_group
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        context = tf.distribute.get_replica_context()
-        reduced: list[Any] = [None] * len(tensors)
-        # tf.distribute makes one collective of each tensor: one flat tensor (of each dtype) makes it one in all.
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
-            total = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
-            parts = tf.split(total, [tensors[place].shape.num_elements() for place in places])
-            for place, part in zip(places, parts, strict=True):
-                reduced[place] = tf.reshape(part, tensors[place].shape)
-        return reduced
+        return of_one_dtype(self._reduce_flat, tensors)
+
+    def _reduce_flat(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        # tf.distribute makes one collective of each tensor: one flat tensor makes it one in all.
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flat)
+        parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
+        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
         # Keras 3 sums gradients over the replicas in `apply`, and has no argument against it. These are summed already.
