@@ -48,13 +48,17 @@ FLAGS = (
 )
 WIDTH, SCALE = 1280, 1.5
 """Of the window, in CSS pixels, and pixels of the picture for each of them: still sharp when a README shrinks it."""
-SERVER_WAIT, PAGE_WAIT = 180.0, 120.0  # seconds; MLflow's server needs a minute on a slow machine
+TRAIN_WAIT, SERVER_WAIT, PAGE_WAIT = 600.0, 180.0, 120.0  # seconds; MLflow's server needs a minute on a slow machine
 
-# Chromium has no pointer that could leave the charts, so that Plotly's tool bars would stay and cover the curves.
-HIDE = ".modebar-container, [data-component-id='mlflow.assistant.fab'] { display: none !important }"
+STYLE = """
+/* Chromium has no pointer that could leave the charts: Plotly's tool bars would stay, and cover the curves. */
+.modebar-container, button[data-assistant-ui] { display: none !important }
+/* The table of metrics and parameters cuts a name that does not fit: through its second line, if it may have one. */
+[role="cell"] { display: block; white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
+"""
 
 
-class Failed(Exception):
+class ScreenshotError(Exception):
     """Something that one line can tell."""
 
 
@@ -82,8 +86,8 @@ def main() -> int:
             browser = [chromium, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
             with started([str(tfloop), "ui", "--port", str(port)], directory), started(browser, directory):
                 asyncio.run(take_pictures(f"http://127.0.0.1:{port}", profile))
-        except Failed as error:
-            print(f"screenshots: {error}", file=sys.stderr)
+        except (ScreenshotError, aiohttp.ClientError, TimeoutError) as error:
+            print(f"screenshots: {error or 'no answer'}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
@@ -94,9 +98,13 @@ def train(command: list[str], directory: Path) -> None:
     """Runs one training, the same way as typed in a shell."""
     print("tfloop", *command[1:], file=sys.stderr)
     with started(command, directory) as process:
-        if process.wait(timeout=600):
-            tail = "\n".join((directory / "log.txt").read_text(errors="replace").splitlines()[-20:])
-            raise Failed(f"the training ended with exit code {process.returncode}\n{tail}")
+        try:
+            code = process.wait(timeout=TRAIN_WAIT)
+        except subprocess.TimeoutExpired:
+            raise ScreenshotError(f"the training did not end within {TRAIN_WAIT:.0f} s") from None
+        if code:
+            tail = "\n".join((directory / "tfloop.log").read_text(errors="replace").splitlines()[-20:])
+            raise ScreenshotError(f"the training ended with exit code {code}:\n{tail}")
 
 
 @contextlib.contextmanager
@@ -104,7 +112,7 @@ def started(command: list[str], directory: Path) -> Iterator[subprocess.Popen[by
     """A command in a process group of its own: the servers and the browser have children, and none may stay behind."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     environment |= {"MLFLOW_DISABLE_TELEMETRY": "true"}  # its notice would cover the page
-    with (directory / "log.txt").open("wb") as log:
+    with (directory / f"{Path(command[0]).name}.log").open("wb") as log:
         process = subprocess.Popen(
             command,
             cwd=directory,
@@ -148,7 +156,7 @@ async def take_pictures(server: str, profile: Path) -> None:
             await tab.picture(
                 f"{address}?workflowType=machine_learning&compareRunsMode=CHART&orderByAsc=true",
                 IMAGES / "mlflow-runs.png",
-                height=table + 700,
+                height=table + 686,
                 texts=[
                     *CURVES,
                     *(entry["key"] for entry in runs[0]["data"]["params"]),
@@ -174,7 +182,7 @@ async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str
                     found = await ask(http, f"{server}/api/2.0/mlflow/experiments/search", {"max_results": 100})
                 await asyncio.sleep(0.5)
     if found is None:
-        raise Failed(f"`tfloop ui` did not answer within {SERVER_WAIT:.0f} s")
+        raise ScreenshotError(f"`tfloop ui` did not answer within {SERVER_WAIT:.0f} s")
     query = {
         "experiment_ids": [experiment["experiment_id"] for experiment in found["experiments"]],
         "order_by": ["attributes.start_time ASC"],
@@ -183,7 +191,7 @@ async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str
     wanted = [backend[0] for backend in BACKENDS]
     backends = [param(run, "backend") for run in runs if run["info"]["status"] == "FINISHED"]
     if backends != wanted:
-        raise Failed(f"MLflow has finished runs of {backends}, not of {wanted}")
+        raise ScreenshotError(f"MLflow has finished runs of {backends}, not of {wanted}")
     return runs
 
 
@@ -224,7 +232,7 @@ def preferences(experiment: str, runs: list[dict[str, Any]], table_height: int) 
         "orderByAsc": True,
         "runsHiddenMode": "SHOW_ALL",
         "runListHidden": True,
-        "compareRunSections": [section("curves", "Curves", 4, 320), section("runs", "Runs", 1, table_height)],
+        "compareRunSections": [section("curves", "Curves", 4, 290), section("runs", "Runs", 1, table_height)],
         "compareRunCharts": [*map(line_chart, CURVES), table],
     }
     one_run = common | {
@@ -293,10 +301,13 @@ class Tab:
         self._calls += 1
         await self._socket.send_json({"id": self._calls, "method": method, "params": params})
         while True:
-            answer = await self._socket.receive_json(timeout=PAGE_WAIT)
+            message = await self._socket.receive(timeout=PAGE_WAIT)
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                raise ScreenshotError("Chromium has ended")
+            answer = message.json()
             if answer.get("id") == self._calls:
                 if "error" in answer:
-                    raise Failed(f"{method}: {answer['error']['message']}")
+                    raise ScreenshotError(f"{method}: {answer['error']['message']}")
                 result: dict[str, Any] = answer["result"]
                 return result
 
@@ -324,9 +335,9 @@ class Tab:
         except TimeoutError:
             shown = str(await self.value("document.body?.innerText"))
             missing = [text for text in texts if text not in shown] or ["all curves"]
-            raise Failed(f"{path.name}: the page does not show {', '.join(missing)}") from None
+            raise ScreenshotError(f"{path.name}: the page does not show {', '.join(missing)}") from None
         await self.value(
-            f"document.head.append(Object.assign(document.createElement('style'), {{textContent: `{HIDE}`}}))"
+            f"document.head.append(Object.assign(document.createElement('style'), {{textContent: `{STYLE}`}}))"
         )
         await asyncio.sleep(2)  # charts are laid out anew, and fade in
         image = await self.call("Page.captureScreenshot", format="png")
@@ -348,7 +359,7 @@ async def page(http: aiohttp.ClientSession, profile: Path) -> Any:
             while not (ports.exists() and ports.read_text().count("\n")):
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise Failed(f"Chromium did not start within {PAGE_WAIT:.0f} s") from None
+        raise ScreenshotError(f"Chromium did not start within {PAGE_WAIT:.0f} s") from None
     async with http.get(f"http://127.0.0.1:{ports.read_text().split()[0]}/json/list") as answer:
         targets = await answer.json(content_type=None)
     address = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")

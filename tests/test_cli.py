@@ -174,8 +174,8 @@ def test_train_evaluate_export(command, tmp_path):
     import tensorflow as tf
 
     inputs = np.random.default_rng(0).normal(size=(3, 5)).astype("float32")
-    served = tf.saved_model.load("saved").serve(inputs)
-    np.testing.assert_allclose(served, model(inputs), atol=1e-6)
+    loaded = tf.saved_model.load("saved")
+    np.testing.assert_allclose(loaded.serve(inputs), model(inputs), atol=1e-6)
     code, _, err = command("export", "run", "weights.npz")
     assert code == 2
     assert "weights.npz exists already" in err

@@ -1,0 +1,86 @@
+"""The shape of the house: who may import whom, and where collectives may stand."""
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.conftest import ROOT
+
+FLOORS = ("callbacks", "loop", "cli")
+
+
+def sources():
+    return [*ROOT.glob("loop/**/*.py"), *ROOT.glob("callbacks/**/*.py"), ROOT / "cli.py"]
+
+
+def code_of(path):
+    """The code of a file without comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+            node.body = node.body or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def test_imports_run_one_way():
+    for path in sources():
+        floor = FLOORS.index(path.relative_to(ROOT).parts[0].removesuffix(".py"))
+        above = {name for name in imported(path) if name.split(".")[0] in FLOORS[floor + 1 :]}
+        assert not above, f"{path} imports {above}"
+
+
+def test_collectives_stand_in_backends_alone():
+    pattern = re.compile(r"\b(hvd|horovod\.tensorflow|tf\.distribute|all_reduce\(tf|strategy\.(run|reduce))\b")
+    allowed = {"loop/doctor.py"}  # asks Horovod what it was built with
+    for path in sources():
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith("loop/backends/") or name in allowed:
+            continue
+        found = [line for line in code_of(path).splitlines() if pattern.search(line)]
+        assert not found, f"{name}: {found}"
+
+
+def test_every_file_says_first_what_it_is_for():
+    for path in [*sources(), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/*.py")]:
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_no_pickle_and_no_shell():
+    for path in sources():
+        assert not {"pickle", "cloudpickle", "dill", "shelve"} & set(imported(path)), path
+        assert "shell=True" not in path.read_text()
+
+
+def test_no_file_holds_a_registry_address():
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    assert "uv.lock" not in listed.stdout.split()
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        assert "://" not in line, line
+
+
+def test_wheel_has_three_names_and_the_shipped_examples(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
+        capture_output=True, text=True, cwd=ROOT, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"callbacks", "cli.py", "loop"}
+    assert {"loop/examples/digits.py", "loop/examples/charlm.py"} <= set(names)

@@ -1,0 +1,221 @@
+"""Real jobs in real processes: the four engines, outside launchers, kills, and failures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loop import launch
+from tests.conftest import TFLOOP, tfloop
+
+ENGINES = {
+    "single": ["--backend", "single"],
+    "mirrored": ["--backend", "mirrored", "--workers", "2"],
+    "horovod": ["--backend", "horovod", "--workers", "2"],
+    "multiworker": ["--backend", "multiworker", "--workers", "2"],
+}
+
+
+def result_of(done):
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The digits on each engine, into one MLflow store, from the same command."""
+    directory = tmp_path_factory.mktemp("digits")
+    command = ["train", "digits", "--epochs", "6", "--seed", "1", "--json"]
+    return directory, {name: tfloop(*command, *engine, cwd=directory) for name, engine in ENGINES.items()}
+
+
+def test_four_engines_agree(digits):
+    _, runs = digits
+    results = {name: result_of(done) for name, done in runs.items()}
+    assert {name: (each["backend"], each["replicas"]) for name, each in results.items()} == {
+        "single": ("single", 1),
+        "mirrored": ("mirrored", 2),
+        "horovod": ("horovod", 2),
+        "multiworker": ("multiworker", 2),
+    }
+    for each in results.values():
+        assert each["metrics"]["eval_accuracy"] >= 0.93
+        for name, value in results["single"]["metrics"].items():
+            assert each["metrics"][name] == pytest.approx(value, rel=0, abs=1e-5)
+        assert (each["status"], each["steps"], each["examples"]) == ("finished", 270, 6 * 1437)
+
+
+def test_four_runs_are_in_one_store(digits):
+    import mlflow
+
+    directory, runs = digits
+    client = mlflow.MlflowClient(f"sqlite:///{directory / 'runs' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("Digits")
+    found = client.search_runs([experiment.experiment_id])
+    assert {run.data.tags["backend"] for run in found} == set(ENGINES)
+    for run in found:
+        assert run.info.status == "FINISHED"
+        assert run.data.params["learning_rate"] == "0.005"
+        assert [point.step for point in client.get_metric_history(run.info.run_id, "eval_accuracy")] == list(
+            range(45, 271, 45)
+        )
+        expected = result_of(runs[run.data.tags["backend"]])["metrics"]
+        assert {name: run.data.metrics[name] for name in expected} == expected
+
+
+def test_output_of_workers_bears_their_rank_and_only_the_chief_speaks(digits):
+    _, runs = digits
+    for name in ("horovod", "multiworker"):
+        lines = runs[name].stderr.splitlines()
+        assert any(line.startswith("[0] epoch 6/6  step 270") for line in lines)
+        assert not [line for line in lines if line.startswith("[1]")]
+
+
+TASK = '''
+import os
+import tensorflow as tf
+from examples_digits import Digits as Base
+from loop import launch
+
+class Digits(Base):
+    """Fails on one rank when it is told to."""
+
+class Failing(Base):
+    def train_data(self):
+        if launch.job_rank() == 1:
+            raise RuntimeError("planted on rank 1")
+        return super().train_data()
+
+class Refused(Base):
+    def compute(self, model, batch, training):
+        return {"loss": tf.constant(1.0)}
+
+class Slow(Base):
+    """Takes a hundredth of a second for a step."""
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        with tf.control_dependencies([tf.py_function(lambda: __import__("time").sleep(0.01), [], [])]):
+            return {name: tf.identity(value) for name, value in values.items()}
+'''
+
+
+@pytest.fixture
+def task(tmp_path):
+    from loop import target
+
+    (tmp_path / "examples_digits.py").write_text(target.shipped_path("digits").read_text())
+    (tmp_path / "task.py").write_text(TASK)
+    return tmp_path
+
+
+@pytest.mark.parametrize("engine", ["horovod", "multiworker"])
+def test_a_rank_that_fails_ends_the_job_and_is_named(engine, task):
+    done = tfloop("train", "task.py:Failing", *ENGINES[engine], "--track", "off", "--json", cwd=task)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "RuntimeError: planted on rank 1" in done.stderr
+    assert done.stderr.splitlines()[-1] == "tfloop: error: rank 1: RuntimeError: planted on rank 1"
+
+
+def test_bad_input_in_a_job_is_one_line(task):
+    done = tfloop("train", "task.py:Refused", *ENGINES["horovod"], "--track", "off", cwd=task)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len([line for line in done.stderr.splitlines() if "error: " in line]) == 1
+    assert "Traceback" not in done.stderr
+
+
+def start(*arguments, cwd):
+    return subprocess.Popen(
+        [*TFLOOP, *map(str, arguments)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(condition, process, seconds=120):
+    """Waits until there is something to see; the process must live on meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("engine", ["single", "horovod"])
+def test_kill_9_and_start_again_gives_the_same_bits(engine, task):
+    def command(directory):
+        return [
+            "train", "task.py:Slow", *ENGINES[engine], "--epochs", 4, "--checkpoint-every", 20, "--seed", 3,
+            "--run-dir", directory, "--track", "off", "--json",
+        ]  # fmt: skip
+
+    victim = start(*command("killed"), cwd=task)
+    checkpoints = task / "killed" / "checkpoints"
+    wait_for(lambda: (checkpoints / "step-00000060").exists(), victim)  # in the middle of epoch 2
+    os.kill(json.loads((task / "killed" / "run.json").read_text())["pid"], signal.SIGKILL)
+    _, err = victim.communicate(timeout=60)
+    assert victim.returncode != 0
+    if engine == "horovod":
+        assert "tfloop: error: rank 0 ended without a word" in err
+    resumed = tfloop(*command("killed"), cwd=task)
+    whole = result_of(tfloop(*command("whole"), cwd=task))
+    assert "going on from step" in resumed.stderr
+    step = int(resumed.stderr.split("going on from step ")[1].split()[0])
+    assert step >= 60
+    assert step % 20 == 0 or step % 45 == 0
+    assert result_of(resumed)["weights_sha256"] == whole["weights_sha256"]
+    assert result_of(resumed)["history"] == whole["history"]
+
+
+@pytest.mark.parametrize("engine", ["single", "horovod", "multiworker"])
+def test_sigterm_saves_and_exits_75(engine, task):
+    arguments = ["--epochs", 20, "--checkpoint-every", 10, "--run-dir", "run", "--track", "off", "--json"]
+    process = start("train", "task.py:Slow", *ENGINES[engine], *arguments, cwd=task)
+    wait_for((task / "run" / "checkpoints" / "step-00000010").exists, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, err
+    result = json.loads(out)
+    assert result["status"] == "preempted"
+    assert (task / "run" / "checkpoints" / f"step-{result['steps']:08d}" / "manifest.json").exists()
+
+
+def test_horovodrun_is_joined(tmp_path):
+    horovodrun = Path(sys.executable).parent / "horovodrun"
+    command = ["train", "digits", "--steps", "5", "--track", "off", "--json", "--workers", "2"]
+    done = subprocess.run(
+        [horovodrun, "-np", "2", *TFLOOP, *command], capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if "weights_sha256" in line]
+    result = json.loads(line.split("<stdout>:")[1])
+    assert (result["backend"], result["replicas"], result["steps"]) == ("horovod", 2, 5)
+
+
+def test_tf_config_is_joined(tmp_path):
+    addresses = [f"127.0.0.1:{port}" for port in launch.free_ports(2)]
+    cluster = {"chief": addresses[:1], "worker": addresses[1:]}
+    workers = [
+        subprocess.Popen(
+            [*TFLOOP, "train", "digits", "--steps", "5", "--track", "off", "--json"],
+            env={**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})},
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for kind in ("chief", "worker")
+    ]  # fmt: skip
+    (chief_out, err), (other_out, _) = [worker.communicate(timeout=240) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], err
+    result = json.loads(chief_out)
+    assert (result["backend"], result["replicas"], result["steps"]) == ("multiworker", 2, 5)
+    assert other_out == ""
+    assert len(list((tmp_path / "runs").iterdir())) == 1  # the chief's
+
+
+def test_workers_that_contradict_the_job_are_refused():
+    environment = {**os.environ, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+    done = tfloop("train", "digits", "--workers", "3", env=environment)
+    assert done.returncode == 2
+    assert "--workers 3, but this job has been started with 2 workers" in done.stderr
