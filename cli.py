@@ -227,7 +227,10 @@ def ui(
     if not launch.port_is_free(host, port):
         taken, port = port, launch.free_ports(1)[0]
         print(f"port {taken} is in use, taking {port}", file=sys.stderr)
-    print(f"MLflow UI: http://{host}:{port}  (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
+    print(
+        f"MLflow UI: http://{host}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)", file=sys.stderr, flush=True
+    )
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
     os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
 

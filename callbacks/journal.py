@@ -22,12 +22,14 @@ class Journal(Callback):
     `metrics`. Values that JSON has no number for are the strings "nan", "inf" and "-inf". Lines are flushed at once.
 
     Args:
-        every: how often metrics within an epoch are written; see `Callback`.
+        every: how often metrics within an epoch are written; see `Callback`. A mean over the end of one epoch and the
+            start of the next is left out: those of the epochs say more.
     """
 
     def __init__(self, every: Every = "1s") -> None:
         self.every = every
         self._file: Any = None
+        self._last = 0  # the step at which metrics were last on offer
 
     def on_setup(self, run: Run) -> None:
         path = run.directory / NAME
@@ -40,12 +42,16 @@ class Journal(Callback):
         self._write(run, "restore", checkpoint=path.name if path else None)
 
     def on_fit_start(self, run: Run) -> None:
+        self._last = run.progress.step
         self._write(run, "fit_start", about=redact(run.info), total_steps=run.total_steps)
 
     def on_epoch_start(self, run: Run) -> None:
         self._write(run, "epoch_start")
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        last, self._last = self._last, run.progress.step
+        if last < run.progress.step - run.progress.step_in_epoch:
+            return
         speed = {"examples_per_second": run.examples_per_second}
         self._write(run, "steps_end", metrics={**metrics, **speed})
 

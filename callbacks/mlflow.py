@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +70,14 @@ class _Courier(threading.Thread):
         self._directory, self._info = run.directory, run.info
         self._ended = threading.Event()
         self._status = "KILLED"
+        # Training doesn't wait for MLflow, and may be over when the run is made there: these are its own times.
+        self._begun_at = self._ended_at = time.time()
         self._state: dict[str, Any] = {"uri": redact(uri), "run_id": None, "offset": 0, "last_step": {}}
         self._error: Exception | None = None
 
     def finish(self, status: str, wait: float) -> None:
         """Lets the thread deliver the rest and waits for it, at most `wait` seconds."""
-        self._status = status
+        self._status, self._ended_at = status, time.time()
         self._ended.set()
         self.join(1.0)
         if self.is_alive() and sys.stderr.isatty():
@@ -96,7 +100,7 @@ class _Courier(threading.Thread):
             for name in ("run.json", journal.NAME, "metrics.csv"):
                 if (self._directory / name).exists():
                     client.log_artifact(self._state["run_id"], str(self._directory / name))
-            client.set_terminated(self._state["run_id"], self._status)
+            client.set_terminated(self._state["run_id"], self._status, int(1000 * self._ended_at))
         except Exception as error:  # whatever the store does, training goes on; told at the end of the run
             self._error = error
 
@@ -114,13 +118,21 @@ class _Courier(threading.Thread):
         client = MlflowClient(self._uri)
         self._load()
         if self._state["run_id"] is None:
-            run = client.create_run(self._experiment_id(client), run_name=self._directory.name)
+            # What tells runs apart comes first: tables cut the rest.
+            name = f"{self._info['backend']}-{self._info['replicas']} "
+            name += self._directory.name.removeprefix(f"{self._info['task']}-")
+            run = client.create_run(self._experiment_id(client), int(1000 * self._begun_at), run_name=name)
             self._state["run_id"] = run.info.run_id
             params = {**self._info["hyperparameters"], **self._info["options"]}
+            params = {name: value for name, value in params.items() if value is not None}
             tags = {
+                "mlflow.user": _user(),
+                "mlflow.source.type": "LOCAL",
+                "mlflow.source.name": str(self._info["target"]),
                 "tfloop.run_directory": str(self._directory),
+                "tfloop.parameters": str(self._info["parameters"]),
                 **{f"version.{name}": version for name, version in self._info["versions"].items()},
-                **{name: str(self._info[name]) for name in ("backend", "replicas", "workers", "parameters")},
+                **{name: str(self._info[name]) for name in ("backend", "replicas", "workers")},
             }
             client.log_batch(
                 run.info.run_id,
@@ -142,7 +154,8 @@ class _Courier(threading.Thread):
         if self._uri.startswith("sqlite:///"):
             location = (Path(self._uri.removeprefix("sqlite:///")).parent / "mlartifacts").resolve().as_uri()
         try:
-            return str(client.create_experiment(self._experiment, artifact_location=location))
+            kind = {"mlflow.experimentKind": "custom_model_development"}
+            return str(client.create_experiment(self._experiment, artifact_location=location, tags=kind))
         except MlflowException:  # another run has created it in the meantime
             return str(client.get_experiment_by_name(self._experiment).experiment_id)
 
@@ -180,6 +193,13 @@ class _Courier(threading.Thread):
         partial = self._directory / (STATE + ".tmp")
         partial.write_text(json.dumps(self._state))
         partial.replace(self._directory / STATE)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return "unknown"
 
 
 def points(entry: dict[str, Any]) -> list[tuple[str, float]]:

@@ -104,13 +104,17 @@ class Display:
 
     def _steps(self, state: dict[str, Any]) -> None:
         if self._bar is not None:
-            self._advance(state)
+            first = dict(list(state["metrics"].items())[:2])  # more would leave no room for the bar
+            self._bar.set_description_str(epoch_of(state) + " ", refresh=False)
+            self._bar.set_postfix_str(f"{numbers(first)}, {state['speed']:,.0f} examples/s", refresh=False)
+            self._bar.update(state["step"] - self._bar.n)
         elif time.monotonic() - self._last_line >= self.log_seconds:
             of = f"/{state['total']:,}" if state["total"] else ""
             self.line(f"step {state['step']:,}{of}  {numbers(state['metrics'])}  {state['speed']:,.0f} examples/s")
 
     def _epoch(self, state: dict[str, Any]) -> None:
-        self._advance(state)
+        if self._bar is not None:
+            self._bar.update(state["step"] - self._bar.n)
         self.line(f"{epoch_of(state)}  step {state['step']:,}  {numbers(state['metrics'])}")
 
     def _end(self, state: dict[str, Any]) -> None:
@@ -119,12 +123,6 @@ class Display:
             self._bar.close()
             self._bar = None
         self.line(f"{state['status']} at step {state['step']:,}, {state['speed']:,.0f} examples/s")
-
-    def _advance(self, state: dict[str, Any]) -> None:
-        if self._bar is not None:
-            self._bar.set_description_str(epoch_of(state) + " ", refresh=False)
-            self._bar.set_postfix_str(f"{numbers(state['metrics'])}, {state['speed']:,.0f} examples/s", refresh=False)
-            self._bar.update(state["step"] - self._bar.n)
 
     def line(self, text: str) -> None:
         """One whole line, above the bar if there is one."""

@@ -49,6 +49,7 @@ class Bus:
             ]
             for event in EVENTS
         }
+        self._clocks_run = False
         self._listeners = [_Listener(callback) for callback in self._hooks["steps_end"]]
 
     def fire(self, event: str, *args: Any) -> None:
@@ -65,6 +66,10 @@ class Bus:
     def fire_steps_end(self, totals: np.ndarray, epoch_ended: bool) -> None:
         """Calls those who want the host now, each with the means since it was last called."""
         now = time.monotonic()
+        if not self._clocks_run:  # the first call was traced and compiled: no clock of a schedule counts that
+            for listener in self._listeners:
+                listener.schedule.start(now)
+            self._clocks_run = True
         for listener in self._listeners:
             listener.totals = listener.totals + totals
             if np.any(listener.totals) and listener.schedule.due(self._run.progress.step, now, epoch_ended):
@@ -82,11 +87,6 @@ class Bus:
                 first = first or error
         if first is not None:
             raise first
-
-    def start_clocks(self) -> None:
-        """Starts the clocks of time schedules."""
-        for listener in self._listeners:
-            listener.schedule.start(time.monotonic())
 
     def steps_left(self) -> int | None:
         """How many steps may be made before a callback wants the host."""

@@ -163,7 +163,6 @@ def set_up(run: Run, bus: Bus, sources: Data, values: list[str]) -> tuple[Step, 
 def train(run: Run, bus: Bus, step: Step, handle: Any) -> None:
     """The loop itself, from where the run stands to its end."""
     progress, epoch_under_way = run.progress, False
-    bus.start_clocks()
     while not run.at_end:
         if not epoch_under_way:
             epoch_under_way = True

@@ -96,7 +96,8 @@ class Run:
         from importlib.metadata import PackageNotFoundError, version
 
         versions = {"python": sys.version.split()[0]}
-        for package in ("tfloop", "tensorflow", "keras", "horovod", "numpy"):
+        engine = ("horovod",) if self.backend.name == "horovod" else ()
+        for package in ("tfloop", "tensorflow", "keras", "numpy", *engine):
             with contextlib.suppress(PackageNotFoundError):
                 versions[package] = version(package)
         return {

@@ -23,7 +23,9 @@ def code_of(path):
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+            node.body = [
+                each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            ]
             node.body = node.body or [ast.Pass()]
     return ast.unparse(tree)
 

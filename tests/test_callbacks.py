@@ -193,6 +193,11 @@ def test_journal_has_every_event(quiet):
     assert ends == [{name: row[name] for name in ("loss", "eval_loss")} for row in result.history]
 
 
+def test_journal_leaves_out_means_over_two_epochs(quiet):
+    result = fit(Plain(), epochs=2, batch_size=20, callbacks=quiet(journal=callbacks.Journal(every=4)))
+    assert [entry["step"] for entry in lines(result) if entry["event"] == "steps_end"] == [4, 12]
+
+
 def test_journal_bears_a_torn_last_line(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"event": "a"}\nnonsense\n{"event": "b"}\n{"event": "c')
@@ -240,7 +245,10 @@ def test_mlflow_has_everything_in_a_real_store(quiet, store, tmp_path):
     )
     client, [run] = runs_of(store, "Plain")
     assert run.info.status == "FINISHED"
-    assert run.info.run_name == "mine"
+    assert run.info.run_name == "single-1 mine"
+    starts = [entry["time"] for entry in lines(result) if entry["event"] == "fit_start"]
+    assert abs(run.info.start_time / 1000 - starts[0]) < 1
+    assert run.info.start_time <= client.get_metric_history(run.info.run_id, "loss")[0].timestamp <= run.info.end_time
     assert run.data.params["hidden"] == "4"
     assert run.data.params["batch_size"] == "20"
     assert (run.data.tags["backend"], run.data.tags["replicas"]) == ("single", "1")
