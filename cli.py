@@ -96,18 +96,12 @@ def train(
             chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
             result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
             made.close()
-        except UsageError as error:
-            report(BAD_INPUT, str(error))
-            raise
-        except TrainingError as error:
-            report(FAILED, str(error))
-            raise
         except BaseException as error:
-            report(FAILED, f"{type(error).__name__}: {error}")
+            report(BAD_INPUT if isinstance(error, UsageError) else FAILED, error)
             raise
         code = PREEMPTED if result.status == "preempted" else 0
         fields = {name: value for name, value in vars(result).items() if name != "model"}
-        report(code, "", fields | {"run_dir": str(result.run_dir)})
+        report(code, None, fields | {"run_dir": str(result.run_dir)})
     if launch.JOB not in os.environ and made.is_chief:
         finish(code, "", fields | {"run_dir": str(result.run_dir)}, as_json)
     raise typer.Exit(code)
@@ -160,10 +154,10 @@ def evaluate(
             made = backends.create(engine, workers if engine == "mirrored" else None)
             precision = manifest["run"]["options"]["precision"]
             metrics = evaluate_(task, run_dir, batch_size=batch_size, backend=made, precision=precision)
-        except UsageError as error:
-            report(BAD_INPUT, str(error))
+        except BaseException as error:
+            report(BAD_INPUT if isinstance(error, UsageError) else FAILED, error)
             raise
-        report(0, "", metrics)
+        report(0, None, metrics)
     if made.is_chief and not as_json:
         for name, value in metrics.items():
             print(f"{name} {value:.6g}")

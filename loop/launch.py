@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from callbacks.progress import MARK, RELAY, Display
-from loop.errors import UsageError
+from loop.errors import PeerError, TrainingError, UsageError
 
 JOB = "TFLOOP_JOB"
 """Environment variable: where the workers of a job that we started leave their process ids and results."""
@@ -91,7 +91,7 @@ def horovod_missing() -> str | None:
     if not list((root / "tensorflow").glob("mpi_lib*.so")):
         return (
             "Horovod is installed without its native library, because there was no C++ compiler (install g++ and make, "
-            "then `uv sync --reinstall-package horovod --no-cache`)"
+            "then `uv cache clean horovod && uv sync --reinstall-package horovod`)"
         )
     return None
 
@@ -147,17 +147,22 @@ def job_rank() -> int:
 
 @contextlib.contextmanager
 def reporting() -> Iterator[Callable[..., None]]:
-    """In a worker that `run` started, gives a function that leaves this worker's exit code, error and result for it."""
+    """In a worker that `run` started, gives a function that leaves this worker's exit code, error and result for it.
+
+    A `PeerError` only repeats what another worker says: it is kept as such, so that the first failure is told.
+    """
     job = os.environ.get(JOB)
     if job is None:
-        yield lambda code, error="", result=None: None
+        yield lambda code, error=None, result=None: None
         return
     place = Path(job) / f"rank-{job_rank()}"
     place.with_suffix(".pid").write_text(str(os.getpid()))
 
-    def report(code: int, error: str = "", result: Any = None) -> None:
+    def report(code: int, error: BaseException | None = None, result: Any = None) -> None:
+        text = str(error) if isinstance(error, UsageError | TrainingError) else f"{type(error).__name__}: {error}"
+        said = {"error": text if error else "", "echo": isinstance(error, PeerError), "time": time.time()}
         partial = place.with_suffix(".tmp")
-        partial.write_text(json.dumps({"code": code, "error": error, "result": result, "time": time.time()}))
+        partial.write_text(json.dumps({"code": code, "result": result, **said}))
         partial.replace(place.with_suffix(".json"))
 
     yield report
@@ -265,18 +270,19 @@ def _outcome(processes: list[subprocess.Popen[bytes]], job: Path, workers: int) 
         path = job / f"rank-{rank}.json"
         if path.exists():
             reports[rank] = json.loads(path.read_text())
-    failed = sorted((report["time"], rank) for rank, report in reports.items() if report["code"])
+    failed = sorted((each["echo"], each["time"], rank) for rank, each in reports.items() if each["code"])
     result = reports.get(0, {}).get("result")
     silent = [rank for rank in range(workers) if rank not in reports]
     if silent:  # killed, or crashed: it could not even report
         ended = [process.returncode for process in processes]
         code = next((code for code in ended if code), 1)
         how = f" by signal {-code}" if code < 0 and len(processes) == workers else ""
-        said = f"; rank {failed[0][1]} then failed: {reports[failed[0][1]]['error']}" if failed else ""
+        said = f"; rank {failed[0][2]} then failed: {reports[failed[0][2]]['error']}" if failed else ""
         return 1, f"rank {silent[0]} ended without a word{how}: killed, or out of memory{said}", result
     if failed:
-        report = reports[failed[0][1]]
-        return report["code"], report["error"] and f"rank {failed[0][1]}: {report['error']}", result
+        rank = failed[0][2]
+        report = reports[rank]
+        return report["code"], report["error"] and f"rank {rank}: {report['error']}", result
     return 0, "", result
 
 

@@ -69,7 +69,7 @@ class Run:
         self._save_reason = self._stop_reason = ""
         self._error: BaseException | None = None
         self._signals = 0
-        self._traced, self._evaluated_at = False, -1
+        self._calls, self._evaluated_at = 0, -1
         self._examples, self._seconds = 0, 0.0
 
     # What callbacks use
@@ -87,7 +87,10 @@ class Run:
 
     @property
     def examples_per_second(self) -> float:
-        """Examples trained on in this process, by the time that the compiled calls took; the first isn't counted."""
+        """Examples trained on in this process, by the time that the compiled calls took.
+
+        The first call, which is traced and compiled, doesn't count, unless there was no other.
+        """
         return self._examples / self._seconds if self._seconds else 0.0
 
     @property
@@ -191,9 +194,10 @@ class Run:
         self.progress.examples += examples
         self.epoch_totals = self.epoch_totals + totals
         self.pace.record(steps, seconds)
-        if self._traced:
-            self._examples, self._seconds = self._examples + examples, self._seconds + seconds
-        self._traced = True
+        if self._calls == 1:
+            self._examples, self._seconds = 0, 0.0
+        self._calls += 1
+        self._examples, self._seconds = self._examples + examples, self._seconds + seconds
 
     def evaluation_due(self, epoch_ends: bool) -> bool:
         """Whether the evaluation data is to be seen now."""

@@ -11,9 +11,12 @@ import pytest
 import tensorflow as tf
 
 import callbacks
+from loop import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 TFLOOP = [sys.executable, "-P", "-m", "cli"]
+
+needs_horovod = pytest.mark.skipif(launch.horovod_missing() is not None, reason=str(launch.horovod_missing()))
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from loop import UsageError, backends, launch
 from tests import conformance
-from tests.conftest import ROOT
+from tests.conftest import ROOT, needs_horovod
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS)
@@ -25,6 +25,7 @@ def passed(output):
     ]
 
 
+@needs_horovod
 def test_horovod_in_three_workers():
     command = [sys.executable, str(ROOT / "tests" / "conformance.py"), "horovod"]
     done = subprocess.run(

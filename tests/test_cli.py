@@ -215,7 +215,10 @@ def test_doctor(command):
     assert set(findings) == {
         "Python", "TensorFlow", "Devices", "Horovod", "Compilers", "TF_CONFIG", "MLflow", "Run directory", "Free ports",
     }  # fmt: skip
-    assert findings["Horovod"]["found"].endswith("built with: gloo yes, mpi no, nccl no, cuda no")
+    if findings["Horovod"]["state"] == "ok":
+        assert "built with: gloo yes" in findings["Horovod"]["found"]
+    else:
+        assert "install" in findings["Horovod"]["found"]
 
 
 def test_doctor_names_a_broken_tf_config(command, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loop import launch
-from tests.conftest import TFLOOP, tfloop
+from tests.conftest import TFLOOP, needs_horovod, tfloop
 
 ENGINES = {
     "single": ["--backend", "single"],
@@ -35,6 +35,7 @@ def digits(tmp_path_factory):
     return directory, {name: tfloop(*command, *engine, cwd=directory) for name, engine in ENGINES.items()}
 
 
+@needs_horovod
 def test_four_engines_agree(digits):
     _, runs = digits
     results = {name: result_of(done) for name, done in runs.items()}
@@ -51,6 +52,7 @@ def test_four_engines_agree(digits):
         assert (each["status"], each["steps"], each["examples"]) == ("finished", 270, 6 * 1437)
 
 
+@needs_horovod
 def test_four_runs_are_in_one_store(digits):
     import mlflow
 
@@ -69,6 +71,7 @@ def test_four_runs_are_in_one_store(digits):
         assert {name: run.data.metrics[name] for name in expected} == expected
 
 
+@needs_horovod
 def test_output_of_workers_bears_their_rank_and_only_the_chief_speaks(digits):
     _, runs = digits
     for name in ("horovod", "multiworker"):
@@ -114,7 +117,7 @@ def task(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("engine", ["horovod", "multiworker"])
+@pytest.mark.parametrize("engine", [pytest.param("horovod", marks=needs_horovod), "multiworker"])
 def test_a_rank_that_fails_ends_the_job_and_is_named(engine, task):
     done = tfloop("train", "task.py:Failing", *ENGINES[engine], "--track", "off", "--json", cwd=task)
     assert (done.returncode, done.stdout) == (1, "")
@@ -122,6 +125,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(engine, task):
     assert done.stderr.splitlines()[-1] == "tfloop: error: rank 1: RuntimeError: planted on rank 1"
 
 
+@needs_horovod
 def test_bad_input_in_a_job_is_one_line(task):
     done = tfloop("train", "task.py:Refused", *ENGINES["horovod"], "--track", "off", cwd=task)
     assert (done.returncode, done.stdout) == (2, "")
@@ -144,7 +148,7 @@ def wait_for(condition, process, seconds=120):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("engine", ["single", "horovod"])
+@pytest.mark.parametrize("engine", ["single", pytest.param("horovod", marks=needs_horovod)])
 def test_kill_9_and_start_again_gives_the_same_bits(engine, task):
     def command(directory):
         return [
@@ -170,7 +174,7 @@ def test_kill_9_and_start_again_gives_the_same_bits(engine, task):
     assert result_of(resumed)["history"] == whole["history"]
 
 
-@pytest.mark.parametrize("engine", ["single", "horovod", "multiworker"])
+@pytest.mark.parametrize("engine", ["single", pytest.param("horovod", marks=needs_horovod), "multiworker"])
 def test_sigterm_saves_and_exits_75(engine, task):
     arguments = ["--epochs", 20, "--checkpoint-every", 10, "--run-dir", "run", "--track", "off", "--json"]
     process = start("train", "task.py:Slow", *ENGINES[engine], *arguments, cwd=task)
@@ -183,6 +187,7 @@ def test_sigterm_saves_and_exits_75(engine, task):
     assert (task / "run" / "checkpoints" / f"step-{result['steps']:08d}" / "manifest.json").exists()
 
 
+@needs_horovod
 def test_horovodrun_is_joined(tmp_path):
     horovodrun = Path(sys.executable).parent / "horovodrun"
     command = ["train", "digits", "--steps", "5", "--track", "off", "--json", "--workers", "2"]
