@@ -48,6 +48,8 @@ class Run(Protocol):
         options: the options of `fit`, by name.
         total_steps: the step at which the run ends, or None where the data has no known length.
         history: one dict of floats for each finished epoch.
+        stop_reason: why this worker asked for an end, or "".
+        save_on_stop: whether a stop writes a checkpoint; `Checkpoint` asks for it.
         examples_per_second: the speed of training since the start of this process, compiled calls only.
     """
 
@@ -61,6 +63,7 @@ class Run(Protocol):
     total_steps: int | None
     history: list[dict[str, float]]
     save_on_stop: bool
+    stop_reason: str
 
     @property
     def examples_per_second(self) -> float: ...

@@ -43,7 +43,9 @@ class Progress(Callback):
     def on_fit_end(self, run: Run, status: str) -> None:
         if not self._started:  # the run ended before it began
             return
-        self._show.update(self._state(run, "end", run.history[-1] if run.history else {}) | {"status": status})
+        self._show.update(
+            self._state(run, "end", run.history[-1] if run.history else {}) | {"status": status, "why": run.stop_reason}
+        )
 
     @staticmethod
     def _state(run: Run, kind: str, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -122,7 +124,8 @@ class Display:
             self._bar.update(state["step"] - self._bar.n)
             self._bar.close()
             self._bar = None
-        self.line(f"{state['status']} at step {state['step']:,}, {state['speed']:,.0f} examples/s")
+        why = f" ({state['why']})" if state["why"] else ""
+        self.line(f"{state['status']} at step {state['step']:,}{why}, {state['speed']:,.0f} examples/s")
 
     def line(self, text: str) -> None:
         """One whole line, above the bar if there is one."""

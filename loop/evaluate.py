@@ -15,7 +15,7 @@ from loop.build import build, model_variables
 from loop.data import open_data
 from loop.errors import UsageError
 from loop.options import with_defaults
-from loop.run import assign, numbered
+from loop.state import assign, numbered
 from loop.step import Step
 from loop.task import TrainTask
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from callbacks.journal import jsonable
 from callbacks.redact import redact
-from loop import build, checkpoint
+from loop import build, checkpoint, state
 from loop.backends.base import Backend, fingerprint
 from loop.errors import PeerError, TrainingError, UsageError
 from loop.pace import Pace
+from loop.state import Progress, plain
 from loop.step import Step
 from loop.task import TrainTask, hyperparameters, target_of
 
@@ -28,23 +28,6 @@ COUNTERS = ("epoch", "step", "examples")
 
 KEPT = ("batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm")
 """The options that a resumed run must keep: with others it would be a different run."""
-
-
-@dataclasses.dataclass
-class Progress:
-    """What has been done: the whole position of a run in its data.
-
-    Attributes:
-        step: optimizer steps made.
-        epoch: epochs completed, which is the index of the one under way.
-        step_in_epoch: steps made in it.
-        examples: examples used, all epochs together.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    examples: int = 0
 
 
 class Run:
@@ -66,7 +49,7 @@ class Run:
         self.next_steps = 1
         self.saving = self.stopping = False
         self.status = "finished"
-        self._save_reason = self._stop_reason = ""
+        self._save_reason = self.stop_reason = ""
         self._error: BaseException | None = None
         self._signals = 0
         self._calls, self._evaluated_at = 0, -1
@@ -118,7 +101,7 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """Asks all workers to end the run at the next boundary between calls."""
-        self._stop_reason = self._stop_reason or reason
+        self.stop_reason = self.stop_reason or reason
 
     def save(self, reason: str) -> None:
         """Asks for a checkpoint at the next boundary between calls."""
@@ -171,7 +154,7 @@ class Run:
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.
         """
         wanted = self.pace.steps if boundary is None else min(self.pace.steps, boundary)
-        flags = (self._error is not None, bool(self._save_reason), bool(self._stop_reason), self._signals > 0)
+        flags = (self._error is not None, bool(self._save_reason), bool(self.stop_reason), self._signals > 0)
         table = self.backend.exchange(wanted if self.backend.is_chief else 0, *map(int, flags))
         if table[:, 1].any():
             text = f"{type(self._error).__name__}: {self._error}" if self._error else ""
@@ -235,44 +218,11 @@ class Run:
         self.epoch_totals = np.zeros(())
 
     def write_checkpoint(self) -> str:
-        """Writes a checkpoint (chief only); returns why."""
-        reason, self._save_reason = self._save_reason or self._stop_reason or "stop", ""
+        """Writes the checkpoint that the workers have agreed on (chief only); returns why."""
+        reason, self._save_reason = self._save_reason or self.stop_reason or "signal", ""
         if self.backend.is_chief:
-            history = [{name: jsonable(value) for name, value in row.items()} for row in self.history]
-            state = {
-                "progress": dataclasses.asdict(self.progress),
-                "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(self.epoch_totals)],
-                "eval_metrics": {name: jsonable(value) for name, value in self.eval_metrics.items()},
-                "history": history,
-                "callbacks": {callback.key: callback.state_dict() for callback in self.callbacks},
-                "run": redact(self.info),
-            }
-            checkpoint.write(self.directory / "checkpoints", self.progress.step, self.tensors(), state)
+            checkpoint.write(self.directory / "checkpoints", self.progress.step, *state.snapshot(self))
         return reason
-
-    def restore(self, tensors: dict[str, np.ndarray] | None, state: dict[str, Any]) -> None:
-        """Takes the run back to a checkpoint; only the chief has its tensors, the others get them by broadcast."""
-        self.progress = Progress(**state["progress"])
-        self.epoch_totals = np.array([float(total) for total in state["epoch_totals"]])
-        self.eval_metrics = {name: float(value) for name, value in state["eval_metrics"].items()}
-        self.history = [
-            {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
-            for row in state["history"]
-        ]
-        for callback in self.callbacks:
-            if callback.key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.key])
-        if tensors is not None:
-            assign(self.named_variables(), tensors)
-
-    def named_variables(self) -> dict[str, Any]:
-        """All variables by the names that they have in a checkpoint."""
-        named = numbered("model", self.model.variables)
-        return named | numbered("optimizer", build.optimizer_variables(self.optimizer))
-
-    def tensors(self) -> dict[str, np.ndarray]:
-        """The values of all variables by name."""
-        return {name: variable.numpy() for name, variable in self.named_variables().items()}
 
     def weights_sha256(self) -> str:
         """The hash of the model's variables, in order; see `fingerprint`."""
@@ -310,42 +260,3 @@ class Run:
                 "progress": dataclasses.asdict(self.progress),
             }
             checkpoint.write_json(self.directory / "run.json", {**redact(self.info), **about})
-
-
-def numbered(kind: str, variables: Any) -> dict[str, Any]:
-    """TensorFlow variables by `kind/00000:name`; names repeat between processes of Keras, positions don't."""
-    names = build.variable_names(variables)
-    return {f"{kind}/{i:05d}:{name}": v for i, (name, v) in enumerate(zip(names, build.as_tf(variables), strict=True))}
-
-
-def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Gives variables their stored values, after checking all of them: nothing is half loaded.
-
-    Raises:
-        UsageError: there are more or fewer variables than stored tensors, or one has another shape or dtype.
-    """
-    for kind in ("model", "optimizer"):
-        own = [name for name in variables if name.startswith(f"{kind}/")]
-        stored = [name for name in tensors if name.startswith(f"{kind}/")]
-        if len(own) != len(stored):
-            raise UsageError(f"the checkpoint has {len(stored)} {kind} variables, but the task builds {len(own)}")
-    # By position: the names that Keras gives depend on what else a process has built.
-    for (name, variable), (other, value) in zip(variables.items(), tensors.items(), strict=True):
-        if tuple(variable.shape) != value.shape or variable.dtype.as_numpy_dtype != value.dtype:
-            raise UsageError(
-                f"variable {name} is {variable.dtype.name}{list(variable.shape)}, but {other} in the checkpoint is "
-                f"{value.dtype.name}{list(value.shape)}: the task builds another model than the one that was saved"
-            )
-    for variable, value in zip(variables.values(), tensors.values(), strict=True):
-        variable.assign(value)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it; what JSON doesn't know becomes text."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return jsonable(value)
-    return value if isinstance(value, str | int | bool | type(None)) else str(value)

@@ -16,6 +16,7 @@ from loop import checkpoint
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.run import KEPT, Run
+from loop.state import restore as restore_state
 from loop.task import TrainTask
 
 
@@ -94,7 +95,7 @@ def restore(run: Run) -> Path | None:
     if path is None:
         return None
     with run.guard():
-        run.restore(tensors, state)
+        restore_state(run, tensors, state)
     return Path(path)
 
 

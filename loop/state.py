@@ -1,0 +1,106 @@
+"""What a checkpoint holds of a run: its variables, its position, its history and its callbacks' states; to and fro."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from callbacks.journal import jsonable
+from callbacks.redact import redact
+from loop.build import as_tf, optimizer_variables, variable_names
+from loop.errors import UsageError
+
+if TYPE_CHECKING:
+    from loop.run import Run
+
+
+@dataclasses.dataclass
+class Progress:
+    """What has been done: the whole position of a run in its data.
+
+    Attributes:
+        step: optimizer steps made.
+        epoch: epochs completed, which is the index of the one under way.
+        step_in_epoch: steps made in it.
+        examples: examples used, all epochs together.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    examples: int = 0
+
+
+def snapshot(run: Run) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The run as it stands: its tensors by name, and all else as JSON values."""
+    tensors = {name: variable.numpy() for name, variable in named_variables(run).items()}
+    return tensors, {
+        "progress": dataclasses.asdict(run.progress),
+        "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(run.epoch_totals)],
+        "eval_metrics": {name: jsonable(value) for name, value in run.eval_metrics.items()},
+        "history": [{name: jsonable(value) for name, value in row.items()} for row in run.history],
+        "callbacks": {callback.key: callback.state_dict() for callback in run.callbacks},
+        "run": redact(run.info),
+    }
+
+
+def restore(run: Run, tensors: dict[str, np.ndarray] | None, state: dict[str, Any]) -> None:
+    """Takes a run back to a snapshot; only the chief has its tensors, the others get them by the broadcast."""
+    if tensors is not None:
+        assign(named_variables(run), tensors)
+    run.progress = Progress(**state["progress"])
+    run.epoch_totals = np.array([float(total) for total in state["epoch_totals"]])
+    run.eval_metrics = {name: float(value) for name, value in state["eval_metrics"].items()}
+    run.history = [
+        {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
+        for row in state["history"]
+    ]
+    for callback in run.callbacks:
+        if callback.key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.key])
+
+
+def named_variables(run: Run) -> dict[str, Any]:
+    """All variables of a run by the names that they have in a checkpoint."""
+    return numbered("model", run.model.variables) | numbered("optimizer", optimizer_variables(run.optimizer))
+
+
+def numbered(kind: str, variables: Any) -> dict[str, Any]:
+    """TensorFlow variables by `kind/00000:name`; names repeat between processes of Keras, positions don't."""
+    names = variable_names(variables)
+    return {f"{kind}/{i:05d}:{name}": v for i, (name, v) in enumerate(zip(names, as_tf(variables), strict=True))}
+
+
+def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Gives variables their stored values, after checking all of them: nothing is half loaded.
+
+    Raises:
+        UsageError: there are more or fewer variables than stored tensors, or one has another shape or dtype.
+    """
+    for kind in ("model", "optimizer"):
+        own = [name for name in variables if name.startswith(f"{kind}/")]
+        stored = [name for name in tensors if name.startswith(f"{kind}/")]
+        if len(own) != len(stored):
+            raise UsageError(f"the checkpoint has {len(stored)} {kind} variables, but the task builds {len(own)}")
+    # By position: the names that Keras gives depend on what else a process has built.
+    for (name, variable), (other, value) in zip(variables.items(), tensors.items(), strict=True):
+        if tuple(variable.shape) != value.shape or variable.dtype.as_numpy_dtype != value.dtype:
+            raise UsageError(
+                f"variable {name} is {variable.dtype.name}{list(variable.shape)}, but {other} in the checkpoint is "
+                f"{value.dtype.name}{list(value.shape)}: the task builds another model than the one that was saved"
+            )
+    for variable, value in zip(variables.values(), tensors.values(), strict=True):
+        variable.assign(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; what JSON doesn't know becomes text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return jsonable(value)
+    return value if isinstance(value, str | int | bool | type(None)) else str(value)
