@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 import callbacks
+from callbacks.journal import jsonable
+from callbacks.redact import HIDDEN
 from loop import launch, target
 from loop.errors import TrainingError, UsageError
 from loop.options import with_defaults
@@ -64,8 +66,6 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a task."""
-    if epochs is not None and steps is not None:
-        raise UsageError(f"--epochs {epochs} and --steps {steps}: give one of the two")
     given: dict[str, Any] = {
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "resume": resume, "seed": seed,
         "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
@@ -104,7 +104,8 @@ def train(
         report(code, None, fields | {"run_dir": str(result.run_dir)})
     if launch.JOB not in os.environ and made.is_chief:
         finish(code, "", fields | {"run_dir": str(result.run_dir)}, as_json)
-    raise typer.Exit(code)
+    # In a job of ours a saved run is no failure for which the others are to be ended: its code is in the report.
+    raise typer.Exit(code if launch.JOB not in os.environ else 0)
 
 
 def place(backend: str, workers: int | None) -> str:
@@ -125,8 +126,8 @@ def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) 
     if error:
         print(f"tfloop: error: {error}", file=sys.stderr)
     if result is not None and as_json:
-        print(json.dumps(result))
-    if result is not None and code == 0 and sys.stderr.isatty():
+        print(json.dumps(jsonable(result)))
+    if result is not None and "run_dir" in result and code == 0 and sys.stderr.isatty():
         print("see it in the browser: tfloop ui", file=sys.stderr)
     raise typer.Exit(code)
 
@@ -143,8 +144,7 @@ def evaluate(
     """Evaluate a checkpoint on the whole evaluation data."""
     engine = place(backend or "auto", workers)
     if engine in ("horovod", "multiworker") and launch.job_size() is None:
-        finish(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
-        return
+        finish_evaluation(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
     with launch.reporting() as report, quiet_start():
         try:
             task, manifest = task_of(run_dir, task_target)
@@ -158,11 +158,16 @@ def evaluate(
             report(BAD_INPUT if isinstance(error, UsageError) else FAILED, error)
             raise
         report(0, None, metrics)
-    if made.is_chief and not as_json:
+    if launch.JOB not in os.environ and made.is_chief:
+        finish_evaluation(0, "", metrics, as_json)
+
+
+def finish_evaluation(code: int, error: str, metrics: dict[str, float] | None, as_json: bool) -> None:
+    """Prints the metrics, a line each or as JSON, and ends."""
+    if metrics is not None and not as_json:
         for name, value in metrics.items():
             print(f"{name} {value:.6g}")
-    if launch.JOB not in os.environ and made.is_chief:
-        finish(0, "", metrics, as_json)
+    finish(code, error, metrics, as_json)
 
 
 @app.command()
@@ -237,7 +242,8 @@ def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]
     place_ = task_target or manifest["run"].get("target")
     if not place_:
         raise UsageError(f"{run_dir}: nobody knows in which file its task is: give it as --target file.py:Class")
-    return target.load(place_, fields=manifest["run"]["hyperparameters"]), manifest
+    fields = {name: value for name, value in manifest["run"]["hyperparameters"].items() if value != HIDDEN}
+    return target.load(place_, fields=fields), manifest
 
 
 def number_or_word(text: str | None) -> int | str | None:

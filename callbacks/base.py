@@ -87,8 +87,7 @@ class Callback:
     - `"10s"`, `"2m"`: at the first end of a call after so much time,
     - `"call"`: at the end of each compiled call, whenever that is.
 
-    The metrics that `on_steps_end` receives are the means over all examples since it was last called. They are lazy:
-    they stay on the device until somebody reads them.
+    The metrics that `on_steps_end` receives are the means over all examples since it was last called in this process.
 
     Class attributes:
         runs_on: `"chief"` (rank 0 only) or `"all"`; enforced when the callback is registered.

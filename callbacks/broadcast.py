@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import ClassVar, Literal
 
 from callbacks.base import Callback, Run
@@ -17,6 +18,15 @@ class BroadcastVariables(Callback):
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
     def on_fit_start(self, run: Run) -> None:
+        forms = run.backend.gather_json([f"{v.dtype.name}{list(v.shape)} {v.name}" for v in run.variables])
+        for rank, form in enumerate(forms):
+            if [each.split(" ")[0] for each in form] != [each.split(" ")[0] for each in forms[0]]:
+                pairs = zip_longest(forms[0], form, fillvalue="nothing")
+                own, other = next(pair for pair in pairs if pair[0].split(" ")[0] != pair[1].split(" ")[0])
+                raise RuntimeError(
+                    f"rank {rank} has built another model than the chief: {other} where the chief has {own}; "
+                    "look for code that depends on the rank"
+                )
         run.backend.broadcast_variables(run.variables)
         prints = run.fingerprints()
         for rank, hashes in prints.items():

@@ -17,7 +17,8 @@ class Checkpoint(Callback):
         keep_last: how many of the newest checkpoints are kept, >= 1.
         best: the metric by which the best checkpoint is kept too; None keeps only the last ones. Without such a metric
             in the run it has no effect.
-        mode: `"min"` or `"max"`: which value of `best` is better. `"auto"`: min for a name with "loss" or "error".
+        mode: `"min"` or `"max"`: which value of `best` is better. `"auto"`: min for a name with "loss", "error" or
+            "perplexity".
 
     A value that is not finite is never the best.
     """
@@ -38,6 +39,7 @@ class Checkpoint(Callback):
 
     def on_setup(self, run: Run) -> None:
         run.save_on_stop = True
+        self.best_value, self.best_step = None, None
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         if self.every != "epoch":

@@ -19,7 +19,7 @@ class EarlyStopping(Callback):
         mode: `"min"`, `"max"` or `"auto"` (min for a name with "loss", "error" or "perplexity").
 
     Raises:
-        ValueError: at the end of the first epoch, if the run has no such metric.
+        ValueError: when the metric is first due, if the run has no such metric.
     """
 
     def __init__(
@@ -37,18 +37,26 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0
 
+    def on_setup(self, run: Run) -> None:
+        self.best, self.waited = None, 0
+
+    def on_data(self, run: Run, data: Any) -> Any:
+        if self.metric.startswith("eval_") and data.eval is None:
+            raise ValueError(f"EarlyStopping(metric={self.metric!r}): this run makes no evaluation")
+        return data
+
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
         if self.metric.startswith("eval_"):
             self._judge(run, metrics)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        if self.metric not in metrics:
-            raise ValueError(f"EarlyStopping(metric={self.metric!r}): this run has only {', '.join(metrics)}")
         if not self.metric.startswith("eval_"):
             self._judge(run, metrics)
 
     def _judge(self, run: Run, metrics: Metrics) -> None:
-        value = metrics.get(self.metric, math.nan)
+        if self.metric not in metrics:
+            raise ValueError(f"EarlyStopping(metric={self.metric!r}): this run has only {', '.join(metrics)}")
+        value = metrics[self.metric]
         if math.isfinite(value) and (self.best is None or self.sign * (value - self.best) < -self.min_delta):
             self.best, self.waited = value, 0
             return

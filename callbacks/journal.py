@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,8 @@ class Journal(Callback):
 
     def on_setup(self, run: Run) -> None:
         path = run.directory / NAME
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
-        if torn:
+        if torn(path):
             self._file.write("\n")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
@@ -76,15 +76,28 @@ class Journal(Callback):
         if self._file is None:  # the run ended before on_setup
             return
         if "metrics" in more:
-            more["metrics"] = {name: jsonable(value) for name, value in more["metrics"].items()}
+            more["metrics"] = jsonable(more["metrics"])
         line = {"time": time.time(), "event": event, "step": run.progress.step, "epoch": run.progress.epoch, **more}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
 
-def jsonable(value: float) -> float | str:
-    """A float as JSON can hold it: one that is not finite becomes a string."""
-    return value if math.isfinite(value) else str(value)
+def torn(path: Path) -> bool:
+    """Whether a file ends in the middle of a line."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def jsonable(value: Any) -> Any:
+    """A value, or a structure of values, as JSON can hold it: floats that are not finite become strings."""
+    if isinstance(value, Mapping):
+        return {name: jsonable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:

@@ -123,7 +123,9 @@ class _Courier(threading.Thread):
             name += self._directory.name.removeprefix(f"{self._info['task']}-")
             run = client.create_run(self._experiment_id(client), int(1000 * self._begun_at), run_name=name)
             self._state["run_id"] = run.info.run_id
-            params = {**self._info["hyperparameters"], **self._info["options"]}
+            options, fields = self._info["options"], self._info["hyperparameters"]
+            clashes = {f"option.{name}": options[name] for name in options if name in fields}
+            params = options | fields | clashes
             params = {name: value for name, value in params.items() if value is not None}
             tags = {
                 "mlflow.user": _user(),

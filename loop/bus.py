@@ -33,14 +33,15 @@ class Bus:
             if not isinstance(callback, Callback):
                 raise UsageError(f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects")
         here = [callback for callback in callbacks if callback.runs_on == "all" or run.backend.is_chief]
-        taken: dict[str, int] = {}
-        for callback in callbacks:
-            name = type(callback).__name__
-            taken[name] = taken.get(name, 0) + 1
-            callback.key = vars(callback).get("key") or (name if taken[name] == 1 else f"{name}-{taken[name]}")
-        if len({callback.key for callback in callbacks}) != len(callbacks):
-            raise UsageError("two callbacks have the same key: give each its own, since their states are kept by it")
-        run.callbacks = here
+        names = [callback.key or type(callback).__name__ for callback in callbacks]
+        for place, callback in enumerate(callbacks):
+            if callback.key and names.count(callback.key) > 1:
+                raise UsageError(
+                    f"two callbacks have the key {callback.key!r}: their states are kept by it; give others"
+                )
+            nth = names[: place + 1].count(names[place])
+            if callback in here:
+                run.callbacks[names[place] if nth == 1 else f"{names[place]}-{nth}"] = callback
         self._hooks = {
             event: [
                 callback

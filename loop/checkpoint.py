@@ -6,6 +6,7 @@ made durable, and renamed: one of that name is complete, or has been damaged sin
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -44,8 +45,8 @@ def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dic
     final = directory / f"step-{step:08d}"
     partial = final.with_name(final.name + ".tmp")
     directory.mkdir(parents=True, exist_ok=True)
-    if partial.exists():
-        shutil.rmtree(partial)
+    for left in directory.glob("step-*.tmp"):  # of a life that was cut off
+        shutil.rmtree(left)
     try:
         partial.mkdir()
         with (partial / TENSORS).open("wb") as file:
@@ -60,11 +61,18 @@ def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dic
             **state,
         }
         write_json(partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})
-        if final.exists():  # a damaged one of the same step, or the same step made again
-            shutil.rmtree(final)
+        if final.exists():
+            # The same step made again: what is there is the same if it is good, and goes out of the way if it isn't.
+            with contextlib.suppress(CheckpointError):
+                verify(final)
+                shutil.rmtree(partial)
+                return final
+            aside = final.with_name(f"{final.name}.old.tmp")
+            final.rename(aside)
         partial.rename(final)
         fsync_directory(directory)
-    except OSError:
+        shutil.rmtree(final.with_name(f"{final.name}.old.tmp"), ignore_errors=True)
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return final

@@ -8,6 +8,7 @@ epoch.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -35,8 +36,10 @@ class ArrayData:
     def __init__(self, *arrays: Any) -> None:
         if not arrays:
             raise UsageError("ArrayData() without arrays: give at least one")
-        structure: Any = arrays[0] if len(arrays) == 1 else arrays
-        self.arrays = tf.nest.map_structure(np.asarray, dict(structure) if isinstance(structure, dict) else structure)
+        self.arrays: Any = tuple(map(np.asarray, arrays))
+        if len(arrays) == 1:
+            named = isinstance(arrays[0], dict)
+            self.arrays = {name: np.asarray(a) for name, a in arrays[0].items()} if named else self.arrays[0]
         shapes = [array.shape for array in tf.nest.flatten(self.arrays)]
         if any(not shape for shape in shapes):
             raise UsageError("ArrayData: a scalar has no examples: give arrays of shape [n, ...]")
@@ -71,21 +74,26 @@ class Addressed:
     Attributes:
         steps_per_epoch: the number of global batches in an epoch.
         endless: False: it has an end.
+        layout: None: a position means the same with any number of workers.
     """
 
-    def __init__(self, data: ArrayData, order: Order, replicas: int = 0) -> None:
+    layout: list[Any] | None = None
+
+    def __init__(self, data: ArrayData, order: Order) -> None:
         size, batch = data.size, order.batch_size
         self.data, self.order, self.size, self.endless = data, order, size, False
         self.steps_per_epoch: int | None = size // batch if order.drop_remainder else -(-size // batch)
-        self._replicas = replicas
+        self._replicas = 1
         # Host memory, captured by reference: never copied into a graph.
         with tf.device("CPU:0"):
             self._tensors = tf.nest.map_structure(tf.constant, data.arrays)
-        self.example = tf.nest.map_structure(lambda tensor: tensor[:2], self._tensors)
+        self.example = tf.nest.map_structure(lambda tensor: tensor[:3], self._tensors)
 
     def sharded(self, backend: Backend, policy: str) -> Addressed:
         """Each replica gets its rows of each global batch, whatever the policy."""
-        return Addressed(self.data, self.order, backend.replicas)
+        shared = copy.copy(self)  # the same tensors, not others
+        shared._replicas = backend.replicas
+        return shared
 
     def start(self, epoch: int, step_in_epoch: int) -> tuple[()]:
         """Nothing to do: every position can be read at once."""
@@ -99,6 +107,11 @@ class Addressed:
         """Whether there is anything at this address: the number of steps is known, so yes."""
         return tf.constant(True)
 
+    def leaves_some_without(self, parts: int) -> bool:
+        """Whether one of so many parts of some batch is empty."""
+        smallest = self.size % self.order.batch_size or self.order.batch_size
+        return parts > (self.order.batch_size if self.order.drop_remainder else smallest)
+
     def next_epoch(self) -> None:
         """Nothing to do."""
         return None  # a body of a docstring alone is more than AutoGraph can bear
@@ -108,7 +121,7 @@ class Addressed:
         epoch, step = address
         start = step * self.order.batch_size
         stop = tf.minimum(start + self.order.batch_size, self.size)
-        if self._replicas:
+        if self._replicas > 1:
             low, high = rows(stop - start, tf.cast(replica, tf.int64), self._replicas)
             start, stop = start + low, start + high
         index = tf.range(start, stop)
@@ -129,9 +142,11 @@ class Stream:
     Attributes:
         steps_per_epoch: None: nobody knows before the stream has been read.
         endless: whether the stream is known to have no end.
+        layout: how the stream is split, where a position means something else when it is split otherwise; else None.
     """
 
     steps_per_epoch: int | None = None
+    layout: list[Any] | None = None
 
     def __init__(self, dataset: tf.data.Dataset, order: Order, first: int = 0, replicas: int = 1) -> None:
         check_spec(dataset)
@@ -143,8 +158,8 @@ class Stream:
 
     @functools.cached_property
     def example(self) -> Any:
-        """The first one or two examples, as a batch; a batch of none if the stream is empty."""
-        return next(iter(self.dataset.batch(2).concatenate(self._end())))
+        """The first few examples, as a batch; a batch of none if the stream is empty."""
+        return next(iter(self.dataset.batch(3).concatenate(self._end())))
 
     def sharded(self, backend: Backend, policy: str) -> Stream:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
@@ -161,7 +176,9 @@ class Stream:
             dataset = shard_files(dataset, backend.workers, backend.rank)
         if by_example:
             return Stream(dataset, order, 0, backend.replicas)
-        return Stream(dataset, order, backend.rank * backend.local_replicas, backend.local_replicas)
+        split = Stream(dataset, order, backend.rank * backend.local_replicas, backend.local_replicas)
+        split.layout = [policy, backend.workers]
+        return split
 
     def start(self, epoch: int, step_in_epoch: int) -> Any:
         """Opens the stream at a position, by reading up to it.
@@ -188,6 +205,10 @@ class Stream:
     def more(self, batch: Any) -> Any:
         """Whether the worker's batch holds examples."""
         return count(batch) > 0
+
+    def leaves_some_without(self, parts: int) -> bool:
+        """Whether one of so many parts of some batch is empty: that behind each epoch is."""
+        return True
 
     def next_epoch(self) -> None:
         """All workers are at the end of the epoch (called in graph)."""
@@ -276,6 +297,10 @@ def check_spec(dataset: tf.data.Dataset) -> None:
     for spec in tf.nest.flatten(dataset.element_spec):
         if not isinstance(spec, tf.TensorSpec):
             raise UsageError(f"the data set yields {type(spec).__name__}: only dense tensors can be shared out by rows")
+        if spec.shape.rank is None:
+            raise UsageError(
+                "the data set yields tensors of unknown rank: tell it, with tf.ensure_shape(x, [None, ...])"
+            )
 
 
 def rows(n: Any, part: Any, parts: int) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from callbacks import ShardData
 from loop import backends, checkpoint, launch, rundir
 from loop.backends.base import Backend
-from loop.build import build, model_variables
+from loop.build import all_variables, build
 from loop.data import open_data
 from loop.errors import UsageError
 from loop.options import with_defaults
@@ -45,7 +45,7 @@ def evaluate(
     """
     given = {"batch_size": batch_size, "precision": precision}
     options = with_defaults(task, given | {"backend": backend.name if isinstance(backend, Backend) else backend})
-    options["eval_every"] = "epoch"
+    options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False}  # the training data isn't used
     engine = backend if isinstance(backend, Backend) else backends.create(launch.choose(options["backend"])[0])
     keras.utils.set_random_seed(options["seed"])
     data = open_data(task, options)
@@ -61,7 +61,6 @@ def load_weights(model: Any, path: Path) -> dict[str, Any]:
     """Gives a model the weights of a checkpoint, or of the newest one of a run directory; returns its manifest."""
     found, manifest = rundir.locate(path)
     tensors: dict[str, np.ndarray] = checkpoint.read(found, manifest)
-    named = numbered("model", model.variables)
-    assign(named, {name: value for name, value in tensors.items() if name.startswith("model/")})
-    assert len(named) == len(model_variables(model))
+    weights = {name: value for name, value in tensors.items() if name.startswith("model/")}
+    assign(numbered("model", all_variables(model)), weights)
     return manifest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 import time
@@ -105,14 +104,15 @@ def fit(
         callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a
             standard one of its kind. What `callbacks.standard(...)` built is taken as it is.
         run_dir: the run directory; a new one below `runs/`.
-        resume: `auto` goes on from the newest good checkpoint in the run directory; `never` refuses a directory that
+        resume: `auto` goes on from the newest good checkpoint in the run directory, also if a callback has stopped the
+            run; `never` refuses a directory that
             has one; a path of a checkpoint or a run directory starts from there, in a run directory of its own.
         seed: of initial weights and of the data's order; 0.
         shuffle: whether `ArrayData` is permuted anew each epoch; True. A `tf.data.Dataset` has its own order.
         precision: `float32`, `float64` or `bfloat16` (layers compute in it, variables stay float32); `float32`.
         accumulate: into how many micro-batches each replica cuts its share of a global batch, to save memory; 1. The
             result doesn't depend on it.
-        clip_norm: the greatest global norm of the reduced gradient; None: no clipping.
+        clip_norm: the greatest global norm of the reduced gradient; no clipping.
         steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second.
         compile: `graph`, or `xla`: forward and backward pass of each replica by XLA; `graph`.
         eval_every: `epoch`, a number of steps, or `never`; `epoch`. The end of training is always evaluated, except
@@ -139,6 +139,7 @@ def fit(
             end(run, bus, "failed", error)
             raise
         end(run, bus, run.status)
+        engine.exchange(0)  # nobody leaves while the chief still has something to deliver
     return result(run)
 
 
@@ -153,10 +154,13 @@ def set_up(run: Run, bus: Bus, sources: Data, values: list[str]) -> tuple[Step, 
     )  # fmt: skip
     run.agree()
     bus.fire("restore", rundir.restore(run))
+    with run.guard():
+        run.write_status("running")
     run.agree()
-    run.write_status("running")
     bus.fire("fit_start")
     run.agree()
+    if run.progress.step and sources.train.steps_per_epoch is None and run.backend.is_chief:
+        print("the data has no addresses: reading up to where the run was", file=sys.stderr, flush=True)
     return step, sources.train.start(run.progress.epoch, run.progress.step_in_epoch)
 
 
@@ -212,17 +216,20 @@ def steps_to_boundary(run: Run, bus: Bus) -> int:
 
 def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> None:
     """The last events. An error of theirs doesn't hide the one that ended the run."""
+    last = [lambda: run.write_status(status), lambda: bus.fire_last("fit_end", status)]
     if error is not None:
-        with contextlib.suppress(Exception):
-            run.write_status(status)
-        for event, argument in (("exception", error), ("fit_end", status)):
-            try:
-                bus.fire_last(event, argument)
-            except Exception as further:
-                error.add_note(f"further, on_{event} failed: {type(further).__name__}: {further}")
-        return
-    run.write_status(status)
-    bus.fire_last("fit_end", status)
+        last.insert(1, lambda: bus.fire_last("exception", error))
+    first = error
+    for act in last:
+        try:
+            act()
+        except Exception as further:
+            if first is None:
+                first = further
+            else:
+                first.add_note(f"further: {type(further).__name__}: {further}")
+    if error is None and first is not None:
+        raise first
 
 
 def start(name: str) -> Backend:

@@ -16,6 +16,8 @@ from horovod.runner.common.util.settings import Settings
 from horovod.runner.gloo_run import gloo_run
 from horovod.runner.http import http_server
 
+from loop.launch import die_with_parent
+
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
@@ -27,6 +29,7 @@ def on_loopback(server_factory: Callable[[tuple[str, int]], Any]) -> tuple[Any, 
 
 def main(workers: int, command: list[str]) -> int:
     """Runs the command in N processes; returns 1 if one of them failed. The failure itself is the workers' to tell."""
+    die_with_parent()
     http_server.find_port = on_loopback
     settings = Settings(hosts=f"localhost:{workers}", num_proc=workers, nics=[LOOPBACK], run_func_mode=False)
     try:

@@ -72,6 +72,12 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
         return "horovod", "started by Horovod's launcher"
     if "TF_CONFIG" in environment:
         return "multiworker", "TF_CONFIG is set"
+    for launcher, variable in (("mpirun", "OMPI_COMM_WORLD_SIZE"), ("srun", "SLURM_STEP_NUM_TASKS")):
+        if environment.get(variable, "1") != "1":
+            raise UsageError(
+                f"started by {launcher} ({variable}={environment[variable]}), which this version can't join: start "
+                "with horovodrun, with --workers N, or with TF_CONFIG in each process"
+            )
     if workers is not None and workers > 1:
         missing = horovod_missing()
         if missing is None:
@@ -155,6 +161,7 @@ def reporting() -> Iterator[Callable[..., None]]:
     if job is None:
         yield lambda code, error=None, result=None: None
         return
+    die_with_parent()
     place = Path(job) / f"rank-{job_rank()}"
     place.with_suffix(".pid").write_text(str(os.getpid()))
 
@@ -166,6 +173,18 @@ def reporting() -> Iterator[Callable[..., None]]:
         partial.replace(place.with_suffix(".json"))
 
     yield report
+
+
+def die_with_parent() -> None:
+    """Ends this process politely, as SIGTERM does, when the one that started it is gone: killed, it can't say so."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 # In the launcher

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from loop.errors import UsageError
@@ -42,14 +44,21 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(
                 f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}"
             )
-    passed = {name: value for name, value in given.items() if value is not None}
-    if "epochs" in passed and "steps" not in passed:
+    passed = {name: whole(value) for name, value in given.items() if value is not None}
+    if "epochs" in passed and "steps" in passed:
+        raise UsageError(f"epochs={passed['epochs']} and steps={passed['steps']}: give one of the two")
+    if "epochs" in passed:
         own.pop("steps", None)  # epochs that are asked for aren't overruled by steps that aren't
     options = {**DEFAULTS, **own, **passed}
     for name, (allowed, fix) in _RULES.items():
         if not allowed(options[name]):
             raise UsageError(f"{name}={options[name]!r}: {fix}")
     return options
+
+
+def whole(value: Any) -> Any:
+    """Whole numbers of other kinds, such as NumPy's, as Python's; all else as it is."""
+    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -74,6 +83,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "steps": (_is_int(1, None), "give a whole number >= 1"),
     "batch_size": (_is_int(1), "the global batch must hold at least 1 example: give a whole number >= 1"),
     "backend": (_is_one_of(*BACKENDS), f"give one of {', '.join(BACKENDS)}"),
+    "resume": (lambda value: isinstance(value, str | Path), 'give "auto", "never" or the path of a checkpoint'),
     "seed": (lambda value: _is_int(0)(value) and value < 2**31, "give a whole number from 0 to 2147483647"),
     "shuffle": (_is_one_of(True, False), "give True or False"),
     "precision": (_is_one_of("float32", "float64", "bfloat16"), "give float32, float64 or bfloat16"),

@@ -42,7 +42,7 @@ class Run:
         self.history: list[dict[str, float]] = []
         self.save_on_stop = False
         self.step: Step
-        self.callbacks: list[Any] = []
+        self.callbacks: dict[str, Any] = {}
         self.pace = Pace(options["steps_per_call"])
         self.epoch_totals = np.zeros(())
         self.eval_metrics: dict[str, float] = {}
@@ -52,7 +52,8 @@ class Run:
         self._save_reason = self.stop_reason = ""
         self._error: BaseException | None = None
         self._signals = 0
-        self._calls, self._evaluated_at = 0, -1
+        self._calls = 0
+        self.evaluated_at = -1
         self._examples, self._seconds = 0, 0.0
 
     # What callbacks use
@@ -154,7 +155,8 @@ class Run:
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.
         """
         wanted = self.pace.steps if boundary is None else min(self.pace.steps, boundary)
-        flags = (self._error is not None, bool(self._save_reason), bool(self.stop_reason), self._signals > 0)
+        stops, signalled = bool(self.stop_reason), self._signals > 0
+        flags = (self.failing, bool(self._save_reason), self.save_on_stop, stops, signalled)
         table = self.backend.exchange(wanted if self.backend.is_chief else 0, *map(int, flags))
         if table[:, 1].any():
             text = f"{type(self._error).__name__}: {self._error}" if self._error else ""
@@ -164,10 +166,11 @@ class Run:
             rank, (text, usage) = next((rank, each) for rank, each in enumerate(texts) if each[0])
             raise (UsageError if usage else PeerError)(f"rank {rank} failed: {text}")
         self.next_steps = int(table[:, 0].sum())
-        self.stopping = bool(table[:, 3:].any())
-        self.saving = bool(table[:, 2].any()) or (self.stopping and self.save_on_stop)
+        _, _, saves, saves_on_stop, stops, signalled = (bool(column.any()) for column in table.T)
+        self.stopping = stops or signalled
+        self.saving = saves or (self.stopping and saves_on_stop)
         if self.stopping:
-            self.status = "preempted" if table[:, 4].any() else "stopped"
+            self.status = "preempted" if signalled else "stopped"
 
     def count(self, steps: int, totals: np.ndarray, seconds: float) -> None:
         """Takes in what a compiled call did."""
@@ -185,7 +188,7 @@ class Run:
     def evaluation_due(self, epoch_ends: bool) -> bool:
         """Whether the evaluation data is to be seen now."""
         every, step = self.options["eval_every"], self.progress.step
-        if self.step.data.eval is None or every == "never" or self._evaluated_at == step:
+        if self.step.data.eval is None or every == "never" or self.evaluated_at == step:
             return False
         last_epoch = self.options["steps"] is None and self.progress.epoch + 1 == self.options["epochs"]
         last = self.at_last_step or (epoch_ends and last_epoch)
@@ -194,7 +197,7 @@ class Run:
     def evaluated(self, totals: np.ndarray) -> None:
         """Takes in the totals of an evaluation."""
         self.eval_metrics = self.step.means(totals, "eval_")
-        self._evaluated_at = self.progress.step
+        self.evaluated_at = self.progress.step
 
     def close_epoch(self) -> dict[str, float]:
         """Adds the epoch's row to the history; returns its metrics and those of the last evaluation.
@@ -202,6 +205,11 @@ class Run:
         Raises:
             TrainingError: the epoch had no examples.
         """
+        if not self.progress.step_in_epoch and self.options["drop_remainder"]:
+            raise UsageError(
+                f"drop_remainder with batch_size={self.options['batch_size']} leaves nothing of the data: make the "
+                "batch smaller, or keep the remainder"
+            )
         if not self.progress.step_in_epoch:
             raise TrainingError(f"epoch {self.progress.epoch + 1} had no examples: the data has run dry")
         metrics = {**self.step.means(self.epoch_totals), **self.eval_metrics}

@@ -96,6 +96,8 @@ def restore(run: Run) -> Path | None:
         return None
     with run.guard():
         restore_state(run, tensors, state)
+    run.agree()
+    run.backend.broadcast_variables(run.variables)
     return Path(path)
 
 
@@ -137,8 +139,9 @@ def _compare(run: Run, path: Path, manifest: dict[str, Any]) -> None:
     before, now = manifest["run"], redact(run.info)
     pairs = {"the task": (before["task"], now["task"])}
     pairs |= {name: (before["options"].get(name), now["options"].get(name)) for name in KEPT}
+    pairs |= {"the stream's split over workers": (manifest["layout"], run.step.data.train.layout)}
     old, new = before["hyperparameters"], now["hyperparameters"]
-    pairs |= {name: (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])}
+    pairs |= {f"the field {name}": (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])}
     changed = [f"{name} was {was!r}, now {is_!r}" for name, (was, is_) in pairs.items() if was != is_]
     if changed:
         raise UsageError(

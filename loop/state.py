@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from callbacks.journal import jsonable
 from callbacks.redact import redact
-from loop.build import as_tf, optimizer_variables, variable_names
+from loop.build import all_variables, as_tf, optimizer_variables, variable_names
 from loop.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,9 +41,11 @@ def snapshot(run: Run) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return tensors, {
         "progress": dataclasses.asdict(run.progress),
         "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(run.epoch_totals)],
-        "eval_metrics": {name: jsonable(value) for name, value in run.eval_metrics.items()},
-        "history": [{name: jsonable(value) for name, value in row.items()} for row in run.history],
-        "callbacks": {callback.key: callback.state_dict() for callback in run.callbacks},
+        "eval_metrics": jsonable(run.eval_metrics),
+        "history": jsonable(run.history),
+        "evaluated_at": run.evaluated_at,
+        "layout": run.step.data.train.layout,
+        "callbacks": {key: json_state(key, callback) for key, callback in run.callbacks.items()},
         "run": redact(run.info),
     }
 
@@ -57,14 +61,29 @@ def restore(run: Run, tensors: dict[str, np.ndarray] | None, state: dict[str, An
         {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
         for row in state["history"]
     ]
-    for callback in run.callbacks:
-        if callback.key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.key])
+    run.evaluated_at = state["evaluated_at"]
+    for key, callback in run.callbacks.items():
+        if key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][key])
+
+
+def json_state(key: str, callback: Any) -> dict[str, Any]:
+    """The state of a callback.
+
+    Raises:
+        TypeError: it is no JSON; the message names the callback.
+    """
+    state: dict[str, Any] = callback.state_dict()
+    try:
+        json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{key}.state_dict() must return JSON values: {error}") from None
+    return state
 
 
 def named_variables(run: Run) -> dict[str, Any]:
     """All variables of a run by the names that they have in a checkpoint."""
-    return numbered("model", run.model.variables) | numbered("optimizer", optimizer_variables(run.optimizer))
+    return numbered("model", all_variables(run.model)) | numbered("optimizer", optimizer_variables(run.optimizer))
 
 
 def numbered(kind: str, variables: Any) -> dict[str, Any]:
@@ -103,4 +122,5 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float):
         return jsonable(value)
-    return value if isinstance(value, str | int | bool | type(None)) else str(value)
+    # An object's address is another one in each process.
+    return value if isinstance(value, str | int | bool | type(None)) else re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.build import as_tf, variable_names
+from loop.build import as_tf, check, losses, trainable_variables, variable_names
 from loop.data import Data, count, rows
 from loop.errors import TrainingError, UsageError
 from loop.task import TrainTask
@@ -54,7 +54,7 @@ class Step:
         self.names = list(names)
         self.clip_norm, self.accumulate = clip_norm, accumulate
         self.traces = 0
-        self._variables = list(model.trainable_variables)
+        self._variables = trainable_variables(model)
         wide = any(variable.dtype == "float64" for variable in as_tf(self._variables))
         self._dtype = tf.float64 if wide else tf.float32
         self._connected: list[int] = []
@@ -143,12 +143,12 @@ class Step:
     def _share_sums(self, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The sums of gradients and values over the replica's share, micro-batch by micro-batch."""
         if self.accumulate == 1:
-            return self._gradient_sums(batch)
+            return self._part_sums(batch)
         n, parts = count(batch), self.accumulate
 
         def micro(part: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
             low, high = rows(n, part, parts)
-            return self._gradient_sums(tf.nest.map_structure(lambda tensor: tensor[low:high], batch))
+            return self._part_sums(tf.nest.map_structure(lambda tensor: tensor[low:high], batch))
 
         gradients, sums = micro(tf.constant(0, tf.int64))
         for part in tf.range(1, parts, dtype=tf.int64):
@@ -157,13 +157,25 @@ class Step:
             sums += more_sums
         return gradients, sums
 
+    def _part_sums(self, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The sums over one batch. One without rows adds zeros, and isn't computed: few layers bear a batch of 0."""
+        if not self.data.train.leaves_some_without(self.backend.replicas * self.accumulate):
+            return self._gradient_sums(batch)
+
+        def nothing() -> tuple[list[tf.Tensor], tf.Tensor]:
+            variables = as_tf(self._variables)  # which are connected is known by now: the other branch is traced first
+            zeros = [tf.zeros(variables[index].shape, variables[index].dtype) for index in self._connected]
+            return zeros, tf.zeros([self.width], self._dtype)
+
+        return tf.cond(count(batch) > 0, lambda: self._gradient_sums(batch), nothing)
+
     def _sum_gradients(self, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The gradients of S + W * sum(model.losses), and the sums of all values, over one batch."""
         with tf.GradientTape() as tape:
             values = self.task.compute(self.model, batch, training=True)
             objective, sums = self._sums(values, batch)
-            if losses := getattr(self.model, "losses", None):
-                objective += sums[1] * tf.add_n([tf.cast(loss, self._dtype) for loss in losses])
+            if penalties := losses(self.model):
+                objective += sums[1] * tf.add_n([tf.cast(penalty, self._dtype) for penalty in penalties])
         gradients = tape.gradient(objective, as_tf(self._variables))
         self._connected = [index for index, gradient in enumerate(gradients) if gradient is not None]
         self._check_connected()
@@ -174,16 +186,23 @@ class Step:
 
         Totals: for each value its weighted sum and its weight, then the number of examples; shape [2 * values + 1].
         """
+        try:
+            check(values, None, self.names)
+        except UsageError as error:
+            self._problem = error
+            raise
         weight = values.get("weight")
         if weight is not None:
             weight = tf.stop_gradient(tf.cast(weight, self._dtype))
         sums = []
         for name in self.names:
             value = tf.cast(values[name], self._dtype)
-            if weight is not None and value.shape.rank == weight.shape.rank:
-                sums += [tf.reduce_sum(tf.math.multiply_no_nan(value, weight)), tf.reduce_sum(weight)]
-            else:
+            if weight is None:
                 sums += [tf.reduce_sum(value), tf.cast(tf.size(value), self._dtype)]
+            else:  # the weight of an example is that of all its elements
+                trailing = [1] * (value.shape.rank - weight.shape.rank)
+                each = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
+                sums += [tf.reduce_sum(tf.math.multiply_no_nan(value, each)), tf.reduce_sum(each)]
         return sums[0], tf.stop_gradient(tf.stack([*sums, tf.cast(count(batch), self._dtype)]))
 
     def _check_connected(self) -> None:
@@ -205,10 +224,15 @@ class Step:
         source, backend = self.data.eval, self.backend
         assert source is not None
 
+        def sums(batch: Any) -> tf.Tensor:
+            return self._sums(self.task.compute(self.model, batch, training=False), batch)[1]
+
         def add(totals: tf.Tensor, feed: Any) -> tf.Tensor:
             batch = source.share(feed, backend.replica())
-            values = self.task.compute(self.model, batch, training=False)
-            return totals + tf.cast(self._sums(values, batch)[1], tf.float64)
+            if source.leaves_some_without(backend.replicas):
+                nothing = tf.zeros([self.width], self._dtype)
+                return totals + tf.cast(tf.cond(count(batch) > 0, lambda: sums(batch), lambda: nothing), tf.float64)
+            return totals + tf.cast(sums(batch), tf.float64)
 
         totals = backend.run(lambda: tf.zeros([self.width], tf.float64))
         going = tf.constant(True)

@@ -47,7 +47,7 @@ def check_shadows(directory: Path) -> None:
     own = Path(__file__).resolve().parent.parent
     for name in OURS:
         for path in (directory / f"{name}.py", directory / name / "__init__.py"):
-            if path.exists() and not path.resolve().is_relative_to(own):
+            if path.exists() and path.resolve() not in (own / f"{name}.py", own / name / "__init__.py"):
                 raise UsageError(
                     f"{path} has the name of tfloop's own {name!r}, and one would hide the other: rename it"
                 )

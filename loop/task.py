@@ -99,6 +99,8 @@ class KerasTask(TrainTask):
             import keras
 
             loss = keras.losses.get(loss)
+            if not loss.__name__.startswith("sparse") and len(labels.shape) == len(predictions.shape) - 1:
+                labels = keras.ops.expand_dims(labels, -1)  # what a Loss object does to labels without a last axis
         # A Loss object's __call__ takes the mean; its `call` gives one value per element.
         values = {"loss": (loss.call if hasattr(loss, "reduction") else loss)(labels, predictions)}
         values |= {name: metric(labels, predictions) for name, metric in self._metrics.items()}

@@ -66,7 +66,7 @@ BEFORE_TENSORFLOW = [
     (["train", "nowhere.py:Task"], "there is no file nowhere.py"),
     (["train", "digits", "--backend", "horovd"], "backend='horovd': give one of auto"),
     (["train", "digits", "--batch-size", "0"], "batch_size=0: the global batch must hold at least 1"),
-    (["train", "digits", "--epochs", "1", "--steps", "1"], "--epochs 1 and --steps 1: give one of the two"),
+    (["train", "digits", "--epochs", "1", "--steps", "1"], "epochs=1 and steps=1: give one of the two"),
     (["train", "digits", "--workers", "0"], "--workers 0: give a whole number >= 1"),
     (["train", "digits", "--workers", "2", "--backend", "single"], "workers=2 with backend='single'"),
     (["train", "digits", "--eval-every", "often"], "eval_every='often': give"),
@@ -190,7 +190,7 @@ def test_resume_by_the_same_command(command):
     assert again["weights_sha256"] == longer["weights_sha256"]
     code, _, err = command(*arguments, "--epochs", 3, "--set", "rate=0.5")
     assert code == 2
-    assert "rate was 0.05, now 0.5" in err
+    assert "the field rate was 0.05, now 0.5" in err
 
 
 def test_mirrored_by_workers(command):

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -282,7 +283,7 @@ def flat_weight(model, batch, training):
     ("task", "options", "message"),
     [
         (Broken(compute=mean_loss), {}, "never a mean"),
-        (Broken(compute=flat_weight), {}, r'"weight" of shape \[2\] beside "loss" of shape \[2, 1\]'),
+        (Broken(compute=flat_weight), {}, r'"weight" of shape \[3\] beside "loss" of shape \[3, 1\]'),
         (Broken(compute=lambda *a, **k: {"los": 1}), {}, 'a dict of los: return a dict with a per-example "loss"'),
         (Broken(build_model=lambda: 3), {}, r"build_model\(\) returned int"),
         (Broken(build_model=lambda: None), {}, r"build_model\(\) returned NoneType"),
@@ -313,7 +314,7 @@ def test_run_directory_of_another_task_or_other_settings_is_refused(quiet, tmp_p
     fit(Plain(), callbacks=quiet(), run_dir=tmp_path / "run")
     with pytest.raises(UsageError, match="belongs to the task 'Plain', not 'Streamed'"):
         fit(Streamed(), callbacks=quiet(), run_dir=tmp_path / "run")
-    with pytest.raises(UsageError, match=r"batch_size was 32, now 16; hidden was 4, now 5"):
+    with pytest.raises(UsageError, match=r"batch_size was 32, now 16; the field hidden was 4, now 5"):
         fit(Plain(hidden=5), batch_size=16, callbacks=quiet(), run_dir=tmp_path / "run")
     with pytest.raises(UsageError, match="would write over them"):
         fit(Plain(), resume="never", callbacks=quiet(), run_dir=tmp_path / "run")
@@ -347,6 +348,92 @@ def test_stream_that_runs_dry_is_told(quiet):
 
     with pytest.raises(TrainingError, match="epoch 2 had no examples"):
         fit(Dry(), epochs=3, callbacks=quiet())
+
+
+def test_fields_named_like_options_are_compared_too(quiet, tmp_path):
+    @dataclass
+    class Named(Plain):
+        batch_size: int = 1
+        token_dim: int = 64
+
+    fit(Named(), batch_size=20, callbacks=quiet(), run_dir=tmp_path / "run")
+    with pytest.raises(
+        UsageError, match=r"batch_size was 20, now 30; the field batch_size was 1, now 2; .*token_dim was 64"
+    ):
+        fit(Named(batch_size=2, token_dim=65), batch_size=30, callbacks=quiet(), run_dir=tmp_path / "run")
+
+
+def test_objects_as_fields_are_no_other_run(quiet, tmp_path):
+    @dataclass
+    class Fancy(Plain):
+        activation: object = field(default_factory=object)
+
+    for epochs in (1, 2):
+        fit(Fancy(), epochs=epochs, callbacks=quiet(), run_dir=tmp_path / "run")
+
+
+def test_learning_rate_set_by_a_callback_is_restored(quiet, tmp_path):
+    class Drop(Callback):
+        runs_on = "all"
+
+        def on_epoch_end(self, run, metrics):
+            if run.progress.epoch == 0:
+                run.optimizer.learning_rate.assign(0.5)
+
+    for kind in (Legacy, Plain):
+        for epochs in (1, 2):
+            result = fit(kind(), epochs=epochs, callbacks=quiet() + [Drop()], run_dir=tmp_path / kind.__name__)
+        whole = fit(kind(), epochs=2, callbacks=quiet() + [Drop()])
+        assert result.weights_sha256 == whole.weights_sha256
+
+
+def test_resume_does_not_evaluate_again(quiet, tmp_path):
+    heard = []
+    for epochs in (1, 2):
+        recorder = Recorder()
+        fit(
+            Streamed(),
+            epochs=epochs,
+            batch_size=20,
+            eval_every=6,
+            callbacks=quiet() + [recorder],
+            run_dir=tmp_path / "run",
+        )
+        heard += [step for event, step in recorder.heard if event == "eval_end"]
+    assert heard == [6, 12]
+
+
+def test_callbacks_may_serve_again(quiet):
+    stopping = callbacks.EarlyStopping("loss", patience=1, min_delta=100.0)
+    epochs = [fit(Plain(), epochs=9, callbacks=quiet() + [stopping]).epochs for _ in range(2)]
+    assert epochs == [2, 2]
+
+
+def test_early_stopping_waits_for_a_rare_evaluation(quiet):
+    result = fit(Plain(), epochs=4, batch_size=20, eval_every=10, callbacks=quiet() + [callbacks.EarlyStopping()])
+    assert result.status == "finished"
+
+
+def test_last_hooks_are_called_whatever_else_fails(quiet, tmp_path):
+    class Spoil(Callback):
+        def on_epoch_end(self, run, metrics):
+            (run.directory / "run.json.tmp").mkdir()
+
+    recorder = Recorder()
+    with pytest.raises(IsADirectoryError):
+        fit(Plain(), callbacks=quiet() + [Spoil(), recorder])
+    assert recorder.heard[-1][0] == "fit_end"
+
+
+def test_state_that_is_no_json_names_the_callback(quiet):
+    class Odd(Callback):
+        runs_on = "all"
+
+        def state_dict(self):
+            return {"value": np.float32(1.0)}
+
+    with pytest.raises(TypeError, match=r"Odd.state_dict\(\) must return JSON values"):
+        fit(Plain(), callbacks=quiet() + [Odd()])
 
 
 def test_the_loop_fits_on_a_screen():

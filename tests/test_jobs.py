@@ -99,6 +99,13 @@ class Refused(Base):
     def compute(self, model, batch, training):
         return {"loss": tf.constant(1.0)}
 
+class Uneven(Base):
+    """Another model on each rank."""
+    def build_model(self):
+        import keras
+        model = super().build_model()
+        return keras.Sequential([model, keras.layers.Dense(10)]) if launch.job_rank() else model
+
 class Slow(Base):
     """Takes a hundredth of a second for a step."""
     def compute(self, model, batch, training):
@@ -131,6 +138,26 @@ def test_bad_input_in_a_job_is_one_line(task):
     assert (done.returncode, done.stdout) == (2, "")
     assert len([line for line in done.stderr.splitlines() if "error: " in line]) == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("engine", [pytest.param("horovod", marks=needs_horovod)])
+def test_workers_that_build_other_models_are_told(engine, task):
+    done = tfloop("train", "task.py:Uneven", *ENGINES[engine], "--track", "off", cwd=task, timeout=120)
+    assert done.returncode == 1
+    assert "rank 1 has built another model than the chief" in done.stderr.splitlines()[-1]
+
+
+def test_workers_of_a_killed_launcher_end_too(task):
+    process = start("train", "task.py:Slow", *ENGINES["multiworker"], "--epochs", 500, "--run-dir", "run", cwd=task)
+    wait_for((task / "run" / "checkpoints" / "step-00000045").exists, process)
+    worker = json.loads((task / "run" / "run.json").read_text())["pid"]
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists() and "State:\tZ" not in Path(f"/proc/{worker}/status").read_text():
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.1)
+    assert json.loads((task / "run" / "run.json").read_text())["status"] == "preempted"
 
 
 def start(*arguments, cwd):
@@ -176,14 +203,18 @@ def test_kill_9_and_start_again_gives_the_same_bits(engine, task):
 
 @pytest.mark.parametrize("engine", ["single", pytest.param("horovod", marks=needs_horovod), "multiworker"])
 def test_sigterm_saves_and_exits_75(engine, task):
-    arguments = ["--epochs", 20, "--checkpoint-every", 10, "--run-dir", "run", "--track", "off", "--json"]
+    arguments = ["--epochs", 20, "--batch-size", 4, "--run-dir", "run", "--track", "off", "--json"]
     process = start("train", "task.py:Slow", *ENGINES[engine], *arguments, cwd=task)
-    wait_for((task / "run" / "checkpoints" / "step-00000010").exists, process)
+    # In the middle of an epoch of some four seconds, when no other save is due.
+    wait_for((task / "run" / "checkpoints" / "step-00000360").exists, process)
+    time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 75, err
     result = json.loads(out)
     assert result["status"] == "preempted"
+    assert result["steps"] % 360
+    assert json.loads((task / "run" / "run.json").read_text())["status"] == "preempted"
     assert (task / "run" / "checkpoints" / f"step-{result['steps']:08d}" / "manifest.json").exists()
 
 

@@ -7,9 +7,9 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loop import TrainingError, UsageError, fit
+from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
-from tests.tasks import Alarm, Legacy, Plain, Streamed, Weighted
+from tests.tasks import Alarm, Legacy, Plain, Streamed, Weighted, regression
 
 
 def by_hand(task, *, epochs, batch_size, seed, clip_norm=None):
@@ -78,8 +78,6 @@ def test_same_for_all_sizes(examples, batch_size, replicas, seed):
 def test_float64(quiet):
     class Double(Weighted):
         def train_data(self):
-            from loop import ArrayData
-
             return ArrayData(*(array.astype("float64") for array in super().train_data().arrays))
 
         eval_data = train_data
@@ -164,3 +162,101 @@ def test_loss_that_depends_on_nothing_is_refused(quiet):
 
     with pytest.raises(UsageError, match="depends on no variable"):
         fit(Blind(), epochs=1, callbacks=quiet())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_batch_norm_never_sees_an_empty_batch(streamed, replicas, quiet):
+    """Its statistics would be nan; here one replica, and the end of a stream, have no rows."""
+
+    class Normed(Plain):
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+
+        def train_data(self):
+            arrays = regression(21)[:2]
+            return tf.data.Dataset.from_tensor_slices(arrays) if streamed else ArrayData(*arrays)
+
+        eval_data = train_data
+
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    for accumulate in (1, 3):
+        result = fit(Normed(), epochs=2, batch_size=4, accumulate=accumulate, backend=backend, callbacks=quiet())
+        assert np.isfinite(result.metrics["eval_loss"])
+        assert all(np.isfinite(weights).all() for weights in result.model.get_weights())
+
+
+def test_weight_of_an_example_weighs_all_its_elements(quiet):
+    class PerElement(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"column": tf.abs(batch[0][:, :1]), "matrix": tf.abs(batch[0])}
+
+    inputs, _, weight = regression(101)
+    metrics = fit(PerElement(), epochs=1, batch_size=20, callbacks=quiet()).metrics
+    column = (np.abs(inputs[:, 0]) * weight).sum() / weight.sum()
+    matrix = (np.abs(inputs) * weight[:, None]).sum() / (5 * weight.sum())
+    assert metrics["eval_column"] == pytest.approx(column, rel=1e-5)
+    assert metrics["eval_matrix"] == pytest.approx(matrix, rel=1e-5)
+
+
+def test_module_with_keras_layers_trains_them_and_restores_them(quiet, tmp_path):
+    class Mixed(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = tf.Variable(1.0, name="scale")
+            self.parts = [keras.layers.Dense(3, kernel_regularizer="l2"), keras.layers.Dense(1)]
+
+        def __call__(self, inputs, training=False):
+            return self.parts[1](self.parts[0](inputs)) * self.scale
+
+    class Task(Plain):
+        def build_model(self):
+            return Mixed()
+
+    def run(epochs, directory):
+        return fit(Task(), epochs=epochs, callbacks=quiet(), run_dir=tmp_path / directory)
+
+    first = run(1, "a")
+    assert np.abs(first.model.parts[0].bias.numpy()).max() > 0
+    assert run(2, "a").weights_sha256 == run(2, "b").weights_sha256 != first.weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        # A mean over examples, in the shape that as many features have:
+        (
+            lambda model, x, training: {"loss": tf.reduce_mean((model(x) - 1.0) ** 2 * tf.ones([1, 3]), 0)},
+            "for 1 example:",
+        ),
+        (
+            lambda model, x, training: {"loss": model(x)[:, 0]} | ({} if training else {"extra": x}),
+            "loss, extra at first, and now loss: return the same values always",
+        ),
+        (
+            lambda model, x, training: {"loss": tf.reduce_mean(model(x)) if training else model(x)[:, 0]},
+            'a scalar for "loss"',
+        ),
+        (
+            lambda model, x, training: {"loss": model(x), "weight": model(x), "metric": x},
+            r'"metric" of shape \[3, 5\], which',
+        ),
+    ],
+)
+def test_means_and_misfits_are_refused(compute, message, quiet):
+    class Wrong(Plain):
+        def compute(self, model, batch, training):
+            return compute(model, batch[0], training)
+
+    with pytest.raises(UsageError, match=message):
+        fit(Wrong(), callbacks=quiet())
+
+
+def test_loss_scale_optimizer_is_refused(quiet):
+    class Scaled(Plain):
+        def build_optimizer(self):
+            return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+    with pytest.raises(UsageError, match="returned a LossScaleOptimizer"):
+        fit(Scaled(), callbacks=quiet())
