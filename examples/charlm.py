@@ -38,8 +38,7 @@ class CharLM(TrainTask):
 
     def build_model(self):
         tokens = keras.Input((self.context,), dtype="int32")
-        places = keras.layers.Embedding(self.context, self.width)(keras.ops.arange(self.context))
-        x = keras.layers.Embedding(len(self.alphabet), self.width)(tokens) + places
+        x = Places()(keras.layers.Embedding(len(self.alphabet), self.width)(tokens))
         for _ in range(self.layers):
             y = keras.layers.LayerNormalization()(x)
             x += keras.layers.MultiHeadAttention(self.heads, self.width // self.heads)(y, y, use_causal_mask=True)
@@ -67,6 +66,17 @@ class CharLM(TrainTask):
             * tf.ones(tf.shape(labels)),
             "unigram": tf.gather(self.surprise, labels),
         }
+
+
+@keras.saving.register_keras_serializable("charlm")
+class Places(keras.layers.Layer):
+    """Adds a learned vector for each place in the context."""
+
+    def build(self, shape):
+        self.vectors = self.add_weight(shape=shape[1:], initializer="uniform", name="vectors")
+
+    def call(self, x):
+        return x + self.vectors
 
 
 def python_source(characters: int) -> bytes:
