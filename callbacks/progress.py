@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -32,20 +33,25 @@ class Progress(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._started = True
-        self._show.update(self._state(run, "start", {}))
+        self._update(self._state(run, "start", {}))
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
-        self._show.update(self._state(run, "steps", metrics))
+        self._update(self._state(run, "steps", metrics))
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        self._show.update(self._state(run, "epoch", metrics))
+        self._update(self._state(run, "epoch", metrics))
 
     def on_fit_end(self, run: Run, status: str) -> None:
         if not self._started:  # the run ended before it began
             return
-        self._show.update(
+        self._update(
             self._state(run, "end", run.history[-1] if run.history else {}) | {"status": status, "why": run.stop_reason}
         )
+
+    def _update(self, state: dict[str, Any]) -> None:
+        # A terminal or a launcher that is gone is no reason to stop training.
+        with contextlib.suppress(OSError):
+            self._show.update(state)
 
     @staticmethod
     def _state(run: Run, kind: str, metrics: Mapping[str, float]) -> dict[str, Any]:

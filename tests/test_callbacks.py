@@ -344,6 +344,14 @@ def test_progress_on_a_terminal_is_a_bar(quiet):
     assert "examples/s" in bar
 
 
+def test_progress_that_nobody_reads_stops_nothing(quiet):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    show(Gone(), quiet, epochs=2, batch_size=20)
+
+
 def test_bad_arguments_are_refused():
     for make in (
         lambda: Checkpoint(keep_last=0),
