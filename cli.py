@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -81,7 +81,6 @@ def train(
     engine = place(backend or "auto", workers)
     if engine in ("horovod", "multiworker") and launch.job_size() is None:
         finish(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
-        return
     with launch.reporting() as report:
         try:
             with quiet_start():
@@ -121,7 +120,7 @@ def place(backend: str, workers: int | None) -> str:
     return chosen
 
 
-def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) -> None:
+def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) -> NoReturn:
     """Prints how it ended, and ends."""
     if error:
         print(f"tfloop: error: {error}", file=sys.stderr)
@@ -162,7 +161,7 @@ def evaluate(
         finish_evaluation(0, "", metrics, as_json)
 
 
-def finish_evaluation(code: int, error: str, metrics: dict[str, float] | None, as_json: bool) -> None:
+def finish_evaluation(code: int, error: str, metrics: dict[str, float] | None, as_json: bool) -> NoReturn:
     """Prints the metrics, a line each or as JSON, and ends."""
     if metrics is not None and not as_json:
         for name, value in metrics.items():

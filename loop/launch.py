@@ -263,9 +263,13 @@ def _wait(processes: list[subprocess.Popen[bytes]], job: Path) -> None:
     """Waits for all processes; ends the others when one has failed; hands signals on to the workers."""
 
     def hand_on(number: int, frame: Any) -> None:
-        for path in job.glob("rank-*.pid"):
+        started = list(job.glob("rank-*.pid"))
+        for path in started:
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int(path.read_text()), number)
+        if not started:  # too early for any worker to have said who it is
+            for process in processes:
+                process.terminate()
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -7,6 +7,7 @@ import pytest
 
 import callbacks
 from loop import fit, target
+from tests.conftest import ROOT
 
 
 def quietly():
@@ -60,3 +61,10 @@ def test_examples_run_as_scripts(name, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "'eval_accuracy': 0." in done.stdout
     assert (tmp_path / "runs" / "mlflow.db").exists()
+
+
+def test_the_readmes_own_task_trains(tmp_path):
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "readme_task.py").write_text(code)
+    result = fit(target.load("readme_task.py:Digits", ["hidden=128"]), epochs=5, callbacks=quietly())
+    assert result.metrics["accuracy"] > 0.9
