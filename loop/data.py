@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -68,6 +68,25 @@ class Order:
     drop_remainder: bool = False
 
 
+class Rows(NamedTuple):
+    """A replica's rows of a (micro-)batch.
+
+    Attributes:
+        batch: the examples, stacked along a first axis n; n may be 0.
+        first: the place of the first of them among the rows of all replicas; int64.
+        epoch: the epoch, from 0; int64.
+        number: that of the (micro-)batch in the epoch, from 0; int64.
+        index: what tells each example from all others of the epoch: its index in addressed data, its position in a
+            stream; int64 [n].
+    """
+
+    batch: Any
+    first: tf.Tensor
+    epoch: tf.Tensor
+    number: tf.Tensor
+    index: tf.Tensor
+
+
 class Addressed:
     """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
 
@@ -112,18 +131,26 @@ class Addressed:
         smallest = self.size % self.order.batch_size or self.order.batch_size
         return parts > (self.order.batch_size if self.order.drop_remainder else smallest)
 
+    def most(self, parts: int) -> int:
+        """How many rows one of so many parts of a batch has at most, over all replicas."""
+        return -(-self.order.batch_size // parts)
+
     def next_epoch(self) -> None:
         """Nothing to do."""
         return None  # a body of a docstring alone is more than AutoGraph can bear
 
-    def share(self, address: Any, replica: Any) -> Any:
-        """The replica's rows of the global batch at `address`."""
+    def share(self, address: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
+        """The replica's rows of micro-batch `part` of `parts` of the global batch at `address`."""
         epoch, step = address
         start = step * self.order.batch_size
         stop = tf.minimum(start + self.order.batch_size, self.size)
-        if self._replicas > 1:
-            low, high = rows(stop - start, tf.cast(replica, tf.int64), self._replicas)
+        if parts > 1:
+            low, high = rows(stop - start, part, parts)
             start, stop = start + low, start + high
+        first = tf.constant(0, tf.int64)
+        if self._replicas > 1:
+            first, end = rows(stop - start, tf.cast(replica, tf.int64), self._replicas)
+            start, stop = start + first, start + end
         index = tf.range(start, stop)
         if self.order.shuffle:
             # A permutation that can be read from any position, in constant memory. It can't be asked for no position
@@ -133,7 +160,7 @@ class Addressed:
             index = tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)[: stop - start]
         with tf.device("CPU:0"):
             batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
-        return batch  # noqa: RET504 - AutoGraph can't bear a return within the `with`
+        return Rows(batch, first, epoch, step * parts + part, index)
 
 
 class Stream:
@@ -148,18 +175,22 @@ class Stream:
     steps_per_epoch: int | None = None
     layout: list[Any] | None = None
 
-    def __init__(self, dataset: tf.data.Dataset, order: Order, first: int = 0, replicas: int = 1) -> None:
+    def __init__(
+        self, dataset: tf.data.Dataset, order: Order, first: int = 0, replicas: int = 1, workers: int = 1
+    ) -> None:
         check_spec(dataset)
         self.dataset, self.order = dataset, order
         self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         self._first, self._replicas = first, replicas
+        self._batch_size = order.batch_size * workers
         # Whether this worker has read its last batch of the epoch, while others may still have some.
         self._ended = tf.Variable(False, trainable=False)
 
     @functools.cached_property
     def example(self) -> Any:
         """The first few examples, as a batch; a batch of none if the stream is empty."""
-        return next(iter(self.dataset.batch(3).concatenate(self._end())))
+        with tf.init_scope():  # values, also when a graph that is being traced asks for them
+            return next(iter(self.dataset.batch(3).concatenate(self._end())))
 
     def sharded(self, backend: Backend, policy: str) -> Stream:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
@@ -175,10 +206,19 @@ class Stream:
         if policy == "file" and backend.workers > 1:
             dataset = shard_files(dataset, backend.workers, backend.rank)
         if by_example:
-            return Stream(dataset, order, 0, backend.replicas)
-        split = Stream(dataset, order, backend.rank * backend.local_replicas, backend.local_replicas)
-        split.layout = [policy, backend.workers]
+            split = Stream(dataset, order, 0, backend.replicas)
+        else:
+            first = backend.rank * backend.local_replicas
+            split = Stream(dataset, order, first, backend.local_replicas, backend.workers)
+            split.layout = [policy, backend.workers]
+        # Read once: another iterator would draw from the seeds of a data set that shuffles.
+        split.__dict__["example"] = self.example
         return split
+
+    def most(self, parts: int) -> int:
+        """How many rows one of so many parts of a batch has at most, over all replicas."""
+        workers = self._batch_size // self.order.batch_size
+        return workers * -(-self.order.batch_size // parts)
 
     def start(self, epoch: int, step_in_epoch: int) -> Any:
         """Opens the stream at a position, by reading up to it.
@@ -200,11 +240,11 @@ class Stream:
         """The worker's next batch; an empty one at the end of its epoch, and then until all workers are there."""
         batch = tf.cond(self._ended, self._nothing, lambda: next(handle))
         self._ended.assign(count(batch) == 0)
-        return batch
+        return epoch, step, batch
 
-    def more(self, batch: Any) -> Any:
+    def more(self, feed: Any) -> Any:
         """Whether the worker's batch holds examples."""
-        return count(batch) > 0
+        return count(feed[2]) > 0
 
     def leaves_some_without(self, parts: int) -> bool:
         """Whether one of so many parts of some batch is empty: that behind each epoch is."""
@@ -214,10 +254,19 @@ class Stream:
         """All workers are at the end of the epoch (called in graph)."""
         self._ended.assign(False)
 
-    def share(self, batch: Any, replica: Any) -> Any:
-        """The replica's rows of its worker's batch."""
-        low, high = rows(count(batch), tf.cast(replica, tf.int64) - self._first, self._replicas)
-        return tf.nest.map_structure(lambda tensor: tensor[low:high], batch)
+    def share(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
+        """The replica's rows of micro-batch `part` of `parts` of its worker's batch."""
+        epoch, step, batch = feed
+        start, stop = tf.constant(0, tf.int64), count(batch)
+        if parts > 1:
+            start, stop = rows(stop, part, parts)
+        first, end = rows(stop - start, tf.cast(replica, tf.int64) - self._first, self._replicas)
+        low, high = start + first, start + end
+        # A worker that reads a share of its own has its places behind those of the workers before it.
+        ahead = self._first // self._replicas * self.order.batch_size
+        index = step * self._batch_size + ahead + tf.range(low, high)
+        own = tf.nest.map_structure(lambda tensor: tensor[low:high], batch)
+        return Rows(own, first + ahead, epoch, step * parts + part, index)
 
     def _nothing(self) -> Any:
         """A batch without rows."""

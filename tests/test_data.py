@@ -21,7 +21,7 @@ class Worker(Backend):
 def read(opened, epoch, step, replica=0):
     """The rows of one replica at a position of addressed data, eagerly."""
     address = opened.take((), tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
-    return opened.share(address, replica)
+    return opened.share(address, replica).batch
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -71,7 +71,7 @@ def test_structures_follow_the_arrays():
 def drain(stream, handle, steps):
     """The sizes of what a worker takes in the next steps."""
     zero = tf.constant(0, tf.int64)
-    return [int(count(stream.take(handle, zero, zero))) for _ in range(steps)]
+    return [int(count(stream.take(handle, zero, zero)[2])) for _ in range(steps)]
 
 
 def test_stream_ends_each_epoch_with_an_empty_batch_and_waits_there():
@@ -90,7 +90,7 @@ def test_stream_is_opened_at_any_position(position):
     handle = reference.start(0, 0)
     zero = tf.constant(0, tf.int64)
     for _ in range(epoch):
-        while count(reference.take(handle, zero, zero)):
+        while count(reference.take(handle, zero, zero)[2]):
             pass
         reference.next_epoch()
     for _ in range(step):
@@ -98,7 +98,7 @@ def test_stream_is_opened_at_any_position(position):
     # A data set that reshuffles has one order after another: a new process starts with a new data set.
     again = source(tf.data.Dataset.range(10).shuffle(10, seed=4), Order(4), "data")
     opened = again.start(*position)
-    expected, found = reference.take(handle, zero, zero), again.take(opened, zero, zero)
+    expected, found = reference.take(handle, zero, zero)[2], again.take(opened, zero, zero)[2]
     np.testing.assert_array_equal(found, expected)
 
 
@@ -108,9 +108,9 @@ def test_stream_is_shared_by_example_over_workers_and_replicas():
         stream = source(tf.data.Dataset.range(11), Order(4), "data").sharded(Worker(rank, 2, 2), "example")
         handle = stream.start(0, 0)
         zero = tf.constant(0, tf.int64)
-        while count(batch := stream.take(handle, zero, zero)):
+        while count((batch := stream.take(handle, zero, zero))[2]):
             for replica in (2 * rank, 2 * rank + 1):
-                seen.extend(stream.share(batch, replica).numpy().tolist())
+                seen.extend(stream.share(batch, replica).batch.numpy().tolist())
     assert sorted(seen) == list(range(11))
 
 

@@ -22,10 +22,19 @@ class Horovod(Backend):
         use_gpus(hvd.local_rank())
         self.rank = hvd.rank()
         self.workers = hvd.size()
+        self._reductions = 0
+        # No constant: TensorFlow would simplify the graph of each rank in its own way, and collectives wouldn't match.
+        self._replica = tf.Variable(self.rank, trainable=False, dtype=tf.int64)
+
+    def replica(self) -> Any:
+        return self._replica.read_value()
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        tape = hvd.DistributedGradientTape(_Taken(), op=hvd.Sum, num_groups=1)
-        return of_one_dtype(lambda group: tape.gradient(group, group), tensors)
+        # Horovod knows tensors by name: none comes again in another function, of other shapes or in another group.
+        self._reductions += 1
+        with tf.name_scope(f"reduction_{self._reductions}"):
+            tape = hvd.DistributedGradientTape(_Taken(), op=hvd.Sum, num_groups=1)
+            return of_one_dtype(lambda group: tape.gradient(group, group), tensors)
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name=f"host{array.size}").numpy()

@@ -36,9 +36,12 @@ class StrategyBackend(Backend):
         return of_one_dtype(self._reduce_flat, tensors)
 
     def _reduce_flat(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        reduce = tf.distribute.get_replica_context().all_reduce
+        if len(tensors) == 1:
+            # A copy, because a tensor that comes from elsewhere may have no device.
+            return [reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensors[0]))]
         # tf.distribute makes one collective of each tensor: one flat tensor makes it one in all.
-        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flat)
+        total = reduce(tf.distribute.ReduceOp.SUM, tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
         parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
