@@ -13,6 +13,7 @@ from callbacks.journal import Journal
 from callbacks.learning_rate import LearningRateScaling
 from callbacks.mlflow import MLflowTracker
 from callbacks.progress import Progress
+from callbacks.sentinel import Sentinel
 from callbacks.shard import ShardData
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Progress",
     "Run",
     "Schedule",
+    "Sentinel",
     "ShardData",
     "StandardSet",
     "complete",
@@ -50,15 +52,15 @@ def standard(**changes: Callback | None) -> StandardSet:
     `standard(mlflow=None) + [Mine()]` adds one.
 
     Args:
-        **changes: any of `broadcast`, `shard`, `checkpoint`, `journal`, `mlflow`, `progress`.
+        **changes: any of `broadcast`, `shard`, `sentinel`, `checkpoint`, `journal`, `mlflow`, `progress`.
 
     Raises:
         TypeError: for another name.
     """
-    names = ("broadcast", "shard", "checkpoint", "journal", "mlflow", "progress")
+    names = ("broadcast", "shard", "sentinel", "checkpoint", "journal", "mlflow", "progress")
     if unknown := set(changes) - set(names):
         raise TypeError(f"standard() has no {', '.join(sorted(unknown))}: its callbacks are {', '.join(names)}")
-    kinds = (BroadcastVariables, ShardData, Checkpoint, Journal, MLflowTracker, Progress)
+    kinds = (BroadcastVariables, ShardData, Sentinel, Checkpoint, Journal, MLflowTracker, Progress)
     made = [changes[name] if name in changes else kind() for name, kind in zip(names, kinds, strict=True)]
     return StandardSet([callback for callback in made if callback is not None])
 

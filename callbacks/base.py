@@ -41,7 +41,7 @@ class Run(Protocol):
     Attributes:
         task: the user's task.
         model: its model, built.
-        optimizer: its optimizer, with all its slots.
+        optimizer: its optimizer, with all its slots; or a dict of them.
         backend: the engine: `name`, `rank`, `workers`, `replicas`, `is_chief`, `broadcast_variables`, ...
         progress: counters of steps, epochs and examples done.
         directory: the run directory.
@@ -50,6 +50,7 @@ class Run(Protocol):
         history: one dict of floats for each finished epoch.
         stop_reason: why this worker asked for an end, or "".
         save_on_stop: whether a stop writes a checkpoint; `Checkpoint` asks for it.
+        check_on_save: whether replicas are compared before a checkpoint is written; `Sentinel` asks for it.
         examples_per_second: the speed of training since the start of this process, compiled calls only.
     """
 
@@ -63,6 +64,7 @@ class Run(Protocol):
     total_steps: int | None
     history: list[dict[str, float]]
     save_on_stop: bool
+    check_on_save: bool
     stop_reason: str
 
     @property
@@ -75,6 +77,7 @@ class Run(Protocol):
     def save(self, reason: str) -> None: ...
     def checkpoints(self) -> list[Path]: ...
     def fingerprints(self) -> dict[int, list[str]]: ...
+    def check_replicas(self) -> None: ...
 
 
 class Callback:

@@ -28,12 +28,4 @@ class BroadcastVariables(Callback):
                     "look for code that depends on the rank"
                 )
         run.backend.broadcast_variables(run.variables)
-        prints = run.fingerprints()
-        for rank, hashes in prints.items():
-            for index, (own, other) in enumerate(zip(prints[0], hashes, strict=True)):
-                if own != other:
-                    raise RuntimeError(
-                        f"after the broadcast, variable {index} ({run.variables[index].name}, shape "
-                        f"{tuple(run.variables[index].shape)}) of replica {rank} differs from the chief's: "
-                        "the workers must build the same model; look for code that depends on the rank"
-                    )
+        run.check_replicas()

@@ -55,11 +55,11 @@ class LearningRateScaling(Callback):
             steps = round(self.warmup_epochs * data.train.steps_per_epoch)
         k = run.options["batch_size"] / self.reference_batch_size
         scale = k if self.rule == "linear" else math.sqrt(k)
-        optimizer = run.optimizer
-        rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
-        if not callable(rate):
-            rate = float(optimizer.learning_rate)
-        optimizer.learning_rate = _schedule(optimizer, rate, scale, steps)
+        for optimizer in run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]:
+            rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
+            if not callable(rate):
+                rate = float(optimizer.learning_rate)
+            optimizer.learning_rate = _schedule(optimizer, rate, scale, steps)
         return data
 
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop import ArrayData, TrainTask, fit
+from loop import ArrayData, Perplexity, TrainTask, fit
 
 
 @dataclass
@@ -59,13 +59,18 @@ class CharLM(TrainTask):
         tokens = tf.cast(batch, tf.int32)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         logits = model(inputs, training=training)
+        loss = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
         return {
-            "loss": keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True),
+            "loss": loss,
             # The first characters of a window have too little before them to be guessed: they count less.
             "weight": tf.minimum(1.0, (1.0 + tf.range(self.context, dtype=tf.float32)) / 16)
             * tf.ones(tf.shape(labels)),
             "unigram": tf.gather(self.surprise, labels),
+            "perplexity": loss,
         }
+
+    def build_metrics(self):
+        return {"perplexity": Perplexity()}
 
 
 @keras.saving.register_keras_serializable("charlm")

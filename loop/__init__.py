@@ -14,19 +14,25 @@ if TYPE_CHECKING:
     from loop.errors import PeerError, TrainingError, UsageError
     from loop.evaluate import evaluate
     from loop.fit import FitResult, fit
+    from loop.replica import all_gather, example_seed, first_row
     from loop.run import Run
     from loop.task import KerasTask, TrainTask
+    from loop.values import Perplexity
 
 __all__ = [
     "ArrayData",
     "FitResult",
     "KerasTask",
     "PeerError",
+    "Perplexity",
     "Run",
     "TrainTask",
     "TrainingError",
     "UsageError",
+    "all_gather",
     "evaluate",
+    "example_seed",
+    "first_row",
     "fit",
 ]
 
@@ -35,11 +41,15 @@ _HOMES = {
     "FitResult": "fit",
     "KerasTask": "task",
     "PeerError": "errors",
+    "Perplexity": "values",
     "Run": "run",
     "TrainTask": "task",
     "TrainingError": "errors",
     "UsageError": "errors",
+    "all_gather": "replica",
     "evaluate": "evaluate",
+    "example_seed": "replica",
+    "first_row": "replica",
     "fit": "fit",
 }
 

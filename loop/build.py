@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,9 +13,13 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.errors import UsageError
+from loop.replica import probing
 from loop.task import TrainTask
+from loop.values import check, checked_metrics, try_metrics
 
-PRECISIONS = {"float32": "float32", "float64": "float64", "bfloat16": "mixed_bfloat16"}
+PRECISIONS = {
+    "float32": "float32", "float64": "float64", "bfloat16": "mixed_bfloat16", "mixed_float16": "mixed_float16",
+}  # fmt: skip
 """The values of `precision`, and the Keras dtype policy of each."""
 
 
@@ -42,17 +47,41 @@ def keras_precision(precision: str) -> Iterator[None]:
             legacy.mixed_precision.set_global_policy(legacy_policy)
 
 
-def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> tuple[Any, Any, list[str]]:
+@dataclasses.dataclass
+class Built:
+    """What a task has built.
+
+    Attributes:
+        model: its model.
+        optimizer: what `build_optimizer` returned: an optimizer, or a dict of them.
+        optimizers: by name, "" for a single one: each optimizer, and the indices of its variables among the model's
+            trainable ones.
+        phases: the names of the values of each `step.minimize` of a training step, by the optimizer's name; "" is all.
+        values: the names of the values of `compute`, the loss first.
+        metrics: Keras metrics by the name of the value that they are updated with.
+    """
+
+    model: Any
+    optimizer: Any
+    optimizers: dict[str, tuple[Any, list[int]]]
+    phases: dict[str, list[str]]
+    values: list[str]
+    metrics: dict[str, Any]
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables of the model and of the optimizers."""
+        return model_variables(self.model) + as_tf(optimizer_variables(self.optimizer))
+
+
+def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Built:
     """Builds model and optimizer with all their variables, before anything is traced.
 
     Args:
         task: the task.
         backend: the engine, in whose scope variables are made.
         precision: a key of `PRECISIONS`.
-        example: one or two examples as a batch, on which `compute` is tried once.
-
-    Returns:
-        The model, the optimizer, and the names of the values that `compute` returns, the loss first.
+        example: a few examples as a batch, on which `compute` is tried.
 
     Raises:
         UsageError: the task returned something that can't be trained; the message shows the fix.
@@ -63,89 +92,135 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> tu
             raise UsageError(
                 f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
             )
+    metrics = checked_metrics(task.build_metrics())
+    with backend.scope(), keras_precision(precision):
         # A model without an input shape makes its variables at the first call: this one.
-        # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
-        values = task.compute(model, example, training=False)
-        names = check(values, int(tf.shape(tf.nest.flatten(example)[0])[0]))
-        check(task.compute(model, tf.nest.map_structure(lambda tensor: tensor[:1], example), training=False), 1, names)
+        names = _tried(lambda batch: task.compute(model, batch, training=False), example, metrics)
+        optimizer = task.build_optimizer()
+        phases = {"": names}
+        if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
+            phases = _tried_step(task, model, optimizer, example, metrics)
         if not trainable_variables(model):
             raise UsageError("the model has no trainable variables: build_model() must return one with weights")
-        optimizer = task.build_optimizer()
-        if not hasattr(optimizer, "build") or not hasattr(optimizer, "learning_rate"):
+        optimizers = _assigned(task, model, optimizer)
+        # Slots exist before step 1, so that they can be broadcast and restored.
+        variables = trainable_variables(model)
+        for each, indices in optimizers.values():
+            each.build([variables[index] for index in indices])
+        if lost := set(metrics) - set(names):
+            raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
+    return Built(model, optimizer, optimizers, phases, names, metrics)
+
+
+def _tried(compute: Callable[[Any], Any], example: Any, metrics: Mapping[str, Any]) -> list[str]:
+    """Calls `compute` on a few examples and on one, and gives the names of its values, the loss first."""
+    # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
+    n = int(tf.shape(tf.nest.flatten(example)[0])[0])
+    with probing(n):
+        values = compute(example)
+        names = check(values, n, None, tuple(metrics))
+        try_metrics(metrics, values)
+    with probing(1):
+        check(compute(tf.nest.map_structure(lambda tensor: tensor[:1], example)), 1, names, tuple(metrics))
+    return names
+
+
+class _Trial:
+    """Stands for the step in a `train_step` that is tried: takes the names of its values, and trains nothing."""
+
+    def __init__(self, names: Sequence[str], example: Any, metrics: Mapping[str, Any]) -> None:
+        self._names, self._example, self._metrics = names, example, metrics
+        self.phases: dict[str, list[str]] = {}
+
+    def minimize(self, values: Callable[[Any], Any], optimizer: str = "") -> dict[str, tf.Tensor]:
+        """See `loop.step.Step.minimize`."""
+        if not callable(values):
             raise UsageError(
-                f"build_optimizer() returned {type(optimizer).__name__}: return a Keras optimizer of the model's family"
+                f"step.minimize({type(values).__name__}): give a function of a batch that returns the values, such as "
+                "lambda batch: self.compute(model, batch, training=True)"
             )
-        if type(optimizer).__name__ == "LossScaleOptimizer":
+        if optimizer and optimizer not in self._names:
+            there = ", ".join(self._names) or "only one, without a name"
+            raise UsageError(f"step.minimize(..., {optimizer!r}): build_optimizer() has no such optimizer ({there})")
+        names = _tried(values, self._example, self._metrics)
+        if self.phases.setdefault(optimizer, names) != names:
             raise UsageError(
-                "build_optimizer() returned a LossScaleOptimizer: it would divide gradients that nobody has scaled. "
-                "Return the optimizer within it, and use precision='bfloat16', which needs no scale"
+                f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.phases[optimizer])}, and "
+                f"again with {', '.join(names)}: return the same values"
             )
-        family = type(optimizer).__module__.startswith("tf_keras")
+        return {name: tf.constant(1.0) for name in names if name not in self._metrics}
+
+
+def _tried_step(
+    task: TrainTask, model: Any, optimizer: Any, example: Any, metrics: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Tries the task's own `train_step` on a few examples, and takes back what that does to the model's state."""
+    trial = _Trial(list(optimizer) if isinstance(optimizer, Mapping) else [], example, metrics)
+    before = [(variable, variable.numpy()) for variable in model_variables(model)]
+    task.train_step(model, trial)
+    for variable, value in before:
+        variable.assign(value)
+    if not trial.phases:
+        raise UsageError("train_step() never called step.minimize(...): nothing is trained")
+    return trial.phases
+
+
+def _assigned(task: TrainTask, model: Any, optimizer: Any) -> dict[str, tuple[Any, list[int]]]:
+    """Which optimizer trains which variables, by their indices among the model's trainable ones.
+
+    Raises:
+        UsageError: something is no optimizer; or a variable has none, or two.
+    """
+    several = isinstance(optimizer, Mapping)
+    for name, each in optimizer.items() if several else [("", optimizer)]:
+        what = f"build_optimizer() returned {type(each).__name__}{f' for {name!r}' if name else ''}"
+        if not hasattr(each, "build") or not hasattr(each, "learning_rate"):
+            raise UsageError(f"{what}: return a Keras optimizer of the model's family, or a dict of them")
+        if type(each).__name__ == "LossScaleOptimizer":
+            raise UsageError(
+                f"{what}: it would look at gradients that are not reduced. Return the optimizer within it, and use "
+                "precision='mixed_float16', which scales the loss, or 'bfloat16', which needs no scale"
+            )
+        family = type(each).__module__.startswith("tf_keras")
         if type(model).__module__.startswith("tf_keras") != family and isinstance(model, keras_models()):
             raise UsageError(
                 f"the model is of {type(model).__module__.split('.')[0]}, but its optimizer of "
-                f"{type(optimizer).__module__.split('.')[0]}: take both from one family"
+                f"{type(each).__module__.split('.')[0]}: take both from one family"
             )
-        # Slots exist before step 1, so that they can be broadcast and restored.
-        optimizer.build(trainable_variables(model))
-    return model, optimizer, names
+    trained = trainable_variables(model)
+    if not several:
+        return {"": (optimizer, list(range(len(trained))))}
+    if not optimizer:
+        raise UsageError("build_optimizer() returned an empty dict: return at least one optimizer")
+    place = {id(variable): index for index, variable in enumerate(as_tf(trained))}
+    names = variable_names(trained)
+    owner: dict[int, str] = {}
+    for name, variables in task.optimizer_variables(model, list(optimizer)).items():
+        for variable in as_tf(variables):
+            index = place.get(id(variable))
+            if index is None:
+                continue  # not trained
+            if index in owner:
+                raise UsageError(
+                    f"the variable {names[index]} belongs to two optimizers, {owner[index]!r} and {name!r}: see "
+                    "TrainTask.optimizer_variables"
+                )
+            owner[index] = name
+    if lost := [names[index] for index in range(len(trained)) if index not in owner]:
+        raise UsageError(
+            f"no optimizer trains {', '.join(lost[:5])}: see TrainTask.optimizer_variables; what isn't to be trained "
+            "needs trainable=False"
+        )
+    return {
+        name: (each, [index for index in range(len(trained)) if owner[index] == name])
+        for name, each in optimizer.items()
+    }
 
 
 def keras_models() -> tuple[type, ...]:
     """The model classes of the Keras families that are loaded."""
     legacy = sys.modules.get("tf_keras")
     return (keras.Model, legacy.Model) if legacy else (keras.Model,)
-
-
-def check(values: Any, n: int | None, names: Sequence[str] | None = None) -> list[str]:
-    """Checks what `compute` returned for n examples; gives the names of its values, the loss first.
-
-    Args:
-        values: what it returned.
-        n: the number of examples; None while tracing, when nobody knows it.
-        names: the values that it returned before, and must return again.
-
-    Raises:
-        UsageError: no loss, a mean instead of values, or shapes that don't fit; with the fix.
-    """
-    if not isinstance(values, dict) or "loss" not in values:
-        got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
-        raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
-    shapes = {name: tf.convert_to_tensor(value).shape for name, value in values.items()}
-    for name, shape in shapes.items():
-        if shape.rank == 0:
-            raise UsageError(
-                f'compute() returned a scalar for "{name}": return one value per example, never a mean (shape [n]). '
-                "For example keras.losses.mse(labels, predictions), the function, instead of "
-                "keras.losses.MeanSquaredError()(labels, predictions); or leave out tf.reduce_mean(...)"
-            )
-        if n is not None and shape[0] != n:
-            raise UsageError(
-                f'compute() returned "{name}" of shape {list(shape)} for {n} example{"s" * (n > 1)}: return shape '
-                "[n] or [n, ...], one value per element, never a mean"
-            )
-    if "weight" in values and n is not None:
-        weight = shapes["weight"]
-        if weight != shapes["loss"]:
-            raise UsageError(
-                f'compute() returned "weight" of shape {list(weight)} beside "loss" of shape {list(shapes["loss"])}: '
-                "give both one shape, with tf.broadcast_to(weight, tf.shape(loss))"
-            )
-        for name, shape in shapes.items():
-            if shape[: weight.rank] != weight:
-                raise UsageError(
-                    f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
-                    "can't weigh: its shape must begin with that of the weight"
-                )
-    if not tf.convert_to_tensor(values["loss"]).dtype.is_floating:
-        raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')
-    found = ["loss", *(name for name in values if name not in ("loss", "weight"))]
-    if names is not None and set(found) != set(names):
-        raise UsageError(
-            f"compute() returned {', '.join(names)} at first, and now {', '.join(found)}: return the same values "
-            "always, with training=True too"
-        )
-    return found
 
 
 def as_tf(variables: Sequence[Any]) -> list[tf.Variable]:
@@ -160,21 +235,40 @@ def keras_layers(model: Any) -> list[Any]:
     return list(model._flatten(predicate=lambda value: isinstance(value, keras.Layer)))
 
 
+def layers(model: Any) -> list[Any]:
+    """All layers of a model, those within other layers and within a plain tf.Module too."""
+    found: dict[int, Any] = {}
+    within: list[Any] = [model] if isinstance(model, keras_models()) else keras_layers(model)
+    for each in within:
+        inner = each._flatten_layers(include_self=True, recursive=True)
+        found |= {id(layer): layer for layer in inner}
+    return list(found.values())
+
+
 def trainable_variables(model: Any) -> list[Any]:
     """The model's trainable variables, in its own order; of a tf.Module those of its Keras layers too."""
-    layers = keras_layers(model)
-    return [*model.trainable_variables, *(variable for layer in layers for variable in layer.trainable_variables)]
+    within = keras_layers(model)
+    found = [*model.trainable_variables, *(variable for layer in within for variable in layer.trainable_variables)]
+    return found + [variable for variable in loose_variables(model) if variable.trainable]
 
 
 def all_variables(model: Any) -> list[Any]:
     """All variables of the model, in its own order; of a tf.Module those of its Keras layers too."""
-    return [*model.variables, *(variable for layer in keras_layers(model) for variable in layer.variables)]
+    found = [*model.variables, *(variable for layer in keras_layers(model) for variable in layer.variables)]
+    return found + loose_variables(model)
+
+
+def loose_variables(model: Any) -> list[Any]:
+    """The Keras 3 variables that a plain tf.Module holds itself, which TensorFlow doesn't count as its variables."""
+    if isinstance(model, keras_models()):
+        return []
+    return list(model._flatten(predicate=lambda value: isinstance(value, keras.Variable)))
 
 
 def losses(model: Any) -> list[Any]:
     """The penalties of the model's layers, of the last call."""
-    if layers := keras_layers(model):
-        return [penalty for layer in layers for penalty in layer.losses]
+    if within := keras_layers(model):
+        return [penalty for layer in within for penalty in layer.losses]
     return list(getattr(model, "losses", []))
 
 
@@ -184,7 +278,9 @@ def model_variables(model: Any) -> list[tf.Variable]:
 
 
 def optimizer_variables(optimizer: Any) -> list[tf.Variable]:
-    """All variables of the optimizer: counter, learning rate, slots."""
+    """All variables of an optimizer, or of a dict of them: counter, learning rate, slots."""
+    if isinstance(optimizer, Mapping):
+        return [variable for each in optimizer.values() for variable in optimizer_variables(each)]
     variables = optimizer.variables
     found = as_tf(variables() if callable(variables) else variables)
     rate = getattr(optimizer, "_learning_rate", None)  # tf_keras leaves it out

@@ -15,7 +15,7 @@ from loop.build import all_variables, build
 from loop.data import open_data
 from loop.errors import UsageError
 from loop.options import with_defaults
-from loop.state import assign, numbered
+from loop.state import assign, averaged, numbered
 from loop.step import Step
 from loop.task import TrainTask
 
@@ -51,16 +51,19 @@ def evaluate(
     data = open_data(task, options)
     if data.eval is None:
         raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
-    model, optimizer, names = build(task, engine, options["precision"], data.train.example)
-    load_weights(model, Path(path))
-    step = Step(task, model, optimizer, names, engine, data.sharded(engine, ShardData().policy))
-    return step.means(step.evaluate(), "eval_")
+    built = build(task, engine, options["precision"], data.train.example)
+    load_weights(built.model, Path(path))
+    # The checkpoint's moving averages have been loaded as the weights.
+    step = Step(task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None})
+    return step.eval_means(step.evaluate())
 
 
 def load_weights(model: Any, path: Path) -> dict[str, Any]:
-    """Gives a model the weights of a checkpoint, or of the newest one of a run directory; returns its manifest."""
+    """Gives a model the weights of a checkpoint, or of the newest one of a run directory; returns its manifest.
+
+    Where the run kept moving averages of its weights, it is those.
+    """
     found, manifest = rundir.locate(path)
     tensors: dict[str, np.ndarray] = checkpoint.read(found, manifest)
-    weights = {name: value for name, value in tensors.items() if name.startswith("model/")}
-    assign(numbered("model", all_variables(model)), weights)
+    assign(numbered("model", all_variables(model)), averaged(tensors))
     return manifest

@@ -18,6 +18,7 @@ from loop.data import open_data
 from loop.errors import UsageError
 from loop.evaluate import load_weights
 from loop.options import with_defaults
+from loop.state import averaged
 from loop.task import TrainTask
 
 
@@ -38,7 +39,7 @@ def export(task: TrainTask | None, path: Path, out: Path) -> None:
         if out.suffix == ".npz":
             found, manifest = rundir.locate(path)
             tensors = checkpoint.read(found, manifest)
-            weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
+            weights = {name.removeprefix("model/"): tensor for name, tensor in averaged(tensors).items()}
             with partial.open("wb") as file:
                 np.savez(file, allow_pickle=False, **weights)
         else:
@@ -69,6 +70,6 @@ def rebuild(task: TrainTask, path: Path) -> Any:
     """The model of a checkpoint, with its weights."""
     _, manifest = rundir.locate(path)
     data = open_data(task, with_defaults(task, {"steps": 1, "eval_every": "never"}))
-    model, _, _ = build(task, Backend(), manifest["run"]["options"]["precision"], data.train.example)
+    model = build(task, Backend(), manifest["run"]["options"]["precision"], data.train.example).model
     load_weights(model, path)
     return model

@@ -71,6 +71,10 @@ def fit(
     precision: str | None = None,
     accumulate: int | None = None,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
+    on_nonfinite: str | None = None,
+    sync_batch_norm: bool | None = None,
+    ema: float | None = None,
     steps_per_call: int | str | None = None,
     compile: str | None = None,
     eval_every: int | str | None = None,
@@ -109,10 +113,19 @@ def fit(
             has one; a path of a checkpoint or a run directory starts from there, in a run directory of its own.
         seed: of initial weights and of the data's order; 0.
         shuffle: whether `ArrayData` is permuted anew each epoch; True. A `tf.data.Dataset` has its own order.
-        precision: `float32`, `float64` or `bfloat16` (layers compute in it, variables stay float32); `float32`.
-        accumulate: into how many micro-batches each replica cuts its share of a global batch, to save memory; 1. The
-            result doesn't depend on it.
+        precision: `float32`, `float64`; or `bfloat16`, `mixed_float16`: layers compute in it, variables stay float32
+            (with float16, the loss is scaled as much as its reduced gradients bear); `float32`.
+        accumulate: into how many micro-batches a global batch is cut, one after the other, to save memory; 1. The
+            result doesn't depend on it, unless something looks at the whole batch (BatchNormalization, `all_gather`):
+            it then sees the micro-batch, of all replicas.
         clip_norm: the greatest global norm of the reduced gradient; no clipping.
+        clip_value: the greatest absolute value of an element of the reduced gradient; no clipping.
+        on_nonfinite: what to do when the loss or its gradient is nan or infinite: `stop`, or `skip` the step, on all
+            replicas; `stop`.
+        sync_batch_norm: whether BatchNormalization takes its statistics over all replicas, exactly; True. Without it,
+            each replica has its own, and their mean is what is evaluated and saved.
+        ema: the decay of a moving average of the weights, such as 0.999: what is evaluated, exported and returned is
+            the average; no average.
         steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second.
         compile: `graph`, or `xla`: forward and backward pass of each replica by XLA; `graph`.
         eval_every: `epoch`, a number of steps, or `never`; `epoch`. The end of training is always evaluated, except
@@ -129,29 +142,27 @@ def fit(
     options["backend"] = engine.name
     keras.utils.set_random_seed(options["seed"])
     sources = open_data(task, options)
-    model, optimizer, values = build(task, engine, options["precision"], sources.train.example)
-    run = Run(task, engine, options, model, optimizer, rundir.prepare(task, run_dir, options["resume"], engine))
+    built = build(task, engine, options["precision"], sources.train.example)
+    run = Run(task, engine, options, built, rundir.prepare(task, run_dir, options["resume"], engine))
     bus = Bus(complete(callbacks), run)
     with run.signals():
         try:
-            train(run, bus, *set_up(run, bus, sources, values))
+            train(run, bus, *set_up(run, bus, sources))
         except BaseException as error:
             end(run, bus, "failed", error)
             raise
         end(run, bus, run.status)
+        run.step.average_statistics()
         engine.exchange(0)  # nobody leaves while the chief still has something to deliver
+    run.step.take_averages()
     return result(run)
 
 
-def set_up(run: Run, bus: Bus, sources: Data, values: list[str]) -> tuple[Step, Any]:
+def set_up(run: Run, bus: Bus, sources: Data) -> tuple[Step, Any]:
     """Takes the run to where it starts. Returns the compiled step, and the handle of the training data."""
-    options = run.options
     bus.fire("setup")
     sources = bus.fire_data(sources)
-    step = run.step = Step(
-        run.task, run.model, run.optimizer, values, run.backend, sources,
-        clip_norm=options["clip_norm"], accumulate=options["accumulate"], xla=options["compile"] == "xla",
-    )  # fmt: skip
+    step = run.step = Step(run.task, run.built, run.backend, sources, run.options)
     run.agree()
     bus.fire("restore", rundir.restore(run))
     with run.guard():
@@ -177,7 +188,7 @@ def train(run: Run, bus: Bus, step: Step, handle: Any) -> None:
         steps, ending, totals = step.train(handle, progress.epoch, progress.step_in_epoch, run.next_steps)
         run.count(steps, totals, time.perf_counter() - begun)
         if ending == NOT_FINITE:
-            raise not_finite(progress.step + 1, progress.epoch + 1)
+            raise not_finite(progress.step + 1, progress.epoch + 1, step.not_finite)
         epoch_ends = ending == EPOCH_ENDED or progress.step_in_epoch == step.data.train.steps_per_epoch
         closing = epoch_ends or run.at_last_step
         bus.fire_steps_end(totals, closing)

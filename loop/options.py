@@ -24,6 +24,10 @@ DEFAULTS: dict[str, Any] = {
     "precision": "float32",
     "accumulate": 1,
     "clip_norm": None,
+    "clip_value": None,
+    "on_nonfinite": "stop",
+    "sync_batch_norm": True,
+    "ema": None,
     "steps_per_call": "auto",
     "compile": "graph",
     "eval_every": "epoch",
@@ -53,6 +57,10 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, (allowed, fix) in _RULES.items():
         if not allowed(options[name]):
             raise UsageError(f"{name}={options[name]!r}: {fix}")
+    if options["clip_norm"] is not None and options["clip_value"] is not None:
+        raise UsageError(
+            f"clip_norm={options['clip_norm']} and clip_value={options['clip_value']}: give one of the two"
+        )
     return options
 
 
@@ -78,6 +86,11 @@ def _is_one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, type(values[0])) and value in values
 
 
+def _is_positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (number and 0 < value < float("inf"))
+
+
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "epochs": (_is_int(1), "give a whole number >= 1"),
     "steps": (_is_int(1, None), "give a whole number >= 1"),
@@ -86,11 +99,18 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "resume": (lambda value: isinstance(value, str | Path), 'give "auto", "never" or the path of a checkpoint'),
     "seed": (lambda value: _is_int(0)(value) and value < 2**31, "give a whole number from 0 to 2147483647"),
     "shuffle": (_is_one_of(True, False), "give True or False"),
-    "precision": (_is_one_of("float32", "float64", "bfloat16"), "give float32, float64 or bfloat16"),
+    "precision": (
+        _is_one_of("float32", "float64", "bfloat16", "mixed_float16"),
+        "give float32, float64, bfloat16 or mixed_float16",
+    ),
     "accumulate": (_is_int(1), "give a whole number >= 1 of micro-batches"),
-    "clip_norm": (
-        lambda value: value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0),
-        "give a number > 0, or None for no clipping",
+    "clip_norm": (_is_positive, "give a number > 0, or None for no clipping"),
+    "clip_value": (_is_positive, "give a number > 0, or None for no clipping"),
+    "on_nonfinite": (_is_one_of("stop", "skip"), "give stop or skip"),
+    "sync_batch_norm": (_is_one_of(True, False), "give True or False"),
+    "ema": (
+        lambda value: value is None or (isinstance(value, float) and 0 < value < 1),
+        "give the decay of the moving average, such as 0.999, or None for none",
     ),
     "steps_per_call": (_is_int(1, "auto"), 'give "auto" or a whole number >= 1'),
     "compile": (_is_one_of("graph", "xla"), "give graph or xla"),

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from loop.backends.base import Backend, fingerprint
 from loop.errors import PeerError, TrainingError, UsageError
 from loop.pace import Pace
 from loop.state import Progress, plain
-from loop.step import Step
+from loop.step import EXAMPLES, SKIPPED, SUMS, Step
 from loop.task import TrainTask, hyperparameters, target_of
 
 COUNTERS = ("epoch", "step", "examples")
 """The entries of a row of the history that are no metrics."""
 
-KEPT = ("batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm")
+KEPT = (
+    "batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm", "clip_value",
+    "on_nonfinite", "sync_batch_norm", "ema",
+)  # fmt: skip
 """The options that a resumed run must keep: with others it would be a different run."""
 
 
@@ -34,13 +38,13 @@ class Run:
     """One training run. The public names are those that `callbacks.Run` promises to callbacks."""
 
     def __init__(
-        self, task: TrainTask, backend: Backend, options: dict[str, Any], model: Any, optimizer: Any, directory: Path
+        self, task: TrainTask, backend: Backend, options: dict[str, Any], built: build.Built, directory: Path
     ) -> None:
         self.task, self.backend, self.options, self.directory = task, backend, options, directory
-        self.model, self.optimizer = model, optimizer
+        self.built, self.model, self.optimizer = built, built.model, built.optimizer
         self.progress = Progress()
         self.history: list[dict[str, float]] = []
-        self.save_on_stop = False
+        self.save_on_stop = self.check_on_save = False
         self.step: Step
         self.callbacks: dict[str, Any] = {}
         self.pace = Pace(options["steps_per_call"])
@@ -60,8 +64,8 @@ class Run:
 
     @property
     def variables(self) -> list[Any]:
-        """All variables of the model and the optimizer."""
-        return build.model_variables(self.model) + build.optimizer_variables(self.optimizer)
+        """All variables that make up the state of the run: of the model, the optimizer, and the step."""
+        return self.built.variables + (self.step.variables if hasattr(self, "step") else [])
 
     @property
     def total_steps(self) -> int | None:
@@ -115,6 +119,28 @@ class Run:
     def fingerprints(self) -> dict[int, list[str]]:
         """A hash of each of `variables` in each replica. All workers must call it."""
         return self.backend.fingerprints(self.variables)
+
+    def check_replicas(self) -> None:
+        """Compares all variables across all replicas. All workers must call it, and all raise the same error.
+
+        Raises:
+            TrainingError: one isn't the same everywhere; which, and where.
+        """
+        self.step.average_statistics()
+        prints = self.fingerprints()
+        for index, name in enumerate(state.named_variables(self)):
+            # What most replicas have is taken to be right; where there is no majority, what the chief has.
+            seen = [hashes[index] for hashes in prints.values()]
+            usual = max(seen, key=lambda each: (seen.count(each), each == seen[0]))
+            differ = [replica for replica, each in enumerate(seen) if each != usual]
+            if differ:
+                local = self.backend.local_replicas
+                where = ", ".join(f"replica {replica} (rank {replica // local})" for replica in differ)
+                raise TrainingError(
+                    f"step {self.progress.step}: the replicas have drifted apart: {name} differs on {where}. Look for "
+                    "code that depends on the rank, for a variable that is changed outside of the step, and at the "
+                    "hardware; `tfloop verify` tries the task itself"
+                )
 
     # What the loop uses
 
@@ -174,7 +200,7 @@ class Run:
 
     def count(self, steps: int, totals: np.ndarray, seconds: float) -> None:
         """Takes in what a compiled call did."""
-        examples = int(totals[-1])
+        examples = int(totals[EXAMPLES])
         self.progress.step += steps
         self.progress.step_in_epoch += steps
         self.progress.examples += examples
@@ -196,7 +222,13 @@ class Run:
 
     def evaluated(self, totals: np.ndarray) -> None:
         """Takes in the totals of an evaluation."""
-        self.eval_metrics = self.step.means(totals, "eval_")
+        if not totals[SUMS + 1]:
+            warnings.warn(
+                "the weights of all evaluation examples sum to zero, so that their means are nan: look at the "
+                '"weight" that compute() returns',
+                stacklevel=2,
+            )
+        self.eval_metrics = self.step.eval_means(totals)
         self.evaluated_at = self.progress.step
 
     def close_epoch(self) -> dict[str, float]:
@@ -212,6 +244,17 @@ class Run:
             )
         if not self.progress.step_in_epoch:
             raise TrainingError(f"epoch {self.progress.epoch + 1} had no examples: the data has run dry")
+        if not self.epoch_totals[SUMS + 1] and self.epoch_totals[SKIPPED]:
+            raise TrainingError(
+                f"epoch {self.progress.epoch + 1}: all {int(self.epoch_totals[SKIPPED])} steps were skipped, because "
+                "the loss or its gradient was not finite: nothing was trained. Lower the learning rate, or look for "
+                "bad values in the data"
+            )
+        if not self.epoch_totals[SUMS + 1]:
+            raise UsageError(
+                f"epoch {self.progress.epoch + 1}: the weights of all examples sum to zero, so that nothing was "
+                'trained: look at the "weight" that compute() returns'
+            )
         metrics = {**self.step.means(self.epoch_totals), **self.eval_metrics}
         done = self.progress
         row = {"epoch": done.epoch + 1, "step": done.step, "examples": done.examples, **metrics}
@@ -228,13 +271,16 @@ class Run:
     def write_checkpoint(self) -> str:
         """Writes the checkpoint that the workers have agreed on (chief only); returns why."""
         reason, self._save_reason = self._save_reason or self.stop_reason or "signal", ""
+        if self.check_on_save:
+            self.check_replicas()
+        self.step.average_statistics()
         if self.backend.is_chief:
             checkpoint.write(self.directory / "checkpoints", self.progress.step, *state.snapshot(self))
         return reason
 
     def weights_sha256(self) -> str:
         """The hash of the model's variables, in order; see `fingerprint`."""
-        return fingerprint(*(variable.numpy() for variable in build.model_variables(self.model)))
+        return fingerprint(*(self.backend.local_values(each)[0] for each in build.model_variables(self.model)))
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

@@ -138,7 +138,7 @@ def _compare(run: Run, path: Path, manifest: dict[str, Any]) -> None:
     """Refuses to go on with another task or other settings: it would be a different run."""
     before, now = manifest["run"], redact(run.info)
     pairs = {"the task": (before["task"], now["task"])}
-    pairs |= {name: (before["options"].get(name), now["options"].get(name)) for name in KEPT}
+    pairs |= {name: (before["options"][name], now["options"][name]) for name in KEPT if name in before["options"]}
     pairs |= {"the stream's split over workers": (manifest["layout"], run.step.data.train.layout)}
     old, new = before["hyperparameters"], now["hyperparameters"]
     pairs |= {f"the field {name}": (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])}

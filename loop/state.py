@@ -11,11 +11,14 @@ import numpy as np
 
 from callbacks.journal import jsonable
 from callbacks.redact import redact
-from loop.build import all_variables, as_tf, optimizer_variables, variable_names
+from loop.build import Built, all_variables, as_tf, optimizer_variables, trainable_variables, variable_names
 from loop.errors import UsageError
 
 if TYPE_CHECKING:
     from loop.run import Run
+
+AVERAGES = "average/"
+"""The names of moving averages in a checkpoint begin with this, where those of the weights begin with `model/`."""
 
 
 @dataclasses.dataclass
@@ -37,7 +40,7 @@ class Progress:
 
 def snapshot(run: Run) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The run as it stands: its tensors by name, and all else as JSON values."""
-    tensors = {name: variable.numpy() for name, variable in named_variables(run).items()}
+    tensors = {name: run.backend.local_values(variable)[0] for name, variable in named_variables(run).items()}
     return tensors, {
         "progress": dataclasses.asdict(run.progress),
         "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(run.epoch_totals)],
@@ -81,9 +84,28 @@ def json_state(key: str, callback: Any) -> dict[str, Any]:
     return state
 
 
+def named_variables_of(built: Built) -> dict[str, Any]:
+    """All variables of a model and its optimizers by the names that they have in a checkpoint."""
+    return numbered("model", all_variables(built.model)) | numbered("optimizer", optimizer_variables(built.optimizer))
+
+
 def named_variables(run: Run) -> dict[str, Any]:
     """All variables of a run by the names that they have in a checkpoint."""
-    return numbered("model", all_variables(run.model)) | numbered("optimizer", optimizer_variables(run.optimizer))
+    found = named_variables_of(run.built)
+    if run.step.averages:
+        # Under the places and names of the weights that they are averages of: see `averaged`.
+        places = {id(variable): name for name, variable in found.items()}
+        weights = as_tf(trainable_variables(run.model))
+        for weight, average in zip(weights, run.step.averages, strict=True):
+            found[places[id(weight)].replace("model/", AVERAGES, 1)] = average
+    return found | numbered("scale", run.step.scale.variables if run.step.scale else [])
+
+
+def averaged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The model's variables of a checkpoint, with the moving averages of its weights where it has any."""
+    model = {name: value for name, value in tensors.items() if name.startswith("model/")}
+    averages = {name.replace(AVERAGES, "model/", 1): v for name, v in tensors.items() if name.startswith(AVERAGES)}
+    return model | averages
 
 
 def numbered(kind: str, variables: Any) -> dict[str, Any]:
@@ -98,7 +120,7 @@ def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     Raises:
         UsageError: there are more or fewer variables than stored tensors, or one has another shape or dtype.
     """
-    for kind in ("model", "optimizer"):
+    for kind in dict.fromkeys(name.partition("/")[0] for name in [*variables, *tensors]):
         own = [name for name in variables if name.startswith(f"{kind}/")]
         stored = [name for name in tensors if name.startswith(f"{kind}/")]
         if len(own) != len(stored):

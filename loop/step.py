@@ -8,65 +8,95 @@ replicas made it, but for the order in which floats are added.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from loop import random
 from loop.backends.base import Backend
-from loop.build import as_tf, check, losses, trainable_variables, variable_names
-from loop.data import Data, count, rows
+from loop.build import Built, as_tf, losses, trainable_variables, variable_names
+from loop.data import Addressed, Data, Rows, Stream, count
 from loop.errors import TrainingError, UsageError
+from loop.replica import EveryoneNeededError, Replica, within
+from loop.scale import LossScale
+from loop.statistics import has_own_state, share, statistics
 from loop.task import TrainTask
+from loop.values import Values
 
 GOING, EPOCH_ENDED, NOT_FINITE = 0, 1, 2
 """How a compiled call ended: all steps made; the data is at its end; a loss or gradient is not finite."""
 
+EVALUATION = 1 << 31
+"""Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
+
+EXAMPLES, SKIPPED, SUMS = 0, 1, 2
+"""Places in a vector of totals: the number of examples, that of skipped steps, and where sums and states begin."""
+
 
 class Step:
-    """The compiled functions of a run.
+    """The compiled functions of a run, and the variables that they need beside those of model and optimizer.
 
     Args:
-        task, model, optimizer: the task and what it built.
-        names: the names of the values that `task.compute` returns, the loss first.
+        task: the task.
+        built: what it built.
         backend: the engine.
-        data: the sources.
-        clip_norm: the greatest global norm of the gradient, or None.
-        accumulate: into how many micro-batches each replica cuts its share.
-        xla: whether XLA compiles each replica's forward and backward pass.
+        data: the sources, shared out.
+        options: the options of `fit`.
     """
 
-    def __init__(
-        self,
-        task: TrainTask,
-        model: Any,
-        optimizer: Any,
-        names: Sequence[str],
-        backend: Backend,
-        data: Data,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        xla: bool = False,
-    ) -> None:
-        self.task, self.model, self.optimizer, self.backend, self.data = task, model, optimizer, backend, data
-        self.names = list(names)
-        self.clip_norm, self.accumulate = clip_norm, accumulate
+    def __init__(self, task: TrainTask, built: Built, backend: Backend, data: Data, options: dict[str, Any]) -> None:
+        self.task, self.built, self.model, self.backend, self.data = task, built, built.model, backend, data
+        self.options = options
         self.traces = 0
-        self._variables = trainable_variables(model)
+        self.not_finite: list[str] = []
+        self._variables = trainable_variables(built.model)
         wide = any(variable.dtype == "float64" for variable in as_tf(self._variables))
         self._dtype = tf.float64 if wide else tf.float32
-        self._connected: list[int] = []
+        self._trained = {name: Values(names, built.metrics) for name, names in built.phases.items()}
+        self._evaluated = Values(built.values, built.metrics)
+        self._connected: dict[str, list[int]] = {}
         self._problem: Exception | None = None
-        self._gradient_sums = tf.function(self._sum_gradients, jit_compile=True) if xla else self._sum_gradients
+        # The sources whose batches all replicas must compute, with rows or without; and those that XLA can't compile.
+        self._everyone: set[Any] = set()
+        self._uncompiled: set[Any] = set()
+        self._statistics = statistics(built.model) if backend.replicas > 1 else []
+        share(built.model, options["sync_batch_norm"])
+        random.reseed(built.model)
+        if has_own_state(built.model):
+            self._everyone |= {data.train, data.eval}
+        if backend.replicas > 1:
+            random.by_row()
+        with backend.scope():
+            scaled = options["precision"] == "mixed_float16"
+            self.scale = LossScale(options["batch_size"]) if scaled else None
+            averaged = self._variables if options["ema"] else []
+            self.averages = [
+                tf.Variable(each.numpy(), trainable=False, name="average", dtype=each.dtype) for each in as_tf(averaged)
+            ]
+        self.gradients: list[tf.Variable] = []
+        self._compile()
+
+    def watch_gradients(self) -> None:
+        """From now on `gradients` has the gradient that each trainable variable was last given: divided, clipped."""
+        with self.backend.scope():
+            self.gradients = [
+                tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False) for each in as_tf(self._variables)
+            ]
+        self._compile()
+
+    def _compile(self) -> None:
         self._train = tf.function(self._train_steps)
         self._evaluate = tf.function(self._evaluate_steps)
+        self._average = tf.function(self._average_statistics)
 
     @property
-    def width(self) -> int:
-        """The length of a vector of totals."""
-        return 2 * len(self.names) + 1
+    def variables(self) -> list[tf.Variable]:
+        """The variables that a checkpoint holds beside those of model and optimizer."""
+        return [*self.averages, *(self.scale.variables if self.scale else [])]
 
     def train(self, handle: Any, epoch: int, step: int, steps: int) -> tuple[int, int, np.ndarray]:
         """Makes up to `steps` training steps in one compiled call.
@@ -78,10 +108,14 @@ class Step:
             steps: how many to make at most.
 
         Returns:
-            How many were made; how it ended (`GOING`, `EPOCH_ENDED`, `NOT_FINITE`); and their totals: float64 of shape
-            [2 * values + 1], for each value its weighted sum and its weight, then the number of examples.
+            How many were made; how it ended (`GOING`, `EPOCH_ENDED`, `NOT_FINITE`: see `not_finite`); and their totals,
+            to be added up and handed to `means`: the numbers of examples and of skipped steps, the sums of all values,
+            and the states of all metrics; float64.
         """
-        packed = self._call(self._train, handle, epoch, step, steps)
+        packed = self._call("_train", handle, epoch, step, steps)
+        finite, packed = np.split(packed, [len(self._checked())])
+        if packed[1] == NOT_FINITE:
+            self.not_finite = [name for name, good in zip(self._checked(), finite, strict=True) if not good]
         return int(packed[0]), int(packed[1]), packed[2:]
 
     def evaluate(self) -> np.ndarray:
@@ -89,164 +123,423 @@ class Step:
         source = self.data.eval
         assert source is not None
         steps = source.steps_per_epoch or np.iinfo(np.int64).max
-        return self._call(self._evaluate, source.start(0, 0), 0, 0, steps)
+        self.average_statistics()
+        with self.averaged_weights():
+            return self._call("_evaluate", source.start(0, 0), EVALUATION, 0, steps)
 
-    def means(self, totals: np.ndarray, prefix: str = "") -> dict[str, float]:
-        """Each value's mean over a vector of totals; nan where the weight is 0."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return {prefix + name: float(totals[2 * i] / totals[2 * i + 1]) for i, name in enumerate(self.names)}
+    def means(self, totals: np.ndarray) -> dict[str, float]:
+        """The means and metrics of totals of `train`; nan where the weight is 0."""
+        means: dict[str, float] = {}
+        sums_at, states_at = SUMS, SUMS + sum(values.width for values in self._trained.values())
+        for name, values in self._trained.items():
+            sums, states = totals[sums_at:][: values.width], totals[states_at:][: values.state_width]
+            means |= {f"{name}_{key}" if name else key: value for key, value in values.means(sums, states).items()}
+            sums_at, states_at = sums_at + values.width, states_at + values.state_width
+        if self.scale is not None:
+            means["loss_scale"] = float(self.backend.local_values(self.scale.scale)[0])
+        if self.scale is not None or self.options["on_nonfinite"] == "skip":
+            means["skipped_steps"] = float(totals[SKIPPED])
+        return means
 
-    def _call(self, function: Any, handle: Any, *numbers: int) -> np.ndarray:
+    def eval_means(self, totals: np.ndarray) -> dict[str, float]:
+        """The means and metrics of totals of `evaluate`, named `eval_...`."""
+        values = self._evaluated
+        sums, states = np.split(totals[SUMS:], [values.width])
+        return {f"eval_{name}": value for name, value in values.means(sums, states).items()}
+
+    def average_statistics(self) -> None:
+        """Gives all replicas the mean of their statistics. All workers must call it.
+
+        Synchronised ones are equal, and stay as they are to the bit.
+        """
+        if self._statistics:
+            self._average()
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Within it, the model has the moving averages of its weights, if there are any."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def take_averages(self) -> None:
+        """Gives the model the moving averages of its weights, if there are any, for good."""
+        for variable, average in zip(as_tf(self._variables), self.averages, strict=False):
+            variable.assign(self.backend.local_values(average)[0])
+
+    def _swap(self) -> None:
+        for variable, average in zip(as_tf(self._variables), self.averages, strict=False):
+            own, other = self.backend.local_values(variable)[0], self.backend.local_values(average)[0]
+            variable.assign(other)
+            average.assign(own)
+
+    def _call(self, name: str, handle: Any, *numbers: int) -> np.ndarray:
         # One trace serves all calls, because numbers are tensors; one transfer brings back all results.
         try:
-            return function(handle, *(tf.constant(number, tf.int64) for number in numbers)).numpy()
+            return getattr(self, name)(handle, *(tf.constant(number, tf.int64) for number in numbers)).numpy()
         except Exception:
-            if self._problem is not None:  # raised while tracing, which wraps it in a text of its own
-                raise self._problem from None
-            raise
+            problem, self._problem = self._problem, None  # raised while tracing, which wraps it in a text of its own
+            if problem is None:
+                raise
+            if not isinstance(problem, EveryoneNeededError):
+                raise problem from None
+        self._compile()
+        return self._call(name, handle, *numbers)
+
+    # Training: in cross-replica context
 
     def _train_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         self.traces += 1
         source, backend = self.data.train, self.backend
-        done, status = tf.constant(0, tf.int64), tf.constant(GOING)
-        totals = tf.zeros([self.width], tf.float64)
+        done, status = tf.constant(0, tf.int64), tf.constant(GOING, tf.int64)
+        totals = tf.zeros([SUMS + sum(values.width for values in self._trained.values())], tf.float64)
+        width = sum(values.state_width for values in self._trained.values())
+        states = backend.run(lambda: tf.zeros([width], tf.float64))
+        finite = tf.ones([len(self._checked())], tf.bool)
         while done < steps and status == GOING:
+            # One step after the other: collectives of two steps must not overtake each other.
+            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             feed = source.take(handle, epoch, step + done)
-            gradients, sums, finite = backend.run(self._reduced_gradients, feed)
-            sums, finite = backend.first(sums), backend.first(finite)
-            if sums[-1] == 0.0:
-                status = tf.constant(EPOCH_ENDED)
-                source.next_epoch()
-            elif not finite:
-                status = tf.constant(NOT_FINITE)
-            else:
-                if sums[1] != 0.0:  # a batch whose weights sum to zero says nothing: the step changes nothing
-                    backend.run(self._apply, gradients)
-                totals += tf.cast(sums, tf.float64)
-                done += 1
-        return tf.concat([tf.cast([done, tf.cast(status, tf.int64)], tf.float64), totals], 0)
+            self._begin(feed)
+            self.task.train_step(self.model, self)
+            more, more_states, finite, status = self._finish()
+            totals += more
+            if width:
+                states = backend.run(tf.add, states, more_states)
+            done += tf.cast(status == GOING, tf.int64)
+        if width:
+            states = backend.run(lambda states: backend.all_reduce([states])[0], states)
+        counts = tf.cast([done, status], tf.float64)
+        return tf.concat([tf.cast(finite, tf.float64), counts, totals, backend.first(states)], 0)
 
-    def _reduced_gradients(self, feed: Any) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """In each replica: the gradients of the global batch, the sums of its values, and whether all is finite."""
-        batch = self.data.train.share(feed, self.backend.replica())
-        gradients, sums = self._share_sums(batch)
-        *gradients, sums = self.backend.all_reduce([*gradients, sums])
-        finite = tf.math.is_finite(sums[0])
-        for gradient in gradients:
-            finite &= tf.reduce_all(tf.math.is_finite(gradient))
-        weight = tf.where(sums[1] == 0.0, tf.ones_like(sums[1]), sums[1])
-        gradients = [gradient / tf.cast(weight, gradient.dtype) for gradient in gradients]
-        if self.clip_norm is not None:
-            gradients, _ = tf.clip_by_global_norm(gradients, self.clip_norm)
-        return gradients, sums, finite
+    def _begin(self, feed: Any) -> None:
+        """Starts to trace a step."""
+        self._feed, self._graph, self._phase = feed, tf.compat.v1.get_default_graph(), -1
+        self._sums: dict[str, tf.Tensor] = {}
+        self._states: dict[str, Any] = {}
+        self._finite: dict[str, tf.Tensor] = {}
+        self._examples: tf.Tensor | None = None
+        self._going: tf.Tensor = tf.constant(True)
 
-    def _share_sums(self, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The sums of gradients and values over the replica's share, micro-batch by micro-batch."""
-        if self.accumulate == 1:
-            return self._part_sums(batch)
-        n, parts = count(batch), self.accumulate
+    def minimize(self, values: Callable[[Any], dict[str, Any]], optimizer: str = "") -> dict[str, tf.Tensor]:
+        """One optimizer step, from the values of the global batch; to be called in `TrainTask.train_step`.
 
-        def micro(part: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
-            low, high = rows(n, part, parts)
-            return self._part_sums(tf.nest.map_structure(lambda tensor: tensor[low:high], batch))
+        Args:
+            values: a function of a batch, which returns what `compute` would.
+            optimizer: the name of the one of several optimizers that is to make the step; "" is all, each for its
+                variables.
 
-        gradients, sums = micro(tf.constant(0, tf.int64))
-        for part in tf.range(1, parts, dtype=tf.int64):
-            more, more_sums = micro(part)
-            gradients = [gradient + other for gradient, other in zip(gradients, more, strict=True)]
-            sums += more_sums
-        return gradients, sums
-
-    def _part_sums(self, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The sums over one batch. One without rows adds zeros, and isn't computed: few layers bear a batch of 0."""
-        if not self.data.train.leaves_some_without(self.backend.replicas * self.accumulate):
-            return self._gradient_sums(batch)
-
-        def nothing() -> tuple[list[tf.Tensor], tf.Tensor]:
-            variables = as_tf(self._variables)  # which are connected is known by now: the other branch is traced first
-            zeros = [tf.zeros(variables[index].shape, variables[index].dtype) for index in self._connected]
-            return zeros, tf.zeros([self.width], self._dtype)
-
-        return tf.cond(count(batch) > 0, lambda: self._gradient_sums(batch), nothing)
-
-    def _sum_gradients(self, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The gradients of S + W * sum(model.losses), and the sums of all values, over one batch."""
-        with tf.GradientTape() as tape:
-            values = self.task.compute(self.model, batch, training=True)
-            objective, sums = self._sums(values, batch)
-            if penalties := losses(self.model):
-                objective += sums[1] * tf.add_n([tf.cast(penalty, self._dtype) for penalty in penalties])
-        gradients = tape.gradient(objective, as_tf(self._variables))
-        self._connected = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        self._check_connected()
-        return [tf.convert_to_tensor(gradients[index]) for index in self._connected], sums
-
-    def _sums(self, values: dict[str, Any], batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """The weighted sum of the loss, to be differentiated; and all totals, not to be.
-
-        Totals: for each value its weighted sum and its weight, then the number of examples; shape [2 * values + 1].
+        Returns:
+            The values' means over the global batch, by name: scalar tensors.
         """
-        try:
-            check(values, None, self.names)
-        except UsageError as error:
-            self._problem = error
-            raise
-        weight = values.get("weight")
-        if weight is not None:
-            weight = tf.stop_gradient(tf.cast(weight, self._dtype))
-        sums = []
-        for name in self.names:
-            value = tf.cast(values[name], self._dtype)
-            if weight is None:
-                sums += [tf.reduce_sum(value), tf.cast(tf.size(value), self._dtype)]
-            else:  # the weight of an example is that of all its elements
-                trailing = [1] * (value.shape.rank - weight.shape.rank)
-                each = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
-                sums += [tf.reduce_sum(tf.math.multiply_no_nan(value, each)), tf.reduce_sum(each)]
-        return sums[0], tf.stop_gradient(tf.stack([*sums, tf.cast(count(batch), self._dtype)]))
-
-    def _check_connected(self) -> None:
-        names = variable_names(self._variables)
-        lost = [name for index, name in enumerate(names) if index not in self._connected]
-        if len(lost) == len(names):
+        backend, parts = self.backend, self.options["accumulate"]
+        if tf.compat.v1.get_default_graph() is not self._graph:
             self._problem = UsageError(
+                "step.minimize() within tf.cond, tf.while_loop, or an `if` or `for` over a tensor: call it as often in "
+                "each step, and multiply the loss or the weight by 0 where it shall do nothing"
+            )
+            raise self._problem
+        known = self._trained[optimizer]
+        self._phase += 1
+
+        def part_sums(feed: Any, part: tf.Tensor) -> Any:
+            return self._part_sums(values, optimizer, feed, part)
+
+        found = backend.run(part_sums, self._feed, tf.constant(0, tf.int64))
+        gradients, sums, states = self._accumulated(part_sums, found) if parts > 1 else found
+        gradients, sums, each_finite = backend.run(lambda *pair: self._reduced(optimizer, *pair), gradients, sums)
+        sums, each_finite = backend.first(sums), backend.first(each_finite)
+        finite = tf.reduce_all(each_finite)
+        if self.options["on_nonfinite"] == "stop" and self.scale is None:
+            self._going &= finite
+        # A batch whose weights sum to zero says nothing: the step changes nothing.
+        applies = self._going & finite & (sums[2] != 0.0)
+
+        def apply() -> tf.Tensor:
+            backend.run(lambda gradients: self._apply(optimizer, gradients), gradients)
+            return applies
+
+        tf.cond(applies, apply, lambda: applies)
+        examples, sums = sums[0], tf.cast(sums[1:], tf.float64)
+        kept = tf.where(finite, sums, tf.zeros_like(sums))
+        if optimizer in self._sums:
+            kept, each_finite = kept + self._sums[optimizer], each_finite & self._finite[optimizer]
+            states = backend.run(tf.add, states, self._states[optimizer])
+        self._examples = examples if self._examples is None else self._examples
+        self._sums[optimizer], self._states[optimizer], self._finite[optimizer] = kept, states, each_finite
+        means = tf.math.divide_no_nan(sums[0::2], sums[1::2])
+        return {name: tf.cast(means[i], self._dtype) for i, name in enumerate(known.names)}
+
+    def _accumulated(self, part_sums: Any, sums: Any) -> Any:
+        """Adds what the other micro-batches give to the sums of the first."""
+
+        def add(*pairs: Any) -> Any:
+            return tf.nest.map_structure(tf.add, *pairs)
+
+        def body(part: tf.Tensor, sums: Any) -> Any:
+            return part + 1, self.backend.run(add, sums, self.backend.run(part_sums, self._feed, part))
+
+        parts = tf.constant(self.options["accumulate"], tf.int64)
+        start = tf.constant(1, tf.int64), sums
+        # One part after the other: memory for one is enough, and their collectives must not overtake each other.
+        return tf.while_loop(lambda part, sums: part < parts, body, start, parallel_iterations=1)[1]
+
+    def _finish(self) -> tuple[tf.Tensor, Any, tf.Tensor, tf.Tensor]:
+        """Ends the trace of a step: what it adds to totals and states; what is finite (see `_checked`); its status."""
+        assert self._examples is not None  # when train_step() was tried, it called step.minimize()
+        backend = self.backend
+        each_finite = tf.concat([self._finite[name] for name in self._trained], 0)
+        finite = tf.reduce_all(each_finite)
+        ended = self._examples == 0.0
+        stops = ~finite & (self.options["on_nonfinite"] == "stop")
+        scale = self.scale
+        if scale is not None:
+            stops &= scale.exhausted()
+            tf.cond(ended, lambda: ended, lambda: self._rescale(finite))
+        if isinstance(self.data.train, Stream):
+            tf.cond(ended, self._next_epoch, lambda: ended)
+        status = tf.where(ended, EPOCH_ENDED, tf.where(stops, NOT_FINITE, GOING))
+        counts = tf.stack([tf.cast(self._examples, tf.float64), tf.cast(~finite, tf.float64)])
+        totals = tf.concat([counts, *(self._sums[name] for name in self._trained)], 0)
+        totals = tf.where(stops, tf.zeros_like(totals), totals)
+
+        def kept(*parts: tf.Tensor) -> tf.Tensor:
+            return tf.where(finite, tf.concat(parts, 0), 0)
+
+        states = next(iter(self._states.values()))
+        if any(values.state_width for values in self._trained.values()):
+            states = backend.run(kept, *(self._states[name] for name in self._trained))
+        return totals, states, each_finite, tf.cast(status, tf.int64)
+
+    def _rescale(self, finite: tf.Tensor) -> tf.Tensor:
+        scale = self.scale
+        assert scale is not None
+        self.backend.run(lambda: scale.update(finite))
+        return finite
+
+    def _next_epoch(self) -> tf.Tensor:
+        self.data.train.next_epoch()
+        return tf.constant(True)
+
+    # Training: in each replica
+
+    def _part_sums(self, values: Any, optimizer: str, feed: Any, part: tf.Tensor) -> Any:
+        """The replica's sums over one micro-batch: of gradients, of values (examples first), and of metrics' states.
+
+        Without rows they are zeros, and nothing is computed (few layers bear a batch of 0), unless all replicas are
+        needed: see `Replica`.
+        """
+        source, parts = self.data.train, self.options["accumulate"]
+        rows = source.share(feed, self.backend.replica(), part, parts)
+
+        def some(rows: Rows, stand_in: Any) -> Any:
+            return self._sum_gradients(values, optimizer, rows, stand_in)
+
+        if self.options["compile"] == "xla" and source not in self._uncompiled:
+            some = tf.function(some, jit_compile=True)
+        return self._of_rows(
+            source, rows, parts, lambda stand_in: some(rows, stand_in), lambda: self._nothing(optimizer)
+        )
+
+    def _of_rows(self, source: Addressed | Stream, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:
+        """What `some` makes of the replica's rows; `nothing` where it has none and needn't take part."""
+        if not source.leaves_some_without(self.backend.replicas * parts):
+            return some(None)
+        if source in self._everyone:
+            return some(tf.nest.map_structure(lambda tensor: tensor[:1], source.example))
+        # Which variables are connected is known when `nothing` is traced: `some` is traced first.
+        return tf.cond(count(rows.batch) > 0, lambda: some(None), nothing)
+
+    @contextlib.contextmanager
+    def _replica(self, source: Addressed | Stream, rows: Rows, stand_in: Any, parts: int) -> Iterator[Replica]:
+        """The replica within which `compute` is traced."""
+        phase = self._phase if source is self.data.train else 0
+        replica = Replica(self.backend, rows, self.options["seed"], source.most(parts), phase, stand_in)
+        # Within a branch, or within what XLA compiles, there can be no collective.
+        branch = source not in self._everyone and source.leaves_some_without(self.backend.replicas * parts)
+        compiled = self.options["compile"] == "xla" and source is self.data.train and source not in self._uncompiled
+        replica.collective = not (branch or compiled)
+        try:
+            with within(replica):
+                yield replica
+        except Exception as error:
+            self._problem = replica.problem or (error if isinstance(error, UsageError) else None)
+            if not isinstance(self._problem, EveryoneNeededError):
+                raise
+            self._everyone.add(source)
+            if compiled:
+                self._uncompiled.add(source)
+                warnings.warn(
+                    "compute() needs other replicas, which XLA can't compile: as compile='graph'", stacklevel=2
+                )
+            raise
+
+    def _sum_gradients(self, values: Any, optimizer: str, rows: Rows, stand_in: Any) -> Any:
+        """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather."""
+        known, parts = self._trained[optimizer], self.options["accumulate"]
+        with self._replica(self.data.train, rows, stand_in, parts) as replica:
+            trained = self._of(optimizer)
+            with tf.GradientTape() as tape:
+                found = values(replica.batch)
+                objective, sums = known.sums(found, self._dtype)
+                real = replica.counts_something
+                if real is not None:
+                    objective, sums = tf.where(real, objective, 0), tf.where(real, sums, 0)
+                penalties = losses(self.model)
+                if penalties:
+                    objective += sums[1] * tf.add_n([tf.cast(penalty, self._dtype) for penalty in penalties])
+                if self.scale is not None:
+                    objective *= self.scale.scale
+            gradients = tape.gradient(objective, as_tf([self._variables[index] for index in trained]))
+            self._connected[optimizer] = [
+                index for index, gradient in zip(trained, gradients, strict=True) if gradient is not None
+            ]
+            self._check_connected(optimizer, trained)
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+            for index, gradient in zip(self._connected[optimizer], gradients, strict=True):
+                gradient.set_shape(self._variables[index].shape)  # which is lost where rows are added up
+            if real is not None:
+                gradients = [tf.where(real, gradient, tf.zeros_like(gradient)) for gradient in gradients]
+            states = known.states(found)
+            if real is not None:
+                states = tf.where(real, states, 0)
+        # Examples first, among the sums: the number of those that are its own.
+        return gradients, tf.concat([tf.cast([count(rows.batch)], self._dtype), sums], 0), states
+
+    def _nothing(self, optimizer: str) -> Any:
+        """What a replica without rows adds."""
+        known, variables = self._trained[optimizer], as_tf(self._variables)
+        zeros = [tf.zeros(variables[index].shape, variables[index].dtype) for index in self._connected[optimizer]]
+        return zeros, tf.zeros([1 + known.width], self._dtype), tf.zeros([known.state_width], tf.float64)
+
+    def _of(self, optimizer: str) -> list[int]:
+        """The variables that a `minimize` trains, by index."""
+        return self.built.optimizers[optimizer][1] if optimizer else list(range(len(self._variables)))
+
+    def _check_connected(self, optimizer: str, trained: list[int]) -> None:
+        names = variable_names(self._variables)
+        lost = [names[index] for index in trained if index not in self._connected[optimizer]]
+        if len(lost) == len(trained):
+            raise UsageError(
                 "the loss depends on no variable of the model: compute() must return a loss that is made from "
                 "model(...) by differentiable operations (no argmax, no .numpy(), no tf.cast to an integer)"
             )
-            raise self._problem
         if lost:
             warnings.warn(f"the loss doesn't depend on {', '.join(lost)}: not trained", stacklevel=2)
 
-    def _apply(self, gradients: list[tf.Tensor]) -> None:
-        self.backend.apply(self.optimizer, gradients, [self._variables[index] for index in self._connected])
+    def _reduced(self, optimizer: str, gradients: list[tf.Tensor], sums: tf.Tensor) -> Any:
+        """The gradients of the global batch, divided and clipped; its sums; and what is finite: see `_checked`."""
+        *gradients, sums = self.backend.all_reduce([*gradients, sums])
+        finite = {-1: tf.math.is_finite(sums[1])}
+        finite |= {
+            index: tf.reduce_all(tf.math.is_finite(gradient))
+            for index, gradient in zip(self._connected[optimizer], gradients, strict=True)
+        }
+        good = tf.constant(True)
+        each_finite = tf.stack([finite.get(index, good) for index in (-1, *self._of(optimizer))])
+        weight = tf.where(sums[2] == 0.0, tf.ones_like(sums[2]), sums[2])
+        if self.scale is not None:
+            weight *= self.scale.scale
+        gradients = [gradient / tf.cast(weight, gradient.dtype) for gradient in gradients]
+        if self.options["clip_norm"] is not None:
+            gradients, _ = tf.clip_by_global_norm(gradients, self.options["clip_norm"])
+        limit = self.options["clip_value"]
+        if limit is not None:
+            gradients = [tf.clip_by_value(gradient, -limit, limit) for gradient in gradients]
+        return gradients, sums, each_finite
+
+    def _apply(self, optimizer: str, gradients: list[tf.Tensor]) -> None:
+        """The optimizers' step, and that of the moving averages."""
+        by_index = dict(zip(self._connected[optimizer], gradients, strict=True))
+        if self.gradients:
+            for index, gradient in by_index.items():
+                self.gradients[index].assign(gradient)
+        for name, (each, indices) in self.built.optimizers.items():
+            own = [index for index in indices if index in by_index]
+            if own and optimizer in ("", name):
+                self.backend.apply(each, [by_index[index] for index in own], [self._variables[index] for index in own])
+        if self.averages:
+            variables = as_tf(self._variables)
+            for index in self._of(optimizer):
+                average, decay = self.averages[index], self.options["ema"]
+                average.assign_add((1 - decay) * (variables[index] - average))
+
+    def _checked(self) -> list[str]:
+        """What is checked to be finite at each step, by name."""
+        names = variable_names(self._variables)
+        return [
+            text
+            for name in self._trained
+            for text in ("the loss", *(f"the gradient of {names[index]}" for index in self._of(name)))
+        ]
+
+    # Evaluation
 
     def _evaluate_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
-        source, backend = self.data.eval, self.backend
+        source, backend, values = self.data.eval, self.backend, self._evaluated
         assert source is not None
+        width = SUMS + values.width + values.state_width
 
-        def sums(batch: Any) -> tf.Tensor:
-            return self._sums(self.task.compute(self.model, batch, training=False), batch)[1]
+        def of_rows(rows: Rows, stand_in: Any) -> tf.Tensor:
+            with self._replica(source, rows, stand_in, 1) as replica:
+                found = self.task.compute(self.model, replica.batch, training=False)
+                _, sums = values.sums(found, self._dtype)
+                counted = tf.concat([tf.cast(sums, tf.float64), values.states(found)], 0)
+                if replica.counts_something is not None:
+                    counted = tf.where(replica.counts_something, counted, 0)
+            return tf.concat([tf.cast(tf.stack([count(rows.batch), 0]), tf.float64), counted], 0)
 
         def add(totals: tf.Tensor, feed: Any) -> tf.Tensor:
-            batch = source.share(feed, backend.replica())
-            if source.leaves_some_without(backend.replicas):
-                nothing = tf.zeros([self.width], self._dtype)
-                return totals + tf.cast(tf.cond(count(batch) > 0, lambda: sums(batch), lambda: nothing), tf.float64)
-            return totals + tf.cast(sums(batch), tf.float64)
+            rows = source.share(feed, backend.replica())
+            return totals + self._of_rows(
+                source, rows, 1, lambda stand_in: of_rows(rows, stand_in), lambda: tf.zeros([width], tf.float64)
+            )
 
-        totals = backend.run(lambda: tf.zeros([self.width], tf.float64))
+        totals = backend.run(lambda: tf.zeros([width], tf.float64))
         going = tf.constant(True)
         while step < steps and going:
+            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             feed = source.take(handle, epoch, step)
-            going = source.more(feed)
+            going = self._more(source, feed)
             totals = backend.run(add, totals, feed)
             step += 1
         return backend.first(backend.run(lambda totals: backend.all_reduce([totals])[0], totals))
 
+    def _more(self, source: Addressed | Stream, feed: Any) -> tf.Tensor:
+        """Whether there is anything: for this worker; or for any, where all must enter a collective."""
+        more = source.more(feed)
+        if isinstance(source, Stream) and source in self._everyone:
+            table = self.backend.run(lambda: self.backend.all_reduce([tf.cast(more, tf.int64)])[0])
+            return self.backend.first(table) > 0
+        return more
 
-def not_finite(step: int, epoch: int) -> TrainingError:
-    """The error for a loss or gradient that is nan or infinite at `step`."""
+    # Statistics
+
+    def _average_statistics(self) -> None:
+        self.backend.run(self._averaged)
+
+    def _averaged(self) -> None:
+        """In each replica: the chief's value plus the mean distance to it, so that equal ones stay as they are."""
+        backend, variables = self.backend, self._statistics
+        chief = backend.replica() == 0
+        values = [variable.read_value() for variable in variables]
+        firsts = backend.all_reduce([tf.where(chief, value, tf.zeros_like(value)) for value in values])
+        distances = backend.all_reduce(
+            [
+                tf.where(value == first, tf.zeros_like(value), value - first)  # of infinite ones too
+                for value, first in zip(values, firsts, strict=True)
+            ]
+        )
+        for variable, first, distance in zip(variables, firsts, distances, strict=True):
+            variable.assign(first + distance / backend.replicas)
+
+
+def not_finite(step: int, epoch: int, names: list[str]) -> TrainingError:
+    """The error for a loss or gradient that is nan or infinite at `step`; `names` says which."""
+    what = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return TrainingError(
-        f"step {step} (epoch {epoch}): the loss or its gradient is not finite (nan or inf); this step was not applied. "
-        "Lower the learning rate, set clip_norm, or look for bad values in the data"
+        f"step {step} (epoch {epoch}): not finite (nan or inf): {what}; nothing was applied from there on. Lower the "
+        "learning rate, set clip_norm, look for bad values in the data, or skip such steps with on_nonfinite='skip'"
     )

@@ -26,8 +26,45 @@ class TrainTask:
         raise UsageError(f"{type(self).__name__} has no build_model(): define it and return the model")
 
     def build_optimizer(self) -> Any:
-        """Returns a Keras optimizer of the model's family (for a plain `tf.Module`: either family)."""
+        """Returns a Keras optimizer of the model's family (for a plain `tf.Module`: either family).
+
+        Or a dict of them, by name: each trains the variables that `optimizer_variables` says.
+        """
         raise UsageError(f"{type(self).__name__} has no build_optimizer(): define it and return a Keras optimizer")
+
+    def optimizer_variables(self, model: Any, names: list[str]) -> dict[str, Any]:
+        """Which variables each of several optimizers trains.
+
+        Args:
+            model: what `build_model` returned.
+            names: the names of the optimizers.
+
+        Returns:
+            Lists of variables by the optimizers' names. As it is: those of the model's attribute or layer of that name.
+        """
+        parts = {}
+        for name in names:
+            part: Any = getattr(model, name, None)
+            if part is None:
+                found = [layer for layer in getattr(model, "layers", []) if layer.name == name]
+                part = found[0] if found else None
+            if not hasattr(part, "trainable_variables"):
+                raise UsageError(
+                    f"build_optimizer() has an optimizer {name!r}, but the model has no attribute or layer of that "
+                    f"name: define optimizer_variables(self, model, names) in {type(self).__name__}, and return the "
+                    "variables of each"
+                )
+            parts[name] = part.trainable_variables
+        return parts
+
+    def build_metrics(self) -> dict[str, Any]:
+        """Returns metrics that are no means over examples: `keras.metrics` (AUC, F1Score, ...), by name.
+
+        `compute` returns under the same name what the metric is updated with: a tensor, or a tuple such as
+        (labels, predictions). The weights of `compute` are its sample weights. What it gives is exact on any number
+        of replicas: states are added up, and the result is made of the sum.
+        """
+        return {}
 
     def train_data(self) -> Any:
         """Returns `ArrayData(...)`, or an unbatched `tf.data.Dataset` of examples."""
@@ -42,8 +79,8 @@ class TrainTask:
 
         Args:
             model: what `build_model` returned.
-            batch: examples of `train_data` or `eval_data`, stacked along a first axis n. In a replica that has no
-                share of a short last batch n is 0.
+            batch: examples of `train_data` or `eval_data`, stacked along a first axis n >= 1: the replica's share of
+                a (micro-)batch.
             training: whether this is a training step.
 
         Returns:
@@ -52,6 +89,24 @@ class TrainTask:
             same shape. All others are metrics. Each is reported as sum(value * weight) / sum(weight).
         """
         raise UsageError(f"{type(self).__name__} has no compute(): define it and return a dict with per-example 'loss'")
+
+    def train_step(self, model: Any, step: Any) -> None:
+        """One training step, traced into the compiled loop. Override it for more than one loss.
+
+        A GAN, whose two optimizers are named after two parts of its model, takes a step each:
+
+            def train_step(self, model, step):
+                step.minimize(lambda batch: self.judge(model, batch), "discriminator")
+                step.minimize(lambda batch: self.forge(model, batch), "generator")
+
+        Args:
+            model: what `build_model` returned.
+            step: `step.minimize(values, optimizer)` reduces, checks, clips and applies the gradient of the values'
+                "loss" for the variables of that optimizer (of all, if it isn't named). `values` is a function of a
+                batch that returns what `compute` would; its values are reported with the optimizer's name in front.
+                It returns their means over the global batch, as scalar tensors by name.
+        """
+        step.minimize(lambda batch: self.compute(model, batch, training=True))
 
 
 class KerasTask(TrainTask):
@@ -64,7 +119,8 @@ class KerasTask(TrainTask):
             element. A loss object's own reduction is not used.
         train: the training data, of pairs (inputs, labels) or triples (inputs, labels, weights).
         eval: the evaluation data, or None.
-        metrics: functions of (labels, predictions) that return one value per element, by name.
+        metrics: by name, functions of (labels, predictions) that return one value per element; or `keras.metrics`
+            metrics (AUC, ...), which are updated with the two.
     """
 
     def __init__(
@@ -74,7 +130,7 @@ class KerasTask(TrainTask):
         loss_fn: Any,
         train: Any,
         eval: Any = None,
-        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         self._model_fn, self._optimizer_fn, self._loss_fn = model_fn, optimizer_fn, loss_fn
         self._train, self._eval, self._metrics = train, eval, dict(metrics or {})
@@ -91,8 +147,12 @@ class KerasTask(TrainTask):
     def eval_data(self) -> Any:
         return self._eval
 
+    def build_metrics(self) -> dict[str, Any]:
+        return {name: metric for name, metric in self._metrics.items() if hasattr(metric, "update_state")}
+
     def compute(self, model: Any, batch: Any, training: bool) -> dict[str, Any]:
         inputs, labels, *weight = batch
+        given = labels
         predictions = model(inputs, training=training)
         loss = self._loss_fn
         if isinstance(loss, str):
@@ -103,7 +163,9 @@ class KerasTask(TrainTask):
                 labels = keras.ops.expand_dims(labels, -1)  # what a Loss object does to labels without a last axis
         # A Loss object's __call__ takes the mean; its `call` gives one value per element.
         values = {"loss": (loss.call if hasattr(loss, "reduction") else loss)(labels, predictions)}
-        values |= {name: metric(labels, predictions) for name, metric in self._metrics.items()}
+        for name, metric in self._metrics.items():
+            kept = hasattr(metric, "update_state")  # a metric with a state of its own: see `build_metrics`
+            values[name] = (given, predictions) if kept else metric(labels, predictions)
         return values | ({"weight": weight[0]} if weight else {})
 
 

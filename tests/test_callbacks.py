@@ -15,7 +15,7 @@ from callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping, LearningRa
 from callbacks import journal as journal_module
 from callbacks.progress import Display, Progress
 from callbacks.redact import redact
-from loop import UsageError, fit
+from loop import TrainingError, UsageError, fit
 from loop.backends import create
 from tests.tasks import Legacy, Plain, Streamed, Weighted
 
@@ -48,12 +48,20 @@ def test_schedule_refuses_nonsense(every):
 
 def test_standard_set_can_be_changed_dropped_and_added_to():
     kinds = [type(callback).__name__ for callback in callbacks.standard()]
-    assert kinds == ["BroadcastVariables", "ShardData", "Checkpoint", "Journal", "MLflowTracker", "Progress"]
+    assert kinds == [
+        "BroadcastVariables",
+        "ShardData",
+        "Sentinel",
+        "Checkpoint",
+        "Journal",
+        "MLflowTracker",
+        "Progress",
+    ]
     own = Checkpoint(every=3)
     assert own in callbacks.complete([own])
-    assert len(callbacks.complete([own])) == 6  # in place of the standard one
-    assert len(callbacks.complete([EarlyStopping()])) == 7
-    assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 6
+    assert len(callbacks.complete([own])) == 7  # in place of the standard one
+    assert len(callbacks.complete([EarlyStopping()])) == 8
+    assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 7
     with pytest.raises(TypeError, match="standard\\(\\) has no mlfow"):
         callbacks.standard(mlfow=None)
 
@@ -70,7 +78,7 @@ def test_chief_only_callbacks_are_not_registered_elsewhere(quiet):
 
     run = Run()
     Bus(list(quiet()), run)
-    assert list(run.callbacks) == ["BroadcastVariables", "ShardData"]
+    assert list(run.callbacks) == ["BroadcastVariables", "ShardData", "Sentinel"]
 
 
 def test_two_of_a_kind_have_states_of_their_own(quiet, tmp_path):
@@ -95,8 +103,38 @@ def test_broadcast_makes_all_replicas_equal_and_checks_it(quiet):
             copies = run.backend.strategy.experimental_local_results(run.variables[0])
             copies[1].assign(copies[1] + 1.0)
 
-    with pytest.raises(RuntimeError, match=r"variable 0 \(.*kernel.*shape \(5, 4\)\) of replica 1 differs"):
+    message = r"step 0: the replicas have drifted apart: model/00000:.*kernel differs on replica 1 \(rank 0\)"
+    with pytest.raises(TrainingError, match=message):
         fit(Weighted(), backend=create("mirrored", 2), callbacks=callbacks.StandardSet([Drift(), *quiet()]))
+
+
+class Drift(Callback):
+    """Changes a variable in replica 1 alone, at the end of the second epoch."""
+
+    runs_on = "all"
+
+    def on_epoch_end(self, run, metrics):
+        if run.progress.epoch == 1:
+            copies = run.backend.strategy.experimental_local_results(run.model.trainable_variables[2].value)
+            copies[1].assign(copies[1] + 1e-7)
+
+
+def test_sentinel_finds_replicas_that_have_drifted_apart_before_they_are_saved(quiet, tmp_path):
+    message = r"step 12: the replicas have drifted apart: model/00002:.*dense.*kernel differs on replica 1 \(rank 0\)\."
+    options = {"epochs": 3, "batch_size": 20, "backend": create("mirrored", 3), "run_dir": tmp_path / "run"}
+    with pytest.raises(TrainingError, match=message):
+        fit(Weighted(), callbacks=quiet() + [Drift()], **options)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
+    assert fit(Weighted(), callbacks=quiet(), **options).steps == 18  # it goes on from the good one
+
+
+def test_sentinel_looks_every_few_steps_too(quiet):
+    options = {"epochs": 3, "batch_size": 20, "backend": create("mirrored", 2)}
+    sentinel = callbacks.Sentinel(every=4)
+    with pytest.raises(TrainingError, match="step 16: the replicas have drifted apart"):
+        fit(Weighted(), callbacks=quiet(checkpoint=None, sentinel=sentinel) + [Drift()], **options)
+    with pytest.raises(ValueError, match=r"Sentinel\(every='10s'\): give"):
+        callbacks.Sentinel(every="10s")
 
 
 def test_checkpoint_keeps_the_last_and_the_best(quiet):

@@ -4,90 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
 from tests.tasks import Alarm, Legacy, Plain, Streamed, Weighted, regression
-
-
-def by_hand(task, *, epochs, batch_size, seed, clip_norm=None):
-    """What a careful person would write for one device; gives the final weights and the last epoch's means."""
-    keras.utils.set_random_seed(seed)
-    arrays = task.train_data().arrays
-    size = len(arrays[0])
-    model, optimizer = task.build_model(), task.build_optimizer()
-    for epoch in range(epochs):
-        order = tf.random.experimental.index_shuffle(
-            tf.range(size, dtype=tf.int64), seed=tf.constant([seed, epoch], tf.int64), max_index=size - 1
-        ).numpy()
-        sums = np.zeros(2)
-        for start in range(0, size, batch_size):
-            inputs, labels, weight = (array[order[start : start + batch_size]] for array in arrays)
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum((model(inputs, training=True) - labels) ** 2, -1)
-                mean = tf.reduce_sum(loss * weight) / max(weight.sum(), 1.0) + sum(model.losses)
-            sums += [float(tf.reduce_sum(loss * weight)), weight.sum()]
-            gradients = tape.gradient(mean, [variable.value for variable in model.trainable_variables])
-            if clip_norm:
-                gradients, _ = tf.clip_by_global_norm(gradients, clip_norm)
-            if weight.sum():
-                optimizer.apply(gradients, model.trainable_variables)
-    return [variable.numpy() for variable in model.trainable_variables], sums[0] / sums[1]
-
-
-def largest_difference(model, weights):
-    """Relative to the largest weight of each variable, as a user would see it."""
-    return max(
-        np.abs(variable.numpy() - other).max() / np.abs(other).max()
-        for variable, other in zip(model.trainable_variables, weights, strict=True)
-    )
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"clip_norm": 0.05}, {"accumulate": 3}, {"compile": "xla"}],
-    ids=["plain", "clip", "accumulate", "xla"],
-)
-def test_same_as_by_hand(replicas, options, quiet):
-    # 101 is prime, and 101 % 20 == 1: in each epoch's last batch all replicas but one have nothing.
-    backend = create("mirrored", replicas) if replicas > 1 else "single"
-    found = fit(Weighted(), epochs=2, batch_size=20, seed=3, backend=backend, callbacks=quiet(), **options)
-    weights, loss = by_hand(Weighted(), epochs=2, batch_size=20, seed=3, clip_norm=options.get("clip_norm"))
-    assert largest_difference(found.model, weights) <= 5e-6  # float32 sums in another order
-    assert found.metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    assert (found.steps, found.examples, found.replicas) == (12, 202, replicas)
-
-
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(examples=st.integers(1, 40), batch_size=st.integers(1, 45), replicas=st.integers(1, 4), seed=st.integers(0, 99))
-def test_same_for_all_sizes(examples, batch_size, replicas, seed):
-    import callbacks
-
-    quiet = callbacks.standard(mlflow=None, progress=None, checkpoint=None)
-    backend = create("mirrored", replicas)
-    task = Weighted(examples=examples, seed=seed)
-    found = fit(task, epochs=2, batch_size=batch_size, seed=seed, backend=backend, callbacks=quiet)
-    weights, _ = by_hand(task, epochs=2, batch_size=batch_size, seed=seed)
-    assert largest_difference(found.model, weights) <= 5e-6
-    assert found.examples == 2 * examples
-
-
-def test_float64(quiet):
-    class Double(Weighted):
-        def train_data(self):
-            return ArrayData(*(array.astype("float64") for array in super().train_data().arrays))
-
-        eval_data = train_data
-
-    one, three = (
-        fit(Double(), epochs=2, batch_size=20, precision="float64", backend=backend, callbacks=quiet())
-        for backend in ("single", create("mirrored", 3))
-    )
-    assert all(variable.dtype == "float64" for variable in one.model.variables)
-    assert largest_difference(three.model, [variable.numpy() for variable in one.model.trainable_variables]) <= 1e-12
 
 
 def test_bfloat16_computes_in_it_and_keeps_float32_variables(quiet):
@@ -258,5 +178,5 @@ def test_loss_scale_optimizer_is_refused(quiet):
         def build_optimizer(self):
             return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
 
-    with pytest.raises(UsageError, match="returned a LossScaleOptimizer"):
+    with pytest.raises(UsageError, match=r"returned LossScaleOptimizer: .* precision='mixed_float16'"):
         fit(Scaled(), callbacks=quiet())

@@ -1,0 +1,34 @@
+"""Sentinel: stops the run when replicas have drifted apart."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from callbacks.base import Callback, Metrics, Run
+
+
+class Sentinel(Callback):
+    """Compares a hash of every variable across all replicas, before each checkpoint is written.
+
+    Replicas that make the same updates to the same values are equal to the bit. Where they aren't, the hardware, an
+    engine or code that depends on the rank has gone wrong, and everything after it is worthless: the run fails, and
+    names the first variable and the replicas that differ. The last checkpoint is then one from before.
+
+    Args:
+        every: `"checkpoint"`, or a number of steps, after which to look as well.
+    """
+
+    runs_on: ClassVar[Literal["chief", "all"]] = "all"
+
+    def __init__(self, every: int | str = "checkpoint") -> None:
+        if every != "checkpoint" and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise ValueError(f'Sentinel(every={every!r}): give "checkpoint" or a number of steps >= 1')
+        self.steps = None if every == "checkpoint" else every
+        self.every = self.steps or "epoch"
+
+    def on_setup(self, run: Run) -> None:
+        run.check_on_save = True
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        if self.steps is not None:
+            run.check_replicas()

@@ -1,0 +1,233 @@
+"""What `compute` can ask about the replica that it runs in: the whole batch, its own place in it, seeds per example.
+
+Outside of a training or evaluation step there is one replica, which has the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.data import Rows, count
+from loop.errors import UsageError
+
+
+class EveryoneNeededError(Exception):
+    """Raised while tracing: `compute` holds a collective, so that replicas without rows can't be left out."""
+
+
+class Replica:
+    """One replica in one (micro-)batch, while `compute` is traced.
+
+    A replica without rows is not computed at all, unless `compute` holds a collective, which all must enter, or changes
+    random state, which must stay the same everywhere: then it computes on one example that isn't its own (a stand-in),
+    and all that comes of it counts nothing.
+
+    Args:
+        backend: the engine.
+        rows: the replica's rows.
+        seed: the seed of the run.
+        most: how many rows the (micro-)batch of all replicas has at most.
+        phase: which of the losses of a step this is, from 0.
+        stand_in: one example as a batch, for a replica without rows; None: this one isn't computed without rows.
+    """
+
+    def __init__(
+        self, backend: Backend, rows: Rows, seed: int, most: int, phase: int = 0, stand_in: Any = None
+    ) -> None:
+        self.backend, self.rows, self.seed = backend, rows, seed
+        self._draws = phase << 10
+        self._room = max(most, backend.replicas)  # where nobody has any, each has a stand-in
+        self.collective = True
+        self.problem: Exception | None = None
+        self._graph = tf.compat.v1.get_default_graph()
+        self.count = count(rows.batch)
+        self.batch = rows.batch
+        self.counts_something: tf.Tensor | None = None
+        self._table: tf.Tensor | None = None
+        if stand_in is not None:
+            self.counts_something = self.count > 0
+            self.batch = tf.cond(self.counts_something, lambda: rows.batch, lambda: stand_in)
+
+    @property
+    def index(self) -> tf.Tensor:
+        """What tells each example of `batch` from all others of the epoch: int64 [n]; 0 for a stand-in."""
+        if self.counts_something is None:
+            return self.rows.index
+        return tf.cond(self.counts_something, lambda: self.rows.index, lambda: tf.zeros([1], tf.int64))
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The sum over all replicas, through which gradients flow.
+
+        Each replica differentiates its own part of the loss. What another replica's part says of this replica's tensor
+        arrives by summing the gradients of all.
+        """
+        if not self.collective:
+            raise self._noted(EveryoneNeededError())
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise self._noted(
+                UsageError(
+                    "BatchNormalization or loop.all_gather() within a tf.function, a tf.cond or a loop of the model's "
+                    "own can't reach the other replicas: take the @tf.function away (the whole step is compiled "
+                    "anyway), or use sync_batch_norm=False"
+                )
+            )
+        if not tensor.dtype.is_floating:
+            return self.backend.all_reduce([tensor])[0]
+
+        @tf.custom_gradient
+        def summed(tensor: tf.Tensor) -> Any:
+            return self.backend.all_reduce([tensor])[0], lambda upstream: self.backend.all_reduce([upstream])[0]
+
+        return summed(tensor)
+
+    def _noted(self, problem: Exception) -> Exception:
+        self.problem = problem  # because a function in between may turn it into an error of its own
+        return problem
+
+    def seed_of_draw(self) -> tf.Tensor:
+        """A seed for the next random operation of this trace: int64 [2], from run seed, epoch, batch and place."""
+        self._draws += 1
+        return tf.stack([(self.seed << 32) + self.rows.epoch, self.rows.number * (1 << 16) + self._draws])
+
+    def table(self, row: tf.Tensor) -> tf.Tensor:
+        """The vectors of all replicas, one row each: shape [replicas, size]."""
+        own = tf.one_hot(tf.cast(self.backend.replica(), tf.int32), self.backend.replicas, dtype=row.dtype)
+        return self.sum(own[:, tf.newaxis] * row[tf.newaxis, :])
+
+    def counts(self) -> tf.Tensor:
+        """How many rows each replica has, int64 [replicas]; where nobody has any, one stand-in each."""
+        if self._table is None:
+            counts = self.table(tf.cast(self.count, tf.int64)[tf.newaxis])[:, 0]
+            self._table = tf.where(tf.reduce_sum(counts) == 0, tf.ones_like(counts), counts)
+        return self._table
+
+    def first(self) -> tf.Tensor:
+        """The place of this replica's first row in the gathered batch: int64."""
+        counts = self.counts()
+        before = tf.reduce_sum(counts[: tf.cast(self.backend.replica(), tf.int32)])
+        return tf.minimum(before, tf.reduce_sum(counts) - 1)  # that of a stand-in lies within the batch too
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The rows of all replicas, in order."""
+        counts = self.counts()
+        rank = tf.cast(self.backend.replica(), tf.int32)
+        own, before = counts[rank], tf.reduce_sum(counts[:rank])
+        fits = tf.debugging.assert_equal(
+            count(tensor), count(self.batch), "loop.all_gather(x): x must have shape [n, ...]"
+        )
+        with tf.control_dependencies([fits]):
+            tensor = tensor[:own]  # nothing of a stand-in
+        # Between zeros, a sum is a concatenation: one collective serves for all that an engine must have. It has the
+        # same shape at every step, as TensorFlow's collectives between workers demand.
+        after = self._room - before - own
+        padding = tf.concat([[[before, after]], tf.zeros([tensor.shape.rank - 1, 2], tf.int64)], 0)
+        padded = tf.ensure_shape(tf.pad(tensor, padding), [self._room, *tensor.shape[1:]])
+        return self.sum(padded)[: tf.reduce_sum(counts)]
+
+
+_here = threading.local()
+
+
+def current() -> Replica | None:
+    """The replica whose `compute` is being traced by this thread; None elsewhere."""
+    return getattr(_here, "replica", None)
+
+
+@contextlib.contextmanager
+def within(replica: Replica) -> Iterator[Replica]:
+    """Makes `replica` the current one."""
+    before = current()
+    _here.replica = replica
+    try:
+        yield replica
+    finally:
+        _here.replica = before
+
+
+def all_gather(x: Any) -> tf.Tensor:
+    """The rows of the whole global batch, for a loss that looks at all examples at once; to be used in `compute`.
+
+    Differentiable: a gradient with respect to what it returns reaches the replica that a row came from, as if one
+    replica had computed the whole batch. With `accumulate`, the batch is the micro-batch, which doesn't depend on the
+    number of replicas either.
+
+    A contrastive loss, whose example i must find its own partner among all:
+
+        everyone = loop.all_gather(embeddings)
+        logits = tf.matmul(queries, everyone, transpose_b=True)
+        labels = loop.first_row() + tf.range(tf.shape(queries)[0], dtype=tf.int64)
+
+    Args:
+        x: a number tensor of shape [n, ...], n being the rows of the batch that `compute` was handed.
+
+    Returns:
+        A tensor of the same dtype and of shape [rows of all replicas, ...], in the order of the global batch.
+    """
+    x = tf.convert_to_tensor(x)
+    if x.shape.rank == 0 or x.dtype in (tf.bool, tf.string):
+        raise UsageError(f"loop.all_gather(x): x is {x.dtype.name}{x.shape}: give numbers of shape [n, ...]")
+    _here.gathers = all_gathers() + 1
+    replica = current()
+    return x if replica is None or replica.backend.replicas == 1 else replica.gather(x)
+
+
+def all_gathers() -> int:
+    """How often this thread has called `all_gather`."""
+    return getattr(_here, "gathers", 0)
+
+
+def first_row() -> tf.Tensor:
+    """The place of this replica's first row in what `all_gather` returns: int64; 0 on one replica."""
+    replica = current()
+    return tf.constant(0, tf.int64) if replica is None or replica.backend.replicas == 1 else replica.first()
+
+
+def example_seed(salt: int = 0) -> tf.Tensor:
+    """A seed for each example of the batch, from the run's seed, the epoch and the example; to be used in `compute`.
+
+    An augmentation that draws with it is the same with any number of replicas, from run to run, and after a resume:
+
+        def flip(pair):
+            image, seed = pair
+            return tf.image.stateless_random_flip_left_right(image, seed)
+
+        images = tf.map_fn(flip, (images, loop.example_seed()), fn_output_signature=images.dtype)
+
+    Args:
+        salt: a number from 0 to 65535; another one gives other seeds, for another use.
+
+    Returns:
+        int64 of shape [n, 2]: row i is the `seed` of `tf.random.stateless_*` for example i. No two examples of a run's
+        epochs have the same.
+
+    Raises:
+        UsageError: the salt is no such number, or this isn't within `compute`.
+    """
+    if not 0 <= salt < 1 << 16:
+        raise UsageError(f"loop.example_seed({salt}): give a salt from 0 to 65535")
+    replica = current()
+    if replica is None:
+        tried = getattr(_here, "tried", None)
+        if tried is None:
+            raise UsageError("loop.example_seed() belongs into compute(): elsewhere nobody knows which examples")
+        return tf.zeros([tried, 2], tf.int64)
+    index = replica.index
+    # Pairs that differ are all it takes: TensorFlow scrambles them.
+    epoch = tf.fill(tf.shape(index), (replica.seed << 32) + replica.rows.epoch)
+    return tf.stack([epoch, index * (1 << 16) + salt], 1)
+
+
+@contextlib.contextmanager
+def probing(examples: int) -> Iterator[None]:
+    """While `compute` is tried on so many examples, outside of any step."""
+    _here.tried = examples
+    try:
+        yield
+    finally:
+        del _here.tried

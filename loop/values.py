@@ -1,0 +1,238 @@
+"""What `compute` returns, on its way to numbers: sums in each replica, one vector for all, and means again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from loop.errors import UsageError
+
+
+class Values:
+    """The values of one `compute`, and how they become totals: vectors that can be added up.
+
+    Every value is kept as its weighted sum and its weight; a `keras.metrics` metric as its state. What comes of adding
+    is therefore exact, whoever adds what.
+
+    Args:
+        names: the values, the loss first.
+        metrics: Keras metrics by the name of the value that each is updated with.
+    """
+
+    def __init__(self, names: Sequence[str], metrics: Mapping[str, keras.metrics.Metric] | None = None) -> None:
+        self.metrics = {name: metric for name, metric in (metrics or {}).items() if name in names}
+        self.names = [name for name in names if name not in self.metrics]
+        self._expected = list(names)
+
+    @property
+    def width(self) -> int:
+        """The length of the vector of sums: two for each value."""
+        return 2 * len(self.names)
+
+    @property
+    def state_width(self) -> int:
+        """The length of the vector of states: all numbers of all metrics."""
+        return sum(size for metric in self.metrics.values() for size in _sizes(metric))
+
+    def sums(self, values: Mapping[str, Any], dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
+        """The weighted sum of the loss, to be differentiated; and all sums, not to be.
+
+        Args:
+            values: what `compute` returned for the replica's rows.
+            dtype: in which to add.
+
+        Returns:
+            A scalar; and a vector [2 * values]: for each its weighted sum and its weight.
+
+        Raises:
+            UsageError: they are not what they were when `compute` was first tried.
+        """
+        check(values, None, self._expected, tuple(self.metrics))
+        weight = values.get("weight")
+        if weight is not None:
+            weight = tf.stop_gradient(tf.cast(weight, dtype))
+        sums = []
+        for name in self.names:
+            value = tf.cast(values[name], dtype)
+            if weight is None:
+                sums += [tf.reduce_sum(value), tf.cast(tf.size(value), dtype)]
+            else:  # the weight of an example is that of all its elements
+                trailing = [1] * (value.shape.rank - weight.shape.rank)
+                each = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
+                sums += [tf.reduce_sum(tf.math.multiply_no_nan(value, each)), tf.reduce_sum(each)]
+        return sums[0], tf.stop_gradient(tf.stack(sums))
+
+    def states(self, values: Mapping[str, Any]) -> tf.Tensor:
+        """What the values add to the states of the metrics: a vector, float64."""
+        parts = [tf.zeros([0], tf.float64)]
+        for name, metric in self.metrics.items():
+            start = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
+            arguments, weight = _arguments(metric, values, name)
+            for variable in metric.stateless_update_state(start, *arguments, **weight):
+                parts.append(tf.reshape(tf.cast(tf.stop_gradient(variable), tf.float64), [-1]))
+        return tf.concat(parts, 0)
+
+    def means(self, sums: np.ndarray, states: np.ndarray) -> dict[str, float]:
+        """Each value's mean, nan where its weight is 0; and each metric's result, one number for each element of it."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = {name: float(sums[2 * i] / sums[2 * i + 1]) for i, name in enumerate(self.names)}
+        numbers = iter(states)
+        for name, metric in self.metrics.items():
+            variables = []
+            for variable, size in zip(metric.variables, _sizes(metric), strict=True):
+                part = np.fromiter(itertools.islice(numbers, size), np.float64, size)
+                variables.append(tf.constant(part.reshape(variable.shape), variable.dtype))
+            found |= _by_element(name, np.asarray(metric.stateless_result(variables), np.float64))
+        return {name: found[name] for name in sorted(found, key=self._place)}
+
+    def _place(self, name: str) -> int:
+        known = [i for i, each in enumerate(self._expected) if name == each or name.startswith(f"{each}_")]
+        return self._expected.index(name) if name in self._expected else max(known)
+
+
+def _by_element(name: str, result: np.ndarray) -> dict[str, float]:
+    if result.ndim == 0:
+        return {name: float(result)}
+    return {"_".join([name, *map(str, place)]): float(value) for place, value in np.ndenumerate(result)}
+
+
+def _sizes(metric: Any) -> list[int]:
+    return [int(np.prod(variable.shape)) for variable in metric.variables]
+
+
+def check(values: Any, n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()) -> list[str]:
+    """Checks what `compute` returned for n examples; gives the names of its values, the loss first.
+
+    Args:
+        values: what it returned.
+        n: the number of examples; None while tracing, when nobody knows it.
+        names: the values that it returned before, and must return again.
+        metrics: the values that a Keras metric is updated with: of any shape, or tuples of arguments.
+
+    Raises:
+        UsageError: no loss, a mean instead of values, or shapes that don't fit; with the fix.
+    """
+    if not isinstance(values, dict) or "loss" not in values:
+        got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
+        raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
+    shapes = {name: tf.convert_to_tensor(value).shape for name, value in values.items() if name not in metrics}
+    for name, shape in shapes.items():
+        if shape.rank == 0:
+            raise UsageError(
+                f'compute() returned a scalar for "{name}": return one value per example, never a mean (shape [n]). '
+                "For example keras.losses.mse(labels, predictions), the function, instead of "
+                "keras.losses.MeanSquaredError()(labels, predictions); or leave out tf.reduce_mean(...)"
+            )
+        if n is not None and shape[0] != n:
+            raise UsageError(
+                f'compute() returned "{name}" of shape {list(shape)} for {n} example{"s" * (n > 1)}: return shape '
+                "[n] or [n, ...], one value per element, never a mean"
+            )
+    if "weight" in values and n is not None:
+        weight = shapes["weight"]
+        if weight != shapes["loss"]:
+            raise UsageError(
+                f'compute() returned "weight" of shape {list(weight)} beside "loss" of shape {list(shapes["loss"])}: '
+                "give both one shape, with tf.broadcast_to(weight, tf.shape(loss))"
+            )
+        for name, shape in shapes.items():
+            if shape[: weight.rank] != weight:
+                raise UsageError(
+                    f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
+                    "can't weigh: its shape must begin with that of the weight"
+                )
+    if not tf.convert_to_tensor(values["loss"]).dtype.is_floating:
+        raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')
+    found = ["loss", *(name for name in values if name not in ("loss", "weight"))]
+    if names is not None and set(found) != set(names):
+        raise UsageError(
+            f"compute() returned {', '.join(names)} at first, and now {', '.join(found)}: return the same values "
+            "always, with training=True too"
+        )
+    return found
+
+
+def checked_metrics(metrics: Any) -> dict[str, keras.metrics.Metric]:
+    """The metrics of a task, if they are such.
+
+    Raises:
+        UsageError: something is no Keras 3 metric, or has a name that is taken.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"build_metrics() returned {type(metrics).__name__}: return a dict of keras.metrics by name")
+    for name, metric in metrics.items():
+        if name in ("loss", "weight"):
+            raise UsageError(f"build_metrics() returned a metric {name!r}: that name is taken, give it another")
+        if not isinstance(metric, keras.metrics.Metric):
+            raise UsageError(
+                f"build_metrics() returned {type(metric).__name__} for {name!r}: return a metric of Keras 3 "
+                "(keras.metrics...), also for a tf_keras model"
+            )
+    return dict(metrics)
+
+
+def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str, Any]) -> None:
+    """Lets metrics make their variables, on the values of a few examples; and checks that their states are sums.
+
+    Raises:
+        UsageError: a state is no sum that starts from 0.
+    """
+    for name, metric in metrics.items():
+        if name in values:
+            arguments, weight = _arguments(metric, values, name)
+            try:
+                metric.update_state(*arguments, **weight)
+                elements = _by_element(name, np.asarray(metric.result(), np.float64))
+            except Exception as error:
+                shapes = ", ".join(str(list(each.shape)) for each in [*arguments, *weight.values()])
+                raise UsageError(
+                    f"{type(metric).__name__}, the metric {name!r}, can't be updated with tensors of shape {shapes} "
+                    f"(the last is the weight, if there is one): {error}. compute() returns what its update_state() "
+                    "takes: a tensor, or a tuple such as (labels, predictions), or (labels, predictions, weights)"
+                ) from None
+            if taken := sorted((set(elements) - {name}) & set(values)):
+                raise UsageError(
+                    f"compute() returns {taken[0]!r}, but that is an element of the metric {name!r}: rename it"
+                )
+            metric.reset_state()
+        for variable in metric.variables:
+            if variable.aggregation != "sum" or np.any(np.asarray(variable.value)):
+                raise UsageError(
+                    f"build_metrics(): the state {variable.name!r} of {name!r} is no sum that starts from 0 "
+                    f"(aggregation {variable.aggregation!r}): parts of it that replicas gather can't be put together. "
+                    "Keep sums in it, and make the result of them in result()"
+                )
+
+
+def _arguments(
+    metric: keras.metrics.Metric, values: Mapping[str, Any], name: str
+) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+    """What a metric is updated with, in the precision of its state: some operations of metrics know no other.
+
+    The weights of `compute` are its weights, unless it is given a third tensor, which is then that.
+    """
+    value = values[name]
+    tensors = [tf.convert_to_tensor(each) for each in (value if isinstance(value, tuple | list) else (value,))]
+    if values.get("weight") is not None and len(tensors) < 3:
+        tensors.append(tf.convert_to_tensor(values["weight"]))
+        *tensors, weight = (tf.cast(each, metric.dtype) if each.dtype.is_floating else each for each in tensors)
+        return tensors, {"sample_weight": weight}
+    return [tf.cast(each, metric.dtype) if each.dtype.is_floating else each for each in tensors], {}
+
+
+class Perplexity(keras.metrics.Mean):
+    """The exponential of the mean: for a loss in nats, how many equally likely choices are as hard to guess.
+
+    A mean of exponentials, which is what comes of averaging the perplexities of batches, is greater.
+    """
+
+    def __init__(self, name: str = "perplexity", dtype: Any = None) -> None:
+        super().__init__(name=name, dtype=dtype)
+
+    def result(self) -> Any:
+        return keras.ops.exp(super().result())

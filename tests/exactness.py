@@ -1,0 +1,168 @@
+"""Trains small tasks on any engine, and by hand on one device: the two must come to the same weights.
+
+`python tests/exactness.py horovod OUT` under a launcher trains all cases in each worker, and the chief writes the
+weights to `OUT/<case>.npz`; `test_same_numbers.py` starts it, and compares.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import callbacks
+import loop
+from loop import ArrayData, TrainTask, backends, fit
+from loop.build import keras_precision
+
+
+def regression(examples, features=5, seed=0, dtype="float32"):
+    """Inputs [n, features], labels [n, 1] and weights [n], some of which are 0."""
+    random = np.random.default_rng(seed)
+    inputs = random.normal(size=(examples, features))
+    labels = np.tanh(inputs @ random.normal(size=(features, 1))) + 0.1
+    return inputs.astype(dtype), labels.astype(dtype), random.integers(0, 4, examples).astype(dtype)
+
+
+@dataclass
+class Prime(TrainTask):
+    """A prime number of examples, weights with zeros, L2, momentum; and what a case adds to it.
+
+    Of 101 examples in batches of 20, the last batch of an epoch has one: all replicas but one have nothing.
+    """
+
+    examples: int = 101
+    dtype: str = "float32"
+    batch_norm: bool = False
+    contrastive: bool = False
+    judged: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+    log: list = field(default_factory=list, repr=False)
+
+    def build_model(self):
+        layers = [
+            keras.Input((5,)),
+            keras.layers.Dense(4, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-2)),
+        ]
+        if self.batch_norm:
+            layers += [keras.layers.BatchNormalization(momentum=0.8)]
+        if self.dropout:
+            layers += [keras.layers.Dropout(self.dropout)]
+        return keras.Sequential([*layers, keras.layers.Dense(3 if self.contrastive else 1)])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.05, momentum=0.9)
+
+    def train_data(self):
+        return ArrayData(*regression(self.examples, seed=self.seed, dtype=self.dtype))
+
+    def eval_data(self):
+        return ArrayData(*regression(23, seed=5, dtype=self.dtype)) if self.judged else None
+
+    def build_metrics(self):
+        return {"auc": keras.metrics.AUC(thresholds=[-0.005 + 0.01 * i for i in range(1, 101)])} if self.judged else {}
+
+    def compute(self, model, batch, training):
+        inputs, labels, weight = batch
+        outputs = model(inputs, training=training)
+        if self.contrastive:
+            logits = tf.matmul(outputs, loop.all_gather(outputs), transpose_b=True)
+            own = loop.first_row() + tf.range(tf.shape(outputs)[0], dtype=tf.int64)
+            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits)
+        else:
+            loss = tf.reduce_sum((outputs - labels) ** 2, -1)
+        if self.judged:
+            return {"loss": loss, "weight": weight, "auc": self.judgement(batch), "input": inputs[:, 0]}
+        return {"loss": loss, "weight": weight}
+
+    @staticmethod
+    def judgement(batch):
+        """Truth, and scores in hundredths, for which the AUC of Keras, which counts by thresholds, is exact."""
+        inputs, labels, _ = batch
+        return labels[:, 0] > 0, tf.round(100 * tf.sigmoid(inputs[:, 0] + labels[:, 0])) / 100
+
+    def loss_by_hand(self, outputs, labels):
+        """The loss of each example of a whole batch, without anything of tfloop."""
+        if self.contrastive:
+            logits = tf.matmul(outputs, outputs, transpose_b=True)
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(outputs)[0]), logits)
+        return tf.reduce_sum((outputs - labels) ** 2, -1)
+
+
+CASES = {
+    "plain": ({}, {}),
+    "clip": ({}, {"clip_norm": 0.02}),
+    "accumulate": ({}, {"accumulate": 3}),
+    "all_gather": ({"contrastive": True}, {}),
+    "batch_norm": ({"batch_norm": True}, {}),
+    "judged": ({"judged": True}, {}),
+}
+"""Fields of the task, and options of `fit`."""
+
+SETTINGS = {"epochs": 2, "batch_size": 20, "seed": 3}
+
+
+def trained(backend, fields, options, **settings):
+    """The result of `fit`."""
+    quiet = callbacks.standard(mlflow=None, progress=None, checkpoint=None, journal=None)
+    precision = fields.get("dtype", "float32")
+    settings = {**SETTINGS, **settings}
+    return fit(Prime(**fields), backend=backend, precision=precision, callbacks=quiet, **settings, **options)
+
+
+def by_hand(fields, options, *, epochs, batch_size, seed):
+    """What a careful person would write for one device: the final variables, and the last epoch's mean loss."""
+    task = Prime(**fields)
+    keras.utils.set_random_seed(seed)
+    with keras_precision(task.dtype):
+        model, optimizer = task.build_model(), task.build_optimizer()
+    arrays, clipped = task.train_data().arrays, 0
+    for epoch in range(epochs):
+        order = tf.random.experimental.index_shuffle(
+            tf.range(task.examples, dtype=tf.int64),
+            seed=tf.constant([seed, epoch], tf.int64),
+            max_index=task.examples - 1,
+        ).numpy()
+        sums = np.zeros(2)
+        for start in range(0, task.examples, batch_size):
+            inputs, labels, weight = (array[order[start : start + batch_size]] for array in arrays)
+            with tf.GradientTape() as tape:
+                loss = task.loss_by_hand(model(inputs, training=True), labels)
+                mean = tf.reduce_sum(loss * weight) / max(weight.sum(), 1.0) + sum(model.losses)
+            sums += [float(tf.reduce_sum(loss * weight)), weight.sum()]
+            gradients = tape.gradient(mean, [variable.value for variable in model.trainable_variables])
+            if "clip_norm" in options:
+                gradients, norm = tf.clip_by_global_norm(gradients, options["clip_norm"])
+                clipped += int(norm > options["clip_norm"])
+            if weight.sum():
+                optimizer.apply(gradients, model.trainable_variables)
+    assert clipped == ("clip_norm" in options) * epochs * -(-task.examples // batch_size)  # it bites at every step
+    return [variable.numpy() for variable in weights_of(model)], sums[0] / sums[1]
+
+
+def weights_of(model):
+    """All floating-point variables: weights and statistics; no seeds."""
+    return [variable for variable in model.variables if "float" in variable.dtype]
+
+
+def largest_difference(found, expected):
+    """Relative to the largest element of each variable."""
+    assert len(found) == len(expected)
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, expected, strict=True))
+
+
+if __name__ == "__main__":
+    made = backends.create(sys.argv[1])
+    for dtype in ("float32", "float64"):
+        for name, (fields, options) in CASES.items():
+            result = trained(made, {**fields, "dtype": dtype}, options)
+            if made.is_chief:
+                weights = [variable.numpy() for variable in weights_of(result.model)]
+                np.savez(Path(sys.argv[2]) / f"{name}-{dtype}.npz", *weights)
+                (Path(sys.argv[2]) / f"{name}-{dtype}.json").write_text(json.dumps(result.metrics))
+    made.exchange(0)  # nobody leaves before all are done
+    made.close()

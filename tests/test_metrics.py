@@ -1,0 +1,224 @@
+"""Metrics that are no means over examples, and evaluation that is exact for every size."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.metrics import f1_score, roc_auc_score
+
+import loop
+from loop import ArrayData, UsageError, fit
+from loop.backends import create
+from tests.tasks import Plain, Unweighted, regression
+
+
+def engine(replicas):
+    return create("mirrored", replicas) if replicas > 1 else "single"
+
+
+class Judged(Unweighted):
+    """Scores on a grid, so that the AUC of Keras, which counts by thresholds, is the exact one."""
+
+    size: int = 101
+    log = None
+
+    def __init__(self, size=101):
+        super().__init__()
+        self.size = size
+
+    def eval_data(self):
+        random = np.random.default_rng(self.size)
+        truth = random.integers(0, 2, self.size)
+        scores = np.clip(np.round(truth * 0.3 + random.normal(0.4, 0.25, self.size), 2), 0, 1)
+        weight = random.integers(1, 4, self.size).astype("float32")
+        return ArrayData(truth.astype("int64"), scores.astype("float32"), weight)
+
+    def train_data(self):
+        return ArrayData(*Judged(40).eval_data().arrays)
+
+    def build_metrics(self):
+        grid = [-0.005 + 0.01 * i for i in range(1, 101)]
+        return {
+            "auc": keras.metrics.AUC(thresholds=grid),
+            "f1": keras.metrics.F1Score(threshold=0.5),
+            "perplexity": loop.Perplexity(),
+        }
+
+    def compute(self, model, batch, training):
+        truth, scores, weight = batch
+        loss = tf.reduce_sum((model(tf.tile(scores[:, None], [1, 5])) - 1.0) ** 2, -1)
+        return {
+            "loss": loss,
+            "weight": weight,
+            "auc": (truth, scores),
+            "f1": (truth[:, None], scores[:, None]),
+            "perplexity": scores,
+            "score": scores,
+        }
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 19, 20, 21, 101])
+def test_evaluation_is_exact_for_every_size(size, replicas, quiet):
+    task = Judged(size)
+    truth, scores, weight = task.eval_data().arrays
+    metrics = fit(task, steps=1, batch_size=20, backend=engine(replicas), callbacks=quiet()).metrics
+    mean = np.average(scores.astype("float64"), weights=weight)
+    assert metrics["eval_score"] == pytest.approx(mean, rel=1e-6)
+    assert metrics["eval_perplexity"] == pytest.approx(np.exp(mean), rel=1e-6)
+    if len(set(truth)) == 2:
+        assert metrics["eval_auc"] == pytest.approx(roc_auc_score(truth, scores, sample_weight=weight), abs=1e-6)
+        expected = f1_score(truth, scores > 0.5, sample_weight=weight)
+        assert metrics["eval_f1_0"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_no_evaluation_data_at_all(quiet):
+    with pytest.raises(UsageError, match=r"eval_data\(\) has no examples"):
+        fit(Judged(0), steps=1, callbacks=quiet())
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_metrics_of_training_are_those_of_the_epoch(replicas, quiet):
+    truth, scores, weight = Judged().train_data().arrays
+    result = fit(Judged(), epochs=2, batch_size=7, backend=engine(replicas), callbacks=quiet(), accumulate=2)
+    for row in result.history:
+        assert row["auc"] == pytest.approx(roc_auc_score(truth, scores, sample_weight=weight), abs=1e-6)
+    assert list(result.metrics)[:4] == ["loss", "auc", "f1_0", "perplexity"]
+
+
+class Confusion(keras.metrics.Metric):
+    """How often each class is taken for each."""
+
+    def __init__(self):
+        super().__init__(name="confusion")
+        self.counts = self.add_variable((2, 2), "zeros", name="counts")
+
+    def update_state(self, truth, found, sample_weight=None):
+        self.counts.assign_add(tf.math.confusion_matrix(truth, found, 2, dtype=self.counts.dtype))
+
+    def result(self):
+        return self.counts.value
+
+
+def test_own_metric_with_a_matrix_as_its_result(quiet):
+    class Confused(Judged):
+        def build_metrics(self):
+            return {"confusion": Confusion()}
+
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return {"loss": values["loss"], "confusion": (batch[0], tf.cast(batch[1] > 0.5, tf.int64))}
+
+    truth, scores, _ = Judged().eval_data().arrays
+    metrics = fit(Confused(), steps=1, batch_size=20, backend=engine(3), callbacks=quiet()).metrics
+    for i in range(2):
+        for j in range(2):
+            assert metrics[f"eval_confusion_{i}_{j}"] == np.sum((truth == i) & ((scores > 0.5) == j))
+
+
+class Largest(keras.metrics.Metric):
+    """No sum."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = self.add_variable((), "zeros", name="largest", aggregation="none")
+
+    def update_state(self, value, sample_weight=None):
+        self.largest.assign(tf.maximum(self.largest, tf.reduce_max(value)))
+
+    def result(self):
+        return self.largest.value
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"largest": Largest()}, "the state 'largest' of 'largest' is no sum that starts from 0"),
+        ({"auc": keras.metrics.AUC()}, r"has 'auc', but compute\(\) returns no value of that name"),
+        ({"loss": keras.metrics.Mean()}, "that name is taken"),
+        ({"x": print}, "return a metric of Keras 3"),
+        ([], r"build_metrics\(\) returned list: return a dict"),
+    ],
+)
+def test_metrics_that_cannot_be_put_together_are_refused(metrics, message, quiet):
+    class Wrong(Plain):
+        def build_metrics(self):
+            return metrics
+
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | ({"largest": batch[0]} if "largest" in metrics else {})
+
+    with pytest.raises(UsageError, match=message):
+        fit(Wrong(), callbacks=quiet())
+
+
+def test_counts_stay_exact_when_they_are_large(quiet):
+    class Counting(Plain):
+        def build_metrics(self):
+            return {"count": keras.metrics.Sum()}
+
+        def train_data(self):
+            return ArrayData(*(np.tile(array, [400, 1]) for array in regression(101)[:2]))
+
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"count": tf.ones_like(values["loss"]) * 1000.0}
+
+    result = fit(Counting(), batch_size=101, callbacks=quiet(), eval_every="never")
+    assert result.metrics["count"] == pytest.approx(40400 * 1000.0, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda batch: batch[1], r"F1Score, the metric 'f1', can't be updated with tensors of shape \[3\], \[3\]"),
+        (lambda batch: (batch[0], batch[1]), "F1Score, the metric 'f1', can't be updated"),
+    ],
+)
+def test_metric_with_wrong_arguments_is_refused(value, message, quiet):
+    class Wrong(Judged):
+        def compute(self, model, batch, training):
+            return super().compute(model, batch, training) | {"f1": value(batch)}
+
+    with pytest.raises(UsageError, match=message):
+        fit(Wrong(), callbacks=quiet())
+
+
+def test_metric_may_have_weights_of_its_own(quiet):
+    class Own(Judged):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"auc": (batch[0], batch[1], tf.ones_like(batch[2]))}
+
+    truth, scores, _ = Own().eval_data().arrays
+    metrics = fit(Own(), steps=1, batch_size=20, backend=engine(3), callbacks=quiet()).metrics
+    assert metrics["eval_auc"] == pytest.approx(roc_auc_score(truth, scores), abs=1e-6)
+
+
+def test_value_that_is_named_like_an_element_of_a_metric_is_refused(quiet):
+    class Clash(Judged):
+        def compute(self, model, batch, training):
+            return super().compute(model, batch, training) | {"f1_0": batch[1]}
+
+    with pytest.raises(UsageError, match="compute\\(\\) returns 'f1_0', but that is an element of the metric 'f1'"):
+        fit(Clash(), callbacks=quiet())
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_keras_task_takes_keras_metrics(replicas, quiet):
+    inputs = regression(101)[0]
+    labels = (inputs[:, :1] > 0).astype("float32")
+
+    def model():
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
+
+    task = loop.KerasTask(
+        model, lambda: keras.optimizers.SGD(0.1), "binary_crossentropy", ArrayData(inputs, labels),
+        ArrayData(inputs, labels), metrics={"auc": keras.metrics.AUC(), "error": lambda y, p: tf.abs(y - p)},
+    )  # fmt: skip
+    result = fit(task, epochs=2, batch_size=20, backend=engine(replicas), callbacks=quiet())
+    auc = keras.metrics.AUC()
+    auc.update_state(labels, result.model(inputs))
+    assert result.metrics["eval_auc"] == pytest.approx(float(auc.result()), abs=1e-6)
+    assert result.metrics["eval_error"] == pytest.approx(np.abs(labels - result.model(inputs)).mean(), rel=1e-5)

@@ -1,0 +1,161 @@
+"""float16 with dynamic loss scaling, and what happens where something isn't finite."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from callbacks import Callback
+from loop import ArrayData, TrainingError, UsageError, fit
+from loop import scale as scaling
+from loop.backends import create
+from tests.tasks import Alarm, Plain, Weighted, regression
+
+
+class Watch(Callback):
+    """Writes down the scale of the loss and a weight, in each replica, after each step."""
+
+    runs_on = "all"
+    every = 1
+
+    def __init__(self):
+        self.scales, self.weights = [], []
+
+    def on_steps_end(self, run, metrics):
+        read = run.backend.local_values
+        self.scales.append([float(value) for value in read(run.step.scale.scale)])
+        self.weights.append([value.tobytes() for value in read(run.model.trainable_variables[0].value)])
+
+
+class Infinite(Weighted):
+    """The second half of the third batch, which is replica 1's, has an infinite input."""
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.01)
+
+    def train_data(self):
+        inputs, labels, weight = regression(80)
+        inputs[55] = np.inf
+        return ArrayData(inputs, labels, np.ones_like(weight))
+
+    def eval_data(self):
+        return None
+
+
+def test_an_inf_on_one_replica_is_skipped_by_all(quiet):
+    watch = Watch()
+    options = {"epochs": 1, "batch_size": 20, "shuffle": False, "precision": "mixed_float16"}
+    result = fit(Infinite(), backend=create("mirrored", 2), callbacks=quiet() + [watch], **options)
+    assert all(len(set(scales)) == 1 for scales in watch.scales)
+    assert all(len(set(weights)) == 1 for weights in watch.weights)
+    scales = [each[0] for each in watch.scales]
+    assert scales[1:] == [scales[0], scales[0] / 2, scales[0] / 2]
+    assert scales[0] == 2.0**15 / 32  # the loss is a sum over 20 examples
+    assert watch.weights[2] == watch.weights[1] != watch.weights[3]
+    assert int(result.model.trainable_variables[0].shape[0]) == 5
+    assert (result.steps, result.metrics["skipped_steps"]) == (4, 1)
+    assert np.isfinite(result.metrics["loss"])
+
+
+def test_float16_trains_to_the_same_as_float32_nearly(quiet):
+    one = fit(Weighted(), epochs=3, batch_size=20, callbacks=quiet())
+    results = [
+        fit(Weighted(), epochs=3, batch_size=20, precision="mixed_float16", backend=backend, callbacks=quiet())
+        for backend in ("single", create("mirrored", 3))
+    ]
+    assert results[0].model.compute_dtype == "float16"
+    for result in results:
+        assert all(variable.dtype == "float32" for variable in result.model.trainable_variables)
+        assert result.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], rel=0.02)
+
+
+def test_the_scale_grows_and_is_kept_in_the_checkpoint(quiet, tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "GROWTH_STEPS", 4)
+    options = {"batch_size": 20, "precision": "mixed_float16"}
+
+    def run(epochs, directory):
+        return fit(Weighted(), epochs=epochs, callbacks=quiet(), run_dir=tmp_path / directory, **options)
+
+    first = run(1, "a")
+    assert first.metrics["loss_scale"] == 2.0**15 / 32 * 2  # after 4 of 6 steps
+    again, whole = run(2, "a"), run(2, "b")
+    assert again.metrics["loss_scale"] == whole.metrics["loss_scale"] == 2.0**15 / 32 * 8
+    assert again.weights_sha256 == whole.weights_sha256
+
+
+def test_what_float16_is_not_to_blame_for_stops_in_the_end(quiet):
+    class Hopeless(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"loss": values["loss"] * np.nan if training else values["loss"]}
+
+    with pytest.raises(TrainingError, match=r"not finite \(nan or inf\): the loss, the gradient of .*kernel"):
+        fit(Hopeless(), steps=200, batch_size=2, precision="mixed_float16", callbacks=quiet())
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_skip_goes_on_without_the_bad_step(replicas, quiet):
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    result = fit(
+        Alarm(), epochs=2, batch_size=20, on_nonfinite="skip", eval_every="never", backend=backend, callbacks=quiet()
+    )
+    assert (result.steps, result.examples) == (12, 202)
+    assert [row["skipped_steps"] for row in result.history] == [1, 1]
+    assert all(np.isfinite(row["loss"]) for row in result.history)
+    assert all(np.isfinite(variable.numpy()).all() for variable in result.model.variables)
+
+
+def test_skipping_everything_is_no_training(quiet):
+    class Nan(Plain):
+        def compute(self, model, batch, training):
+            return {"loss": super().compute(model, batch, training)["loss"] * np.nan}
+
+    with pytest.raises(TrainingError, match="epoch 1: all 6 steps were skipped"):
+        fit(Nan(), batch_size=20, on_nonfinite="skip", eval_every="never", callbacks=quiet())
+
+
+def test_error_names_step_and_variables(quiet):
+    class Branch(Plain):
+        """The gradient of `b` alone is infinite."""
+
+        def compute(self, model, batch, training):
+            @tf.custom_gradient
+            def steep(b):
+                return b, lambda upstream: upstream * np.inf
+
+            return {"loss": tf.reduce_sum((batch[0] @ model.w + steep(model.b.read_value()) - batch[1]) ** 2, -1)}
+
+    with pytest.raises(
+        TrainingError, match=r"step 1 \(epoch 1\): not finite \(nan or inf\): the gradient of b; nothing"
+    ):
+        fit(Branch(), batch_size=20, callbacks=quiet())
+
+
+def test_weights_that_sum_to_zero_over_the_whole_set_are_refused(quiet):
+    class Weightless(Weighted):
+        def compute(self, model, batch, training):
+            return super().compute(model, batch, training) | {"weight": 0.0 * batch[2]}
+
+    with pytest.raises(UsageError, match="the weights of all examples sum to zero"):
+        fit(Weightless(), eval_every="never", callbacks=quiet())
+
+
+def test_evaluation_without_weight_is_told(quiet):
+    class Unweighed(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"weight": values["weight"] if training else 0.0 * values["weight"]}
+
+    with pytest.warns(UserWarning, match="the weights of all evaluation examples sum to zero"):
+        assert np.isnan(fit(Unweighed(), callbacks=quiet()).metrics["eval_loss"])
+
+
+def test_clip_value_bites_on_the_reduced_gradient(quiet):
+    """Three replicas clip what one does: the global gradient, not their own."""
+    one, three = (
+        fit(Weighted(), epochs=1, batch_size=20, clip_value=0.01, backend=backend, callbacks=quiet())
+        for backend in ("single", create("mirrored", 3))
+    )
+    np.testing.assert_allclose(one.model.get_weights()[0], three.model.get_weights()[0], rtol=1e-5, atol=1e-7)
+    with pytest.raises(UsageError, match=r"clip_norm=1.0 and clip_value=0.1: give one of the two"):
+        fit(Weighted(), clip_norm=1.0, clip_value=0.1, callbacks=quiet())

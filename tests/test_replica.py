@@ -1,0 +1,402 @@
+"""What differs between replicas and what must not: random numbers, seeds of examples, gathered batches, statistics."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import loop
+from callbacks import Callback
+from loop import ArrayData, UsageError, evaluate, fit
+from loop import random as rowwise
+from loop.backends import create
+from loop.backends.base import Backend
+from loop.data import Rows
+from loop.replica import Replica, within
+from tests.exactness import largest_difference, trained, weights_of
+from tests.tasks import Plain, Unweighted, regression
+
+
+def engine(replicas):
+    return create("mirrored", replicas) if replicas > 1 else "single"
+
+
+def weights(result):
+    return [variable.numpy() for variable in weights_of(result.model)]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 9), inner=st.integers(1, 7), cuts=st.lists(st.integers(0, 9), max_size=3),
+    dtype=st.sampled_from([tf.float32, tf.float64, tf.bfloat16, tf.int32, tf.int64]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_parts_of_a_draw_are_the_draw(rows, inner, cuts, dtype, seed):
+    """Whatever the cut, what the replicas draw is together what TensorFlow would draw for all rows."""
+    arguments = {"maxval": 1000} if dtype.is_integer else {}
+    whole = tf.random.stateless_uniform([rows, inner], [seed, 7], dtype=dtype, **arguments).numpy()
+    edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
+    parts = []
+    for low, high in itertools.pairwise(edges):
+        own = Rows(
+            tf.zeros([high - low, 3]), tf.constant(low, tf.int64), *2 * [tf.constant(0, tf.int64)], tf.range(low, high)
+        )
+        with within(Replica(Backend(), own, seed=0, most=rows)):
+            parts.append(rowwise.uniform([high - low, inner], [seed, 7], dtype=dtype, **arguments).numpy())
+            if dtype.is_floating:
+                assert rowwise.normal([high - low, inner], [seed, 7], dtype=dtype).shape == [high - low, inner]
+    assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
+def test_normal_draws_are_parts_too():
+    whole = tf.random.stateless_normal([7, 5], [1, 2], mean=3.0, stddev=2.0).numpy()
+    own = Rows(tf.zeros([4, 1]), tf.constant(3, tf.int64), *2 * [tf.constant(0, tf.int64)], tf.range(3, 7))
+    with within(Replica(Backend(), own, seed=0, most=7)):
+        part = rowwise.normal([4, 5], [1, 2], mean=3.0, stddev=2.0).numpy()
+    np.testing.assert_array_equal(part, whole[3:])
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_dropout_is_the_same_on_any_number_of_replicas(replicas):
+    """In float64 nothing but the masks could make such a difference."""
+    fields = {"dropout": 0.5, "dtype": "float64"}
+    one, many = (trained(engine(n), fields, {}) for n in (1, replicas))
+    assert largest_difference(weights(many), weights(one)) <= 1e-12
+    without = trained("single", {"dtype": "float64"}, {})
+    assert largest_difference(weights(one)[:2], weights(without)[:2]) > 1e-3
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_dropout_differs_between_replicas_and_repeats(legacy, quiet):
+    """Each replica has one row of ones; what dropout makes of them is the loss."""
+    layers = tf_keras if legacy else keras
+
+    class Masks(Plain):
+        def build_model(self):
+            inputs = layers.Input((100,))
+            outputs = layers.layers.Dropout(0.5)(layers.layers.Dense(100, kernel_initializer="zeros")(inputs) + 1.0)
+            return layers.Model(inputs, outputs)
+
+        def build_optimizer(self):
+            return layers.optimizers.SGD(0.0)
+
+        def train_data(self):
+            return ArrayData(np.zeros([8, 100], "float32"))
+
+        def eval_data(self):
+            return None
+
+        def compute(self, model, batch, training):
+            mask = model(batch, training=training)
+            other = tf.reverse(loop.all_gather(mask), [0])[tf.cast(loop.first_row(), tf.int32) :][: tf.shape(mask)[0]]
+            differ = tf.reduce_mean(tf.abs(mask - other), -1)  # half of the elements differ, by 2
+            code = tf.reduce_sum(mask * tf.range(100.0), -1)
+            return {"loss": tf.reduce_mean(mask, -1), "differ": differ, "code": code}
+
+    first, again, alone = (
+        fit(Masks(), epochs=2, batch_size=2, backend=engine(n), callbacks=quiet(), seed=5) for n in (2, 2, 1)
+    )
+    assert first.metrics["differ"] > 0.5
+    assert first.history == again.history
+    if not legacy:
+        assert first.metrics["code"] == pytest.approx(alone.metrics["code"], rel=1e-6)
+    assert first.history[0]["code"] != first.history[1]["code"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_example_seeds_belong_to_examples(streamed, quiet):
+    """What is drawn with them is on average what one replica draws, and in another epoch something else."""
+
+    class Augmented(Plain):
+        def train_data(self):
+            arrays = regression(21)[:2]
+            return tf.data.Dataset.from_tensor_slices(arrays) if streamed else ArrayData(*arrays)
+
+        eval_data = train_data
+
+        def compute(self, model, batch, training):
+            seeds, other = loop.example_seed(), loop.example_seed(salt=1)
+            draw = tf.map_fn(lambda seed: tf.random.stateless_uniform([], seed), seeds, fn_output_signature=tf.float32)
+            more = tf.map_fn(lambda seed: tf.random.stateless_uniform([], seed), other, fn_output_signature=tf.float32)
+            loss = tf.reduce_sum((model(batch[0] * draw[:, None]) - batch[1]) ** 2, -1)
+            return {"loss": loss, "draw": draw, "more": more}
+
+    one, three = (
+        fit(Augmented(), epochs=2, batch_size=4, backend=engine(n), callbacks=quiet(), shuffle=True) for n in (1, 3)
+    )
+    for rows in zip(one.history, three.history, strict=True):
+        assert rows[1]["draw"] == pytest.approx(rows[0]["draw"], rel=1e-6)
+        assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
+        assert rows[0]["draw"] != pytest.approx(rows[0]["more"], rel=1e-3)
+    assert one.history[0]["draw"] != pytest.approx(one.history[1]["draw"], rel=1e-3)
+    assert one.history[0]["eval_draw"] == one.history[1]["eval_draw"]
+
+
+def test_salt_out_of_range_is_refused():
+    with pytest.raises(UsageError, match="give a salt from 0 to 65535"):
+        loop.example_seed(70000)
+
+
+def test_gathered_evaluation_is_exact_on_streams_too(quiet):
+    """A loss that looks at the whole batch, from a stream whose last batches leave replicas without rows."""
+
+    class Contrast(Unweighted):
+        def train_data(self):
+            return tf.data.Dataset.from_tensor_slices(regression(21)[:2])
+
+        eval_data = train_data
+
+        def compute(self, model, batch, training):
+            own = model(batch[0], training=training)
+            everyone = loop.all_gather(own)
+            place = tf.cast(loop.first_row(), tf.int32) + tf.range(tf.shape(own)[0])
+            logits = -tf.abs(own - tf.transpose(everyone))
+            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(place, logits)
+            return {"loss": loss, "rows": tf.ones_like(loss) * tf.cast(tf.shape(everyone)[0], tf.float32)}
+
+    one, two, three = (fit(Contrast(), epochs=2, batch_size=4, backend=engine(n), callbacks=quiet()) for n in (1, 2, 3))
+    assert one.metrics["rows"] == (5 * 4 * 4 + 1) / 21
+    for many in (two, three):
+        # The last bias has no gradient but rounding: relative to itself it would differ.
+        assert largest_difference(weights(many)[:-1], weights(one)[:-1]) <= 5e-6
+        assert many.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], rel=1e-6)
+        assert many.metrics["rows"] == pytest.approx(one.metrics["rows"], rel=1e-6)
+
+
+def test_gather_of_something_else_is_refused(quiet):
+    class Wrong(Plain):
+        def compute(self, model, batch, training):
+            loop.all_gather(tf.constant(1.0))
+            return super().compute(model, batch, training)
+
+    with pytest.raises(UsageError, match=r"give numbers of shape \[n, ...\]"):
+        fit(Wrong(), callbacks=quiet())
+
+
+class Normed(Plain):
+    """BatchNormalization, of either family."""
+
+    kind = keras
+
+    def build_model(self):
+        layers = self.kind.layers
+        return self.kind.Sequential(
+            [self.kind.Input((5,)), layers.Dense(4), layers.BatchNormalization(momentum=0.7), layers.Dense(1)]
+        )
+
+    def build_optimizer(self):
+        return self.kind.optimizers.SGD(0.05)
+
+    def compute(self, model, batch, training):
+        return {"loss": tf.reduce_sum((model(batch[0], training=training) - batch[1]) ** 2, -1)}
+
+
+class LegacyNormed(Normed):
+    kind = tf_keras
+
+
+@pytest.mark.parametrize("task", [Normed, LegacyNormed])
+def test_synchronised_statistics_are_those_of_the_whole_batch(task, quiet):
+    one, three = (
+        fit(task(), epochs=2, batch_size=20, backend=engine(n), callbacks=quiet(), precision="float32") for n in (1, 3)
+    )
+    for own, other in zip(one.model.variables, three.model.variables, strict=True):
+        if "float" in str(own.dtype):
+            np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_unsynchronised_statistics_are_averaged_before_they_are_used(quiet, tmp_path):
+    """Evaluation and checkpoint have the mean of the replicas' statistics, and all replicas have it too."""
+
+    class Look(Callback):
+        runs_on = "all"
+        every = 1
+
+        def on_steps_end(self, run, metrics):
+            norm = run.model.layers[1]
+            self.means, self.variances = (
+                np.array(run.backend.local_values(variable.value))
+                for variable in (norm.moving_mean, norm.moving_variance)
+            )
+
+        def on_checkpoint(self, run, reason):
+            prints = run.fingerprints()
+            assert prints[0] == prints[1] == prints[2]
+
+    look = Look()
+    separate = fit(
+        Normed(), epochs=2, batch_size=20, sync_batch_norm=False, backend=engine(3), callbacks=quiet() + [look],
+        run_dir=tmp_path / "run",
+    )  # fmt: skip
+    assert np.abs(look.means[0] - look.means[1]).max() > 1e-3
+    norm = separate.model.layers[1]
+    np.testing.assert_allclose(norm.moving_mean.numpy(), look.means.mean(0), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(norm.moving_variance.numpy(), look.variances.mean(0), rtol=1e-6, atol=1e-7)
+    assert evaluate(Normed(), tmp_path / "run")["eval_loss"] == pytest.approx(separate.metrics["eval_loss"], rel=1e-6)
+
+
+def test_masked_batch_norm_is_the_same_on_any_number_of_replicas(quiet):
+    class Masked(Plain):
+        def build_model(self):
+            return keras.Sequential(
+                [
+                    keras.Input((4, 3)),
+                    keras.layers.Masking(),
+                    keras.layers.BatchNormalization(momentum=0.7),
+                    keras.layers.GlobalAveragePooling1D(),
+                    keras.layers.Dense(1),
+                ]
+            )
+
+        def train_data(self):
+            random = np.random.default_rng(1)
+            inputs = random.normal(2.0, 1.0, [31, 4, 3]).astype("float32")
+            inputs[random.random([31, 4]) < 0.4] = 0.0
+            return ArrayData(inputs, inputs.sum((1, 2))[:, None])
+
+        eval_data = train_data
+
+        def compute(self, model, batch, training):
+            return {"loss": tf.reduce_sum((model(batch[0], training=training) - batch[1]) ** 2, -1)}
+
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.01)
+
+    one, three = (fit(Masked(), epochs=2, batch_size=8, backend=engine(n), callbacks=quiet()) for n in (1, 3))
+    assert largest_difference(weights(three), weights(one)) <= 2e-5
+
+
+def test_seeded_shuffle_of_a_stream_is_the_same_on_any_number_of_replicas_and_after_a_resume(quiet, tmp_path):
+    """What needs all replicas must not read the stream once more: its seeds would go on."""
+
+    class Shuffled(Normed):
+        def build_model(self):
+            return keras.Sequential(
+                [
+                    keras.Input((5,)),
+                    keras.layers.Dense(4),
+                    keras.layers.BatchNormalization(momentum=0.7),
+                    keras.layers.Dropout(0.2),
+                    keras.layers.Dense(1),
+                ]
+            )
+
+        def train_data(self):
+            return tf.data.Dataset.from_tensor_slices(regression(31)[:2]).shuffle(30, seed=5)
+
+        def eval_data(self):
+            return None
+
+    def run(replicas, epochs, directory):
+        options = {"epochs": epochs, "batch_size": 4, "backend": engine(replicas)}
+        return fit(Shuffled(), callbacks=quiet(), run_dir=tmp_path / directory, **options)
+
+    one, three = run(1, 2, "one"), run(3, 2, "three")
+    assert three.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-4)
+    for replicas, whole in ((1, one), (3, three)):
+        run(replicas, 1, f"again-{replicas}")
+        assert run(replicas, 2, f"again-{replicas}").weights_sha256 == whole.weights_sha256
+
+
+def test_infinite_buffers_and_frozen_layers_stay_as_they_are(quiet):
+    class Buffered(Unweighted):
+        def build_model(self):
+            inputs = keras.Input((5,))
+            frozen = keras.layers.BatchNormalization(trainable=False, name="frozen")
+            return keras.Sequential([inputs, frozen, Masked(), keras.layers.Dense(1)])
+
+    class Masked(keras.layers.Layer):
+        def build(self, shape):
+            self.mask = self.add_weight(shape=(5,), initializer=keras.initializers.Constant(-np.inf), trainable=False)
+
+        def call(self, inputs):
+            return tf.maximum(inputs, self.mask)
+
+    result = fit(Buffered(), epochs=1, batch_size=20, backend=engine(2), callbacks=quiet())
+    assert np.all(result.model.layers[1].mask.numpy() == -np.inf)
+
+
+def test_power_iterations_go_on_without_rows(quiet):
+    class Spectral(Unweighted):
+        def build_model(self):
+            inner = keras.layers.SpectralNormalization(keras.layers.Dense(4))
+            return keras.Sequential([keras.Input((5,)), inner, keras.layers.Dense(1)])
+
+    one, three = (fit(Spectral(), epochs=2, batch_size=20, backend=engine(n), callbacks=quiet()) for n in (1, 3))
+    assert largest_difference(weights(three), weights(one)) <= 2e-5
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_stand_in_that_is_not_finite_counts_nothing(replicas, quiet):
+    """Example 0, which stands in for replicas without rows, is nan itself: one step of each epoch is skipped."""
+
+    class Hurt(Unweighted):
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
+
+        def train_data(self):
+            inputs, labels = regression(101)[:2]
+            inputs[0] = np.nan
+            return ArrayData(inputs, labels)
+
+    result = fit(
+        Hurt(), epochs=1, batch_size=20, on_nonfinite="skip", eval_every="never", backend=engine(replicas),
+        callbacks=quiet(),
+    )  # fmt: skip
+    assert result.metrics["skipped_steps"] == 1
+
+
+def test_collectives_within_a_function_of_the_models_own(quiet):
+    class Inner(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+
+        @tf.function
+        def __call__(self, inputs, training=False):
+            for part in self.parts[:1]:
+                inputs = part(inputs)
+            return self.parts[2](self.parts[1](inputs, training=training))
+
+    class Wrapped(Unweighted):
+        def build_model(self):
+            return Inner()
+
+    assert np.isfinite(fit(Wrapped(), epochs=1, batch_size=20, callbacks=quiet()).metrics["loss"])
+    options = {"epochs": 1, "batch_size": 20, "backend": engine(3)}
+    with pytest.raises(UsageError, match=r"within a tf.function, .* take the @tf.function away"):
+        fit(Wrapped(), callbacks=quiet(), **options)
+    separate = fit(Wrapped(), callbacks=quiet(), sync_batch_norm=False, **options)
+    assert np.isfinite(separate.metrics["loss"])
+
+
+def test_a_model_that_serves_twice_takes_the_second_setting(quiet):
+    from loop import KerasTask
+
+    def run(model, synchronised):
+        task = KerasTask(lambda: model, lambda: keras.optimizers.SGD(0.0), "mse", ArrayData(*regression(31)[:2]))
+        options = {"batch_size": 6, "sync_batch_norm": synchronised, "backend": backend}
+        return fit(task, epochs=1, callbacks=quiet(), **options).metrics["loss"]
+
+    backend = engine(3)
+    with backend.scope():
+        models = []
+        for _ in range(2):
+            keras.utils.set_random_seed(0)
+            models.append(
+                keras.Sequential(
+                    [keras.Input((5,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+                )
+            )
+    fresh = run(models[0], False)
+    assert run(models[1], True) != fresh
+    assert run(models[1], False) == pytest.approx(fresh, rel=1e-6)
+
+
+def test_seed_outside_of_compute_is_refused():
+    with pytest.raises(UsageError, match=r"belongs into compute\(\)"):
+        loop.example_seed()

@@ -1,0 +1,126 @@
+"""The same numbers on any number of replicas and any engine: against a loop by hand, and against Keras's own fit."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+
+from loop import launch
+from loop.backends import create
+from tests.conftest import ROOT, needs_horovod
+from tests.exactness import CASES, SETTINGS, Prime, by_hand, largest_difference, regression, trained, weights_of
+
+BOUNDS = {"float32": 5e-6, "float64": 1e-12}
+"""What another order of additions may change in twelve steps, relative to the largest weight of each variable."""
+
+
+def bound(case, dtype):
+    return 1e-5 if (case, dtype) == ("batch_norm", "float32") else BOUNDS[dtype]
+
+
+@cache
+def expected(case, dtype):
+    fields, options = CASES[case]
+    return by_hand({**fields, "dtype": dtype}, options, **SETTINGS)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_same_as_by_hand_in_one_process(replicas, case, dtype):
+    fields, options = CASES[case]
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    found = trained(backend, {**fields, "dtype": dtype}, options)
+    weights, _ = expected(case, dtype)
+    assert largest_difference([v.numpy() for v in weights_of(found.model)], weights) <= bound(case, dtype)
+    check_metrics(case, dtype, found.metrics)
+    assert (found.steps, found.examples, found.replicas) == (12, 202, replicas)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_same_as_by_hand_with_xla(replicas):
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    found = trained(backend, {}, {"compile": "xla"})
+    assert largest_difference([v.numpy() for v in weights_of(found.model)], expected("plain", "float32")[0]) <= 5e-6
+
+
+def test_collectives_that_xla_cannot_compile_are_said_and_left_to_the_graph():
+    with pytest.warns(UserWarning, match="which XLA can't compile"):
+        found = trained(create("mirrored", 2), {"batch_norm": True}, {"compile": "xla"})
+    weights = expected("batch_norm", "float32")[0]
+    assert largest_difference([v.numpy() for v in weights_of(found.model)], weights) <= 1e-5
+
+
+@settings(max_examples=16, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    examples=st.integers(1, 40), batch_size=st.integers(1, 45), replicas=st.integers(1, 4), seed=st.integers(0, 99),
+    case=st.sampled_from(["plain", "accumulate", "all_gather"]),
+)  # fmt: skip
+def test_same_for_all_sizes(examples, batch_size, replicas, seed, case):
+    """In float64: what rounding can do is far below what a mistake does."""
+    fields, options = CASES[case]
+    fields = {**fields, "dtype": "float64", "examples": examples, "seed": seed}
+    assume(regression(examples, seed=seed)[2].sum() > 0)
+    settings = {"epochs": 2, "batch_size": batch_size, "seed": seed}
+    found = trained(create("mirrored", replicas), fields, options, **settings)
+    weights, _ = by_hand(fields, options, **settings)
+    assert largest_difference([v.numpy() for v in weights_of(found.model)], weights) <= 1e-10
+    assert found.examples == 2 * examples
+
+
+def compare(directory):
+    for dtype in BOUNDS:
+        for case in CASES:
+            with np.load(directory / f"{case}-{dtype}.npz") as stored:
+                found = [stored[name] for name in stored.files]
+            assert largest_difference(found, expected(case, dtype)[0]) <= bound(case, dtype), (case, dtype)
+            check_metrics(case, dtype, json.loads((directory / f"{case}-{dtype}.json").read_text()))
+
+
+def check_metrics(case, dtype, metrics):
+    """Those of training against the loop by hand; and those of evaluation, on a prime number of examples, exactly."""
+    assert metrics["loss"] == pytest.approx(expected(case, dtype)[1], rel=1e-5)
+    if case != "judged":
+        return
+    batch = regression(23, seed=5, dtype=dtype)
+    truth, scores = (np.asarray(each) for each in Prime.judgement(batch))
+    assert metrics["eval_auc"] == pytest.approx(roc_auc_score(truth, scores, sample_weight=batch[2]), abs=1e-6)
+    assert metrics["eval_input"] == pytest.approx(np.average(batch[0][:, 0], weights=batch[2]), rel=1e-6)
+
+
+@needs_horovod
+@pytest.mark.parametrize("workers", [2, 3])
+def test_same_as_by_hand_under_horovod(workers, tmp_path):
+    command = [sys.executable, str(ROOT / "tests" / "exactness.py"), "horovod", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "loop.horovodrun", str(workers), *command],
+        capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    compare(tmp_path)
+
+
+def test_same_as_by_hand_under_multiworker(tmp_path):
+    addresses = [f"127.0.0.1:{port}" for port in launch.free_ports(2)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "exactness.py"), "multiworker", str(tmp_path)],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}),
+            },
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [worker.communicate(timeout=280) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    compare(tmp_path)
