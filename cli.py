@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import callbacks
+import callbacks.progress
 from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN
 from loop import launch, target
@@ -53,9 +54,15 @@ def train(
     resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of initial weights and of the data's order.")] = None,
     shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, float64 or bfloat16.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches in each replica's share.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or mixed_float16.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches in a global batch.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Greatest global norm of the gradient.")] = None,
+    clip_value: Annotated[float | None, typer.Option(help="Greatest absolute value in the gradient.")] = None,
+    on_nonfinite: Annotated[str | None, typer.Option(help="stop or skip, when a gradient is not finite.")] = None,
+    sync_batch_norm: Annotated[
+        bool | None, typer.Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
+    ] = None,
+    ema: Annotated[float | None, typer.Option(help="Decay of a moving average of the weights.")] = None,
     compile_: Annotated[str | None, typer.Option("--compile", help="graph or xla.")] = None,
     steps_per_call: Annotated[str | None, typer.Option(help="Steps in a compiled call, or auto.")] = None,
     eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
@@ -69,6 +76,7 @@ def train(
     given: dict[str, Any] = {
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "resume": resume, "seed": seed,
         "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
+        "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
         "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
     }  # fmt: skip
     with_defaults(_NoDefaults, given)
@@ -189,6 +197,65 @@ def export(
             task, _ = task_of(run_dir, task_target)
             export_(task, run_dir, out)
     print(f"wrote {out}", file=sys.stderr)
+
+
+@app.command()
+def verify(
+    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    set_: Set = None,
+    batch_size: Annotated[int | None, typer.Option(help="The global batch; the task's own if not given.")] = None,
+    processes: Annotated[bool, typer.Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
+    as_json: AsJson = False,
+    record: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Show that a task has the same numbers on any number of replicas, or why not."""
+    with_defaults(_NoDefaults, {"batch_size": batch_size})
+    target.check(target_)
+    if record is not None:
+        _record(target_, set_ or (), batch_size, record)
+        return
+    engine = "multiworker" if launch.horovod_missing() else "horovod"
+
+    def job(directory: Path) -> str:
+        return launch.run(engine, 2, [*sys.argv[1:], "--record", str(directory)])[1]
+
+    with os.fdopen(os.dup(2), "w") as stderr:
+        stages = callbacks.progress.Stages(9 + processes, stderr)
+        try:
+            with quiet_start():
+                task = target.load(target_, set_ or ())
+                from loop import verify as verify_
+
+                found = verify_.verify(
+                    task, batch_size, job=job if processes else None, job_engine=engine, progress=stages.next
+                )
+        finally:
+            stages.close()
+    if as_json:
+        print(verify_.as_json(found))
+    else:
+        for line, good in verify_.lines(found):
+            colour = {True: typer.colors.GREEN, False: typer.colors.RED, None: None}[good]
+            typer.secho(line, fg=colour)
+    raise typer.Exit(0 if found.same else FAILED)
+
+
+def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | None, directory: Path) -> None:
+    """What `verify` does in a worker of its job."""
+    with launch.reporting() as report:
+        try:
+            with quiet_start():
+                task = target.load(target_, assignments)
+                from loop import backends, verify
+
+                made = backends.create(launch.choose("auto")[0])
+            verify.write(directory, task, made, batch_size)
+            made.exchange(0)  # nobody leaves before all are done
+            made.close()
+        except BaseException as error:
+            report(BAD_INPUT if isinstance(error, UsageError) else FAILED, error)
+            raise
+        report(0)
 
 
 @app.command()

@@ -150,3 +150,36 @@ def epoch_of(state: dict[str, Any]) -> str:
 def numbers(metrics: Mapping[str, float]) -> str:
     """Metrics as people read them."""
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+class Stages:
+    """Shows which of a command's stages it is at: as a bar on a terminal, as a line each elsewhere.
+
+    Args:
+        total: how many there are.
+        stream: where to draw.
+    """
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self._stream, self._bar = stream, None
+        if stream.isatty():
+            from tqdm import tqdm
+
+            form = "{percentage:3.0f}%|{bar:20}| {desc} [{elapsed}]"
+            self._bar = tqdm(total=total, file=stream, bar_format=form, dynamic_ncols=True, leave=False)
+        self._begun = False
+
+    def next(self, text: str) -> None:
+        """The next stage begins."""
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+            return
+        if self._begun:
+            self._bar.update()
+        self._begun = True
+        self._bar.set_description_str(text)
+
+    def close(self) -> None:
+        """All is done, or given up."""
+        if self._bar is not None:
+            self._bar.close()

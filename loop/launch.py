@@ -29,7 +29,7 @@ JOB = "TFLOOP_JOB"
 """Environment variable: where the workers of a job that we started leave their process ids and results."""
 CHATTER = (
     r"[IWE]\d{4} \d\d:|[IWE]0000 00:00:|WARNING: All log messages before absl|To enable the following instructions"
-    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] "
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] |WARNING:tensorflow:\d+ out of the last "
 )
 """What TensorFlow prints to stderr while it starts, whatever its log level: nobody can act on it."""
 # What Horovod's launcher tells of a failed worker; the failure itself is told by `run`.

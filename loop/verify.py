@@ -1,0 +1,334 @@
+"""`tfloop verify`: trains a task for a few steps on one replica and on several, and compares every number."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from loop import diagnose
+from loop.backends.base import Backend
+from loop.backends.strategy import logical_cpus
+from loop.build import as_tf, build, trainable_variables, variable_names
+from loop.data import ArrayData, open_data
+from loop.errors import UsageError
+from loop.options import with_defaults
+from loop.state import named_variables_of
+from loop.statistics import statistics
+from loop.step import GOING, NOT_FINITE, Step
+from loop.task import TrainTask
+
+BOUNDS = {"float32": 1e-4, "float64": 1e-5}
+"""The largest difference that is taken for rounding: a mistake is rarely below 1e-3.
+
+Rounding in float64 is below 1e-12; but some layers, and the states of Keras's metrics, are float32 within.
+
+In float32 only the first step is judged by it. Where a gradient is 0 but for rounding, an optimizer such as Adam makes
+steps of the learning rate out of it, and after a few of them weights differ by as much, whoever has made them.
+"""
+EPOCHS = 2
+KINDS = ("gradients", "weights", "statistics", "metrics")
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass
+class Comparison:
+    """One way to train, compared with one replica.
+
+    Attributes:
+        precision: of the layers.
+        engine: how it was trained.
+        replicas: on how many.
+        differences: the largest relative difference by kind; nan where there is nothing of it.
+        first: what differs first, or "".
+        same: whether all differences are rounding.
+        note: why it could not be compared, or "".
+    """
+
+    precision: str
+    engine: str
+    replicas: int
+    differences: dict[str, float]
+    first: str
+    same: bool
+    note: str = ""
+
+
+@dataclasses.dataclass
+class Report:
+    """What `verify` found.
+
+    Attributes:
+        task: the task's name.
+        batch_size: the global batch.
+        steps: how many were made.
+        comparisons: one for each precision and engine.
+        causes: why numbers differ, or would with other data; as far as it can be known.
+        same: whether everything is the same everywhere.
+    """
+
+    task: str
+    batch_size: int
+    steps: int
+    comparisons: list[Comparison]
+    causes: list[str]
+    same: bool
+
+
+def verify(
+    task: TrainTask,
+    batch_size: int | None = None,
+    replicas: Sequence[int] = (2, 3),
+    job: Callable[[Path], str] | None = None,
+    job_engine: str = "",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Trains a task for a few steps in several ways, and compares gradients, weights, statistics and metrics.
+
+    Args:
+        task: the task. Its own options (`TrainTask.defaults`) are kept, but for the length of the training.
+        batch_size: the global batch; None: the task's own.
+        replicas: on how many logical devices to train it, beside one.
+        job: records the task in real processes, into a directory; gives an error, or "". None: no processes.
+        job_engine: the engine of those.
+        progress: is told what is being done.
+
+    Raises:
+        UsageError: the task can't be trained at all.
+    """
+    from loop import backends
+
+    logical_cpus(max(replicas))
+    ways = [("single", 1, Backend()), *(("mirrored", n, backends.create("mirrored", n)) for n in replicas)]
+    comparisons, steps = [], 0
+    with tempfile.TemporaryDirectory(prefix="tfloop-verify-") as directory:
+        problem = ""
+        if job is not None:
+            progress(f"2 processes of {job_engine}")
+            problem = job(Path(directory))
+        for precision in BOUNDS:
+            progress(f"{precision}: 1 replica")
+            try:
+                reference = record(task, Backend(), precision, batch_size)
+            except Exception as error:
+                if precision == "float32" or isinstance(error, UsageError):
+                    raise
+                # Such as a tf.Module of float32 tensors: no mistake of the task.
+                text = str(error).strip().splitlines()[-1][:200]
+                comparisons.append(Comparison(precision, "single", 1, {}, "", True, f"can't be computed: {text}"))
+                continue
+            steps = len({name.split("/")[1] for name in reference if name.startswith("gradients/")})
+            for engine, n, backend in ways:
+                progress(f"{precision}: {n} replica{'s' * (n > 1)}{' again' * (n == 1)}")
+                found = record(task, backend, precision, batch_size)
+                comparisons.append(compare(precision, engine, n, reference, found))
+            if job is not None and not problem:
+                with np.load(Path(directory) / f"{precision}.npz", allow_pickle=False) as stored:
+                    found = {name: stored[name] for name in stored.files}
+                comparisons.append(compare(precision, job_engine, 2, reference, found))
+            elif job is not None:
+                comparisons.append(Comparison(precision, job_engine, 2, {}, "", False, problem))
+    progress("looking for causes")
+    causes = diagnose.causes(task, options_of(task, "float32", batch_size), _Small)
+    same = all(comparison.same for comparison in comparisons) and not causes
+    if not same and not causes:
+        causes = [UNKNOWN]
+    size = options_of(task, "float32", batch_size)["batch_size"]
+    return Report(type(task).__name__, size, steps, comparisons, causes, same)
+
+
+UNKNOWN = (
+    "the cause can't be told from outside: look at what compute() makes of the variable that differs first, for a "
+    "number that depends on how many examples it sees, or on the rank"
+)
+
+
+def options_of(task: TrainTask, precision: str, batch_size: int | None) -> dict[str, Any]:
+    """The options with which a task is verified: its own, but for precision and length."""
+    options = with_defaults(task, {"batch_size": batch_size, "precision": precision, "eval_every": "epoch"})
+    return options | {"epochs": EPOCHS, "steps": None, "backend": "single"}
+
+
+def record(task: TrainTask, backend: Backend, precision: str, batch_size: int | None) -> Arrays:
+    """Trains for a few steps, and writes down every number by kind, step and name."""
+    options = options_of(task, precision, batch_size)
+    keras.utils.clear_session(free_memory=False)  # names of layers start anew, and are the same each time
+    keras.utils.set_random_seed(options["seed"])
+    small: Any = _Small(task, 2 * options["batch_size"] + 1, precision)
+    data = open_data(small, options)
+    built = build(task, backend, precision, data.train.example)
+    step = Step(task, built, backend, data.sharded(backend, "example"), options)
+    step.watch_gradients()
+    backend.broadcast_variables(built.variables + step.variables)
+    names = variable_names(trainable_variables(built.model))
+    found: Arrays = {}
+    for number, totals in enumerate(_steps(step), 1):
+        for index, (name, gradient) in enumerate(zip(names, step.gradients, strict=True)):
+            found[f"gradients/{number}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
+        for name, value in step.means(totals).items():
+            found[f"metrics/{number}/{name}"] = np.array(value)
+    evaluated = step.eval_means(step.evaluate()) if data.eval is not None else {}
+    found |= {f"metrics/end/{name}": np.array(value) for name, value in evaluated.items()}
+    step.average_statistics()
+    trained = {id(variable) for variable in as_tf(trainable_variables(built.model))}
+    gathered = {id(variable) for variable in statistics(built.model)}
+    for name, variable in named_variables_of(built).items():
+        if name.startswith("model/") and id(variable) in trained | gathered:
+            kind = "weights" if id(variable) in trained else "statistics"
+            found[f"{kind}/{name.removeprefix('model/')}"] = backend.local_values(variable)[0]
+    return found
+
+
+def _steps(step: Step) -> Iterator[np.ndarray]:
+    """Makes one step after the other; the totals of each."""
+    handle = step.data.train.start(0, 0)
+    for epoch in range(EPOCHS):
+        done = 0
+        while done != step.data.train.steps_per_epoch:
+            made, status, totals = step.train(handle, epoch, done, 1)
+            if status == NOT_FINITE:
+                raise UsageError(f"step {done + 1}: not finite: {', '.join(step.not_finite)}: nothing can be compared")
+            if status != GOING:
+                break
+            done += made
+            yield totals
+
+
+class _Small:
+    """The first examples of a task, in its precision."""
+
+    def __init__(self, task: TrainTask, examples: int, precision: str) -> None:
+        self._task, self._examples, self._precision = task, examples, precision
+
+    def train_data(self) -> Any:
+        """See `TrainTask.train_data`."""
+        return self._part(self._task.train_data())
+
+    def eval_data(self) -> Any:
+        """See `TrainTask.eval_data`."""
+        data = self._task.eval_data()
+        return None if data is None else self._part(data)
+
+    def _part(self, data: Any) -> Any:
+        wide = self._precision == "float64"
+        if isinstance(data, ArrayData):
+            part = copy.copy(data)
+            part.size = min(data.size, self._examples)
+
+            def cut(array: np.ndarray) -> np.ndarray:
+                rows = array[: part.size]
+                return rows.astype("float64") if wide and rows.dtype.kind == "f" else rows
+
+            part.arrays = tf.nest.map_structure(cut, data.arrays)
+            return part
+        if isinstance(data, tf.data.Dataset):
+            taken = data.take(self._examples)
+            return taken.map(lambda *example: _widened(example)) if wide else taken
+        return data
+
+
+def _widened(example: tuple[Any, ...]) -> Any:
+    def widen(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor
+
+    wide = tf.nest.map_structure(widen, example)
+    return wide[0] if len(wide) == 1 else wide
+
+
+def compare(precision: str, engine: str, replicas: int, reference: Arrays, found: Arrays) -> Comparison:
+    """Compares all that was recorded; see `difference` for what it is relative to."""
+    differences: dict[str, float] = {}
+    first = ""
+    judged = ("gradients/1/", "metrics/1/") if precision == "float32" else tuple(f"{kind}/" for kind in KINDS)
+    other = [name for name in [*reference, *found] if (name in reference) != (name in found)]
+    if other:
+        return Comparison(precision, engine, replicas, {}, "", False, f"only one of the two has {other[0]}")
+    for kind in KINDS:
+        names = [name for name in reference if name.startswith(f"{kind}/")]
+        largest = max((difference(name, reference, found) for name in names), default=float("nan"))
+        differences[kind] = largest
+        beyond = [n for n in names if n.startswith(judged) and not difference(n, reference, found) <= BOUNDS[precision]]
+        first = first or (beyond[0] if beyond else "")
+    return Comparison(precision, engine, replicas, differences, first, not first)
+
+
+def difference(name: str, reference: Arrays, found: Arrays) -> float:
+    """The largest absolute difference, relative to the largest number of its kind (and step) in the whole model.
+
+    Not to that of the variable alone: where the gradient is 0 but for rounding, as that of a bias that a softmax or a
+    normalisation takes out again, rounding is all there is.
+    """
+    one, other = reference[name].astype("float64"), found[name].astype("float64")
+    if one.shape != other.shape:
+        return float("inf")
+    same = (one == other) | (np.isnan(one) & np.isnan(other))  # infinite ones too
+    if same.all():
+        return 0.0
+    apart = float(np.abs(one - other)[~same].max())
+    kind, _, rest = name.partition("/")
+    if kind == "metrics":
+        return apart / max(1e-3, float(np.abs(one).max()))
+    group = f"{kind}/{rest.partition('/')[0]}/" if kind == "gradients" else f"{kind}/"
+    sizes = [float(np.abs(each).max()) for key, each in reference.items() if key.startswith(group) and each.size]
+    scale = max((size for size in sizes if np.isfinite(size)), default=0.0)
+    return apart / scale if scale else apart
+
+
+def write(directory: Path, task: TrainTask, backend: Backend, batch_size: int | None) -> None:
+    """Records a task in each precision as the worker of a job; the chief writes what was found."""
+    for precision in BOUNDS:
+        try:
+            found = record(task, backend, precision, batch_size)
+        except Exception:
+            if precision == "float32":
+                raise
+            continue  # the reference can't be computed either
+        if backend.is_chief:
+            with (directory / f"{precision}.npz").open("wb") as file:
+                np.savez(file, allow_pickle=False, **found)
+
+
+def as_json(report: Report) -> str:
+    """The report as one line of JSON."""
+    fields = dataclasses.asdict(report)
+    for comparison in fields["comparisons"]:
+        comparison["differences"] = {k: (None if v != v else v) for k, v in comparison["differences"].items()}
+    return json.dumps(fields)
+
+
+def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
+    """The report for people, line by line: its text, and whether it is good (True) or bad (False) news."""
+    yield f"{report.task}: {report.steps} steps of {report.batch_size} examples, the last of each epoch shorter", None
+    yield "", None
+    head = f"{'':9}{'':24}" + "".join(f"{kind:>12}" for kind in KINDS)
+    yield head + "   largest relative difference from 1 replica", None
+    for each in report.comparisons:
+        how = "1 replica, again" if each.replicas == 1 else f"{each.engine}, {each.replicas} replicas"
+        if each.differences:
+            numbers = "".join(f"{number(each.differences[kind]):>12}" for kind in KINDS)
+            yield f"{each.precision:9}{how:24}{numbers}   {f'first: {each.first}' if each.first else 'same'}", each.same
+        else:
+            yield f"{each.precision:9}{how:24}   {each.note}", each.same
+    yield "", None
+    for cause in report.causes:
+        yield f"why: {cause}", False
+    if report.same:
+        yield "the same numbers everywhere", True
+    elif all(each.same for each in report.comparisons):
+        yield "the numbers agree here by chance: with weights, or other data, they won't", False
+    else:
+        yield "not the same numbers", False
+
+
+def number(value: float) -> str:
+    """A difference in few characters; "-" where there is nothing to compare."""
+    return "-" if value != value else "0" if value == 0 else f"{value:.0e}"

@@ -1,0 +1,282 @@
+"""`tfloop verify`: good tasks pass, and each planted mistake is found and named."""
+
+import json
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import loop
+from loop import ArrayData, UsageError
+from loop.verify import lines, verify
+from tests.conftest import needs_horovod, tfloop
+from tests.tasks import Conv, Plain, Unweighted, Weighted, regression
+from tests.test_optimizers import Adversarial
+
+
+class Dropped(Conv):
+    """Convolution, BatchNorm, dropout, Adam: what most models have; and a metric that is no mean."""
+
+    defaults = {"batch_size": 8}
+
+    def eval_data(self):
+        return self.train_data()
+
+    def build_metrics(self):
+        return {"top": keras.metrics.SparseTopKCategoricalAccuracy(k=2)}
+
+    def compute(self, model, batch, training):
+        images, labels = batch
+        logits = model(images, training=training)
+        return {
+            "loss": keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True),
+            "top": (labels, logits),
+        }
+
+
+class Streaming(Unweighted):
+    """A stream, a loss over the whole batch, and seeds of examples."""
+
+    def train_data(self):
+        return tf.data.Dataset.from_tensor_slices(regression(self.examples)[:2])
+
+    eval_data = train_data
+
+    def compute(self, model, batch, training):
+        noise = tf.map_fn(
+            lambda seed: tf.random.stateless_normal([5], seed, dtype=batch[0].dtype), loop.example_seed(),
+            fn_output_signature=batch[0].dtype,
+        )  # fmt: skip
+        found = model(batch[0] + 0.1 * noise, training=training)
+        mean = tf.reduce_mean(loop.all_gather(found))
+        return {"loss": tf.reduce_sum((found - mean - batch[1]) ** 2, -1)}
+
+
+class LegacyDropped(Unweighted):
+    """tf_keras, with a dropout that is used twice."""
+
+    def build_model(self):
+        inputs = tf_keras.Input((5,))
+        drop = tf_keras.layers.Dropout(0.4)
+        hidden = tf_keras.layers.Dense(8)(inputs)
+        both = tf_keras.layers.Concatenate()([drop(hidden), drop(hidden)])
+        return tf_keras.Model(inputs, tf_keras.layers.Dense(1)(both))
+
+    def build_optimizer(self):
+        return tf_keras.optimizers.SGD(0.05)
+
+
+class Recurrent(Unweighted):
+    """An LSTM with both dropouts, over the five inputs as a sequence, and layers that are float32 within."""
+
+    def build_model(self):
+        return keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Reshape((5, 1)),
+                keras.layers.GaussianNoise(0.1),
+                keras.layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    def build_metrics(self):
+        return {"squared": keras.metrics.MeanSquaredError()}
+
+    def compute(self, model, batch, training):
+        found = model(batch[0], training=training)
+        return {"loss": tf.reduce_sum((found - batch[1]) ** 2, -1), "squared": (batch[1], found)}
+
+
+@pytest.mark.parametrize("task", [Dropped, Streaming, Weighted, Adversarial, LegacyDropped, Recurrent])
+def test_good_tasks_pass(task):
+    report = verify(task(), batch_size=8, replicas=(3,))
+    assert report.same, [line for line, _ in lines(report)]
+    assert (report.steps, report.causes) == (6, [])
+    assert [(each.precision, each.engine, each.replicas) for each in report.comparisons] == [
+        (precision, engine, replicas)
+        for precision in ("float32", "float64")
+        for engine, replicas in (("single", 1), ("mirrored", 3))
+    ]
+    for each in report.comparisons:
+        numbers = [value for value in each.differences.values() if not np.isnan(value)]
+        assert len(numbers) >= 3
+        if each.replicas == 1:  # the same again, to the bit
+            assert set(numbers) == {0.0}
+
+
+def test_what_computes_in_float32_only_is_judged_by_it():
+    report = verify(Plain(), batch_size=8, replicas=(2,))  # a tf.Module with float32 variables
+    assert report.same
+    [wide] = [each for each in report.comparisons if each.precision == "float64"]
+    assert wide.note.startswith("can't be computed: ")
+
+
+class MeanInside(Weighted):
+    """Planted: the mean of the batch as every example's loss."""
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        return values | {"loss": tf.ones_like(values["loss"]) * tf.reduce_mean(values["loss"])}
+
+
+class Sized(Unweighted):
+    """Planted: divides by the number of rows."""
+
+    def compute(self, model, batch, training):
+        loss = super().compute(model, batch, training)["loss"]
+        return {"loss": loss / tf.cast(tf.shape(loss)[0], loss.dtype)}
+
+
+class Unsynchronised(Dropped):
+    """Planted: BatchNorm with statistics of each replica."""
+
+    defaults = {"batch_size": 8, "sync_batch_norm": False}
+
+
+@keras.saving.register_keras_serializable("tests")
+class Centred(keras.layers.Layer):
+    """Takes the mean of its batch away."""
+
+    def call(self, inputs):
+        return inputs - keras.ops.mean(inputs, 0, keepdims=True)
+
+
+class Dependent(Unweighted):
+    """Planted: a layer that looks at the whole batch of its replica."""
+
+    def build_model(self):
+        return keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(4), Centred(name="centred"), keras.layers.Dense(1)]
+        )
+
+
+class Unseeded(Unweighted):
+    """Planted: noise from an operation with state of its own."""
+
+    def compute(self, model, batch, training):
+        noise = tf.random.normal(tf.shape(batch[0]), dtype=batch[0].dtype)
+        return super().compute(model, (batch[0] + noise, batch[1]), training)
+
+
+class HostRandom(Unweighted):
+    """Planted: each call gives other data."""
+
+    def train_data(self):
+        inputs, labels = super().train_data().arrays
+        return ArrayData(inputs + np.random.default_rng().normal(size=inputs.shape).astype("float32"), labels)
+
+
+MISTAKES = {
+    MeanInside: "a mean inside the loss: all examples of a batch have the same loss",
+    Sized: "a loss that depends on the batch size",
+    Unsynchronised: "an unsynchronised BatchNorm: batch_normalization",
+    Dependent: "batch-dependent layers: what centred makes of an example",
+    Unseeded: "random ops without our seeds: RandomStandardNormal",
+    HostRandom: r"host randomness in the data: train_data() gives other examples",
+}
+
+
+@pytest.mark.parametrize("task", MISTAKES)
+def test_planted_mistakes_are_found_and_named(task):
+    report = verify(task(), batch_size=8, replicas=(3,))
+    assert not report.same
+    assert not all(each.same for each in report.comparisons)  # the numbers themselves show it
+    [cause] = report.causes
+    assert cause.startswith(MISTAKES[task])
+
+
+def test_draws_with_a_fixed_seed_are_by_row_and_right(quiet):
+    class Fixed(Unweighted):
+        def compute(self, model, batch, training):
+            noise = tf.random.stateless_normal(tf.shape(batch[0]), seed=[1, 2], dtype=batch[0].dtype)
+            return super().compute(model, (batch[0] + noise, batch[1]), training)
+
+    # The same on any number of replicas; but it belongs to a place in the batch, and says so.
+    report = verify(Fixed(), batch_size=8, replicas=(3,))
+    assert all(each.same for each in report.comparisons)
+
+
+def test_a_mean_while_training_alone_is_found():
+    class Trained(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            mean = tf.ones_like(values["loss"]) * tf.reduce_mean(values["loss"])
+            return values | ({"loss": mean} if training else {})
+
+    [cause] = verify(Trained(), batch_size=8, replicas=(2,)).causes
+    assert cause.startswith("a mean inside the loss")
+
+
+def test_a_mean_that_does_no_harm_yet_is_told_too():
+    class Harmless(Unweighted):
+        """Without weights, the sum of means times rows is the sum."""
+
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return {"loss": tf.ones_like(values["loss"]) * tf.reduce_mean(values["loss"])}
+
+    report = verify(Harmless(), batch_size=8, replicas=(2,))
+    assert all(each.same for each in report.comparisons)
+    assert not report.same
+    assert "by chance" in list(lines(report))[-1][0]
+
+
+def test_what_cannot_be_trained_at_all_is_said():
+    @dataclass
+    class Wrong(Unweighted):
+        def compute(self, model, batch, training):
+            return {"loss": tf.reduce_mean(super().compute(model, batch, training)["loss"])}
+
+    with pytest.raises(UsageError, match='returned a scalar for "loss"'):
+        verify(Wrong())
+
+
+@needs_horovod
+def test_command_with_real_processes(tmp_path):
+    done = tfloop("verify", "digits", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["same"] is True
+    engines = [(each["precision"], each["engine"], each["replicas"]) for each in report["comparisons"]]
+    assert ("float32", "horovod", 2) in engines
+    assert ("float64", "horovod", 2) in engines
+    for each in report["comparisons"]:
+        assert each["differences"]["weights"] <= (1e-5 if each["precision"] == "float32" else 1e-12)
+
+
+TASK = '''
+from examples_digits import Digits as Base
+
+class Halved(Base):
+    """Its loss depends on the rank."""
+    def compute(self, model, batch, training):
+        from loop import launch
+        values = super().compute(model, batch, training)
+        return values | {"loss": values["loss"] * (2.0 if launch.job_rank() else 1.0)}
+'''
+
+
+@needs_horovod
+def test_a_mistake_that_only_real_processes_show(tmp_path):
+    from loop import target
+
+    (tmp_path / "examples_digits.py").write_text(target.shipped_path("digits").read_text())
+    (tmp_path / "task.py").write_text(TASK)
+    done = tfloop("verify", "task.py:Halved", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "first: gradients/1/00000:sequential/dense/kernel" in done.stdout
+    assert "why: the cause can't be told from outside" in done.stdout
+    assert "or on the rank" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert tfloop("verify", "nonsense", cwd=tmp_path).returncode == 2
+
+
+def test_charlm_passes(tmp_path):
+    small = ["--set", "layers=1", "--set", "width=16", "--set", "context=8", "--set", "characters=20000"]
+    done = tfloop("verify", "charlm", *small, "--batch-size", 8, "--no-processes", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "the same numbers everywhere"
