@@ -1,9 +1,9 @@
 """Data: which examples are in global batch s of epoch e, and which of them a replica gets.
 
-A source is read in two moves, both inside the compiled step. `take` runs once per worker and step; `share` runs in
-each replica and returns its rows. Addressed data is a pure function of (seed, epoch, step), so that its order depends
-neither on the number of replicas nor on what was read before; a stream has an iterator, and an empty batch after each
-epoch.
+A source is read in three moves, all inside the compiled call. `plan` runs once a call, `take` once per worker and step;
+`share` runs in each replica and returns its rows. Addressed data is a pure function of (seed, epoch, step), so that its
+order depends neither on the number of replicas nor on what was read before; a stream has an iterator, and an empty
+batch after each epoch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.seeds import random_state, set_random_state
 from loop.task import TrainTask
+
+MOST_INDICES = 1 << 22
+"""Of so many examples at most the order is made in one go: 32 MiB of it."""
 
 
 class ArrayData:
@@ -90,6 +93,18 @@ class Rows(NamedTuple):
     index: tf.Tensor
 
 
+class Plan(NamedTuple):
+    """The batches of one call, as `Addressed` reads them: this worker's rows of each, one micro-batch after the other.
+
+    Attributes:
+        index: the examples of all batches of the call; int64 [rows].
+        splits: where in `index` each micro-batch begins, and where the last one ends; int64 [micro-batches + 1].
+    """
+
+    index: tf.Tensor
+    splits: tf.Tensor
+
+
 class Addressed:
     """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
 
@@ -97,24 +112,31 @@ class Addressed:
         steps_per_epoch: the number of global batches in an epoch.
         endless: False: it has an end.
         layout: None: a position means the same with any number of workers.
+        reads_ahead: True: a batch can be read while the one before it is computed on.
+        most_steps: of how many steps the order is made in one go.
+        batch_bytes: how much memory a global batch needs.
     """
 
     layout: list[Any] | None = None
+    reads_ahead = True
 
     def __init__(self, data: ArrayData, order: Order) -> None:
         size, batch = data.size, order.batch_size
         self.data, self.order, self.size, self.endless = data, order, size, False
         self.steps_per_epoch: int | None = size // batch if order.drop_remainder else -(-size // batch)
-        self._replicas = 1
+        self.most_steps = max(1, MOST_INDICES // batch)
+        self._replicas, self._first, self._local = 1, 0, 1
         # Host memory, captured by reference: never copied into a graph.
         with tf.device("CPU:0"):
             self._tensors = tf.nest.map_structure(tf.constant, data.arrays)
         self.example = tf.nest.map_structure(lambda tensor: tensor[:3], self._tensors)
+        self.batch_bytes = max(1, sum(array.nbytes for array in tf.nest.flatten(data.arrays)) * batch // size)
 
     def sharded(self, backend: Backend, policy: str) -> Addressed:
         """Each replica gets its rows of each global batch, whatever the policy."""
         shared = copy.copy(self)  # the same tensors, not others
-        shared._replicas = backend.replicas
+        shared._replicas, shared._local = backend.replicas, backend.local_replicas
+        shared._first = backend.rank * backend.local_replicas
         return shared
 
     def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
@@ -133,19 +155,68 @@ class Addressed:
         """Nothing stands in the way of going on from where it was."""
         return ""
 
-    def take(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor) -> Any:
-        """The address of the global batch at `step` (int64, within the epoch `epoch`)."""
-        return epoch, step
+    def plan(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor, parts: int = 1) -> Plan:
+        """What the call reads that begins at `step` of `epoch` and makes up to `steps` steps, of `parts` micro-batches.
 
-    def more(self, address: Any) -> Any:
-        """Whether there is anything at this address: the number of steps is known, so yes."""
+        The order of a whole call is made at once: a few operations instead of as many at each step.
+        """
+        with tf.device("CPU:0"):
+            number = tf.range(step * parts, (step + steps) * parts)
+            start = tf.minimum(number // parts * self.order.batch_size, self.size)
+            whole = tf.minimum(tf.constant(self.order.batch_size, tf.int64), self.size - start)
+            low, high = rows(whole, number % parts, parts)
+            first, _ = rows(high - low, self._first, self._replicas)
+            _, last = rows(high - low, self._first + self._local - 1, self._replicas)
+            places = tf.ragged.range(start + low + first, start + low + last)
+            index = places.flat_values
+            if self.order.shuffle:
+                # A permutation that can be read from any position, in constant memory. It can't be asked for no
+                # position at all: one more is asked for, and dropped.
+                seed = tf.stack([tf.constant(self.order.seed, tf.int64), epoch])
+                asked = tf.concat([index, [0]], 0)
+                index = tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)[:-1]
+            return Plan(index, places.row_splits)
+
+    def take(self, plan: Plan, place: tf.Tensor, parts: int = 1) -> Any:
+        """The worker's rows of batch `place` of a plan (int64, from 0); behind its end there are none."""
+        with tf.device("CPU:0"):
+            if self._replicas == 1 and parts == 1:
+                bounds, begin = plan.splits[:0], place * self.order.batch_size
+                index = plan.index[begin : begin + self.order.batch_size]
+            else:
+                place = tf.minimum(place, (tf.size(plan.splits, tf.int64) - 1) // parts)
+                bounds = plan.splits[place * parts : (place + 1) * parts + 1]
+                index, bounds = plan.index[bounds[0] : bounds[-1]], bounds - bounds[0]
+            return bounds, index, self._gather(index)
+
+    def take_many(self, plan: Plan, place: tf.Tensor, steps: int) -> Any:
+        """The rows of `steps` whole batches from `place` on, on one replica: shapes [steps, batch size, ...].
+
+        Behind the end of the plan they are filled up with whatever there is.
+        """
+        batch = self.order.batch_size
+        with tf.device("CPU:0"):
+            index = plan.index[place * batch : (place + steps) * batch]
+            index = tf.pad(index, [[0, steps * batch - tf.size(index, tf.int64)]])
+
+            def cut(tensor: tf.Tensor) -> tf.Tensor:
+                return tf.reshape(tensor, [steps, batch, *tensor.shape[1:]])
+
+            return cut(index), tf.nest.map_structure(cut, self._gather(index))
+
+    def _gather(self, index: tf.Tensor) -> Any:
+        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
+
+    def more(self, taken: Any) -> Any:
+        """Whether there is anything: the number of steps is known, so yes."""
         return tf.constant(True)
 
-    def whole(self, address: Any) -> Rows:
-        """The whole global batch at `address`."""
+    def whole(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
+        """The whole global batch at `step` of `epoch`."""
         alone = copy.copy(self)
-        alone._replicas = 1
-        return alone.share(address, 0)
+        alone._replicas, alone._first, alone._local = 1, 0, 1
+        one = tf.constant(1, tf.int64)
+        return alone.share((epoch, step, alone.take(alone.plan((), epoch, step, one), one - one)), 0)
 
     def leaves_some_without(self, parts: int) -> bool:
         """Whether one of so many parts of some batch is empty."""
@@ -156,28 +227,19 @@ class Addressed:
         """How many rows one of so many parts of a batch has at most, over all replicas."""
         return -(-self.order.batch_size // parts)
 
-    def share(self, address: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
-        """The replica's rows of micro-batch `part` of `parts` of the global batch at `address`."""
-        epoch, step = address
-        start = step * self.order.batch_size
-        stop = tf.minimum(start + self.order.batch_size, self.size)
-        if parts > 1:
-            low, high = rows(stop - start, part, parts)
-            start, stop = start + low, start + high
-        first = tf.constant(0, tf.int64)
-        if self._replicas > 1:
-            first, end = rows(stop - start, tf.cast(replica, tf.int64), self._replicas)
-            start, stop = start + first, start + end
-        index = tf.range(start, stop)
-        if self.order.shuffle:
-            # A permutation that can be read from any position, in constant memory. It can't be asked for no position
-            # at all: a replica without a share asks for one, and drops it.
-            asked = tf.minimum(tf.range(start, tf.maximum(stop, start + 1)), self.size - 1)
-            seed = tf.stack([tf.constant(self.order.seed, tf.int64), epoch])
-            index = tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)[: stop - start]
-        with tf.device("CPU:0"):
-            batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
-        return Rows(batch, first, epoch, step * parts + part, index)
+    def share(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
+        """The replica's rows of micro-batch `part` of `parts` of what `take` gave."""
+        epoch, step, (bounds, index, batch) = feed
+        number, first = step * parts + part, tf.constant(0, tf.int64)
+        if parts == 1 and self._replicas == 1:
+            return Rows(batch, first, epoch, number, index)
+        n = tf.minimum(tf.constant(self.order.batch_size, tf.int64), self.size - step * self.order.batch_size)
+        low, high = rows(n, part, parts)
+        before, _ = rows(high - low, self._first, self._replicas)  # rows of other workers
+        first, last = rows(high - low, tf.cast(replica, tf.int64), self._replicas)
+        begin, end = bounds[part] + first - before, bounds[part] + last - before
+        own = tf.nest.map_structure(lambda tensor: tensor[begin:end], batch)
+        return Rows(own, first, epoch, number, index[begin:end])
 
 
 class Stream:
@@ -191,6 +253,8 @@ class Stream:
 
     steps_per_epoch: int | None = None
     layout: list[Any] | None = None
+    reads_ahead = False  # a batch that was read and not used would be lost; the pipeline reads ahead by itself
+    most_steps = np.iinfo(np.int64).max
 
     def __init__(
         self,
@@ -308,20 +372,24 @@ class Stream:
         """Why `state` is None; "" if it isn't."""
         return self._unsaved if self.state(handle) is None else ""
 
-    def take(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
+    def plan(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor, parts: int = 1) -> Any:
+        """What a call reads: the iterator's next batches."""
+        return handle
+
+    def take(self, plan: Any, place: tf.Tensor, parts: int = 1) -> Any:
         """The worker's next batch; an empty one at the end of its epoch, and then until all workers are there."""
-        found = handle.get_next_as_optional()
-        return epoch, step, tf.cond(found.has_value(), found.get_value, self.nothing)
+        found = plan.get_next_as_optional()
+        return tf.cond(found.has_value(), found.get_value, self.nothing)
 
-    def more(self, feed: Any) -> Any:
+    def more(self, taken: Any) -> Any:
         """Whether the worker's batch holds examples."""
-        return count(feed[2]) > 0
+        return count(taken) > 0
 
-    def whole(self, feed: Any) -> Rows:
-        """The worker's whole batch."""
+    def whole(self, epoch: tf.Tensor, step: tf.Tensor, batch: Any) -> Rows:
+        """The worker's whole batch, which was `batch`."""
         alone = copy.copy(self)
         alone._replicas, alone._first = 1, 0
-        rows = alone.share(feed, 0)
+        rows = alone.share((epoch, step, batch), 0)
         ahead = self._first // self._replicas * self.order.batch_size
         return rows._replace(first=rows.first + ahead, index=rows.index + ahead)
 

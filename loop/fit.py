@@ -225,17 +225,18 @@ def train(run: Run, bus: Bus) -> None:
 
 def evaluate(run: Run, bus: Bus) -> bool:
     """Sees the whole evaluation data. Returns whether it came to the end: somebody may want the run to stop before."""
-    run.evaluating, more = True, True
+    run.evaluating = True
     with run.watchdog.phase("the start of the evaluation"):
-        handle, done, totals = run.step.start_evaluation(), 0, np.zeros(())
-    while more:
+        handle, totals = run.step.start_evaluation(), np.zeros(())
+    step: int | None = 0
+    while step is not None:
         if between_calls(run, bus, run.eval_pace.steps):
             return False
         begun = time.perf_counter()
         with run.watchdog.phase(lambda: f"{run.step.doing()} of the evaluation"):
-            more, some = run.step.evaluate_steps(handle, done, run.next_steps)
+            step, some = run.step.evaluate_steps(handle, step, run.next_steps)
         run.eval_pace.record(run.next_steps, time.perf_counter() - begun)
-        done, totals = done + run.next_steps, totals + some
+        totals = totals + some
     run.evaluated(totals)
     return True
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from loop import random
 from loop.backends.base import Backend
-from loop.build import Built, as_tf, losses, trainable_variables, variable_names
+from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, variable_names
 from loop.data import Addressed, Data, Rows, Stream, count
 from loop.errors import TrainingError, UsageError
 from loop.replica import EveryoneNeededError, Replica, within
@@ -39,6 +39,32 @@ EVALUATION = 1 << 31
 
 EXAMPLES, SKIPPED, SUMS = 0, 1, 2
 """Places in a vector of totals: the number of examples, that of skipped steps, and where sums and states begin."""
+
+
+BLOCK_STEPS, BLOCK_BYTES = 16, 1 << 26
+"""With `compile="xla"`, so many steps make one program, if their batches need no more memory than that."""
+
+
+class Tally(NamedTuple):
+    """What a compiled call has come to.
+
+    Attributes:
+        made: steps, the last of which may have been worth nothing; int64.
+        going: whether there is no reason to end the call.
+        ended: whether the last step found the data at its end.
+        before: the totals before the last step; float64.
+        totals: the totals.
+        states: of metrics, in each replica; float64.
+        finite: what was finite in the last step; see `Step._checked`.
+    """
+
+    made: tf.Tensor
+    going: tf.Tensor
+    ended: tf.Tensor
+    before: tf.Tensor
+    totals: tf.Tensor
+    states: Any
+    finite: tf.Tensor
 
 
 class Step:
@@ -67,13 +93,17 @@ class Step:
         # The sources whose batches all replicas must compute, with rows or without; and those that XLA can't compile.
         self._everyone: set[Any] = set()
         self._uncompiled: set[Any] = set()
+        # One replica that sees the whole batch at once knows its weight before the backward pass, and needn't divide
+        # each gradient by it after that.
+        whole = backend.replicas == 1 and options["accumulate"] == 1
+        self._divided_at_once = whole and options["precision"] != "mixed_float16"
         self._statistics = statistics(built.model) if backend.replicas > 1 else []
         self._state = state(built.model)
         share(built.model, options["sync_batch_norm"])
         random.reseed(built.model)
         if has_own_state(built.model):
             self._everyone |= {data.train, data.eval}
-        if backend.replicas > 1:
+        if backend.replicas > 1 or options["compile"] == "xla":  # whose own generator is another
             random.by_row()
         with backend.scope():
             scaled = options["precision"] == "mixed_float16"
@@ -94,6 +124,14 @@ class Step:
                     tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None))
                     for tensor in tf.nest.flatten(data.train.nothing())
                 ]
+        self._bad_steps_end_it = options["on_nonfinite"] == "stop"
+        # Many steps as one program of XLA's, where it needs nothing from outside: no collective, no iterator.
+        addressed = isinstance(data.train, Addressed)
+        self._scans = whole and addressed and backend.name == "single" and options["compile"] == "xla"
+        self._scanning, self._untried = False, True
+        if isinstance(data.train, Addressed):
+            most = options["steps_per_call"] if isinstance(options["steps_per_call"], int) else BLOCK_STEPS
+            self._block_steps = max(1, min(most, BLOCK_STEPS, BLOCK_BYTES // data.train.batch_bytes))
         self._compile()
 
     def watch_gradients(self) -> None:
@@ -106,6 +144,7 @@ class Step:
 
     def _compile(self) -> None:
         self._train = tf.function(self._train_steps)
+        self._block = tf.function(self._train_block, jit_compile=True)
         self._evaluate = tf.function(self._evaluate_steps)
         self._average = tf.function(self._average_statistics)
 
@@ -129,15 +168,22 @@ class Step:
             to be added up and handed to `means`: the numbers of examples and of skipped steps, the sums of all values,
             and the states of all metrics; float64.
         """
-        packed = self._call("_train", handle, epoch, step, steps)
+        if self._scans and self._untried:
+            self._try_block()
+        packed = self._call("_train", handle, epoch, step, min(steps, self.data.train.most_steps))
         finite, packed = np.split(packed, [len(self._checked())])
         if packed[1] in (NOT_FINITE, LAST_SKIPPED):
             self.not_finite = [name for name, good in zip(self._checked(), finite, strict=True) if not good]
         return int(packed[0]), int(packed[1]), packed[2:]
 
     def evaluate(self) -> np.ndarray:
-        """The totals (see `train`) of the whole evaluation data: each example once, in one compiled call."""
-        return self.evaluate_steps(self.start_evaluation(), 0, np.iinfo(np.int64).max)[1]
+        """The totals (see `train`) of the whole evaluation data: each example once."""
+        handle, totals = self.start_evaluation(), np.zeros(())
+        step: int | None = 0
+        while step is not None:
+            step, some = self.evaluate_steps(handle, step, np.iinfo(np.int64).max)
+            totals = totals + some
+        return totals
 
     def start_evaluation(self) -> Any:
         """The handle of the evaluation data, at its start. All workers must call it."""
@@ -145,20 +191,20 @@ class Step:
         self.average_statistics()
         return self.data.eval.start(0, 0)
 
-    def evaluate_steps(self, handle: Any, step: int, steps: int) -> tuple[bool, np.ndarray]:
+    def evaluate_steps(self, handle: Any, step: int, steps: int) -> tuple[int | None, np.ndarray]:
         """Evaluates up to `steps` batches, from the one at `step` on, in one compiled call.
 
         Returns:
-            Whether there are more; and the totals of these, to be added up.
+            At which step to go on, None at the end; and the totals of these, to be added up.
         """
         source = self.data.eval
         assert source is not None
-        last = source.steps_per_epoch or np.iinfo(np.int64).max
-        end = min(step + steps, last)
+        left = (source.steps_per_epoch or np.iinfo(np.int64).max) - step
+        steps = min(steps, left, source.most_steps)
         with self.averaged_weights():
-            totals = self._call("_evaluate", handle, EVALUATION, step, end)
+            totals = self._call("_evaluate", handle, EVALUATION, step, steps)
         going, totals[SKIPPED] = totals[SKIPPED] > 0, 0
-        return bool(going) and end < last, totals
+        return step + steps if going and steps < left else None, totals
 
     def doing(self) -> str:
         """What this worker is at, while a compiled call is under way; to be asked from another thread."""
@@ -173,13 +219,12 @@ class Step:
             step: the step within the epoch, from 0.
         """
         source = self.data.train
-        address = tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)
+        at = tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)
         if isinstance(source, Stream):
             leaves = [variable.read_value() for variable in self._bad_batch]
-            batch = tf.nest.pack_sequence_as(source.dataset.element_spec, leaves)
-            rows = source.whole((*address, batch))
+            rows = source.whole(*at, tf.nest.pack_sequence_as(source.dataset.element_spec, leaves))
         else:
-            rows = source.whole(address)
+            rows = source.whole(*at)
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), rows)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
@@ -247,29 +292,85 @@ class Step:
 
     def _train_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         self.traces += 1
-        source, backend = self.data.train, self.backend
-        done, status = tf.constant(0, tf.int64), tf.constant(GOING, tf.int64)
-        totals = tf.zeros([SUMS + sum(values.width for values in self._trained.values())], tf.float64)
-        width = sum(values.state_width for values in self._trained.values())
-        states = backend.run(lambda: tf.zeros([width], tf.float64))
-        finite = tf.ones([len(self._checked())], tf.bool)
-        while done < steps and status == GOING:
+        source, backend, parts = self.data.train, self.backend, self.options["accumulate"]
+        tally = self._nothing_yet()
+        plan = source.plan(handle, epoch, step, steps, parts)
+        if self._scans:
+            tally = self._train_blocks(plan, epoch, step, steps, tally)
+        following = source.take(plan, tally.made, parts) if source.reads_ahead else ()
+        while tally.made < steps and tally.going:
             # One step after the other: collectives of two steps must not overtake each other.
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            with tf.control_dependencies(self._at(DATA)):
-                feed = source.take(handle, epoch, step + done)
-            self._at(COMPUTE, feed)
-            self._begin(feed)
-            self.task.train_step(self.model, self)
-            more, more_states, finite, status = self._finish()
-            totals += more
-            if width:
-                states = backend.run(tf.add, states, more_states)
-            done += tf.cast((status == GOING) | (status == LAST_SKIPPED), tf.int64)
-        if width:
+            if source.reads_ahead:
+                # Nothing in this step depends on it: it is read while the step computes.
+                taken, following = following, source.take(plan, tally.made + 1, parts)
+            else:
+                with tf.control_dependencies(self._at(DATA)):
+                    taken = source.take(plan, tally.made)
+            self._at(COMPUTE, taken)
+            tally = self._one_step((epoch, step + tally.made, taken), tally)
+        states = tally.states
+        if any(values.state_width for values in self._trained.values()):
             states = backend.run(lambda states: backend.all_reduce([states])[0], states)
-        counts = tf.cast([done, status], tf.float64)
-        return tf.concat([tf.cast(finite, tf.float64), counts, totals, backend.first(states)], 0)
+        stop = self._bad_steps_end_it
+        bad = NOT_FINITE if stop else LAST_SKIPPED
+        status = tf.where(tally.ended, EPOCH_ENDED, tf.where(tally.going, GOING, bad))
+        unmade = tally.ended | (~tally.going & stop)
+        counts = tf.cast([tally.made - tf.cast(unmade, tf.int64), tf.cast(status, tf.int64)], tf.float64)
+        totals = tf.where(unmade, tally.before, tally.totals)
+        return tf.concat([tf.cast(tally.finite, tf.float64), counts, totals, backend.first(states)], 0)
+
+    def _nothing_yet(self) -> Tally:
+        zeros = tf.zeros([SUMS + sum(values.width for values in self._trained.values())], tf.float64)
+        width = sum(values.state_width for values in self._trained.values())
+        states = self.backend.run(lambda: tf.zeros([width], tf.float64))
+        finite = tf.ones([len(self._checked())], tf.bool)
+        return Tally(tf.constant(0, tf.int64), tf.constant(True), tf.constant(False), zeros, zeros, states, finite)
+
+    def _one_step(self, feed: Any, tally: Tally) -> Tally:
+        self._begin(feed)
+        self.task.train_step(self.model, self)
+        return self._finish(tally)
+
+    def _train_blocks(self, plan: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor, tally: Tally) -> Tally:
+        """Makes the steps that have a whole batch, many of them in one program of XLA's."""
+        source = self.data.train
+        assert isinstance(source, Addressed)
+        whole = tf.minimum(steps, source.size // self.options["batch_size"] - step)
+        following = source.take_many(plan, tally.made, self._block_steps)
+        while tally.made < whole and tally.going:
+            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+            block, following = following, source.take_many(plan, tally.made + self._block_steps, self._block_steps)
+            tally = self._block(block, epoch, step, tf.minimum(whole, tally.made + self._block_steps), tally)
+        return tally
+
+    def _train_block(self, block: Any, epoch: tf.Tensor, step: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
+        """The steps up to `end` of the call, whose batches are in `block`: what XLA compiles."""
+        self._scanning, first = True, tally.made
+        while tally.made < end and tally.going:
+            place = tally.made - first
+            index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)  # noqa: B023
+            tally = self._one_step((epoch, step + tally.made, (tf.zeros([0], tf.int64), index, batch)), tally)
+        self._scanning = False
+        return tally
+
+    def _try_block(self) -> None:
+        """Compiles a block, and makes no step of it; where XLA can't, says why, and leaves the task to the graph."""
+        source, zero = self.data.train, tf.constant(0, tf.int64)
+        assert isinstance(source, Addressed)
+        self._untried = False
+        try:
+            block = source.take_many(source.plan((), zero, zero, zero), zero, self._block_steps)
+            self._block(block, zero, zero, zero, self._nothing_yet())
+        except Exception as error:
+            problem, self._problem = self._problem, None
+            if problem is not None:
+                raise problem from None
+            self._scans, self._scanning = False, False
+            self._uncompiled.add(source)
+            self._compile()
+            reason = " ".join(str(getattr(error, "message", error)).split())[:300]
+            warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
 
     def _begin(self, feed: Any) -> None:
         """Starts to trace a step."""
@@ -279,8 +380,6 @@ class Step:
         self._sums: dict[str, tf.Tensor] = {}
         self._states: dict[str, Any] = {}
         self._finite: dict[str, tf.Tensor] = {}
-        self._examples: tf.Tensor | None = None
-        self._going: tf.Tensor = tf.constant(True)
 
     def minimize(self, values: Callable[[Any], dict[str, Any]], optimizer: str = "") -> dict[str, tf.Tensor]:
         """One optimizer step, from the values of the global batch; to be called in `TrainTask.train_step`.
@@ -309,28 +408,23 @@ class Step:
         found = backend.run(part_sums, self._feed, tf.constant(0, tf.int64))
         gradients, sums, states = self._accumulated(part_sums, found) if parts > 1 else found
         self._at(ALL_REDUCE, backend.first(gradients))
-        gradients, sums, each_finite = backend.run(lambda *pair: self._reduced(optimizer, *pair), gradients, sums)
-        sums, each_finite = backend.first(sums), backend.first(each_finite)
+        gradients, sums, checked = backend.run(lambda *pair: self._reduced(optimizer, *pair), gradients, sums)
+        sums, (applies, finite) = backend.first(sums), backend.first(checked)
         self._at(COMPUTE, sums)
-        finite = tf.reduce_all(each_finite)
         if self.options["on_nonfinite"] == "stop" and self.scale is None:
-            self._going &= finite
-        # A batch whose weights sum to zero says nothing: the step changes nothing.
-        applies = self._going & finite & (sums[2] != 0.0)
+            for earlier in self._finite.values():
+                applies &= tf.reduce_all(earlier)
 
-        def apply() -> tf.Tensor:
-            backend.run(lambda gradients: self._apply(optimizer, gradients), gradients)
-            return applies
-
-        tf.cond(applies, apply, lambda: applies)
-        examples, sums = sums[0], tf.cast(sums[1:], tf.float64)
-        kept = tf.where(finite, sums, tf.zeros_like(sums))
+        self._when(
+            applies,
+            lambda: backend.run(lambda gradients: self._apply(optimizer, gradients), gradients),
+            self._changed_by(optimizer),
+        )
+        means = tf.math.divide_no_nan(sums[SUMS::2], sums[SUMS + 1 :: 2])
         if optimizer in self._sums:
-            kept, each_finite = kept + self._sums[optimizer], each_finite & self._finite[optimizer]
+            sums, finite = sums + self._sums[optimizer], finite & self._finite[optimizer]
             states = backend.run(tf.add, states, self._states[optimizer])
-        self._examples = examples if self._examples is None else self._examples
-        self._sums[optimizer], self._states[optimizer], self._finite[optimizer] = kept, states, each_finite
-        means = tf.math.divide_no_nan(sums[0::2], sums[1::2])
+        self._sums[optimizer], self._states[optimizer], self._finite[optimizer] = sums, states, finite
         return {name: tf.cast(means[i], self._dtype) for i, name in enumerate(known.names)}
 
     def _accumulated(self, part_sums: Any, sums: Any) -> Any:
@@ -347,58 +441,67 @@ class Step:
         # One part after the other: memory for one is enough, and their collectives must not overtake each other.
         return tf.while_loop(lambda part, sums: part < parts, body, start, parallel_iterations=1)[1]
 
-    def _finish(self) -> tuple[tf.Tensor, Any, tf.Tensor, tf.Tensor]:
-        """Ends the trace of a step: what it adds to totals and states; what is finite (see `_checked`); its status."""
-        assert self._examples is not None  # when train_step() was tried, it called step.minimize()
-        backend = self.backend
-        each_finite = tf.concat([self._finite[name] for name in self._trained], 0)
-        finite = tf.reduce_all(each_finite)
-        ended = self._examples == 0.0
-        stops = ~finite & (self.options["on_nonfinite"] == "stop")
-        scale = self.scale
-        if scale is not None:
-            stops &= scale.exhausted()
-            tf.cond(ended, lambda: ended, lambda: self._rescale(finite))
-        skips = tf.constant(False)
-        if self.options["on_nonfinite"] == "skip" and scale is None:
-            skips = ~finite
+    def _finish(self, tally: Tally) -> Tally:
+        """Ends the trace of a step: what the call has come to with it."""
+        backend, scale = self.backend, self.scale
+        each_finite = joined([self._finite[name] for name in self._trained])
+        going = finite = tf.reduce_all(each_finite)
+        sums = [self._sums[name] for name in self._trained]
+        totals = tf.cast(joined([sums[0], *(each[SUMS:] for each in sums[1:])]), tf.float64)
+        examples, ended = sums[0][EXAMPLES], tally.ended
         if isinstance(self.data.train, Stream):
-            tf.cond(stops | skips, self._keep_batch, lambda: ended)
+            ended = examples == 0.0
+            tf.cond(finite, lambda: ended, self._keep_batch)
+            going &= ~ended
+        if scale is not None:
+            # Not a sign of anything wrong: the step is skipped, and the next one is made with half the scale.
+            self._when(examples != 0.0, lambda: backend.run(lambda: scale.update(finite)), scale.variables)
+            going |= (self.options["on_nonfinite"] == "skip" or ~scale.exhausted()) & ~ended
+        if not self._bad_steps_end_it or scale is not None:
+            skipped = tf.concat([totals[:SKIPPED], [1], tf.zeros_like(totals[SUMS:])], 0)
+            totals = tf.where(finite, totals, skipped)
         if self._state:  # what the forward pass has changed, before it was known that the step is worth nothing
-            tf.cond(finite, lambda: finite, self._take_back_state)
-        status = tf.where(stops, NOT_FINITE, tf.where(skips, LAST_SKIPPED, GOING))
-        status = tf.where(ended, EPOCH_ENDED, status)
-        counts = tf.stack([tf.cast(self._examples, tf.float64), tf.cast(~finite, tf.float64)])
-        totals = tf.concat([counts, *(self._sums[name] for name in self._trained)], 0)
-        totals = tf.where(stops, tf.zeros_like(totals), totals)
+            self._when(~finite, lambda: backend.run(self._take_back_state, self._state_before), self._state)
 
-        def kept(*parts: tf.Tensor) -> tf.Tensor:
-            return tf.where(finite, tf.concat(parts, 0), 0)
+        def added(states: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
+            return states + tf.where(finite, joined(parts), 0)
 
-        states = next(iter(self._states.values()))
+        states = tally.states
         if any(values.state_width for values in self._trained.values()):
-            states = backend.run(kept, *(self._states[name] for name in self._trained))
-        return totals, states, each_finite, tf.cast(status, tf.int64)
+            states = backend.run(added, states, *(self._states[name] for name in self._trained))
+        return Tally(tally.made + 1, going, ended, tally.totals, tally.totals + totals, states, each_finite)
 
-    def _rescale(self, finite: tf.Tensor) -> tf.Tensor:
-        scale = self.scale
-        assert scale is not None
-        self.backend.run(lambda: scale.update(finite))
-        return finite
+    def _when(self, condition: tf.Tensor, act: Callable[[], Any], variables: list[tf.Variable]) -> None:
+        """Does what `act` does to `variables`, if the condition holds."""
+        if not self._scanning:
+
+            def done() -> tf.Tensor:
+                act()
+                return condition
+
+            tf.cond(condition, done, lambda: condition)
+            return
+        # For XLA a selection is part of the update itself, while a branch would copy what goes in and out.
+        before = [variable.read_value() for variable in variables]
+        act()
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(tf.where(condition, variable, value))
+
+    def _changed_by(self, optimizer: str) -> list[tf.Variable]:
+        """The variables that `_apply` changes."""
+        optimizers = [each for name, (each, _) in self.built.optimizers.items() if optimizer in ("", name)]
+        slots = [variable for each in optimizers for variable in as_tf(optimizer_variables(each))]
+        return slots + as_tf([self._variables[index] for index in self._of(optimizer)]) + self.averages
 
     def _keep_batch(self) -> tf.Tensor:
         """Keeps this worker's batch, which the stream won't give again, for `bad_batch`."""
-        for variable, tensor in zip(self._bad_batch, tf.nest.flatten(self._feed[2]), strict=True):
+        for variable, tensor in zip(self._bad_batch, tf.nest.flatten(self._feed[-1]), strict=True):
             variable.assign(tensor)
         return tf.constant(True)
 
-    def _take_back_state(self) -> tf.Tensor:
-        def each(before: list[tf.Tensor]) -> None:
-            for variable, value in zip(self._state, before, strict=True):
-                variable.assign(value)
-
-        self.backend.run(each, self._state_before)
-        return tf.constant(False)
+    def _take_back_state(self, before: list[tf.Tensor]) -> None:
+        for variable, value in zip(self._state, before, strict=True):
+            variable.assign(value)
 
     def _at(self, place: int, after: Any = ()) -> list[tf.Operation]:
         """Notes what this worker is at, once the tensors in `after` are there; see `doing`."""
@@ -410,7 +513,7 @@ class Step:
     # Training: in each replica
 
     def _part_sums(self, values: Any, optimizer: str, feed: Any, part: tf.Tensor) -> Any:
-        """The replica's sums over one micro-batch: of gradients, of values (examples first), and of metrics' states.
+        """The replica's sums over one micro-batch: gradients, values (laid out as totals), of metrics' states.
 
         Without rows they are zeros, and nothing is computed (few layers bear a batch of 0), unless all replicas are
         needed: see `Replica`.
@@ -421,7 +524,7 @@ class Step:
         def some(rows: Rows, stand_in: Any) -> Any:
             return self._sum_gradients(values, optimizer, rows, stand_in)
 
-        if self.options["compile"] == "xla" and source not in self._uncompiled:
+        if self.options["compile"] == "xla" and not self._scanning and source not in self._uncompiled:
             some = tf.function(some, jit_compile=True)
         return self._of_rows(
             source, rows, parts, lambda stand_in: some(rows, stand_in), lambda: self._nothing(optimizer)
@@ -476,6 +579,8 @@ class Step:
                     objective += sums[1] * tf.add_n([tf.cast(penalty, self._dtype) for penalty in penalties])
                 if self.scale is not None:
                     objective *= self.scale.scale
+                if self._divided_at_once:
+                    objective /= weight_or_one(sums[1])
             gradients = tape.gradient(objective, as_tf([self._variables[index] for index in trained]))
             self._connected[optimizer] = [
                 index for index, gradient in zip(trained, gradients, strict=True) if gradient is not None
@@ -489,14 +594,14 @@ class Step:
             states = known.states(found)
             if real is not None:
                 states = tf.where(real, states, 0)
-        # Examples first, among the sums: the number of those that are its own.
-        return gradients, tf.concat([tf.cast([count(rows.batch)], self._dtype), sums], 0), states
+        # Laid out as totals are, with the number of examples that are its own.
+        return gradients, tf.concat([tf.cast([count(rows.batch), 0], self._dtype), sums], 0), states
 
     def _nothing(self, optimizer: str) -> Any:
         """What a replica without rows adds."""
         known, variables = self._trained[optimizer], as_tf(self._variables)
         zeros = [tf.zeros(variables[index].shape, variables[index].dtype) for index in self._connected[optimizer]]
-        return zeros, tf.zeros([1 + known.width], self._dtype), tf.zeros([known.state_width], tf.float64)
+        return zeros, tf.zeros([SUMS + known.width], self._dtype), tf.zeros([known.state_width], tf.float64)
 
     def _of(self, optimizer: str) -> list[int]:
         """The variables that a `minimize` trains, by index."""
@@ -516,17 +621,12 @@ class Step:
     def _reduced(self, optimizer: str, gradients: list[tf.Tensor], sums: tf.Tensor) -> Any:
         """The gradients of the global batch, divided and clipped; its sums; and what is finite: see `_checked`."""
         *gradients, sums = self.backend.all_reduce([*gradients, sums])
-        finite = {-1: tf.math.is_finite(sums[1])}
-        finite |= {
-            index: tf.reduce_all(tf.math.is_finite(gradient))
-            for index, gradient in zip(self._connected[optimizer], gradients, strict=True)
-        }
-        good = tf.constant(True)
-        each_finite = tf.stack([finite.get(index, good) for index in (-1, *self._of(optimizer))])
-        weight = tf.where(sums[2] == 0.0, tf.ones_like(sums[2]), sums[2])
-        if self.scale is not None:
-            weight *= self.scale.scale
-        gradients = [gradient / tf.cast(weight, gradient.dtype) for gradient in gradients]
+        checked = self._check(optimizer, gradients, sums[SUMS], sums[SUMS + 1])
+        if not self._divided_at_once:
+            weight = weight_or_one(sums[SUMS + 1])
+            if self.scale is not None:
+                weight *= self.scale.scale
+            gradients = [gradient / tf.cast(weight, gradient.dtype) for gradient in gradients]
         if self.options["clip_norm"] is not None:
             gradients, _ = tf.clip_by_global_norm(gradients, self.options["clip_norm"])
         limit = self.options["clip_value"]
@@ -535,7 +635,29 @@ class Step:
         if self.gradients:
             for index, gradient in zip(self._connected[optimizer], gradients, strict=True):
                 self.gradients[index].assign(gradient)
-        return gradients, sums, each_finite
+        return gradients, sums, checked
+
+    def _check(self, optimizer: str, gradients: list[tf.Tensor], loss: tf.Tensor, weight: tf.Tensor) -> Any:
+        """Whether the step is to be applied; and whether the loss and each gradient are finite; see `_checked`.
+
+        One number tells at almost no cost that all is well: the sum of all squares, by the weight. Only where that
+        isn't finite, for which a large gradient is enough, each is looked at.
+        """
+
+        def each() -> Any:
+            finite = dict(zip(self._connected[optimizer], map(all_finite, gradients), strict=True))
+            good = tf.constant(True)
+            found = tf.stack([tf.math.is_finite(loss), *(finite.get(index, good) for index in self._of(optimizer))])
+            # A batch whose weights sum to zero says nothing: the step changes nothing.
+            return tf.reduce_all(found) & (weight != 0.0), found
+
+        def all_well() -> Any:
+            return tf.constant(True), tf.ones([1 + len(self._of(optimizer))], tf.bool)
+
+        if self._scanning:  # where a branch costs more than it saves
+            return each()
+        squares = tf.add_n([loss, *(tf.cast(tf.nn.l2_loss(gradient), loss.dtype) for gradient in gradients)])
+        return tf.cond(tf.math.is_finite(squares / weight), all_well, each)
 
     def _apply(self, optimizer: str, gradients: list[tf.Tensor]) -> None:
         """The optimizers' step, and that of the moving averages."""
@@ -561,7 +683,7 @@ class Step:
 
     # Evaluation
 
-    def _evaluate_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
+    def _evaluate_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         source, backend, values = self.data.eval, self.backend, self._evaluated
         assert source is not None
         width = SUMS + values.width + values.state_width
@@ -582,15 +704,20 @@ class Step:
             )
 
         totals = backend.run(lambda: tf.zeros([width], tf.float64))
-        going = tf.constant(True)
-        while step < end and going:
+        made, going = tf.constant(0, tf.int64), tf.constant(True)
+        plan = source.plan(handle, epoch, step, steps)
+        following = source.take(plan, made) if source.reads_ahead else ()
+        while made < steps and going:
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            with tf.control_dependencies(self._at(DATA)):
-                feed = source.take(handle, epoch, step)
-            self._at(COMPUTE, feed)
-            going = self._more(source, feed)
-            totals = backend.run(add, totals, feed)
-            step += 1
+            if source.reads_ahead:
+                taken, following = following, source.take(plan, made + 1)
+            else:
+                with tf.control_dependencies(self._at(DATA)):
+                    taken = source.take(plan, made)
+            self._at(COMPUTE, taken)
+            going = self._more(source, taken)
+            totals = backend.run(add, totals, (epoch, step + made, taken))
+            made += 1
 
         def summed(totals: tf.Tensor) -> tf.Tensor:
             # With whether this worker has more, in a place that an evaluation has no use for.
@@ -599,9 +726,9 @@ class Step:
         self._at(ALL_REDUCE, backend.first(totals))
         return backend.first(backend.run(summed, totals))
 
-    def _more(self, source: Addressed | Stream, feed: Any) -> tf.Tensor:
+    def _more(self, source: Addressed | Stream, taken: Any) -> tf.Tensor:
         """Whether there is anything: for this worker; or for any, where all must enter a collective."""
-        more = source.more(feed)
+        more = source.more(taken)
         if isinstance(source, Stream) and source in self._everyone:
             table = self.backend.run(lambda: self.backend.all_reduce([tf.cast(more, tf.int64)])[0])
             return self.backend.first(table) > 0
@@ -626,6 +753,22 @@ class Step:
         )
         for variable, first, distance in zip(variables, firsts, distances, strict=True):
             variable.assign(first + distance / backend.replicas)
+
+
+def joined(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The vectors, one behind the other."""
+    return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
+
+
+def weight_or_one(weight: tf.Tensor) -> tf.Tensor:
+    """What to divide by: a weight of 0 says nothing, and nothing is applied."""
+    return tf.where(weight == 0.0, tf.ones_like(weight), weight)
+
+
+def all_finite(tensor: tf.Tensor) -> tf.Tensor:
+    """Whether no element is nan or infinite."""
+    # The last axis by itself: XLA makes vector instructions of the others.
+    return tf.reduce_all(tf.reduce_all(tf.math.is_finite(tensor), list(range(tensor.shape.rank - 1))))
 
 
 def not_finite(step: int, epoch: int, names: list[str], kept: str = "") -> TrainingError:

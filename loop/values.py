@@ -56,16 +56,16 @@ class Values:
         weight = values.get("weight")
         if weight is not None:
             weight = tf.stop_gradient(tf.cast(weight, dtype))
-        sums = []
-        for name in self.names:
-            value = tf.cast(values[name], dtype)
-            if weight is None:
-                sums += [tf.reduce_sum(value), tf.cast(tf.size(value), dtype)]
-            else:  # the weight of an example is that of all its elements
-                trailing = [1] * (value.shape.rank - weight.shape.rank)
-                each = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
-                sums += [tf.reduce_sum(tf.math.multiply_no_nan(value, each)), tf.reduce_sum(each)]
-        return sums[0], tf.stop_gradient(tf.stack(sums))
+        found = {name: tf.cast(values[name], dtype) for name in self.names}
+        sums = {"loss": _weighted_sum(found["loss"], weight)}
+        # Values of one number for each example are added up in one go: ten cost hardly more than one.
+        flat = [name for name in self.names[1:] if found[name].shape.rank == 1]
+        if len(flat) > 1:
+            by_value, by_weight = _weighted_sum(tf.stack([found[name] for name in flat]), weight, [1])
+            sums |= {name: (by_value[place], by_weight) for place, name in enumerate(flat)}
+        for name in self.names[1:]:
+            sums.setdefault(name, _weighted_sum(found[name], weight))
+        return sums["loss"][0], tf.stop_gradient(tf.stack([part for name in self.names for part in sums[name]]))
 
     def states(self, values: Mapping[str, Any]) -> tf.Tensor:
         """What the values add to the states of the metrics: a vector, float64."""
@@ -93,6 +93,18 @@ class Values:
     def _place(self, name: str) -> int:
         known = [i for i, each in enumerate(self._expected) if name == each or name.startswith(f"{each}_")]
         return self._expected.index(name) if name in self._expected else max(known)
+
+
+def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | None = None) -> Any:
+    """The sum of value * weight, and that of the weights; of a stack of values, over its axis of examples."""
+    if weight is None:
+        return tf.reduce_sum(value, axis), tf.cast(tf.size(value) if axis is None else tf.shape(value)[1], value.dtype)
+    if axis is not None:
+        return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
+    # The weight of an example is that of all its elements.
+    trailing = [1] * (value.shape.rank - weight.shape.rank)
+    each = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
+    return tf.reduce_sum(tf.math.multiply_no_nan(value, each)), tf.reduce_sum(each)
 
 
 def _by_element(name: str, result: np.ndarray) -> dict[str, float]:

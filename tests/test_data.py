@@ -18,31 +18,54 @@ class Worker(Backend):
         self.rank, self.workers, self.local_replicas = rank, workers, local_replicas
 
 
-def read(opened, epoch, step, replica=0):
-    """The rows of one replica at a position of addressed data, eagerly."""
-    address = opened.take((), tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
-    return opened.share(address, replica).batch
+def read(opened, epoch, step, replica=0, part=0, parts=1, ahead=0):
+    """The rows of one replica at a position of addressed data, eagerly, in a call that begins `ahead` steps before."""
+    epoch, begin, ahead = (tf.constant(number, tf.int64) for number in (epoch, step - ahead, ahead))
+    plan = opened.plan((), epoch, begin, ahead + 2, parts)
+    feed = epoch, begin + ahead, opened.take(plan, ahead, parts)
+    return opened.share(feed, replica, tf.constant(part, tf.int64), parts).batch
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     size=st.integers(1, 60),
     batch_size=st.integers(1, 70),
-    replicas=st.integers(1, 5),
+    workers=st.integers(1, 3),
+    local=st.integers(1, 2),
+    parts=st.integers(1, 3),
     seed=st.integers(0, 2**31 - 1),
     epoch=st.integers(0, 10**6),
 )
-def test_every_example_once_an_epoch_on_any_number_of_replicas(size, batch_size, replicas, seed, epoch):
+def test_every_example_once_an_epoch_on_any_number_of_replicas(size, batch_size, workers, local, parts, seed, epoch):
     opened = source(ArrayData(np.arange(size)), Order(batch_size, seed, shuffle=True), "data")
-    shared = opened.sharded(Worker(0, replicas), "example")
+    shared = [opened.sharded(Worker(rank, workers, local), "example") for rank in range(workers)]
     together = []
     for step in range(opened.steps_per_epoch):
         whole = read(opened, epoch, step).numpy()
-        parts = [read(shared, epoch, step, replica).numpy() for replica in range(replicas)]
-        np.testing.assert_array_equal(np.concatenate(parts), whole)  # in order, none twice, none lost
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        np.testing.assert_array_equal(read(opened, epoch, step, ahead=step % 3), whole)  # whichever call it is in
+        found = []
+        for part in range(parts):
+            own = [
+                read(shared[rank], epoch, step, rank * local + replica, part, parts).numpy()
+                for rank in range(workers)
+                for replica in range(local)
+            ]
+            assert max(map(len, own)) - min(map(len, own)) <= 1
+            found += own
+        np.testing.assert_array_equal(np.concatenate(found), whole)  # in order, none twice, none lost
         together.extend(whole)
     assert sorted(together) == list(range(size))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_many_batches_at_once_are_the_same_as_one_by_one(shuffle):
+    opened = source(ArrayData(np.arange(23), np.ones((23, 2))), Order(5, 3, shuffle=shuffle), "data")
+    plan = opened.plan((), tf.constant(1, tf.int64), tf.constant(1, tf.int64), tf.constant(3, tf.int64))
+    index, (numbers, ones) = opened.take_many(plan, tf.constant(1, tf.int64), 4)
+    assert (numbers.shape, ones.shape) == ((4, 5), (4, 5, 2))
+    for place in (0, 1):
+        np.testing.assert_array_equal(numbers[place], read(opened, 1, 2 + place)[0])
+        np.testing.assert_array_equal(index[place], numbers[place])
 
 
 def test_order_is_a_pure_function_of_seed_and_epoch():
@@ -71,7 +94,7 @@ def test_structures_follow_the_arrays():
 def drain(stream, handle, steps):
     """The sizes of what a worker takes in the next steps."""
     zero = tf.constant(0, tf.int64)
-    return [int(count(stream.take(handle, zero, zero)[2])) for _ in range(steps)]
+    return [int(count(stream.take(handle, zero))) for _ in range(steps)]
 
 
 def test_stream_ends_each_epoch_with_an_empty_batch_and_waits_there():
@@ -116,7 +139,7 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
     assert bool(new().unsaved(new().start(0, 0))) is (pipeline in (shuffled_within, shuffled_and_repeated))
 
     def take(stream, handle):
-        return stream.take(handle, zero, zero)[2].numpy().tolist()
+        return stream.take(handle, zero).numpy().tolist()
 
     reference = new()
     handle, batches, states = reference.start(0, 0), {}, {}
@@ -143,9 +166,9 @@ def test_stream_is_shared_by_example_over_workers_and_replicas():
         stream = source(tf.data.Dataset.range(11), Order(4), "data").sharded(Worker(rank, 2, 2), "example")
         handle = stream.start(0, 0)
         zero = tf.constant(0, tf.int64)
-        while count((batch := stream.take(handle, zero, zero))[2]):
+        while count(batch := stream.take(handle, zero)):
             for replica in (2 * rank, 2 * rank + 1):
-                seen.extend(stream.share(batch, replica).batch.numpy().tolist())
+                seen.extend(stream.share((zero, zero, batch), replica).batch.numpy().tolist())
     assert sorted(seen) == list(range(11))
 
 

@@ -1,0 +1,88 @@
+"""`compile="xla"`: many steps in one program, with the numbers of the graph; or the graph, with the reason."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import callbacks
+from loop import ArrayData, TrainingError, fit
+from loop.build import model_variables
+from tests.tasks import Conv, Weighted
+
+
+def trained(task, chosen=(), **options):
+    options = {"epochs": 2, "batch_size": 16, "backend": "single", "seed": 3} | options
+    return fit(task, callbacks=callbacks.standard(mlflow=None, progress=None) + list(chosen), **options)
+
+
+def weights(result):
+    return [variable.numpy() for variable in model_variables(result.model)]
+
+
+def test_same_as_the_graph_with_batch_norm_dropout_adam_and_a_short_last_batch():
+    graph, xla = (trained(Conv(), precision="float64", compile=how) for how in ("graph", "xla"))
+    for ours, expected in zip(weights(xla), weights(graph), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-7, atol=1e-9)
+    for row, expected in zip(xla.history, graph.history, strict=True):
+        assert row == pytest.approx(expected, rel=1e-7)
+
+
+class Often(callbacks.Callback):
+    """Cuts the compiled calls after every few steps."""
+
+    every = 3
+
+
+def test_where_calls_end_does_not_change_a_bit():
+    assert (
+        trained(Weighted(), compile="xla").weights_sha256
+        == trained(Weighted(), [Often()], compile="xla").weights_sha256
+    )
+
+
+@dataclasses.dataclass
+class Spiked(Weighted):
+    """One example whose loss is infinite: its batch comes at some step, within a block."""
+
+    def train_data(self):
+        inputs, labels, weight = super().train_data().arrays
+        labels[70] = np.inf
+        return ArrayData(inputs, labels, np.ones_like(weight))
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_step_that_is_not_finite_is_the_same_step_and_changes_nothing(on_nonfinite, tmp_path):
+    def ending(how):
+        keras.backend.clear_session()  # the names of layers start anew
+        try:
+            return trained(Spiked(), compile=how, batch_size=8, on_nonfinite=on_nonfinite, run_dir=tmp_path / how)
+        except TrainingError as error:
+            return str(error).replace(str(tmp_path / how), "RUN")
+
+    graph, xla = ending("graph"), ending("xla")
+    if on_nonfinite == "stop":
+        assert graph == xla
+        assert "the loss" in xla
+        assert "the gradient of" in xla
+        return
+    assert xla.metrics["skipped_steps"] == graph.metrics["skipped_steps"] == 1
+    for ours, expected in zip(weights(xla), weights(graph), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+class Opaque(Weighted):
+    """Calls Python within the step, which XLA can't compile."""
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        values["error"] = tf.ensure_shape(tf.py_function(lambda x: x, [values["error"]], tf.float32), [None])
+        return values
+
+
+def test_what_xla_cannot_compile_is_said_and_left_to_the_graph():
+    with pytest.warns(UserWarning, match="XLA can't compile this task .*EagerPyFunc.* as compile='graph'"):
+        xla = trained(Opaque(), compile="xla")
+    assert xla.weights_sha256 == trained(Opaque()).weights_sha256
