@@ -31,8 +31,8 @@ GOING, EPOCH_ENDED, NOT_FINITE, LAST_SKIPPED = 0, 1, 2, 3
 """How a compiled call ended: all steps made; the data is at its end; a loss or gradient is not finite, and the step was
 not made; or such a step was skipped, as the options ask, and is the last one of the call."""
 
-COMPUTE, DATA, ALL_REDUCE = 0, 1, 2
-"""What a worker is at within a compiled call; see `Step.doing`."""
+COMPUTE, DATA, ALL_REDUCE, HOST = 0, 1, 2, 3
+"""What a worker is at within a compiled call, or outside of it; see `Step.doing` and `Step.laps`."""
 
 EVALUATION = 1 << 31
 """Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
@@ -85,10 +85,15 @@ class Step:
         self.gradients: list[tf.Variable] = []
         # Where nobody can be waited for, nobody asks what a worker is waiting for.
         self._doing: tf.Variable | None = None
+        # Seconds at each place, and when the last one was reached: only where somebody asks.
+        self._clock: tf.Variable | None = None
         self._bad_batch: list[tf.Variable] = []
         with tf.device("CPU:0"):
             if backend.workers > 1 or any(isinstance(each, Stream) for each in (data.train, data.eval)):
                 self._doing = tf.Variable(COMPUTE, trainable=False, dtype=tf.int64)
+            if options["profile"]:
+                self._doing = tf.Variable(HOST, trainable=False, dtype=tf.int64)
+                self._clock = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
             if isinstance(data.train, Stream):
                 self._bad_batch = [
                     tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None))
@@ -163,7 +168,16 @@ class Step:
     def doing(self) -> str:
         """What this worker is at, while a compiled call is under way; to be asked from another thread."""
         place = COMPUTE if self._doing is None else int(self._doing.numpy())
-        return {COMPUTE: "compute", DATA: "data", ALL_REDUCE: "all-reduce"}[place]
+        return {COMPUTE: "compute", DATA: "data", ALL_REDUCE: "all-reduce", HOST: "compute"}[place]
+
+    def laps(self) -> dict[str, float]:
+        """Seconds of all compiled calls by what this worker was at; between calls, and only with `profile`."""
+        if self._clock is None:
+            return {}
+        compute, data, all_reduce = (float(seconds) for seconds in self._clock.numpy()[:HOST])
+        if self.backend.replicas == 1:
+            compute, all_reduce = compute + all_reduce, 0.0
+        return {"data": data, "compute": compute, "all_reduce": all_reduce}
 
     def bad_batch(self, epoch: int, step: int) -> Rows:
         """The worker's part of the batch that wasn't finite, after a call that ended with it: NumPy arrays.
@@ -269,7 +283,10 @@ class Step:
         if width:
             states = backend.run(lambda states: backend.all_reduce([states])[0], states)
         counts = tf.cast([done, status], tf.float64)
-        return tf.concat([tf.cast(finite, tf.float64), counts, totals, backend.first(states)], 0)
+        packed = tf.concat([tf.cast(finite, tf.float64), counts, totals, backend.first(states)], 0)
+        if self._clock is not None:
+            self._at(HOST, packed)
+        return packed
 
     def _begin(self, feed: Any) -> None:
         """Starts to trace a step."""
@@ -405,6 +422,14 @@ class Step:
         if self._doing is None:
             return []
         with tf.control_dependencies(tf.nest.flatten(after)):
+            if self._clock is None:
+                return [self._doing.assign(place)]
+            was = self._doing.read_value()
+        with tf.control_dependencies([was]):
+            lap = tf.timestamp() - self._clock[-1]
+        # The lap to what it was at, and to the time at which that was reached.
+        spent = self._clock.assign_add(lap * tf.concat([tf.one_hot(was, HOST + 1, dtype=tf.float64), [1.0]], 0))
+        with tf.control_dependencies([spent]):
             return [self._doing.assign(place)]
 
     # Training: in each replica
@@ -597,7 +622,10 @@ class Step:
             return backend.all_reduce([totals + tf.one_hot(SKIPPED, width, tf.cast(going, tf.float64))])[0]
 
         self._at(ALL_REDUCE, backend.first(totals))
-        return backend.first(backend.run(summed, totals))
+        packed = backend.first(backend.run(summed, totals))
+        if self._clock is not None:
+            self._at(HOST, packed)
+        return packed
 
     def _more(self, source: Addressed | Stream, feed: Any) -> tf.Tensor:
         """Whether there is anything: for this worker; or for any, where all must enter a collective."""
