@@ -72,6 +72,9 @@ def train(
     stall_timeout: Annotated[
         float | None, typer.Option(help="Seconds after which a run that hangs says where.")
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Trace steps A to B, and tell where the time goes.")
+    ] = None,
     sync_batch_norm: Annotated[
         bool | None, typer.Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
     ] = None,
@@ -96,7 +99,7 @@ def train(
         "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
         "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
         "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
-        "stall_timeout": stall_timeout, "accept_changes": accept_changes or None,
+        "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,
     }  # fmt: skip
     with_defaults(_NoDefaults, given)
     saving = callbacks.Checkpoint(every=schedule(checkpoint_every))

@@ -12,6 +12,7 @@ from callbacks.early_stopping import EarlyStopping
 from callbacks.journal import Journal
 from callbacks.learning_rate import LearningRateScaling
 from callbacks.mlflow import MLflowTracker
+from callbacks.profiler import Profiler
 from callbacks.progress import Progress
 from callbacks.sentinel import Sentinel
 from callbacks.shard import ShardData
@@ -27,6 +28,7 @@ __all__ = [
     "LearningRateScaling",
     "MLflowTracker",
     "Metrics",
+    "Profiler",
     "Progress",
     "Run",
     "Schedule",

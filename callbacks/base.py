@@ -17,13 +17,14 @@ EVENTS = (
     "eval_end",
     "epoch_end",
     "checkpoint",
+    "profile",
     "exception",
     "fit_end",
 )
 """Every event of a run, in the order of its first occurrence. Hooks and dispatch are derived from this tuple alone."""
 
 Metrics = Mapping[str, float]
-Every = int | str
+Every = int | str | tuple[int, ...]
 
 
 class Progress(Protocol):
@@ -94,6 +95,7 @@ class Callback:
 
     - `"epoch"`: at the end of each epoch (the default),
     - an int `n`: after each n-th step (the loop cuts its compiled calls there),
+    - a tuple of ints: after these steps,
     - `"10s"`, `"2m"`: at the first end of a call after so much time, by this rank's own clock (a hook that runs on all
       ranks must then hold nothing for which the others are needed),
     - `"call"`: at the end of each compiled call, whenever that is.
@@ -138,6 +140,9 @@ class Callback:
     def on_checkpoint(self, run: Run, reason: str) -> None:
         """A checkpoint is complete on disk: `run.saved_path`. The run may have gone on meanwhile."""
 
+    def on_profile(self, run: Run, kind: str, entry: dict[str, Any]) -> None:
+        """Only with `profile`: where the time went, of a "call" and what followed it, or of the run ("summary")."""
+
     def on_exception(self, run: Run, error: BaseException) -> None:
         """The run is about to end with `error`."""
 
@@ -156,7 +161,7 @@ class Schedule:
     """When a callback wants the host: one parsed `every`.
 
     Args:
-        every: `"epoch"`, `"call"`, a number of steps, or a time such as `"10s"`, `"2m"`, `"1h"`.
+        every: `"epoch"`, `"call"`, a number of steps, a tuple of steps, or a time such as `"10s"`, `"2m"`, `"1h"`.
 
     Raises:
         ValueError: `every` is none of these.
@@ -167,11 +172,12 @@ class Schedule:
         self.seconds: float | None = None
         self.call = every == "call"
         self.epoch = every == "epoch"
+        self.at = every if isinstance(every, tuple) else ()
         if isinstance(every, int) and not isinstance(every, bool) and every >= 1:
             self.steps = every
         elif isinstance(every, str) and (time := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", every)):
             self.seconds = float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2]]
-        elif not (self.call or self.epoch):
+        elif not (self.call or self.epoch or self.at):
             raise ValueError(
                 f'every={every!r} is no schedule: give "epoch", "call", a number of steps >= 1, or a time like "10s"'
             )
@@ -183,11 +189,15 @@ class Schedule:
 
     def steps_left(self, step: int) -> int | None:
         """How many steps may be made from `step` before this schedule wants the host; None: it doesn't say."""
-        return None if self.steps is None else self.steps - step % self.steps
+        if self.steps is not None:
+            return self.steps - step % self.steps
+        return min((at - step for at in self.at if at > step), default=None)
 
     def due(self, step: int, now: float, epoch_ended: bool) -> bool:
         """Whether the host is wanted now, after `step` steps, at `now` seconds."""
         if self.seconds is not None and now - self._last >= self.seconds:
             self._last = now
             return True
-        return self.call or (self.epoch and epoch_ended) or (self.steps is not None and step % self.steps == 0)
+        if self.steps is not None:
+            return step % self.steps == 0
+        return self.call or (self.epoch and epoch_ended) or step in self.at

@@ -64,6 +64,9 @@ class Journal(Callback):
     def on_checkpoint(self, run: Run, reason: str) -> None:
         self._write(run, "checkpoint", reason=reason, checkpoint=run.saved_path and run.saved_path.name)
 
+    def on_profile(self, run: Run, kind: str, entry: dict[str, Any]) -> None:
+        self._write(run, kind, **entry)
+
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._write(run, "exception", error=f"{type(error).__name__}: {redact(str(error))}")
 

@@ -98,10 +98,11 @@ class Bus:
     def _call(self, callback: Callback, event: str, *args: Any) -> Any:
         if self._run.failing and callback.runs_on == "chief":
             return None
-        name = f"on_{event} of {type(callback).__name__}"
-        with self._run.guard(), self._run.watchdog.phase(f"callback {name}"):
-            fault.reached(f"callback-{event}", self._run.backend.rank, self._run.progress.step)
-            return getattr(callback, f"on_{event}")(self._run, *args)
+        run, kind = self._run, type(callback).__name__
+        phase = run.watchdog.phase(f"callback on_{event} of {kind}")
+        with run.guard(), phase, run.stopwatch.at("callbacks", kind):
+            fault.reached(f"callback-{event}", run.backend.rank, run.progress.step)
+            return getattr(callback, f"on_{event}")(run, *args)
 
 
 class _Listener:

@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from callbacks import Callback, complete
-from loop import backends, launch, rundir
+from callbacks import Callback, Profiler, complete
+from loop import backends, launch, rundir, split
 from loop.backends.base import Backend
 from loop.build import build
 from loop.bus import Bus
@@ -80,6 +80,7 @@ def fit(
     eval_every: int | str | None = None,
     drop_remainder: bool | None = None,
     stall_timeout: float | None = None,
+    profile: str | None = None,
     accept_changes: bool | None = None,
 ) -> FitResult:
     """Trains a task.
@@ -98,6 +99,7 @@ def fit(
             agree with all workers on what comes next
             when the checkpoint being written is complete        on_checkpoint
             where one is asked for, let another be written
+            with `profile`, tell where the time went             on_profile
         if anything went wrong                                   on_exception
         always                                                   on_fit_end
 
@@ -137,6 +139,8 @@ def fit(
         drop_remainder: whether a short last batch is left out; False: it is used, and weighs what it should.
         stall_timeout: when nothing has ended for so many seconds, each worker says what it is at, with the stacks of
             its threads; 300.
+        profile: `"10:20"` traces steps 10 to 20 on each worker, for TensorBoard, and tells where the time of each call
+            and of the whole run goes: data, compute, all-reduce, evaluation, callbacks, saving; no profile.
         accept_changes: whether a run that goes on may have other settings, or other hyperparameters of the task, than
             it had; False: they are shown and refused.
 
@@ -153,12 +157,16 @@ def fit(
     built = build(task, engine, options["precision"], sources.train.example)
     with rundir.prepared(task, run_dir, options["resume"], engine) as directory:
         run = Run(task, engine, options, built, directory)
-        bus = Bus(complete(callbacks), run)
+        profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
+        bus = Bus([*complete(callbacks), *profiler], run)
         with run.signals(), run.watchdog.watching():
             try:
                 set_up(run, bus, sources)
                 train(run, bus)
                 last_saves(run, bus)
+                tell_time(run, bus)
+                if options["profile"]:
+                    bus.fire("profile", "summary", split.summary(engine.gather_json(run.stopwatch.total)))
                 run.agree()
             except BaseException as error:
                 end(run, bus, "failed", error)
@@ -191,6 +199,7 @@ def train(run: Run, bus: Bus) -> None:
     """The loop itself, from where the run stands to its end."""
     step, progress, epoch_under_way = run.step, run.progress, False
     while not run.at_end:
+        tell_time(run, bus)
         if not epoch_under_way:
             epoch_under_way = True
             bus.fire("epoch_start")
@@ -226,14 +235,14 @@ def train(run: Run, bus: Bus) -> None:
 def evaluate(run: Run, bus: Bus) -> bool:
     """Sees the whole evaluation data. Returns whether it came to the end: somebody may want the run to stop before."""
     run.evaluating = True
-    with run.watchdog.phase("the start of the evaluation"):
+    with run.watchdog.phase("the start of the evaluation"), run.stopwatch.at("evaluation"):
         handle, totals = run.step.start_evaluation(), np.zeros(())
     step: int | None = 0
     while step is not None:
         if between_calls(run, bus, run.eval_pace.steps):
             return False
-        begun = time.perf_counter()
-        with run.watchdog.phase(lambda: f"{run.step.doing()} of the evaluation"):
+        part, begun = "evaluation" if run.eval_pace.calls else split.COMPILING, time.perf_counter()
+        with run.watchdog.phase(lambda: f"{run.step.doing()} of the evaluation"), run.stopwatch.at(part):
             step, some = run.step.evaluate_steps(handle, step, run.next_steps)
         run.eval_pace.record(run.next_steps, time.perf_counter() - begun)
         totals = totals + some
@@ -253,6 +262,13 @@ def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
         if run.saves_wait:
             last_saves(run, bus)
     return run.stopping
+
+
+def tell_time(run: Run, bus: Bus) -> None:
+    """With `profile`, tells where the time of the last call, and of what followed it, went."""
+    entry = run.stopwatch.split()
+    if entry is not None and run.options["profile"]:
+        bus.fire("profile", "call", entry)
 
 
 def steps_to_boundary(run: Run, bus: Bus) -> int:

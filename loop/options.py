@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "eval_every": "epoch",
     "drop_remainder": False,
     "stall_timeout": 300.0,
+    "profile": None,
     "accept_changes": False,
 }
 """The options of `fit` that a task may have defaults for, and the defaults of tfloop."""
@@ -93,6 +95,13 @@ def _is_positive(value: Any) -> bool:
     return value is None or (number and 0 < value < float("inf"))
 
 
+def _is_span(value: Any) -> bool:
+    if not (isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value, re.ASCII)):
+        return value is None
+    first, last = map(int, value.split(":"))
+    return first <= last
+
+
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "epochs": (_is_int(1), "give a whole number >= 1"),
     "steps": (_is_int(1, None), "give a whole number >= 1"),
@@ -119,6 +128,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eval_every": (_is_int(1, "epoch", "never"), 'give "epoch", "never" or a number of steps >= 1'),
     "drop_remainder": (_is_one_of(True, False), "give True or False"),
     "stall_timeout": (_is_positive, "give a number of seconds > 0"),
+    "profile": (_is_span, "give the first and the last step to trace, such as 10:20; steps count from 1"),
     "accept_changes": (_is_one_of(True, False), "give True or False"),
 }
 

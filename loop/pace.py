@@ -16,12 +16,12 @@ class Pace:
     def __init__(self, steps_per_call: int | str) -> None:
         self._auto = steps_per_call == "auto"
         self.steps = 1 if isinstance(steps_per_call, str) else steps_per_call
-        self._calls = 0
+        self.calls = 0
 
     def record(self, steps: int, seconds: float) -> None:
         """Takes in how long a call took. The first one is no measure: it is traced and compiled."""
-        self._calls += 1
-        if not self._auto or self._calls == 1 or not steps:
+        self.calls += 1
+        if not self._auto or self.calls == 1 or not steps:
             return
         fitting = int(CALL_SECONDS * steps / max(seconds, 1e-9))
         # Grows carefully: a single step may have been lucky, or the clock coarse.

@@ -23,6 +23,7 @@ from loop.backends.base import Backend, fingerprint
 from loop.errors import PeerError, TrainingError, UsageError
 from loop.pace import Pace
 from loop.seeds import set_random_state
+from loop.split import COMPILING, Stopwatch
 from loop.state import Progress, plain
 from loop.step import EXAMPLES, SKIPPED, SUMS, Step
 from loop.task import TrainTask, hyperparameters, target_of
@@ -63,6 +64,7 @@ class Run:
         self.stream_state: np.ndarray | None = None
         self.learning_rates = build.learning_rates(built.optimizer)
         self.writer = Writer()
+        self.stopwatch = Stopwatch()
         self.watchdog = Watchdog(backend.rank, backend.workers, options["stall_timeout"])
         self.callbacks: dict[str, Any] = {}
         self.pace, self.eval_pace = Pace(options["steps_per_call"]), Pace(options["steps_per_call"])
@@ -221,7 +223,7 @@ class Run:
         saves, stops = (wish and not self.evaluating for wish in (bool(self._save_reason), stops))
         saves |= self._save_at_once
         flags = (self.failing, saves, self.save_on_stop, waits, self.check_on_save, stops, signalled)
-        with self.watchdog.phase("waiting for the other workers"):
+        with self.watchdog.phase("waiting for the other workers"), self.stopwatch.at("waiting"):
             table = self.backend.exchange(steps if self.backend.is_chief else 0, ended, *map(int, flags))
         self.watchdog.beat(self.progress.step, self.progress.epoch)
         if table[:, 2].any():
@@ -247,11 +249,13 @@ class Run:
     def timed(self, train: Callable[..., tuple[int, int, np.ndarray]], *position: Any) -> tuple[int, int, np.ndarray]:
         """Makes the next call."""
         doing = self.step.doing if self._calls else "the first call: tracing, compiling and running it"
-        begun = time.perf_counter()
-        with self.watchdog.phase(doing):
+        before, begun = self.step.laps(), time.perf_counter()
+        with self.watchdog.phase(doing), self.stopwatch.at("other" if self._calls else COMPILING):
             fault.reached("call", self.backend.rank, self.progress.step)
             done = train(*position, self.next_steps)
         self._call_seconds = time.perf_counter() - begun
+        if self._calls:
+            self.stopwatch.give({part: seconds - before[part] for part, seconds in self.step.laps().items()})
         return done
 
     def count(self, steps: int, totals: np.ndarray) -> None:
@@ -263,6 +267,7 @@ class Run:
         self.progress.examples += examples
         self.epoch_totals = self.epoch_totals + totals
         self.pace.record(steps, seconds)
+        self.stopwatch.count(steps, examples)
         if self._calls == 1:
             self._examples, self._seconds = 0, 0.0
         self._calls += 1
@@ -323,14 +328,15 @@ class Run:
         """Takes the position to the start of the next epoch."""
         self.progress.epoch += 1
         self.progress.step_in_epoch = 0
-        self.handle = self.step.data.train.next_epoch(self.handle)
+        with self.stopwatch.at("data"):
+            self.handle = self.step.data.train.next_epoch(self.handle)
         self.epoch_totals = np.zeros(())
 
     def save_checkpoint(self) -> None:
         """Takes the snapshot that the workers have agreed on, and lets the chief write it; see `saved`."""
         reason, self._save_reason = self._save_reason or self.stop_reason or "signal", ""
         self._save_at_once = False
-        with self.watchdog.phase("saving"):
+        with self.watchdog.phase("saving"), self.stopwatch.at("saving"):
             if self.checks:
                 self.check_replicas()
             self.step.average_statistics()
@@ -355,7 +361,7 @@ class Run:
 
     def wait_for_saves(self) -> None:
         """Waits until the checkpoint that is being written is complete, or has failed."""
-        with self.watchdog.phase("saving"):
+        with self.watchdog.phase("saving"), self.stopwatch.at("saving"):
             self.writer.wait()
 
     def check_saves(self) -> None:

@@ -31,8 +31,8 @@ GOING, EPOCH_ENDED, NOT_FINITE, LAST_SKIPPED = 0, 1, 2, 3
 """How a compiled call ended: all steps made; the data is at its end; a loss or gradient is not finite, and the step was
 not made; or such a step was skipped, as the options ask, and is the last one of the call."""
 
-COMPUTE, DATA, ALL_REDUCE = 0, 1, 2
-"""What a worker is at within a compiled call; see `Step.doing`."""
+COMPUTE, DATA, ALL_REDUCE, HOST = 0, 1, 2, 3
+"""What a worker is at within a compiled call, or outside of it; see `Step.doing` and `Step.laps`."""
 
 EVALUATION = 1 << 31
 """Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
@@ -115,10 +115,15 @@ class Step:
         self.gradients: list[tf.Variable] = []
         # Where nobody can be waited for, nobody asks what a worker is waiting for.
         self._doing: tf.Variable | None = None
+        # Seconds at each place, and when the last one was reached: only where somebody asks.
+        self._clock: tf.Variable | None = None
         self._bad_batch: list[tf.Variable] = []
         with tf.device("CPU:0"):
             if backend.workers > 1 or any(isinstance(each, Stream) for each in (data.train, data.eval)):
                 self._doing = tf.Variable(COMPUTE, trainable=False, dtype=tf.int64)
+            if options["profile"]:
+                self._doing = tf.Variable(HOST, trainable=False, dtype=tf.int64)
+                self._clock = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
             if isinstance(data.train, Stream):
                 self._bad_batch = [
                     tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None))
@@ -209,7 +214,16 @@ class Step:
     def doing(self) -> str:
         """What this worker is at, while a compiled call is under way; to be asked from another thread."""
         place = COMPUTE if self._doing is None else int(self._doing.numpy())
-        return {COMPUTE: "compute", DATA: "data", ALL_REDUCE: "all-reduce"}[place]
+        return {COMPUTE: "compute", DATA: "data", ALL_REDUCE: "all-reduce", HOST: "compute"}[place]
+
+    def laps(self) -> dict[str, float]:
+        """Seconds of all compiled calls by what this worker was at; between calls, and only with `profile`."""
+        if self._clock is None:
+            return {}
+        compute, data, all_reduce = (float(seconds) for seconds in self._clock.numpy()[:HOST])
+        if self.backend.replicas == 1:
+            compute, all_reduce = compute + all_reduce, 0.0
+        return {"data": data, "compute": compute, "all_reduce": all_reduce}
 
     def bad_batch(self, epoch: int, step: int) -> Rows:
         """The worker's part of the batch that wasn't finite, after a call that ended with it: NumPy arrays.
@@ -309,6 +323,8 @@ class Step:
                     taken = source.take(plan, tally.made)
             self._at(COMPUTE, taken)
             tally = self._one_step((epoch, step + tally.made, taken), tally)
+            if self._clock is not None:
+                self._at(DATA, tally.totals)
         states = tally.states
         if any(values.state_width for values in self._trained.values()):
             states = backend.run(lambda states: backend.all_reduce([states])[0], states)
@@ -318,7 +334,10 @@ class Step:
         unmade = tally.ended | (~tally.going & stop)
         counts = tf.cast([tally.made - tf.cast(unmade, tf.int64), tf.cast(status, tf.int64)], tf.float64)
         totals = tf.where(unmade, tally.before, tally.totals)
-        return tf.concat([tf.cast(tally.finite, tf.float64), counts, totals, backend.first(states)], 0)
+        packed = tf.concat([tf.cast(tally.finite, tf.float64), counts, totals, backend.first(states)], 0)
+        if self._clock is not None:
+            self._at(HOST, packed)
+        return packed
 
     def _nothing_yet(self) -> Tally:
         zeros = tf.zeros([SUMS + sum(values.width for values in self._trained.values())], tf.float64)
@@ -341,6 +360,7 @@ class Step:
         while tally.made < whole and tally.going:
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             block, following = following, source.take_many(plan, tally.made + self._block_steps, self._block_steps)
+            self._at(COMPUTE, block)
             tally = self._block(block, epoch, step, tf.minimum(whole, tally.made + self._block_steps), tally)
         return tally
 
@@ -505,9 +525,17 @@ class Step:
 
     def _at(self, place: int, after: Any = ()) -> list[tf.Operation]:
         """Notes what this worker is at, once the tensors in `after` are there; see `doing`."""
-        if self._doing is None:
+        if self._doing is None or self._scanning:
             return []
         with tf.control_dependencies(tf.nest.flatten(after)):
+            if self._clock is None:
+                return [self._doing.assign(place)]
+            was = self._doing.read_value()
+        with tf.control_dependencies([was]):
+            lap = tf.timestamp() - self._clock[-1]
+        # The lap to what it was at, and to the time at which that was reached.
+        spent = self._clock.assign_add(lap * tf.concat([tf.one_hot(was, HOST + 1, dtype=tf.float64), [1.0]], 0))
+        with tf.control_dependencies([spent]):
             return [self._doing.assign(place)]
 
     # Training: in each replica
@@ -724,7 +752,10 @@ class Step:
             return backend.all_reduce([totals + tf.one_hot(SKIPPED, width, tf.cast(going, tf.float64))])[0]
 
         self._at(ALL_REDUCE, backend.first(totals))
-        return backend.first(backend.run(summed, totals))
+        packed = backend.first(backend.run(summed, totals))
+        if self._clock is not None:
+            self._at(HOST, packed)
+        return packed
 
     def _more(self, source: Addressed | Stream, taken: Any) -> tf.Tensor:
         """Whether there is anything: for this worker; or for any, where all must enter a collective."""

@@ -32,7 +32,10 @@ def digits(tmp_path_factory):
     """The digits on each engine, into one MLflow store, from the same command."""
     directory = tmp_path_factory.mktemp("digits")
     command = ["train", "digits", "--epochs", "6", "--seed", "1", "--json"]
-    return directory, {name: tfloop(*command, *engine, cwd=directory) for name, engine in ENGINES.items()}
+    profile = {"horovod": ["--profile", "2:4"]}  # the numbers don't depend on it
+    return directory, {
+        name: tfloop(*command, *engine, *profile.get(name, ()), cwd=directory) for name, engine in ENGINES.items()
+    }
 
 
 @needs_horovod
@@ -78,6 +81,22 @@ def test_output_of_workers_bears_their_rank_and_only_the_chief_speaks(digits):
         lines = runs[name].stderr.splitlines()
         assert any(line.startswith("[0] epoch 6/6  step 270") for line in lines)
         assert not [line for line in lines if line.startswith("[1]")]
+
+
+@needs_horovod
+def test_a_profiled_job_has_traces_of_all_ranks_and_says_what_holds_it_back(digits):
+    directory, runs = digits
+    result = result_of(runs["horovod"])
+    for rank in (0, 1):
+        [trace] = (directory / result["run_dir"]).glob(f"profile/rank-{rank}/plugins/profile/*/*.xplane.pb")
+        assert trace.stat().st_size > 0
+    lines = [line.removeprefix("[0] ") for line in runs["horovod"].stderr.splitlines()]
+    for start in ("rank 0 ", "rank 1 ", "slowest: rank ", "profile: steps 2 to 4: "):
+        assert len([line for line in lines if line.startswith(start)]) == 1, lines
+    journal = (directory / result["run_dir"] / "journal.jsonl").read_text()
+    [summary] = [entry for entry in map(json.loads, journal.splitlines()) if entry["event"] == "summary"]
+    assert len(summary["seconds"]) == 2
+    assert set(summary["text"]) <= set(lines)
 
 
 TASK = '''
