@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loop import random
+from loop import communication, random
 from loop.backends.base import Backend
 from loop.build import Built, as_tf, losses, trainable_variables, variable_names
 from loop.data import Addressed, Data, Rows, Stream, count
@@ -69,6 +69,7 @@ class Step:
         self._uncompiled: set[Any] = set()
         self._statistics = statistics(built.model) if backend.replicas > 1 else []
         self._state = state(built.model)
+        communication.check(backend, options["compression"])
         share(built.model, options["sync_batch_norm"])
         random.reseed(built.model)
         if has_own_state(built.model):
@@ -515,7 +516,8 @@ class Step:
 
     def _reduced(self, optimizer: str, gradients: list[tf.Tensor], sums: tf.Tensor) -> Any:
         """The gradients of the global batch, divided and clipped; its sums; and what is finite: see `_checked`."""
-        *gradients, sums = self.backend.all_reduce([*gradients, sums])
+        scaled = self.scale is not None
+        gradients, sums = communication.reduced(self.backend, gradients, sums, self.options, scaled)
         finite = {-1: tf.math.is_finite(sums[1])}
         finite |= {
             index: tf.reduce_all(tf.math.is_finite(gradient))
