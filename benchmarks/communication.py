@@ -176,7 +176,9 @@ def raw_ways(backend: Any) -> dict[str, Callable[[], Any]]:
 
         def with_options(**chosen: Any) -> Callable[[list[Any]], Any]:
             options = tf.distribute.experimental.CommunicationOptions(**chosen)
-            return lambda tensors: tf.distribute.get_replica_context().all_reduce("SUM", tensors, options)
+            context = tf.distribute.get_replica_context
+            # Copies, because a tensor that comes from elsewhere may have no device.
+            return lambda tensors: context().all_reduce("SUM", [tf.identity(each) for each in tensors], options)
 
         ways["its own list, AUTO"] = with_options(implementation=kind.AUTO)
         ways["its own list, RING"] = with_options(implementation=kind.RING)
@@ -310,6 +312,7 @@ def main(rounds: int) -> None:
     for name, variables in THRESHOLDS.items():
         found = jobs.run("benchmarks.communication", rounds * [(name, 2, variables)])
         result["horovod"]["times"] |= found["times"]
+    print("Horovod is measured; now tf.distribute", file=sys.stderr, flush=True)
     result["multiworker"] = multiworker(rounds)
     start = f"{next(iter(SETTINGS))} | {next(iter(MODELS))}: "
     times = {name: statistics.median(each) for name, each in result["horovod"]["times"].items()}

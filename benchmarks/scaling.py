@@ -338,7 +338,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         panel.set_ylim(0, 103)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("predicted weak-scaling efficiency, %")
-    panels[1].legend(loc="lower left", fontsize=9)
+    panels[1].legend(loc="center", fontsize=9)
     figure.suptitle("The alpha-beta model on 25 Gbit/s, 30 us a message: a prediction, not a measurement")
     figure.savefig(path, dpi=110)
 
