@@ -63,6 +63,8 @@ def train(
     shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or mixed_float16.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches in a global batch.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Of gradients between replicas: none, fp16 or bf16.")] = None,
+    groups: Annotated[int | None, typer.Option(help="Collectives in which gradients are reduced.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Greatest global norm of the gradient.")] = None,
     clip_value: Annotated[float | None, typer.Option(help="Greatest absolute value in the gradient.")] = None,
     on_nonfinite: Annotated[str | None, typer.Option(help="stop or skip, when a gradient is not finite.")] = None,
@@ -97,6 +99,7 @@ def train(
     given: dict[str, Any] = {
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "resume": resume, "seed": seed,
         "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
+        "compression": compression, "groups": groups,
         "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
         "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
         "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,

@@ -70,6 +70,8 @@ def fit(
     shuffle: bool | None = None,
     precision: str | None = None,
     accumulate: int | None = None,
+    compression: str | None = None,
+    groups: int | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
     on_nonfinite: str | None = None,
@@ -124,6 +126,10 @@ def fit(
         accumulate: into how many micro-batches a global batch is cut, one after the other, to save memory; 1. The
             result doesn't depend on it, unless something looks at the whole batch (BatchNormalization, `all_gather`):
             it then sees the micro-batch, of all replicas.
+        compression: between replicas, gradients travel in 16 bits: `fp16`, or `bf16` (not with Horovod); their sums are
+            rounded to 11 or 8 bits, all else isn't; `none`.
+        groups: in how many collectives the gradients are reduced, the last layers' first, while those of the layers
+            before are still computed; 1.
         clip_norm: the greatest global norm of the reduced gradient; no clipping.
         clip_value: the greatest absolute value of an element of the reduced gradient; no clipping.
         on_nonfinite: what to do when the loss or its gradient is nan or infinite: `stop`, or `skip` the step, on all

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from loop import random
+from loop import communication, random
 from loop.backends.base import Backend
 from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, variable_names
 from loop.data import Addressed, Data, Rows, Stream, count
@@ -99,6 +99,7 @@ class Step:
         self._divided_at_once = whole and options["precision"] != "mixed_float16"
         self._statistics = statistics(built.model) if backend.replicas > 1 else []
         self._state = state(built.model)
+        communication.check(backend, options["compression"])
         share(built.model, options["sync_batch_norm"])
         random.reseed(built.model)
         if has_own_state(built.model):
@@ -648,7 +649,8 @@ class Step:
 
     def _reduced(self, optimizer: str, gradients: list[tf.Tensor], sums: tf.Tensor) -> Any:
         """The gradients of the global batch, divided and clipped; its sums; and what is finite: see `_checked`."""
-        *gradients, sums = self.backend.all_reduce([*gradients, sums])
+        scaled = self.scale is not None
+        gradients, sums = communication.reduced(self.backend, gradients, sums, self.options, scaled)
         checked = self._check(optimizer, gradients, sums[SUMS], sums[SUMS + 1])
         if not self._divided_at_once:
             weight = weight_or_one(sums[SUMS + 1])

@@ -7,9 +7,14 @@ import os
 import sys
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from loop import backends
+from loop import ArrayData, TrainTask, UsageError, backends, communication
+from loop.build import build
+from loop.data import open_data
+from loop.options import with_defaults
+from loop.step import Step
 
 
 def check_ranks(backend):
@@ -50,6 +55,67 @@ def check_all_reduce_sums_all_dtypes_and_shapes_in_graph(backend):
     assert scalar == whole
     assert wide.dtype == tf.float64
     assert wide.shape == [4]
+
+
+def check_compression_is_within_its_bound(backend):
+    """Each of p numbers is rounded once, and each of the p - 1 additions rounds once more, or to a denormal step."""
+    shares = [np.random.default_rng(rank).normal(size=(3, 50)) * [[1e4], [1.0], [1e-5]] for rank in range(9)]
+    own = tf.constant(np.stack(shares), tf.float32)
+
+    def reduced(compression, scaled):
+        options = {"compression": compression, "groups": 2, "batch_size": 200}
+        gradients = tf.unstack(tf.gather(own, backend.replica()))
+        return communication.reduced(backend, gradients, tf.constant([1.0 + 2**-20]), options, scaled)
+
+    p = backend.replicas
+    for name, digits, smallest in (("none", 24, 0.0), ("fp16", 11, 2.0**-24), ("bf16", 8, 2.0**-133)):
+        if name in backend.cannot_send and p > 1:
+            with pytest.raises(UsageError, match="don't take bfloat16; use fp16"):
+                communication.check(backend, name)
+            continue
+        communication.check(backend, name)
+        for scaled in (False, True):
+            function = tf.function(lambda name=name, scaled=scaled: backend.run(reduced, name, scaled))
+            gradients, sums = backend.first(function())
+            digits = 24 if p == 1 else digits
+            bound = ((1 + 2.0**-digits) ** p - 1) * np.abs(shares[:p]).sum(0) + p * smallest * (1 if scaled else 256)
+            off = np.abs(np.stack(gradients).astype("float64") - np.sum(np.float32(shares[:p]), 0, "float64"))
+            assert (off <= bound).all(), (name, scaled, (off / bound).max())
+            assert (off.max() > 1e-2) == (name != "none" and p > 1)  # it did travel in 16 bits
+            assert gradients[0].dtype == tf.float32
+            assert sums.numpy() == np.float32(p * (1.0 + 2**-20))
+
+
+def check_a_step_sends_its_gradients_in_as_many_collectives_as_asked_for(backend):
+    """Read off the compiled step: 4 variables of 29 numbers in all, and 3 sums."""
+    if backend.workers == 1:
+        return  # an addition in one process: see `test_one_fused_collective_a_step`
+    import keras
+
+    class Small(TrainTask):
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1)
+
+        def train_data(self):
+            return ArrayData(np.ones((40, 5), "float32"))
+
+        def compute(self, model, batch, training):
+            return {"loss": tf.reduce_sum(model(batch, training=training) ** 2, -1)}
+
+    found = {}
+    for chosen in ({"accumulate": 2}, {"groups": 9}, {"compression": "fp16"}):
+        options = with_defaults(Small(), {"batch_size": 20, **chosen}) | {"backend": backend.name}
+        data = open_data(Small(), options)
+        built = build(Small(), backend, "float32", data.train.example)
+        step = Step(Small(), built, backend, data.sharded(backend, "example"), options)
+        numbers = [tf.constant(number, tf.int64) for number in (0, 0, 2)]
+        compiled = step._train.get_concrete_function(step.data.train.start(0, 0), *numbers)
+        found[str(chosen)] = communication.collectives(compiled)
+    expected = [[4 * (29 + 3)], [4 * 20, 4 * 4, 4 * (5 + 3)], [2 * 29, 4 * 3]]
+    assert [sorted(each, reverse=True) for each in found.values()] == expected
 
 
 def check_apply_takes_gradients_as_they_are(backend):

@@ -95,8 +95,8 @@ class Prime(TrainTask):
 
 CASES = {
     "plain": ({}, {}),
-    "clip": ({}, {"clip_norm": 0.02}),
-    "accumulate": ({}, {"accumulate": 3}),
+    "clip": ({}, {"clip_norm": 0.02, "groups": 3}),
+    "accumulate": ({}, {"accumulate": 3, "groups": 2}),
     "all_gather": ({"contrastive": True}, {}),
     "batch_norm": ({"batch_norm": True}, {}),
     "judged": ({"judged": True}, {}),

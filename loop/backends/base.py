@@ -23,9 +23,11 @@ class Backend:
         rank: this worker's index; rank 0 is the chief.
         workers: the number of processes.
         local_replicas: replicas in this process.
+        cannot_send: what it can't send of `compression`, and why.
     """
 
     name: ClassVar[str] = "single"
+    cannot_send: ClassVar[dict[str, str]] = {}
     rank: int = 0
     workers: int = 1
     local_replicas: int = 1

@@ -20,6 +20,7 @@ class Horovod(Backend):
     """Horovod: gradients and totals go through one `DistributedGradientTape` a step, in one group."""
 
     name = "horovod"
+    cannot_send = {"bf16": "Horovod's TensorFlow operations don't take bfloat16; use fp16, or backend='multiworker'"}
 
     def __init__(self) -> None:
         _meet()
