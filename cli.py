@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 import callbacks
 import callbacks.progress
 from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN, mask, redact
+from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import launch, target
+from loop import config, launch, target
+from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
-from loop.options import with_defaults
+from loop.options import nearest, with_defaults
 
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
-"""Exit codes beside 0; see DESIGN: training failed, bad usage or input, stopped by a signal after saving."""
+"""Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
 
 app = typer.Typer(
     help="Trains TensorFlow models: the same task, and the same numbers, on one device or many.",
@@ -46,9 +52,25 @@ BatchSize = Annotated[int | None, typer.Option(help="The global batch, over all 
 Backend = Annotated[str | None, typer.Option(help="auto, single, mirrored, multiworker or horovod.")]
 Workers = Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored: replicas.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The last line of stdout is the result as JSON.")]
+Config = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
+    ),
+]
 
 
-@app.command()
+class Configurable(TyperCommand):
+    """A command that takes options from files, as if they had been typed before all others."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        typed: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
+        names = {name.rstrip("_").replace("_", "-") for name in typed}
+        paths = [Path(each) for each in typed.get("config_") or ()]
+        return super().parse_args(context, [*config.arguments(paths, train_options(), names), *args])
+
+
+@app.command(cls=Configurable)
 def train(
     target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
     epochs: Epochs = None,
@@ -83,6 +105,8 @@ def train(
     ema: Annotated[float | None, typer.Option(help="Decay of a moving average of the weights.")] = None,
     compile_: Annotated[str | None, typer.Option("--compile", help="graph or xla.")] = None,
     steps_per_call: Annotated[str | None, typer.Option(help="Steps in a compiled call, or auto.")] = None,
+    prefetch: Annotated[str | None, typer.Option(help="Batches that a stream is read ahead, or auto.")] = None,
+    threads: Annotated[int | None, typer.Option(help="TensorFlow's threads for an operation, in each worker.")] = None,
     eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
     checkpoint_every: Annotated[
         str, typer.Option(help="epoch, a number of steps, or a time such as 10m; an epoch's end is always saved.")
@@ -92,8 +116,10 @@ def train(
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
     ] = None,
+    config_: Config = None,
     as_json: AsJson = False,
     witness: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    trial: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train a task."""
     given: dict[str, Any] = {
@@ -103,6 +129,7 @@ def train(
         "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
         "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
         "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,
+        "prefetch": number_or_word(prefetch),
     }  # fmt: skip
     with_defaults(_NoDefaults, given)
     saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
@@ -111,6 +138,10 @@ def train(
     except ValueError as error:
         raise UsageError(f"--track-wait {track_wait}: {error}") from None
     target.check(target_)
+    if threads is not None and threads < 1:
+        raise UsageError(f"--threads {threads}: give a whole number >= 1")
+    if trial is not None:
+        launch.die_with_parent()
     if start_timeout is not None:
         if not start_timeout > 0:
             raise UsageError(f"--start-timeout {start_timeout}: give a number of seconds > 0")
@@ -126,6 +157,10 @@ def train(
             finish(code, problem, fields, as_json)
         with launch.reporting() as report:
             with quiet_start():
+                if threads is not None:  # before the task's module, which may have TensorFlow start working
+                    import tensorflow as tf
+
+                    tf.config.threading.set_intra_op_parallelism_threads(threads)
                 task = target.load(target_, set_ or ())
                 with_defaults(task, given)
                 from loop import backends
@@ -136,6 +171,8 @@ def train(
             chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
             if witness is not None:
                 chosen += [Witness(witness)]
+            if trial is not None:
+                chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(trial)]
             result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
             beginning.close()
             made.close()
@@ -146,6 +183,17 @@ def train(
         finish(code, "", fields | {"run_dir": str(result.run_dir)}, as_json)
     # In a job of ours a saved run is no failure for which the others are to be ended: its code is in the report.
     raise typer.Exit(code if launch.JOB not in os.environ else 0)
+
+
+@functools.cache
+def train_options() -> dict[str, config.Option]:
+    """What files for `--config` may have."""
+    hints, found = typing.get_type_hints(train), {}
+    for each in typer.main.get_group(app).commands["train"].params:
+        if each.param_type_name == "option" and not getattr(each, "hidden", False) and each.name != "config_":
+            kind, *_ = typing.get_args(hints[each.name]) or (hints[each.name],)
+            found[each.opts[0].removeprefix("--")] = config.Option(kind, *each.secondary_opts)
+    return found
 
 
 def place(backend: str, workers: int | None) -> str:
@@ -344,6 +392,67 @@ def chaos(
         for line, good in chaos_.lines(found):
             typer.secho(line, fg={True: typer.colors.GREEN, False: typer.colors.RED, None: None}[good])
     raise typer.Exit(0 if found.exact else FAILED)
+
+
+@app.command()
+def tune(
+    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    batch_size: BatchSize = None,
+    backend: Backend = None,
+    workers: Workers = None,
+    set_: Set = None,
+    config_: Config = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"What to try, of {', '.join(tune_.TUNED)}; repeatable.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long a trial measures, when it is warm.")] = 2.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often settings that are close are measured, in turns.")] = 3,
+    tune_batch_size: Annotated[
+        bool,
+        typer.Option(
+            "--tune-batch-size", help="Take the fastest batch size, too: with another one, something else is learned."
+        ),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Where to write the best settings, for --config.")] = Path("tune.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Write over the file.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest settings for a task on this machine, and write them to a file for train --config."""
+    with_defaults(_NoDefaults, {"batch_size": batch_size, "backend": backend})
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--seconds {seconds}: give a number > 0")
+    if unknown := [each for each in only or () if each not in tune_.TUNED]:
+        raise UsageError(f"--only {unknown[0]}: nothing of that name can be tried{nearest(unknown[0], tune_.TUNED)}")
+    if out.exists() and not (force and out.is_file()):
+        raise UsageError(f"--out {out} exists already: give another name" + (", or --force" if out.is_file() else ""))
+    if not os.access(out.parent, os.W_OK):
+        raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
+    if launch.job_size() is not None:
+        raise UsageError("tune starts its workers itself: call it once, with --workers")
+    config.arguments(config_ or (), train_options(), ())
+    target.check(target_)
+    place(backend or "auto", workers)
+    typed = {"batch-size": batch_size, "backend": backend, "workers": workers}
+    arguments = [f"--{name}={value}" for name, value in typed.items() if value is not None]
+    arguments += [*(f"--set={each}" for each in set_ or ()), *(f"--config={each}" for each in config_ or ())]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    stages = callbacks.progress.Stages(len(tune_.TUNED) * rounds * 2, sys.stderr)
+    try:
+        found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, stages.next)
+    except KeyboardInterrupt:
+        stages.close()
+        print("stopped: nothing is written, and nothing is left behind", file=sys.stderr)
+        raise typer.Exit(PREEMPTED) from None
+    finally:
+        stages.close()
+        signal.signal(signal.SIGTERM, before)
+    tune_.write(out, found)
+    if as_json:
+        print(json.dumps(tune_.as_json(found) | {"file": str(out)}))
+    else:
+        for line, best in tune_.lines(found):
+            typer.secho(line, fg=typer.colors.GREEN if best else None)
+        print(f"\nwrote {out}: tfloop train {target_} --config {out}")
 
 
 @app.command()

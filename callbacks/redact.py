@@ -15,6 +15,8 @@ _URI_CREDENTIALS = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s@]+@")
 
 HIDDEN = "***"
 """What stands in place of a secret."""
+as_typed: list[str] = []
+"""Texts NAME=value that were read from files, as if they had been typed."""
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -36,7 +38,7 @@ def mask(text: str) -> str:
     Those are the values behind secret names, in `NAME=value`, if they are longer than six characters: a shorter one
     stands in too many other words.
     """
-    typed = (argument.removeprefix("--set=").partition("=")[::2] for argument in sys.argv)
+    typed = (argument.removeprefix("--set=").partition("=")[::2] for argument in [*sys.argv, *as_typed])
     named = [(name, value) for name, value in (*os.environ.items(), *typed) if len(value) > 6]
     secrets = {value for name, value in named if _SECRET_NAME.search(name) or name.upper().endswith("_TOKEN")}
     for secret in sorted(secrets, key=len, reverse=True):

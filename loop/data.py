@@ -66,12 +66,14 @@ class Order:
         seed: of the permutations.
         shuffle: whether addressed data is permuted anew each epoch; a stream has its own order.
         drop_remainder: whether a short last batch is left out.
+        prefetch: how many batches a stream reads ahead, or "auto": changes no number.
     """
 
     batch_size: int
     seed: int = 0
     shuffle: bool = False
     drop_remainder: bool = False
+    prefetch: int | str = 2
 
 
 class Rows(NamedTuple):
@@ -271,7 +273,8 @@ class Stream:
         self._first, self._replicas = first, replicas
         self._batch_size = order.batch_size * workers
         # One for all epochs: a data set that reshuffles each iteration does so here too.
-        self._batches = dataset.batch(order.batch_size, drop_remainder=order.drop_remainder).prefetch(2)
+        ahead = tf.data.AUTOTUNE if order.prefetch == "auto" else order.prefetch
+        self._batches = dataset.batch(order.batch_size, drop_remainder=order.drop_remainder).prefetch(ahead)
         self._following = self._batches
         self._again = again
         self._unsaved = ""
@@ -444,14 +447,14 @@ def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
         UsageError: something that is no data; no examples, or none left by `drop_remainder`; an endless stream and no
             number of steps, or an endless one for evaluation.
     """
-    order = Order(options["batch_size"], options["seed"], options["shuffle"], options["drop_remainder"])
+    order = Order(*(options[field.name] for field in dataclasses.fields(Order)))
     train = source(task.train_data(), order, "train_data()", lambda: made_again(task, options["seed"]))
     if train.endless and options["steps"] is None:
         raise UsageError("train_data() is endless: say how many steps to make (steps=..., --steps N)")
     held_out = task.eval_data() if options["eval_every"] != "never" else None
     if held_out is None:
         return Data(train, None)
-    evaluation = source(held_out, Order(options["batch_size"]), "eval_data()")
+    evaluation = source(held_out, Order(options["batch_size"], prefetch=options["prefetch"]), "eval_data()")
     if evaluation.endless:
         raise UsageError("eval_data() is endless: an evaluation needs an end; .take(n) gives it one")
     return Data(train, evaluation)

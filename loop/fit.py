@@ -79,6 +79,7 @@ def fit(
     ema: float | None = None,
     steps_per_call: int | str | None = None,
     compile: str | None = None,
+    prefetch: int | str | None = None,
     eval_every: int | str | None = None,
     drop_remainder: bool | None = None,
     stall_timeout: float | None = None,
@@ -140,6 +141,7 @@ def fit(
             the average; no average.
         steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second.
         compile: `graph`, or `xla`: forward and backward pass of each replica by XLA; `graph`.
+        prefetch: how many batches a `tf.data.Dataset` is read ahead, or `auto`: as TensorFlow finds best; 2.
         eval_every: `epoch`, a number of steps, or `never`; `epoch`. The end of training is always evaluated, except
             with `never`.
         drop_remainder: whether a short last batch is left out; False: it is used, and weighs what it should.

@@ -3,17 +3,22 @@
 import json
 import subprocess
 import sys
+import tempfile
+import tomllib
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import cli
+from callbacks.redact import as_typed, mask
 from tests.conftest import ROOT, tfloop
 
 TASK = """
 from dataclasses import dataclass
 from loop import ArrayData, TrainTask
-from tests.tasks import Plain, Weighted
+from tests.tasks import Plain, Streamed, Weighted
 
 @dataclass
 class Mine(Weighted):
@@ -79,6 +84,15 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--eval-every", "often"], "eval_every='often': give"),
     (["train", "digits", "--checkpoint-every", "often"], "--checkpoint-every often: .* is no schedule"),
     (["train", "digits", "--precision", "fp8"], "precision='fp8': give float32"),
+    (["train", "digits", "--threads", "0"], "--threads 0: give a whole number >= 1"),
+    (["train", "digits", "--prefetch", "0"], 'prefetch=0: give "auto" or a whole number >= 1'),
+    (["train", "digits", "--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
+    (["tune", "digist"], "TARGET 'digist': give file.py:Class, .* did you mean 'digits'"),
+    (["tune", "digits", "--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
+    (["tune", "digits", "--only", "thread"], "--only thread: nothing of .*; did you mean 'threads'"),
+    (["tune", "digits", "--seconds", "0"], "--seconds 0.0: give a number > 0"),
+    (["tune", "digits", "--out", "mine.py"], "--out mine.py exists already: give another name, or --force"),
+    (["tune", "digits", "--out", "no/x.toml"], "--out no/x.toml: the directory can't be written, or isn't there"),
     (["ui"], "mlflow.db isn't there: train something first"),
     (["export", "nowhere", "out.npz"], "nowhere: no checkpoint there"),
     (["evaluate", "nowhere"], "nowhere: no checkpoint there"),
@@ -186,6 +200,122 @@ def test_train_evaluate_export(command, tmp_path):
     code, _, err = command("export", "run", "weights.npz")
     assert code == 2
     assert "weights.npz exists already" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "epochs = 1\nbach-size = 3", "there is no option 'bach-size'; did you mean 'batch-size'"),
+        ("a.toml", "epochs = 1\nseed = 0x", r"it can't be read: .*line 2"),
+        ("a.toml", "epochs = [1,", r"it can't be read: .*line 1"),
+        ("a.yaml", "epochs: 1\nseed: [2\nema: 3", r"it can't be read: .*line 3"),
+        ("a.yml", "- epochs", r"it holds \['epochs'\]: give options"),
+        ("a.toml", "batch-size = '64'", "batch-size = '64': give a whole number"),
+        ("a.toml", "batch_size = 64.0", "batch-size = 64.0: give a whole number"),
+        ("a.toml", "batch_size = true", "batch-size = True: give a whole number"),
+        ("a.toml", "seed = 99999999999999999999", "give a whole number"),
+        ("a.toml", "shuffle = 'no'", "shuffle = 'no': give true or false"),
+        ("a.toml", "ema = 'much'", "ema = 'much': give a number"),
+        ("a.yaml", "track: off", "track = False: give a text, in quotes"),
+        ("a.toml", "batch_size = 1\nbatch-size = 2", "batch-size is there twice"),
+        ("a.toml", "set = 1", "set = 1: give a table of the task's fields"),
+        ("a.toml", "set.'a=b' = 1", "set has 'a=b', which can't be the name of a field"),
+        ("a.toml", "set.shape = [1, 2]", r"set.shape = \[1, 2\]: give a number, a text"),
+        ("a.toml", "precision = 'fp8'", "precision='fp8': give float32"),
+    ],
+)
+def test_bad_files_are_one_line_too(name, text, message, command, tmp_path):
+    import re
+
+    (tmp_path / name).write_text(text)
+    code, out, err = command("train", "digits", "--config", name)
+    assert (code, out) == (2, "")
+    [line] = err.splitlines()
+    assert re.search(message, line)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["auto", "epoch", "xla", "off"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=3,
+)
+KEYS = st.sampled_from(sorted(cli.train_options())) | st.text(max_size=5)
+
+
+@given(
+    content=st.binary() | st.text() | st.dictionaries(KEYS, VALUES, max_size=3),
+    suffix=st.sampled_from(["toml", "yaml"]),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_file_is_options_or_one_line(command, tmp_path, content, suffix):
+    if isinstance(content, dict):
+        equals = " = " if suffix == "toml" else ": "
+        lines = [f"{json.dumps(key)}{equals}{json.dumps(value)}" for key, value in content.items()]
+        content = "\n".join(lines)
+    path = tmp_path / f"any.{suffix}"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, out, err = command("train", "nowhere.py:Task", "--config", path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("tfloop: error: ")
+
+
+def test_what_is_typed_wins_over_files_and_a_later_file_over_an_earlier(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("callbacks.redact.as_typed", as_typed.copy())
+    (tmp_path / "one.toml").write_text(
+        'batch-size = 20\nepochs = 3\nclip_norm = 1\nshuffle = false\n[set]\nhidden = 8\nrate = 0.01\nname = "it = 1"'
+    )
+    (tmp_path / "two.yaml").write_text(
+        "steps: 9\nprefetch: auto\naccept-changes: false\nset: {rate: 0.02, ratio: null}"
+    )
+    code, _, err = command(
+        "train", "mine.py:Mine", "--set", "hidden=6", "--config", "one.toml", "--steps", 2, "--config=two.yaml",
+        "--clip-value", 0.5, "--run-dir", "run", "--track", "off",
+    )  # fmt: skip
+    assert code == 0, err
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    expected = {
+        "batch_size": 20, "epochs": 1, "steps": 2, "clip_norm": None, "clip_value": 0.5, "shuffle": False,
+        "prefetch": "auto", "accept_changes": False,
+    }  # fmt: skip
+    assert {name: about["options"][name] for name in expected} == expected
+    fields = {"hidden": 6, "rate": 0.02, "name": "it = 1", "ratio": None}
+    assert {name: about["hyperparameters"][name] for name in fields} == fields
+
+    (tmp_path / "secret.toml").write_text("set.api_key = 'hunter2hunter2'")
+    command("train", "nowhere.py:Task", "--config", "secret.toml")
+    assert mask("no hunter2hunter2 here") == "no *** here"
+
+
+def test_tune_writes_what_train_takes(command, tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "base.toml").write_text("prefetch = 3\nbatch-size = 20\nepochs = 9\n")
+    arguments = ["mine.py:Streamed", "--config", "base.toml"]
+    code, out, err = command(
+        "tune", *arguments, "--only", "steps-per-call", "--rounds", 1, "--seconds", 0.3, "--json"
+    )  # fmt: skip
+    assert code == 0, err
+    assert err.splitlines() == ["as it is", "steps-per-call 1"]
+    found = json.loads(out)
+    assert [row["changes"] for row in found["rows"]] == [{}, {"steps-per-call": 1}]
+    assert all(row["examples_per_second"] > 0 and row["memory"] > 1e8 for row in found["rows"])
+    chosen = tomllib.loads((tmp_path / "tune.toml").read_text())
+    assert chosen == found["settings"]
+    assert chosen in [{"compile": "graph", "prefetch": 3, "steps-per-call": steps} for steps in (1, "auto")]
+    assert not [*(tmp_path / "tmp").iterdir(), *tmp_path.glob(".*tmp"), *tmp_path.glob("runs")]
+
+    code, _, err = command(
+        "train", *arguments, "--config", "tune.toml", "--steps", 2, "--run-dir", "run", "--track", "off"
+    )
+    assert code == 0, err
+    options = json.loads((tmp_path / "run" / "run.json").read_text())["options"]
+    assert options["batch_size"] == 20
+    assert {name: options[name.replace("-", "_")] for name in chosen} == chosen
 
 
 def test_resume_by_the_same_command(command):

@@ -1,5 +1,7 @@
 """Which examples are in which batch, and who gets them."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -131,8 +133,8 @@ def shuffled_and_repeated():
 def test_stream_is_opened_at_any_position(pipeline, by_state):
     zero = tf.constant(0, tf.int64)
 
-    def new():  # a new process has a new data set, which has been looked at once
-        stream = source(pipeline(), Order(4), "data", pipeline)
+    def new(prefetch=5):  # a new process has a new data set, which has been looked at once
+        stream = source(pipeline(), Order(4, prefetch=prefetch), "data", pipeline)
         assert count(stream.example) == 3
         return stream
 
@@ -149,8 +151,8 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
             batches[epoch, step] = take(reference, handle)
         handle = reference.next_epoch(handle)
     assert batches[0, 0] != batches[1, 0] != batches[2, 0]
-    for position, state in states.items():
-        stream = new()
+    for (position, state), prefetch in zip(states.items(), itertools.cycle([2, 1, 9, "auto"])):
+        stream = new(prefetch)  # how far another one reads ahead is its own business
         epoch, step = position
         handle = stream.start(epoch, step, state)
         while epoch < 4:

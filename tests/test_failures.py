@@ -44,10 +44,10 @@ class Telling(Base):
 class Started:
     """A command under way; every process of it can be told by its environment."""
 
-    def __init__(self, request, directory, *arguments, **environment):
+    def __init__(self, request, directory, *arguments, command="train", **environment):
         self.mark = f"TFLOOP_TEST={directory}"
         self.process = subprocess.Popen(
-            [*TFLOOP, "train", *map(str, arguments), "--track", "off"], cwd=directory,
+            [*TFLOOP, command, *map(str, arguments), *["--track", "off"][: 2 * (command == "train")]], cwd=directory,
             env={**os.environ, "TFLOOP_TEST": str(directory), "TMPDIR": str(directory), **environment},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -271,3 +271,18 @@ def test_an_error_tells_no_secret(task, monkeypatch, capfd):
     assert "RuntimeError: no answer from http://***@host to ***" in err
     assert "key-12345" not in err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # nothing is left of the start's handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_tune_leaves_no_trial_behind(number, start, task):
+    tuning = start(task, "task.py:Slow", command="tune")
+    tuning.wait_for(lambda: len(tuning.alive()) > 1)
+    tuning.process.send_signal(number)
+    code, _, lines = tuning.end()
+    deadline = time.monotonic() + 120
+    while tuning.alive():
+        assert time.monotonic() < deadline, "a trial lives on"
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        assert (code, lines[-1]) == (75, "stopped: nothing is written, and nothing is left behind")
+        assert not [*task.glob("tfloop-*"), *task.glob("*tune.toml*")]

@@ -31,11 +31,12 @@ def result_of(done):
 def digits(tmp_path_factory):
     """The digits on each engine, into one MLflow store, from the same command."""
     directory = tmp_path_factory.mktemp("digits")
-    command = ["train", "digits", "--epochs", "6", "--seed", "1", "--json"]
-    profile = {"horovod": ["--profile", "2:4"]}  # the numbers don't depend on it
-    return directory, {
-        name: tfloop(*command, *engine, *profile.get(name, ()), cwd=directory) for name, engine in ENGINES.items()
-    }
+    (directory / "job.toml").write_text('backend = "multiworker"\nworkers = 2\nthreads = 1\nepochs = 9\nseed = 1\n')
+    engines = {name: [*engine, "--seed", "1"] for name, engine in ENGINES.items()}
+    engines["multiworker"] = ["--config", "job.toml"]
+    engines["horovod"] += ["--profile", "2:4"]  # the numbers don't depend on it
+    command = ["train", "digits", "--epochs", "6", "--json"]
+    return directory, {name: tfloop(*command, *engine, cwd=directory) for name, engine in engines.items()}
 
 
 @needs_horovod
@@ -53,6 +54,8 @@ def test_four_engines_agree(digits):
         for name, value in results["single"]["metrics"].items():
             assert each["metrics"][name] == pytest.approx(value, rel=0, abs=1e-5)
         assert (each["status"], each["steps"], each["examples"]) == ("finished", 270, 6 * 1437)
+        about = json.loads((Path(each["run_dir"]) / "run.json").read_text())
+        assert about["machine"]["intra_op_threads"] == (each["backend"] == "multiworker")
 
 
 @needs_horovod
