@@ -140,7 +140,8 @@ def fit(
         ema: the decay of a moving average of the weights, such as 0.999: what is evaluated, exported and returned is
             the average; no average.
         steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second.
-        compile: `graph`, or `xla`: forward and backward pass of each replica by XLA; `graph`.
+        compile: `graph`, or `xla`: on one device, many steps as one program of XLA's, if the data are arrays; else
+            forward and backward pass of each replica. Random layers draw other numbers then; `graph`.
         prefetch: how many batches a `tf.data.Dataset` is read ahead, or `auto`: as TensorFlow finds best; 2.
         eval_every: `epoch`, a number of steps, or `never`; `epoch`. The end of training is always evaluated, except
             with `never`.

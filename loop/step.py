@@ -104,7 +104,7 @@ class Step:
         random.reseed(built.model)
         if has_own_state(built.model):
             self._everyone |= {data.train, data.eval}
-        if backend.replicas > 1 or options["compile"] == "xla":  # whose own generator is another
+        if backend.replicas > 1:
             random.by_row()
         with backend.scope():
             scaled = options["precision"] == "mixed_float16"

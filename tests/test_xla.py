@@ -22,8 +22,16 @@ def weights(result):
     return [variable.numpy() for variable in model_variables(result.model)]
 
 
-def test_same_as_the_graph_with_batch_norm_dropout_adam_and_a_short_last_batch():
-    graph, xla = (trained(Conv(), precision="float64", compile=how) for how in ("graph", "xla"))
+class Sure(Conv):
+    """Without dropout: XLA has a generator of its own."""
+
+    def build_model(self):
+        model = super().build_model()
+        return keras.Sequential([layer for layer in model.layers if not isinstance(layer, keras.layers.Dropout)])
+
+
+def test_same_as_the_graph_with_batch_norm_adam_and_a_short_last_batch():
+    graph, xla = (trained(Sure(), precision="float64", compile=how) for how in ("graph", "xla"))
     for ours, expected in zip(weights(xla), weights(graph), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-7, atol=1e-9)
     for row, expected in zip(xla.history, graph.history, strict=True):
