@@ -118,10 +118,10 @@ def spread(processes: int) -> int:
 
     command = [sys.executable, *sys.orig_argv[1:]]
     with rendezvous(processes) as places:
-        workers = [
-            subprocess.Popen(command, env={**os.environ, **place}, stdin=subprocess.DEVNULL if rank else None)
-            for rank, place in enumerate(places)
-        ]
+        workers = []
+        for rank, place in enumerate(places):
+            line = None if rank == 0 else subprocess.DEVNULL
+            workers.append(subprocess.Popen(command, env={**os.environ, **place}, stdin=line, stdout=line))
         return max(worker.wait() != 0 for worker in workers)
 
 

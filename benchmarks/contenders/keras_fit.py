@@ -21,11 +21,11 @@ def serve(workload: Workload, port: Port, executions: list[int], jit_compile: bo
     else:
         loss, metrics = keras.losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"]
 
-    compiled = 0
+    compiled = at = 0
 
     def way(size: int) -> tuple[Run, int]:
         def run(steps: int) -> tuple[int, float]:
-            nonlocal compiled
+            nonlocal compiled, at
             if compiled != size:
                 compiled = size
                 model.compile(
@@ -34,7 +34,9 @@ def serve(workload: Workload, port: Port, executions: list[int], jit_compile: bo
             epochs = -(-steps * workload.batch_size // len(inputs))
             each = max(1, steps // epochs // size) * size if steps >= size else steps
             rows = each * workload.batch_size
-            history = model.fit(inputs[:rows], labels[:rows], batch_size=workload.batch_size, epochs=epochs)
+            at = at if at + rows <= len(inputs) else 0  # each run has other examples than the one before
+            x, y, at = inputs[at : at + rows], labels[at : at + rows], at + rows
+            history = model.fit(x, y, batch_size=workload.batch_size, epochs=epochs)
             return each * epochs, history.history["loss"][-1]
 
         return run, size
