@@ -54,6 +54,8 @@ def mode_run(given: argparse.Namespace) -> int:
     """`run`: what is found is kept after each workload."""
     for name in given.names or WORKLOADS:
         found = measure.measure(name, contenders(name, given.only), given.rounds, given.seconds)
+        if not found:
+            continue
         print(f"{name}\n\n{report.speed_table(found)}\n", flush=True)
         if not given.only:
             report.write(report.merged(report.load(), "workloads", name, {"contenders": found}))

@@ -110,17 +110,27 @@ def measure(workload: str, names: Sequence[str], rounds: int, seconds: float) ->
     Returns:
         By contender: `rates`, in steps per second, by round; `peak_mb`; and `note`.
     """
+    found: dict[str, dict[str, Any]] = {}
+
+    def ask(worker: Worker, seconds: float) -> dict[str, Any]:
+        try:
+            return worker.ask(seconds=seconds)
+        except ContenderError as error:  # the others go on without it
+            say(str(error))
+            found.pop(worker.name, None)
+            return {}
+
     with working(names, workload) as workers:
-        found: dict[str, dict[str, Any]] = {}
         for name, worker in workers.items():
-            found[name] = {"rates": [], "note": worker.ask(seconds=WARM_UP)["note"]}
-            say(f"{workload}: {name} is ready {found[name]['note']}")
-        ready = list(workers)
-        for number in range(rounds):
+            if answer := ask(worker, WARM_UP):
+                found[name] = {"rates": [], "note": answer["note"]}
+                say(f"{workload}: {name} is ready {answer['note']}")
+        ready = list(found)
+        for number in range(rounds if ready else 0):
             for name in ready[number % len(ready) :] + ready[: number % len(ready)]:
-                answer = workers[name].ask(seconds=seconds)
-                found[name]["rates"].append(answer["steps"] / answer["seconds"])
-                found[name]["peak_mb"] = answer["peak_mb"]
+                if name in found and (answer := ask(workers[name], seconds)):
+                    found[name]["rates"].append(answer["steps"] / answer["seconds"])
+                    found[name]["peak_mb"] = answer["peak_mb"]
             row = ", ".join(f"{name} {each['rates'][-1]:,.1f}" for name, each in found.items())
             say(f"{workload}: round {number + 1} of {rounds}, steps/s: {row}")
     return found
