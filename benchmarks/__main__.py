@@ -1,0 +1,103 @@
+"""The benchmark suite: `uv run --group bench python -m benchmarks --help`."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+
+from benchmarks import measure, report
+from benchmarks.environments import PEERS, set_up
+from benchmarks.more import MORE
+from benchmarks.workloads import WORKLOADS
+
+TOLERANCE = 0.15
+"""How far from the median a contender's loss may be in `check`, relative to it: weights and orders are other ones."""
+
+
+def main() -> int:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    modes = parser.add_subparsers(dest="mode", required=True)
+    mode = modes.add_parser("setup", help="makes the environments of the peers, all of which are optional")
+    mode.add_argument("names", nargs="*", choices=[[], *PEERS], metavar="PEER", help=f"{', '.join(PEERS)}")
+    mode = modes.add_parser("run", help="measures workloads, and writes docs/performance/")
+    mode.add_argument("names", nargs="*", choices=[[], *WORKLOADS], metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}")
+    add_extent(mode)
+    mode = modes.add_parser("more", help="measures something else of ours, and writes docs/performance/")
+    mode.add_argument("names", nargs="*", choices=[[], *MORE], metavar="WHAT", help=f"{', '.join(MORE)}")
+    add_extent(mode)
+    mode = modes.add_parser("check", help="whether all contenders train: their losses after the same number of steps")
+    mode.add_argument("names", nargs="*", choices=[[], *WORKLOADS], metavar="WORKLOAD")
+    for each in (modes.choices["run"], mode):
+        each.add_argument("--only", help="contenders whose name has one of these in it, by commas; nothing is written")
+    modes.add_parser("report", help="writes Markdown and plots anew, from the JSON")
+    given = parser.parse_args()
+    return globals()[f"mode_{given.mode}"](given)
+
+
+def add_extent(mode: argparse.ArgumentParser) -> None:
+    """The options that say how much is measured."""
+    mode.add_argument("--rounds", type=int, default=5, help="5")
+    mode.add_argument("--seconds", type=float, default=1.5, help="of training, by each contender in a round; 1.5")
+
+
+def mode_setup(given: argparse.Namespace) -> int:
+    """`setup`."""
+    for peer in given.names or PEERS:
+        measure.say(f"{peer}: {' '.join(' '.join(each) for each in PEERS[peer])}")
+        set_up(peer)
+    return 0
+
+
+def mode_run(given: argparse.Namespace) -> int:
+    """`run`: what is found is kept after each workload."""
+    for name in given.names or WORKLOADS:
+        found = measure.measure(name, contenders(name, given.only), given.rounds, given.seconds)
+        if not found:
+            continue
+        print(f"{name}\n\n{report.speed_table(found)}\n", flush=True)
+        if not given.only:
+            report.write(report.merged(report.load(), "workloads", name, {"contenders": found}))
+    if not given.only:
+        print(report.goals_table(report.load()))
+    return 0
+
+
+def mode_more(given: argparse.Namespace) -> int:
+    """`more`."""
+    for name in given.names or MORE:
+        found = {"about": MORE[name].about, **MORE[name].make(given.rounds, given.seconds)}
+        report.write(report.merged(report.load(), "more", name, found))
+    print(report.markdown(report.load()))
+    return 0
+
+
+def mode_check(given: argparse.Namespace) -> int:
+    """`check`: all of them learn, and are about as far after the same number of steps."""
+    bad = 0
+    for name in given.names or WORKLOADS:
+        losses = measure.check(name, contenders(name, given.only), WORKLOADS[name].check_steps)
+        middle = statistics.median(last for _, last in losses.values())
+        for contender, (first, last) in losses.items():
+            trains = last < first and abs(last / middle - 1) <= TOLERANCE
+            bad += not trains
+            print(f"{name}: {contender}: {first:.3f}, then {last:.3f}{'' if trains else ': not like the others'}")
+    return min(bad, 1)
+
+
+def mode_report(given: argparse.Namespace) -> int:
+    """`report`."""
+    report.write(report.load())
+    print(report.goals_table(report.load()))
+    return 0
+
+
+def contenders(workload: str, only: str | None) -> list[str]:
+    """The contenders of a workload that are asked for."""
+    wanted = [part.strip().lower() for part in (only or "").split(",")]
+    return [name for name in WORKLOADS[workload].contenders if any(part in name.lower() for part in wanted)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The results: kept as JSON, by workload; shown as a Markdown table and a plot of each, and held against the goals."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import ROOT
+from benchmarks.workloads import WORKLOADS
+
+PLACE = ROOT / "docs" / "performance"
+Results = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """How many times as fast one contender is to be as another."""
+
+    workload: str
+    other: str
+    at_least: float
+    ours: str = "ours"
+
+
+GOALS = (
+    Goal("mlp", "by hand, in graph", 1.0),
+    Goal("mlp", "by hand, in graph", 1.0, "ours, XLA"),
+    Goal("mlp", "by hand, XLA scan", 1.0, "ours, XLA"),
+    Goal("mlp", "by hand, a call a step", 1.0),
+    Goal("mlp", "Keras fit", 1.0),
+    Goal("mlp", "Keras fit, best steps_per_execution", 1.0),
+    Goal("mlp", "Keras fit, best steps_per_execution, XLA", 1.0),
+    Goal("mlp", "Orbit, 50 steps", 1.0),
+    Goal("mlp", "Orbit, best steps", 1.0),
+    Goal("mlp", "PyTorch", 1.0),
+    Goal("mlp", "PyTorch, compiled", 1.0),
+    Goal("mlp", "Lightning", 1.0),
+    Goal("mlp", "Lightning, all off", 1.0),
+    Goal("mlp", "JAX, a call a step", 1.0),
+    Goal("mlp", "JAX, scan", 1.0, "ours, XLA"),
+    Goal("cnn", "Keras fit, best steps_per_execution", 1.0),
+    Goal("mlp41m", "by hand, in graph", 1.0),
+    Goal("resnet20", "by hand, in graph", 1.0),
+    Goal("horovod", "Horovod's example, two processes", 1.0, "ours, two Horovod processes"),
+)
+"""What the suite is for."""
+
+
+def spread(values: Iterable[float]) -> tuple[float, float, float]:
+    """The median of some values, the least, and the greatest."""
+    values = list(values)
+    return statistics.median(values), min(values), max(values)
+
+
+def ratio(contenders: Mapping[str, Any], ours: str, other: str) -> tuple[float, float, float]:
+    """How many times as fast the first one was as the other: the ratio of each round; see `spread`."""
+    pairs = zip(contenders[ours]["rates"], contenders[other]["rates"], strict=True)
+    return spread(mine / theirs for mine, theirs in pairs)
+
+
+def machine() -> dict[str, Any]:
+    """What it is measured on."""
+    cpu = platform.processor() or platform.machine()
+    if (info := Path("/proc/cpuinfo")).exists():
+        cpu = next((line.split(": ")[1] for line in info.read_text().splitlines() if "model name" in line), cpu)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = {name: version(name) for name in ("tensorflow", "keras", "numpy")}
+    return {"cpu": cpu, "cores": cores, "system": platform.system(), "python": platform.python_version(), **versions}
+
+
+def load(place: Path = PLACE) -> Results:
+    """The results that there are; empty at first."""
+    path = place / "results.json"
+    return json.loads(path.read_text()) if path.exists() else {"workloads": {}, "more": {}}
+
+
+def merged(results: Results, section: str, name: str, found: Mapping[str, Any]) -> Results:
+    """The results with one workload, or one more measurement, in place of what was there of it."""
+    entry = {"date": datetime.date.today().isoformat(), "machine": machine(), **found}
+    return {**results, section: {**results.get(section, {}), name: entry}}
+
+
+def write(results: Results, place: Path = PLACE) -> None:
+    """Writes JSON, Markdown and plots."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (place / "README.md").write_text(markdown(results))
+    for name, entry in results["workloads"].items():
+        plot(name, entry, place / f"{name}.png")
+
+
+def judged(results: Results) -> list[tuple[Goal, tuple[float, float, float] | None]]:
+    """Each goal, and what was reached of it: the ratio, or None where it hasn't been measured."""
+    found = []
+    for goal in GOALS:
+        contenders = results["workloads"].get(goal.workload, {}).get("contenders", {})
+        measured = {goal.ours, goal.other} <= contenders.keys()
+        found.append((goal, ratio(contenders, goal.ours, goal.other) if measured else None))
+    return found
+
+
+def goals_table(results: Results) -> str:
+    """The goals, and whether they are met: by the median of the rounds' ratios."""
+    lines = ["| workload | ours | against | ratio (least to greatest) | goal | |", "|---|---|---|---|---|---|"]
+    for goal, reached in judged(results):
+        shown, verdict = "", "not measured"
+        if reached is not None:
+            shown = f"{reached[0]:.2f} ({reached[1]:.2f} to {reached[2]:.2f})"
+            verdict = "met" if reached[0] >= goal.at_least else "**not met**"
+        lines.append(
+            f"| {goal.workload} | {goal.ours} | {goal.other} | {shown} | at least {goal.at_least:g} | {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def about(entry: Mapping[str, Any]) -> str:
+    """When and on what something was measured."""
+    has = entry["machine"]
+    return (
+        f"{entry['date']}, {has['cpu']}, {has['cores']} cores, Python {has['python']}, TensorFlow {has['tensorflow']}, "
+        f"Keras {has['keras']}"
+    )
+
+
+def speed_table(contenders: Mapping[str, Any]) -> str:
+    """Steps per second of each contender, the fastest first, and how many times as fast ours is."""
+    ours = next(iter(contenders))
+    lines = [f"| | steps/s | least to greatest | {ours}, times as fast | peak memory | |", "|---|---|---|---|---|---|"]
+    for name in sorted(contenders, key=lambda name: -spread(contenders[name]["rates"])[0]):
+        rate, low, high = (f"{each:,.{0 if each >= 100 else 1 if each >= 10 else 2}f}"
+                           for each in spread(contenders[name]["rates"]))  # fmt: skip
+        times, memory = ratio(contenders, ours, name)[0], contenders[name]["peak_mb"]
+        lines.append(
+            f"| {name} | {rate} | {low} to {high} | {times:.2f} | {memory:,} MB | {contenders[name]['note']} |"
+        )
+    return "\n".join(lines)
+
+
+def markdown(results: Results) -> str:
+    """All results, to be read."""
+    parts = ["# Performance", (
+        "What `uv run --group bench python -m benchmarks run` has measured. Each contender is a live process; in each "
+        "round each of them trains for a while, one at a time. Rates are medians of the rounds, start and compilation "
+        "left out; a ratio is the median of the rounds' ratios. Ours is `fit` with its default options and the "
+        "standard callbacks, unless it says otherwise. Memory is that of the contender's own process."
+    ), "## Goals", goals_table(results)]  # fmt: skip
+    for name in [name for name in WORKLOADS if name in results["workloads"]]:
+        entry = results["workloads"][name]
+        parts += [f"## {name}", f"{WORKLOADS[name].about}. {about(entry)}.", speed_table(entry["contenders"])]
+        parts.append(f"![Steps per second of each contender]({name}.png)")
+    for name, entry in results.get("more", {}).items():
+        parts += [f"## {name}", f"{entry['about']} {about(entry)}."]
+        if "contenders" in entry:
+            parts.append(speed_table(entry["contenders"]))
+        if "rows" in entry:
+            columns = list(entry["rows"][0])
+            lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+            lines += [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in entry["rows"]]
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def plot(name: str, entry: Mapping[str, Any], path: Path) -> None:
+    """Draws the rates of a workload as bars, the fastest on top; ours are dark."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plots: matplotlib is in the group `bench` (uv run --group bench ...)", file=sys.stderr)
+        return
+    contenders = entry["contenders"]
+    names = sorted(contenders, key=lambda name: spread(contenders[name]["rates"])[0])
+    rates = [spread(contenders[name]["rates"]) for name in names]
+    figure = Figure(figsize=(8, 0.8 + 0.3 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    errors = [[rate - low for rate, low, _ in rates], [high - rate for rate, _, high in rates]]
+    colours = ["#1f5fa8" if name.startswith("ours") else "#b8c4d2" for name in names]
+    axes.barh(names, [rate for rate, _, _ in rates], color=colours, xerr=errors, ecolor="#555555", capsize=2)
+    axes.set_xlabel("steps per second (median, least to greatest)")
+    axes.set_title(f"{name}: {WORKLOADS[name].about}", fontsize=9, loc="right")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.savefig(path, dpi=110)
