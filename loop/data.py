@@ -1,9 +1,9 @@
 """Data: which examples are in global batch s of epoch e, and which of them a replica gets.
 
-A source is read in three moves, all inside the compiled call. `plan` runs once a call, `take` once per worker and step;
-`share` runs in each replica and returns its rows. Addressed data is a pure function of (seed, epoch, step), so that its
-order depends neither on the number of replicas nor on what was read before; a stream has an iterator, and an empty
-batch after each epoch.
+A source is read in two moves, both inside the compiled step. `take` runs once per worker and step; `share` runs in
+each replica and returns its rows. Addressed data is a pure function of (seed, epoch, step), so that its order depends
+neither on the number of replicas nor on what was read before; a stream has an iterator, and an empty batch after each
+epoch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.seeds import random_state, set_random_state
 from loop.task import TrainTask
-
-MOST_INDICES = 1 << 22
-"""Of so many examples at most the order is made in one go: 32 MiB of it."""
 
 
 class ArrayData:
@@ -95,18 +92,6 @@ class Rows(NamedTuple):
     index: tf.Tensor
 
 
-class Plan(NamedTuple):
-    """The batches of one call, as `Addressed` reads them: this worker's rows of each, one micro-batch after the other.
-
-    Attributes:
-        index: the examples of all batches of the call; int64 [rows].
-        splits: where in `index` each micro-batch begins, and where the last one ends; int64 [micro-batches + 1].
-    """
-
-    index: tf.Tensor
-    splits: tf.Tensor
-
-
 class Addressed:
     """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
 
@@ -115,7 +100,6 @@ class Addressed:
         endless: False: it has an end.
         layout: None: a position means the same with any number of workers.
         reads_ahead: True: a batch can be read while the one before it is computed on.
-        most_steps: of how many steps the order is made in one go.
         batch_bytes: how much memory a global batch needs.
     """
 
@@ -126,7 +110,6 @@ class Addressed:
         size, batch = data.size, order.batch_size
         self.data, self.order, self.size, self.endless = data, order, size, False
         self.steps_per_epoch: int | None = size // batch if order.drop_remainder else -(-size // batch)
-        self.most_steps = max(1, MOST_INDICES // batch)
         self._replicas, self._first, self._local = 1, 0, 1
         # Host memory, captured by reference: never copied into a graph.
         with tf.device("CPU:0"):
@@ -157,57 +140,55 @@ class Addressed:
         """Nothing stands in the way of going on from where it was."""
         return ""
 
-    def plan(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor, parts: int = 1) -> Plan:
-        """What the call reads that begins at `step` of `epoch` and makes up to `steps` steps, of `parts` micro-batches.
+    def take(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
+        """The worker's rows of the global batch at `step` of `epoch` (int64), one of its `parts` after the other.
 
-        The order of a whole call is made at once: a few operations instead of as many at each step.
+        What it gives behind the end of the data is nobody's.
         """
         with tf.device("CPU:0"):
-            number = tf.range(step * parts, (step + steps) * parts)
-            start = tf.minimum(number // parts * self.order.batch_size, self.size)
-            whole = tf.minimum(tf.constant(self.order.batch_size, tf.int64), self.size - start)
-            low, high = rows(whole, number % parts, parts)
-            first, _ = rows(high - low, self._first, self._replicas)
-            _, last = rows(high - low, self._first + self._local - 1, self._replicas)
-            places = tf.ragged.range(start + low + first, start + low + last)
-            index = places.flat_values
-            if self.order.shuffle:
-                # A permutation that can be read from any position, in constant memory. It can't be asked for no
-                # position at all: one more is asked for, and dropped.
-                seed = tf.stack([tf.constant(self.order.seed, tf.int64), epoch])
-                asked = tf.concat([index, [0]], 0)
-                index = tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)[:-1]
-            return Plan(index, places.row_splits)
-
-    def take(self, plan: Plan, place: tf.Tensor, parts: int = 1) -> Any:
-        """The worker's rows of batch `place` of a plan (int64, from 0); behind its end there are none."""
-        with tf.device("CPU:0"):
-            if self._replicas == 1 and parts == 1:
-                bounds, begin = plan.splits[:0], place * self.order.batch_size
-                index = plan.index[begin : begin + self.order.batch_size]
+            start, n = self._extent(step)
+            low, high = self._own(n, parts)
+            if self._replicas == 1:
+                places = tf.range(start, start + n)
             else:
-                place = tf.minimum(place, (tf.size(plan.splits, tf.int64) - 1) // parts)
-                bounds = plan.splits[place * parts : (place + 1) * parts + 1]
-                index, bounds = plan.index[bounds[0] : bounds[-1]], bounds - bounds[0]
-            return bounds, index, self._gather(index)
+                places = tf.ragged.range(start + low, start + high).flat_values
+            return self._read(epoch, places)
 
-    def take_many(self, plan: Plan, place: tf.Tensor, steps: int) -> Any:
-        """The rows of `steps` whole batches from `place` on, on one replica: shapes [steps, batch size, ...].
+    def take_many(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
+        """The rows of `steps` whole batches from `step` on, on one replica: shapes [steps, batch size, ...].
 
-        Behind the end of the plan they are filled up with whatever there is.
+        Behind the end of the data they are filled up with whatever there is.
         """
         batch = self.order.batch_size
         with tf.device("CPU:0"):
-            index = plan.index[place * batch : (place + steps) * batch]
-            index = tf.pad(index, [[0, steps * batch - tf.size(index, tf.int64)]])
+            places = tf.minimum(step * batch + tf.range(steps * batch, dtype=tf.int64), self.size - 1)
+            return tf.nest.map_structure(
+                lambda tensor: tf.reshape(tensor, [steps, batch, *tensor.shape[1:]]), self._read(epoch, places)
+            )
 
-            def cut(tensor: tf.Tensor) -> tf.Tensor:
-                return tf.reshape(tensor, [steps, batch, *tensor.shape[1:]])
+    def _extent(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Where the global batch at `step` begins in the order of the epoch, and how many rows it has."""
+        start = tf.minimum(step * self.order.batch_size, self.size - 1)
+        return start, tf.minimum(tf.constant(self.order.batch_size, tf.int64), self.size - start)
 
-            return cut(index), tf.nest.map_structure(cut, self._gather(index))
+    def _own(self, n: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """From where and up to where the worker's rows go in each micro-batch of n rows: int64 [parts]."""
+        low, high = rows(n, tf.range(parts, dtype=tf.int64), parts)
+        first, _ = rows(high - low, self._first, self._replicas)
+        _, last = rows(high - low, self._first + self._local - 1, self._replicas)
+        return low + first, low + last
 
-    def _gather(self, index: tf.Tensor) -> Any:
-        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
+    def _read(self, epoch: tf.Tensor, places: tf.Tensor) -> Any:
+        """The examples at some places of the order of an epoch: their indices, and themselves."""
+        index = places
+        if self.order.shuffle:
+            # A permutation that can be read from any position, in constant memory. It can't be asked for no position
+            # at all: where a worker may have none, one more is asked for, and dropped.
+            seed = tf.stack([tf.constant(self.order.seed, tf.int64), epoch])
+            asked = tf.concat([places, [0]], 0) if self._replicas > 1 else places
+            index = tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)
+            index = index[:-1] if self._replicas > 1 else index
+        return index, tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
 
     def more(self, taken: Any) -> Any:
         """Whether there is anything: the number of steps is known, so yes."""
@@ -217,8 +198,7 @@ class Addressed:
         """The whole global batch at `step` of `epoch`."""
         alone = copy.copy(self)
         alone._replicas, alone._first, alone._local = 1, 0, 1
-        one = tf.constant(1, tf.int64)
-        return alone.share((epoch, step, alone.take(alone.plan((), epoch, step, one), one - one)), 0)
+        return alone.share((epoch, step, alone.take((), epoch, step)), 0)
 
     def leaves_some_without(self, parts: int) -> bool:
         """Whether one of so many parts of some batch is empty."""
@@ -231,15 +211,17 @@ class Addressed:
 
     def share(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
         """The replica's rows of micro-batch `part` of `parts` of what `take` gave."""
-        epoch, step, (bounds, index, batch) = feed
+        epoch, step, (index, batch) = feed
         number, first = step * parts + part, tf.constant(0, tf.int64)
         if parts == 1 and self._replicas == 1:
             return Rows(batch, first, epoch, number, index)
-        n = tf.minimum(tf.constant(self.order.batch_size, tf.int64), self.size - step * self.order.batch_size)
+        _, n = self._extent(step)
         low, high = rows(n, part, parts)
-        before, _ = rows(high - low, self._first, self._replicas)  # rows of other workers
         first, last = rows(high - low, tf.cast(replica, tf.int64), self._replicas)
-        begin, end = bounds[part] + first - before, bounds[part] + last - before
+        own_low, own_high = self._own(n, parts)
+        # What the worker has of the micro-batches before; of the rows of this one, those of workers before it are away.
+        ahead = tf.reduce_sum((own_high - own_low)[: tf.cast(part, tf.int32)]) - (own_low[part] - low)
+        begin, end = ahead + first, ahead + last
         own = tf.nest.map_structure(lambda tensor: tensor[begin:end], batch)
         return Rows(own, first, epoch, number, index[begin:end])
 
@@ -256,7 +238,6 @@ class Stream:
     steps_per_epoch: int | None = None
     layout: list[Any] | None = None
     reads_ahead = False  # a batch that was read and not used would be lost; the pipeline reads ahead by itself
-    most_steps = np.iinfo(np.int64).max
 
     def __init__(
         self,
@@ -375,13 +356,9 @@ class Stream:
         """Why `state` is None; "" if it isn't."""
         return self._unsaved if self.state(handle) is None else ""
 
-    def plan(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor, parts: int = 1) -> Any:
-        """What a call reads: the iterator's next batches."""
-        return handle
-
-    def take(self, plan: Any, place: tf.Tensor, parts: int = 1) -> Any:
+    def take(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
         """The worker's next batch; an empty one at the end of its epoch, and then until all workers are there."""
-        found = plan.get_next_as_optional()
+        found = handle.get_next_as_optional()
         return tf.cond(found.has_value(), found.get_value, self.nothing)
 
     def more(self, taken: Any) -> Any:

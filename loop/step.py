@@ -49,7 +49,7 @@ class Tally(NamedTuple):
     """What a compiled call has come to.
 
     Attributes:
-        made: steps, the last of which may have been worth nothing; int64.
+        step: the next step, within the epoch; the last one may have been worth nothing; int64.
         going: whether there is no reason to end the call.
         ended: whether the last step found the data at its end.
         before: the totals before the last step; float64.
@@ -58,7 +58,7 @@ class Tally(NamedTuple):
         finite: what was finite in the last step; see `Step._checked`.
     """
 
-    made: tf.Tensor
+    step: tf.Tensor
     going: tf.Tensor
     ended: tf.Tensor
     before: tf.Tensor
@@ -176,7 +176,7 @@ class Step:
         """
         if self._scans and self._untried:
             self._try_block()
-        packed = self._call("_train", handle, epoch, step, min(steps, self.data.train.most_steps))
+        packed = self._call("_train", handle, epoch, step, steps)
         finite, packed = np.split(packed, [len(self._checked())])
         if packed[1] in (NOT_FINITE, LAST_SKIPPED):
             self.not_finite = [name for name, good in zip(self._checked(), finite, strict=True) if not good]
@@ -206,7 +206,7 @@ class Step:
         source = self.data.eval
         assert source is not None
         left = (source.steps_per_epoch or np.iinfo(np.int64).max) - step
-        steps = min(steps, left, source.most_steps)
+        steps = min(steps, left)
         with self.averaged_weights():
             totals = self._call("_evaluate", handle, EVALUATION, step, steps)
         going, totals[SKIPPED] = totals[SKIPPED] > 0, 0
@@ -308,22 +308,21 @@ class Step:
     def _train_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         self.traces += 1
         source, backend, parts = self.data.train, self.backend, self.options["accumulate"]
-        tally = self._nothing_yet()
-        plan = source.plan(handle, epoch, step, steps, parts)
+        tally, end = self._nothing_yet(step), step + steps
         if self._scans:
-            tally = self._train_blocks(plan, epoch, step, steps, tally)
-        following = source.take(plan, tally.made, parts) if source.reads_ahead else ()
-        while tally.made < steps and tally.going:
+            tally = self._train_blocks(handle, epoch, end, tally)
+        following = source.take(handle, epoch, tally.step, parts) if source.reads_ahead else ()
+        while tally.step < end and tally.going:
             # One step after the other: collectives of two steps must not overtake each other.
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             if source.reads_ahead:
                 # Nothing in this step depends on it: it is read while the step computes.
-                taken, following = following, source.take(plan, tally.made + 1, parts)
+                taken, following = following, source.take(handle, epoch, tally.step + 1, parts)
             else:
                 with tf.control_dependencies(self._at(DATA)):
-                    taken = source.take(plan, tally.made)
+                    taken = source.take(handle, epoch, tally.step)
             self._at(COMPUTE, taken)
-            tally = self._one_step((epoch, step + tally.made, taken), tally)
+            tally = self._one_step((epoch, tally.step, taken), tally)
             if self._clock is not None:
                 self._at(DATA, tally.totals)
         states = tally.states
@@ -333,45 +332,47 @@ class Step:
         bad = NOT_FINITE if stop else LAST_SKIPPED
         status = tf.where(tally.ended, EPOCH_ENDED, tf.where(tally.going, GOING, bad))
         unmade = tally.ended | (~tally.going & stop)
-        counts = tf.cast([tally.made - tf.cast(unmade, tf.int64), tf.cast(status, tf.int64)], tf.float64)
+        made = tally.step - step - tf.cast(unmade, tf.int64)
+        counts = tf.cast([made, tf.cast(status, tf.int64)], tf.float64)
         totals = tf.where(unmade, tally.before, tally.totals)
         packed = tf.concat([tf.cast(tally.finite, tf.float64), counts, totals, backend.first(states)], 0)
         if self._clock is not None:
             self._at(HOST, packed)
         return packed
 
-    def _nothing_yet(self) -> Tally:
+    def _nothing_yet(self, step: tf.Tensor) -> Tally:
         zeros = tf.zeros([SUMS + sum(values.width for values in self._trained.values())], tf.float64)
         width = sum(values.state_width for values in self._trained.values())
         states = self.backend.run(lambda: tf.zeros([width], tf.float64))
         finite = tf.ones([len(self._checked())], tf.bool)
-        return Tally(tf.constant(0, tf.int64), tf.constant(True), tf.constant(False), zeros, zeros, states, finite)
+        return Tally(step, tf.constant(True), tf.constant(False), zeros, zeros, states, finite)
 
     def _one_step(self, feed: Any, tally: Tally) -> Tally:
         self._begin(feed)
         self.task.train_step(self.model, self)
         return self._finish(tally)
 
-    def _train_blocks(self, plan: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor, tally: Tally) -> Tally:
+    def _train_blocks(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
         """Makes the steps that have a whole batch, many of them in one program of XLA's."""
         source = self.data.train
         assert isinstance(source, Addressed)
-        whole = tf.minimum(steps, source.size // self.options["batch_size"] - step)
-        following = source.take_many(plan, tally.made, self._block_steps)
-        while tally.made < whole and tally.going:
+        whole = tf.minimum(end, source.size // self.options["batch_size"])
+        size = self._block_steps
+        following = source.take_many(handle, epoch, tally.step, size)
+        while tally.step < whole and tally.going:
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            block, following = following, source.take_many(plan, tally.made + self._block_steps, self._block_steps)
+            block, following = following, source.take_many(handle, epoch, tally.step + size, size)
             self._at(COMPUTE, block)
-            tally = self._block(block, epoch, step, tf.minimum(whole, tally.made + self._block_steps), tally)
+            tally = self._block(block, epoch, tf.minimum(whole, tally.step + size), tally)
         return tally
 
-    def _train_block(self, block: Any, epoch: tf.Tensor, step: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
-        """The steps up to `end` of the call, whose batches are in `block`: what XLA compiles."""
-        self._scanning, first = True, tally.made
-        while tally.made < end and tally.going:
-            place = tally.made - first
+    def _train_block(self, block: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
+        """The steps up to `end`, whose batches are in `block`: what XLA compiles."""
+        self._scanning, first = True, tally.step
+        while tally.step < end and tally.going:
+            place = tally.step - first
             index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)  # noqa: B023
-            tally = self._one_step((epoch, step + tally.made, (tf.zeros([0], tf.int64), index, batch)), tally)
+            tally = self._one_step((epoch, tally.step, (index, batch)), tally)
         self._scanning = False
         return tally
 
@@ -381,8 +382,8 @@ class Step:
         assert isinstance(source, Addressed)
         self._untried = False
         try:
-            block = source.take_many(source.plan((), zero, zero, zero), zero, self._block_steps)
-            self._block(block, zero, zero, zero, self._nothing_yet())
+            block = source.take_many((), zero, zero, self._block_steps)
+            self._block(block, zero, zero, self._nothing_yet(zero))
         except Exception as error:
             problem, self._problem = self._problem, None
             if problem is not None:
@@ -490,7 +491,7 @@ class Step:
         states = tally.states
         if any(values.state_width for values in self._trained.values()):
             states = backend.run(added, states, *(self._states[name] for name in self._trained))
-        return Tally(tally.made + 1, going, ended, tally.totals, tally.totals + totals, states, each_finite)
+        return Tally(tally.step + 1, going, ended, tally.totals, tally.totals + totals, states, each_finite)
 
     def _when(self, condition: tf.Tensor, act: Callable[[], Any], variables: list[tf.Variable]) -> None:
         """Does what `act` does to `variables`, if the condition holds."""
@@ -600,16 +601,16 @@ class Step:
             with tf.GradientTape() as tape:
                 found = values(replica.batch)
                 objective, sums = known.sums(found, self._dtype)
-                real = replica.counts_something
+                weight, real = sums[1], replica.counts_something
                 if real is not None:
-                    objective, sums = tf.where(real, objective, 0), tf.where(real, sums, 0)
+                    objective, weight = tf.where(real, objective, 0), tf.where(real, weight, 0)
                 penalties = losses(self.model)
                 if penalties:
-                    objective += sums[1] * tf.add_n([tf.cast(penalty, self._dtype) for penalty in penalties])
+                    objective += weight * tf.add_n([tf.cast(penalty, self._dtype) for penalty in penalties])
                 if self.scale is not None:
                     objective *= self.scale.scale
                 if self._divided_at_once:
-                    objective /= weight_or_one(sums[1])
+                    objective /= weight_or_one(weight)
             gradients = tape.gradient(objective, as_tf([self._variables[index] for index in trained]))
             self._connected[optimizer] = [
                 index for index, gradient in zip(trained, gradients, strict=True) if gradient is not None
@@ -620,11 +621,12 @@ class Step:
                 gradient.set_shape(self._variables[index].shape)  # which is lost where rows are added up
             if real is not None:
                 gradients = [tf.where(real, gradient, tf.zeros_like(gradient)) for gradient in gradients]
+            # Laid out as totals are, with the number of examples that are its own.
+            totals = tf.stack([tf.cast(count(rows.batch), self._dtype), tf.zeros([], self._dtype), *sums])
             states = known.states(found)
             if real is not None:
-                states = tf.where(real, states, 0)
-        # Laid out as totals are, with the number of examples that are its own.
-        return gradients, tf.concat([tf.cast([count(rows.batch), 0], self._dtype), sums], 0), states
+                totals, states = tf.where(real, totals, 0), tf.where(real, states, 0)
+        return gradients, totals, states
 
     def _nothing(self, optimizer: str) -> Any:
         """What a replica without rows adds."""
@@ -670,24 +672,19 @@ class Step:
     def _check(self, optimizer: str, gradients: list[tf.Tensor], loss: tf.Tensor, weight: tf.Tensor) -> Any:
         """Whether the step is to be applied; and whether the loss and each gradient are finite; see `_checked`.
 
-        One number tells at almost no cost that all is well: the sum of all squares, by the weight. Only where that
-        isn't finite, for which a large gradient is enough, each is looked at.
+        A sum is as little finite as any of its elements, and costs a quarter of looking at each. (A finite gradient
+        whose sum is beyond the largest number counts as infinite.) XLA is better at looking at each.
         """
-
-        def each() -> Any:
-            finite = dict(zip(self._connected[optimizer], map(all_finite, gradients), strict=True))
-            good = tf.constant(True)
-            found = tf.stack([tf.math.is_finite(loss), *(finite.get(index, good) for index in self._of(optimizer))])
-            # A batch whose weights sum to zero says nothing: the step changes nothing.
-            return tf.reduce_all(found) & (weight != 0.0), found
-
-        def all_well() -> Any:
-            return tf.constant(True), tf.ones([1 + len(self._of(optimizer))], tf.bool)
-
-        if self._scanning:  # where a branch costs more than it saves
-            return each()
-        squares = tf.add_n([loss, *(tf.cast(tf.nn.l2_loss(gradient), loss.dtype) for gradient in gradients)])
-        return tf.cond(tf.math.is_finite(squares / weight), all_well, each)
+        own, connected = self._of(optimizer), self._connected[optimizer]
+        if self._scanning:
+            looked = dict(zip(connected, map(all_finite, gradients), strict=True))
+            found = tf.stack([tf.math.is_finite(loss), *(looked.get(index, tf.constant(True)) for index in own)])
+        else:
+            sums = dict(zip(connected, map(tf.reduce_sum, gradients), strict=True))
+            found = [tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss) for index in own]
+            found = tf.math.is_finite(tf.stack([loss, *found]))
+        # A batch whose weights sum to zero says nothing: the step changes nothing.
+        return tf.reduce_all(found) & (weight != 0.0), found
 
     def _apply(self, optimizer: str, gradients: list[tf.Tensor]) -> None:
         """The optimizers' step, and that of the moving averages."""
@@ -722,7 +719,7 @@ class Step:
             with self._replica(source, rows, stand_in, 1) as replica:
                 found = self.task.compute(self.model, replica.batch, training=False)
                 _, sums = values.sums(found, self._dtype)
-                counted = tf.concat([tf.cast(sums, tf.float64), values.states(found)], 0)
+                counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), values.states(found)], 0)
                 if replica.counts_something is not None:
                     counted = tf.where(replica.counts_something, counted, 0)
             return tf.concat([tf.cast(tf.stack([count(rows.batch), 0]), tf.float64), counted], 0)
@@ -734,20 +731,19 @@ class Step:
             )
 
         totals = backend.run(lambda: tf.zeros([width], tf.float64))
-        made, going = tf.constant(0, tf.int64), tf.constant(True)
-        plan = source.plan(handle, epoch, step, steps)
-        following = source.take(plan, made) if source.reads_ahead else ()
-        while made < steps and going:
+        end, going = step + steps, tf.constant(True)
+        following = source.take(handle, epoch, step) if source.reads_ahead else ()
+        while step < end and going:
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             if source.reads_ahead:
-                taken, following = following, source.take(plan, made + 1)
+                taken, following = following, source.take(handle, epoch, step + 1)
             else:
                 with tf.control_dependencies(self._at(DATA)):
-                    taken = source.take(plan, made)
+                    taken = source.take(handle, epoch, step)
             self._at(COMPUTE, taken)
             going = self._more(source, taken)
-            totals = backend.run(add, totals, (epoch, step + made, taken))
-            made += 1
+            totals = backend.run(add, totals, (epoch, step, taken))
+            step += 1
 
         def summed(totals: tf.Tensor) -> tf.Tensor:
             # With whether this worker has more, in a place that an evaluation has no use for.

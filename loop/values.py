@@ -39,7 +39,7 @@ class Values:
         """The length of the vector of states: all numbers of all metrics."""
         return sum(size for metric in self.metrics.values() for size in _sizes(metric))
 
-    def sums(self, values: Mapping[str, Any], dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
+    def sums(self, values: Mapping[str, Any], dtype: tf.DType) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """The weighted sum of the loss, to be differentiated; and all sums, not to be.
 
         Args:
@@ -47,7 +47,7 @@ class Values:
             dtype: in which to add.
 
         Returns:
-            A scalar; and a vector [2 * values]: for each its weighted sum and its weight.
+            A scalar; and scalars, two for each value: its weighted sum and its weight.
 
         Raises:
             UsageError: they are not what they were when `compute` was first tried.
@@ -65,7 +65,7 @@ class Values:
             sums |= {name: (by_value[place], by_weight) for place, name in enumerate(flat)}
         for name in self.names[1:]:
             sums.setdefault(name, _weighted_sum(found[name], weight))
-        return sums["loss"][0], tf.stop_gradient(tf.stack([part for name in self.names for part in sums[name]]))
+        return sums["loss"][0], [part for name in self.names for part in sums[name]]
 
     def states(self, values: Mapping[str, Any]) -> tf.Tensor:
         """What the values add to the states of the metrics: a vector, float64."""
