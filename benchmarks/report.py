@@ -23,7 +23,7 @@ Results = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """How many times as fast one contender is to be as another."""
+    """How many times as fast one contender is to be as another, on a workload or in one of `more`."""
 
     workload: str
     other: str
@@ -31,26 +31,32 @@ class Goal:
     ours: str = "ours"
 
 
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """How much a figure of one of `more` may be."""
+
+    more: str
+    figure: str
+    at_most: float
+
+
 GOALS = (
-    Goal("mlp", "by hand, in graph", 1.0),
-    Goal("mlp", "by hand, in graph", 1.0, "ours, XLA"),
-    Goal("mlp", "by hand, XLA scan", 1.0, "ours, XLA"),
-    Goal("mlp", "by hand, a call a step", 1.0),
-    Goal("mlp", "Keras fit", 1.0),
-    Goal("mlp", "Keras fit, best steps_per_execution", 1.0),
-    Goal("mlp", "Keras fit, best steps_per_execution, XLA", 1.0),
-    Goal("mlp", "Orbit, 50 steps", 1.0),
-    Goal("mlp", "Orbit, best steps", 1.0),
-    Goal("mlp", "PyTorch", 1.0),
-    Goal("mlp", "PyTorch, compiled", 1.0),
-    Goal("mlp", "Lightning", 1.0),
-    Goal("mlp", "Lightning, all off", 1.0),
-    Goal("mlp", "JAX, a call a step", 1.0),
-    Goal("mlp", "JAX, scan", 1.0, "ours, XLA"),
-    Goal("cnn", "Keras fit, best steps_per_execution", 1.0),
-    Goal("mlp41m", "by hand, in graph", 1.0),
-    Goal("resnet20", "by hand, in graph", 1.0),
-    Goal("horovod", "Horovod's example, two processes", 1.0, "ours, two Horovod processes"),
+    Goal("mlp", "by hand, in graph", 0.97),
+    Goal("mlp", "Keras fit", 5),
+    Goal("mlp", "Keras fit, best steps_per_execution", 1.3),
+    Goal("mlp", "Orbit, best steps", 1),
+    Goal("mlp", "JAX, scan", 1.1, "ours, XLA"),
+    Goal("mlp", "PyTorch", 2),
+    Goal("mlp", "Lightning", 4),
+    Goal("cnn", "Keras fit, best steps_per_execution", 1.5),
+    Goal("mlp41m", "by hand, in graph", 0.99),
+    Goal("resnet20", "by hand, in graph", 0.99),
+    Goal("horovod", "Horovod's example, two processes", 1.5, "ours, two Horovod processes"),
+    Goal("callbacks", "ours, callbacks off", 0.98),
+    Goal("callbacks", "ours, MLflow off", 0.98),
+    Limit("first-step", "time to the first step, by that of the loop by hand", 1.15),
+    Limit("long-run", "time of a step near step 1,000,000, by that near step 1,000", 1.02),
+    Limit("long-run", "growth of resident memory meanwhile, MB", 1),
 )
 """What the suite is for."""
 
@@ -98,27 +104,34 @@ def write(results: Results, place: Path = PLACE) -> None:
         plot(name, entry, place / f"{name}.png")
 
 
-def judged(results: Results) -> list[tuple[Goal, tuple[float, float, float] | None]]:
-    """Each goal, and what was reached of it: the ratio, or None where it hasn't been measured."""
-    found = []
+def judged(results: Results) -> list[tuple[Goal | Limit, tuple[float, float, float] | None]]:
+    """Each goal, and what was reached of it: the ratio or figure, or None where it hasn't been measured."""
+    found: list[tuple[Goal | Limit, tuple[float, float, float] | None]] = []
+    everything = {**results["workloads"], **results.get("more", {})}
     for goal in GOALS:
-        contenders = results["workloads"].get(goal.workload, {}).get("contenders", {})
+        if isinstance(goal, Limit):
+            figure = everything.get(goal.more, {}).get("figures", {}).get(goal.figure)
+            found.append((goal, None if figure is None else tuple(figure)))
+            continue
+        contenders = everything.get(goal.workload, {}).get("contenders", {})
         measured = {goal.ours, goal.other} <= contenders.keys()
         found.append((goal, ratio(contenders, goal.ours, goal.other) if measured else None))
     return found
 
 
 def goals_table(results: Results) -> str:
-    """The goals, and whether they are met: by the median of the rounds' ratios."""
-    lines = ["| workload | ours | against | ratio (least to greatest) | goal | |", "|---|---|---|---|---|---|"]
+    """The goals, and whether they are met: by the median of the rounds."""
+    lines = ["| | what | median (least to greatest) | goal | |", "|---|---|---|---|---|"]
     for goal, reached in judged(results):
-        shown, verdict = "", "not measured"
-        if reached is not None:
-            shown = f"{reached[0]:.2f} ({reached[1]:.2f} to {reached[2]:.2f})"
-            verdict = "met" if reached[0] >= goal.at_least else "**not met**"
-        lines.append(
-            f"| {goal.workload} | {goal.ours} | {goal.other} | {shown} | at least {goal.at_least:g} | {verdict} |"
-        )
+        if isinstance(goal, Limit):
+            place, what, wanted = goal.more, goal.figure, f"at most {goal.at_most:g}"
+            met = reached is not None and reached[0] <= goal.at_most
+        else:
+            place, what = goal.workload, f"{goal.ours}, against: {goal.other}"
+            wanted, met = f"at least {goal.at_least:g}", reached is not None and reached[0] >= goal.at_least
+        shown = "" if reached is None else f"{reached[0]:.2f} ({reached[1]:.2f} to {reached[2]:.2f})"
+        verdict = "not measured" if reached is None else "met" if met else "**not met**"
+        lines.append(f"| {place} | {what} | {shown} | {wanted} | {verdict} |")
     return "\n".join(lines)
 
 

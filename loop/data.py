@@ -110,7 +110,7 @@ class Addressed:
         size, batch = data.size, order.batch_size
         self.data, self.order, self.size, self.endless = data, order, size, False
         self.steps_per_epoch: int | None = size // batch if order.drop_remainder else -(-size // batch)
-        self._replicas, self._first, self._local = 1, 0, 1
+        self._replicas, self._first, self._local, self._device = 1, 0, 1, ""
         # Host memory, captured by reference: never copied into a graph.
         with tf.device("CPU:0"):
             self._tensors = tf.nest.map_structure(tf.constant, data.arrays)
@@ -121,7 +121,7 @@ class Addressed:
         """Each replica gets its rows of each global batch, whatever the policy."""
         shared = copy.copy(self)  # the same tensors, not others
         shared._replicas, shared._local = backend.replicas, backend.local_replicas
-        shared._first = backend.rank * backend.local_replicas
+        shared._first, shared._device = backend.rank * backend.local_replicas, backend.device
         return shared
 
     def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
@@ -152,7 +152,8 @@ class Addressed:
                 places = tf.range(start, start + n)
             else:
                 places = tf.ragged.range(start + low, start + high).flat_values
-            return self._read(epoch, places)
+            taken = self._read(epoch, places)
+        return self._copied(taken)
 
     def take_many(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
         """The rows of `steps` whole batches from `step` on, on one replica: shapes [steps, batch size, ...].
@@ -162,8 +163,18 @@ class Addressed:
         batch = self.order.batch_size
         with tf.device("CPU:0"):
             places = tf.minimum(step * batch + tf.range(steps * batch, dtype=tf.int64), self.size - 1)
-            return tf.nest.map_structure(
+            taken = tf.nest.map_structure(
                 lambda tensor: tf.reshape(tensor, [steps, batch, *tensor.shape[1:]]), self._read(epoch, places)
+            )
+        return self._copied(taken)
+
+    def _copied(self, taken: Any) -> Any:
+        """What was taken, on the device that computes; text stays where it is."""
+        if not self._device:
+            return taken
+        with tf.device(self._device):
+            return tf.nest.map_structure(
+                lambda tensor: tensor if tensor.dtype == tf.string else tf.identity(tensor), taken
             )
 
     def _extent(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -114,7 +114,8 @@ def check_a_step_sends_its_gradients_in_as_many_collectives_as_asked_for(backend
         numbers = [tf.constant(number, tf.int64) for number in (0, 0, 2)]
         compiled = step._train.get_concrete_function(step.data.train.start(0, 0), *numbers)
         found[str(chosen)] = communication.collectives(compiled)
-    expected = [[4 * (29 + 3)], [4 * 20, 4 * (5 + 3), 4 * 4], [2 * 29, 4 * 3]]
+    gradients, sums = 29, 4  # numbers: examples, skipped steps, loss, weight
+    expected = [[4 * (gradients + sums)], [4 * 20, 4 * (5 + sums), 4 * 4], [2 * gradients, 4 * sums]]
     assert [sorted(each, reverse=True) for each in found.values()] == expected, found
 
 

@@ -17,8 +17,10 @@ def test_whoever_is_named_exists():
     for name, workload in WORKLOADS.items():
         assert set(workload.contenders) <= set(CONTENDERS), name
     assert set(more.CALLBACKS + more.METRICS + more.STARTS) <= set(CONTENDERS)
+    named = {name: workload.contenders for name, workload in WORKLOADS.items()} | {"callbacks": more.CALLBACKS}
     for goal in report.GOALS:
-        assert {goal.ours, goal.other} <= set(WORKLOADS[goal.workload].contenders), goal
+        if isinstance(goal, report.Goal):
+            assert {goal.ours, goal.other} <= set(named[goal.workload]), goal
     for contender in CONTENDERS.values():
         assert (ROOT / "benchmarks" / "contenders" / f"{contender.module}.py").exists()
         assert contender.peer in ("", *PEERS)
@@ -31,19 +33,23 @@ def test_a_ratio_is_taken_within_a_round():
 
 def test_results_are_merged_by_workload_and_judged(tmp_path, monkeypatch):
     goal = report.Goal("mlp", "other", 1.5)
-    monkeypatch.setattr(report, "GOALS", (goal, report.Goal("cnn", "other", 2.0), report.Goal("charlm", "other", 1)))
+    limit = report.Limit("first-step", "slowness", 1.2)
+    goals = goal, report.Goal("cnn", "other", 2.0), report.Goal("charlm", "other", 1), limit
+    monkeypatch.setattr(report, "GOALS", goals)
     results = report.load(tmp_path)
     results = report.merged(results, "workloads", "mlp", entry(ours=[1.0], other=[9.0]))
     results = report.merged(results, "workloads", "cnn", entry(ours=[30.0, 10.0], other=[20.0, 8.0]))
     results = report.merged(results, "workloads", "mlp", entry(ours=[30.0, 10.0], other=[20.0, 5.0]))
-    results = report.merged(results, "more", "first-step", {"about": "Starts.", "rows": [{"": "ours", "s": "1.5"}]})
+    starts = {"about": "Starts.", "rows": [{"": "ours", "s": "1.5"}], "figures": {"slowness": (1.1, 1.0, 1.3)}}
+    results = report.merged(results, "more", "first-step", starts)
     report.write(results, tmp_path)
     assert report.load(tmp_path) == json.loads(json.dumps(results))
-    assert [reached and reached[0] for _, reached in report.judged(results)] == [1.75, 1.375, None]
+    assert [reached and reached[0] for _, reached in report.judged(results)] == [1.75, 1.375, None, 1.1]
     text = (tmp_path / "README.md").read_text()
     assert "1.75 (1.50 to 2.00) | at least 1.5 | met" in text
     assert "1.38 (1.25 to 1.50) | at least 2 | **not met**" in text
     assert "not measured" in text
+    assert "| first-step | slowness | 1.10 (1.00 to 1.30) | at most 1.2 | met |" in text
     assert "| ours | 20.0 | 10.0 to 30.0 | 1.00 | 1 MB |" in text
     assert "| ours | 1.5 |" in text
     assert (tmp_path / "mlp.png").stat().st_size > 1000

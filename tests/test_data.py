@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from loop import ArrayData, UsageError
 from loop.backends.base import Backend
+from loop.backends.strategy import logical_cpus
 from loop.data import Order, Stream, count, source
 
 
@@ -87,6 +88,15 @@ def test_structures_follow_the_arrays():
     assert read(one, 0, 0).shape == (2, 2)
     assert [tuple(part.shape) for part in read(several, 0, 0)] == [(2, 2), (2,)]
     assert read(named, 0, 1)["name"].numpy().tolist() == [b"c", b"d"]
+
+
+def test_a_batch_is_copied_to_the_device_that_computes():
+    worker = Worker(0, 1)
+    worker.device = logical_cpus(2)[1]
+    opened = source(ArrayData(np.arange(6), np.array(list("abcdef"))), Order(4), "data").sharded(worker, "example")
+    zero = tf.constant(0, tf.int64)
+    index, (numbers, letters) = opened.take((), zero, zero)
+    assert [tensor.device[-5:] for tensor in (index, numbers, letters)] == ["CPU:1", "CPU:1", "CPU:0"]
 
 
 def drain(stream, handle, steps):

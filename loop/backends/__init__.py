@@ -29,8 +29,9 @@ def _create(name: str, workers: int | None) -> Backend:
     if name == "single":
         from loop.backends.base import use_gpus
 
-        use_gpus()
-        return Backend()
+        single = Backend()
+        single.device = "GPU:0" if use_gpus() else ""
+        return single
     if name == "mirrored":
         from loop.backends.strategy import Mirrored
 

@@ -23,6 +23,8 @@ class Backend:
         rank: this worker's index; rank 0 is the chief.
         workers: the number of processes.
         local_replicas: replicas in this process.
+        device: where the only replica of this worker computes: a batch is copied there while the step before it is
+            made; "" where it needn't be copied.
         cannot_send: what it can't send of `compression`, and why.
     """
 
@@ -31,6 +33,7 @@ class Backend:
     rank: int = 0
     workers: int = 1
     local_replicas: int = 1
+    device: str = ""
 
     @property
     def replicas(self) -> int:

@@ -25,7 +25,7 @@ class Horovod(Backend):
     def __init__(self) -> None:
         _meet()
         hvd.init()
-        use_gpus(hvd.local_rank())
+        self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
         self.rank = hvd.rank()
         self.workers = hvd.size()
         self._reductions = 0

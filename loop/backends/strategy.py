@@ -115,6 +115,7 @@ class MultiWorker(StrategyBackend):
         self.rank = order.index((task["type"], int(task["index"])))
         self.workers = len(order)
         self.local_replicas = self.strategy.num_replicas_in_sync // self.workers
+        self.device = "GPU:0" if gpus and self.local_replicas == 1 else ""
         self._sum = tf.function(self._sum_in_graph, reduce_retracing=True)
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
