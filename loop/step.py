@@ -170,9 +170,8 @@ class Step:
 
         Returns:
             How many were made; how it ended (`GOING`, `EPOCH_ENDED`; `NOT_FINITE`, `LAST_SKIPPED`: see `not_finite`);
-            and their totals,
-            to be added up and handed to `means`: the numbers of examples and of skipped steps, the sums of all values,
-            and the states of all metrics; float64.
+            and their totals, to be added up and handed to `means`: the numbers of examples and of skipped steps, the
+            sums of all values, and the states of all metrics; float64.
         """
         if self._scans and self._untried:
             self._try_block()
@@ -307,24 +306,12 @@ class Step:
 
     def _train_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         self.traces += 1
-        source, backend, parts = self.data.train, self.backend, self.options["accumulate"]
+        source, backend = self.data.train, self.backend
         tally, end = self._nothing_yet(step), step + steps
         if self._scans:
             tally = self._train_blocks(handle, epoch, end, tally)
-        following = source.take(handle, epoch, tally.step, parts) if source.reads_ahead else ()
-        while tally.step < end and tally.going:
-            # One step after the other: collectives of two steps must not overtake each other.
-            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            if source.reads_ahead:
-                # Nothing in this step depends on it: it is read while the step computes.
-                taken, following = following, source.take(handle, epoch, tally.step + 1, parts)
-            else:
-                with tf.control_dependencies(self._at(DATA)):
-                    taken = source.take(handle, epoch, tally.step)
-            self._at(COMPUTE, taken)
-            tally = self._one_step((epoch, tally.step, taken), tally)
-            if self._clock is not None:
-                self._at(DATA, tally.totals)
+        if not self._scans or source.ends_short:
+            tally = self._train_batches(handle, epoch, end, tally)
         states = tally.states
         if any(values.state_width for values in self._trained.values()):
             states = backend.run(lambda states: backend.all_reduce([states])[0], states)
@@ -351,6 +338,25 @@ class Step:
         self._begin(feed)
         self.task.train_step(self.model, self)
         return self._finish(tally)
+
+    def _train_batches(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
+        """Makes the steps up to `end`, one batch after the other: the loop of all loops."""
+        source, parts = self.data.train, self.options["accumulate"]
+        following = source.take(handle, epoch, tally.step, parts) if source.reads_ahead else ()
+        while tally.step < end and tally.going:
+            # One step after the other: collectives of two steps must not overtake each other.
+            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+            if source.reads_ahead:
+                # Nothing in this step depends on it: it is read while the step computes.
+                taken, following = following, source.take(handle, epoch, tally.step + 1, parts)
+            else:
+                with tf.control_dependencies(self._at(DATA)):
+                    taken = source.take(handle, epoch, tally.step)
+            self._at(COMPUTE, taken)
+            tally = self._one_step((epoch, tally.step, taken), tally)
+            if self._clock is not None:
+                self._at(DATA, tally.totals)
+        return tally
 
     def _train_blocks(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
         """Makes the steps that have a whole batch, many of them in one program of XLA's."""
