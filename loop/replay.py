@@ -86,6 +86,7 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     path, manifest = locate(Path(path))
     bad, options = manifest["bad"], dict(manifest["run"]["options"])
     options |= {"clip_norm": None, "clip_value": None, "compile": "graph", "ema": None, "on_nonfinite": "stop"}
+    options["profile"] = None
     options = with_defaults(task, {name: each for name, each in options.items() if each is not None} | {"ema": None})
     keras.utils.set_random_seed(options["seed"])
     engine, example = Backend(), open_data(task, options).train.example
@@ -167,8 +168,11 @@ class _OneBatch(Addressed):
         self.order, self.size, self.endless, self.steps_per_epoch = order, order.batch_size, False, None
         self.example, self._index = batch, index
 
-    def share(self, address: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
-        epoch, step = address
+    def take(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
+        return self._index, self.example
+
+    def share(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
+        epoch, step, _ = feed
         low, high = rows(tf.constant(self.size, tf.int64), part, parts)
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], self.example)
         return Rows(own, low, epoch, step * parts + part, self._index[low:high])

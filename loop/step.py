@@ -132,12 +132,13 @@ class Step:
                 ]
         self._bad_steps_end_it = options["on_nonfinite"] == "stop"
         # Many steps as one program of XLA's, where it needs nothing from outside: no collective, no iterator.
-        addressed = isinstance(data.train, Addressed)
-        self._scans = whole and addressed and backend.name == "single" and options["compile"] == "xla"
-        self._scanning, self._untried = False, True
-        if isinstance(data.train, Addressed):
+        self._scans = whole and backend.name == "single" and options["compile"] == "xla"
+        self._scanning, self._untried, self._block_steps = False, True, BLOCK_STEPS
+        if self._scans and isinstance(data.train, Addressed):
             most = options["steps_per_call"] if isinstance(options["steps_per_call"], int) else BLOCK_STEPS
             self._block_steps = max(1, min(most, BLOCK_STEPS, BLOCK_BYTES // data.train.batch_bytes))
+        else:
+            self._scans = False
         self._compile()
 
     def watch_gradients(self) -> None:
