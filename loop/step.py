@@ -175,8 +175,9 @@ class Step:
             sums of all values, and the states of all metrics; float64.
         """
         if self._scans and self._untried:
-            self._try_block()
-        packed = self._call("_train", handle, epoch, step, steps)
+            packed = self._try_blocks(handle, epoch, step, min(steps, self._block_steps))
+        else:
+            packed = self._call("_train", handle, epoch, step, steps)
         finite, packed = np.split(packed, [len(self._checked())])
         if packed[1] in (NOT_FINITE, LAST_SKIPPED):
             self.not_finite = [name for name, good in zip(self._checked(), finite, strict=True) if not good]
@@ -375,31 +376,33 @@ class Step:
 
     def _train_block(self, block: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
         """The steps up to `end`, whose batches are in `block`: what XLA compiles."""
-        self._scanning, first = True, tally.step
+        # Counted from a constant: what comes from outside would be a constant too, and compiled anew for each value.
+        self._scanning, place = True, tf.constant(0, tf.int64)
         while tally.step < end and tally.going:
-            place = tally.step - first
             index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)  # noqa: B023
             tally = self._one_step((epoch, tally.step, (index, batch)), tally)
+            place += 1
         self._scanning = False
         return tally
 
-    def _try_block(self) -> None:
-        """Compiles a block, and makes no step of it; where XLA can't, says why, and leaves the task to the graph."""
-        source, zero = self.data.train, tf.constant(0, tf.int64)
+    def _try_blocks(self, handle: Any, epoch: int, step: int, steps: int) -> np.ndarray:
+        """Makes the steps of a block; where XLA can't compile it, says why, and leaves the task to the graph.
+
+        A program that isn't compiled has changed nothing.
+        """
+        source = self.data.train
         assert isinstance(source, Addressed)
-        self._untried = False
         try:
-            block = source.take_many((), zero, zero, self._block_steps)
-            self._block(block, zero, zero, self._nothing_yet(zero))
-        except Exception as error:
-            problem, self._problem = self._problem, None
-            if problem is not None:
-                raise problem from None
-            self._scans, self._scanning = False, False
+            packed = self._call("_train", handle, epoch, step, steps)
+            self._untried = step >= source.size // self.options["batch_size"]
+            return packed
+        except tf.errors.OpError as error:
+            reason = " ".join(str(error.message).split())[:300]
+            warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
+            self._scans = self._scanning = False
             self._uncompiled.add(source)
             self._compile()
-            reason = " ".join(str(getattr(error, "message", error)).split())[:300]
-            warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
+        return self._call("_train", handle, epoch, step, steps)
 
     def _begin(self, feed: Any) -> None:
         """Starts to trace a step."""
@@ -561,7 +564,7 @@ class Step:
         def some(rows: Rows, stand_in: Any) -> Any:
             return self._sum_gradients(values, optimizer, rows, stand_in)
 
-        if self.options["compile"] == "xla" and not self._scanning and source not in self._uncompiled:
+        if self.options["compile"] == "xla" and not self._scans and source not in self._uncompiled:
             some = tf.function(some, jit_compile=True)
         return self._of_rows(
             source, rows, parts, lambda stand_in: some(rows, stand_in), lambda: self._nothing(optimizer)

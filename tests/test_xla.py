@@ -1,6 +1,9 @@
 """`compile="xla"`: many steps in one program, with the numbers of the graph; or the graph, with the reason."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -10,6 +13,7 @@ import tensorflow as tf
 import callbacks
 from loop import ArrayData, TrainingError, fit
 from loop.build import model_variables
+from tests.conftest import ROOT
 from tests.tasks import Conv, Weighted
 
 
@@ -94,3 +98,22 @@ def test_what_xla_cannot_compile_is_said_and_left_to_the_graph():
     with pytest.warns(UserWarning, match="XLA can't compile this task .*EagerPyFunc.* as compile='graph'"):
         xla = trained(Opaque(), compile="xla")
     assert xla.weights_sha256 == trained(Opaque()).weights_sha256
+
+
+def test_the_program_is_compiled_once(tmp_path):
+    source = """
+import callbacks
+from loop import fit
+from tests.tasks import Weighted
+
+class Often(callbacks.Callback):
+    every = 3
+
+fit(Weighted(), epochs=4, batch_size=8, compile="xla", callbacks=[*callbacks.standard(mlflow=None), Often()])
+"""
+    logs = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "device_compiler=1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, env=os.environ | logs, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Compilation of XLA executable time") == 1, done.stderr
