@@ -101,7 +101,6 @@ class Addressed:
         layout: None: a position means the same with any number of workers.
         reads_ahead: True: a batch can be read while the one before it is computed on.
         batch_bytes: how much memory a global batch needs.
-        ends_short: whether the last batch of an epoch has fewer rows than the others.
     """
 
     layout: list[Any] | None = None
@@ -116,7 +115,6 @@ class Addressed:
         with tf.device("CPU:0"):
             self._tensors = tf.nest.map_structure(tf.constant, data.arrays)
         self.example = tf.nest.map_structure(lambda tensor: tensor[:3], self._tensors)
-        self.ends_short = size % batch > 0 and not order.drop_remainder
         self.batch_bytes = max(1, sum(array.nbytes for array in tf.nest.flatten(data.arrays)) * batch // size)
 
     def sharded(self, backend: Backend, policy: str) -> Addressed:
@@ -250,7 +248,6 @@ class Stream:
 
     steps_per_epoch: int | None = None
     layout: list[Any] | None = None
-    ends_short = True
     reads_ahead = False  # a batch that was read and not used would be lost; the pipeline reads ahead by itself
 
     def __init__(

@@ -41,7 +41,7 @@ EXAMPLES, SKIPPED, SUMS = 0, 1, 2
 """Places in a vector of totals: the number of examples, that of skipped steps, and where sums and states begin."""
 
 
-BLOCK_STEPS, BLOCK_BYTES = 16, 1 << 26
+BLOCK_STEPS, BLOCK_BYTES = 50, 1 << 26
 """With `compile="xla"`, so many steps make one program, if their batches need no more memory than that."""
 
 
@@ -132,7 +132,7 @@ class Step:
                 ]
         self._bad_steps_end_it = options["on_nonfinite"] == "stop"
         # Many steps as one program of XLA's, where it needs nothing from outside: no collective, no iterator.
-        self._scans = whole and backend.name == "single" and options["compile"] == "xla"
+        self._scans = self._divided_at_once and backend.name == "single" and options["compile"] == "xla"
         self._scanning, self._untried, self._block_steps = False, True, BLOCK_STEPS
         if self._scans and isinstance(data.train, Addressed):
             most = options["steps_per_call"] if isinstance(options["steps_per_call"], int) else BLOCK_STEPS
@@ -308,12 +308,11 @@ class Step:
 
     def _train_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         self.traces += 1
-        source, backend = self.data.train, self.backend
+        backend = self.backend
         tally, end = self._nothing_yet(step), step + steps
         if self._scans:
             tally = self._train_blocks(handle, epoch, end, tally)
-        if not self._scans or source.ends_short:
-            tally = self._train_batches(handle, epoch, end, tally)
+        tally = self._train_batches(handle, epoch, end, tally)
         states = tally.states
         if any(values.state_width for values in self._trained.values()):
             states = backend.run(lambda states: backend.all_reduce([states])[0], states)
@@ -361,29 +360,40 @@ class Step:
         return tally
 
     def _train_blocks(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
-        """Makes the steps that have a whole batch, many of them in one program of XLA's."""
-        source = self.data.train
+        """Makes the steps that have a whole batch, many of them in one program of XLA's.
+
+        A block in which anything isn't finite is left as if it had never been: `_train_batches` makes its steps, and
+        finds the one.
+        """
+        source, size, fine = self.data.train, self._block_steps, tf.constant(True)
         assert isinstance(source, Addressed)
         whole = tf.minimum(end, source.size // self.options["batch_size"])
-        size = self._block_steps
         following = source.take_many(handle, epoch, tally.step, size)
-        while tally.step < whole and tally.going:
+        while tally.step < whole and fine:
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             block, following = following, source.take_many(handle, epoch, tally.step + size, size)
             self._at(COMPUTE, block)
-            tally = self._block(block, epoch, tf.minimum(whole, tally.step + size), tally)
+            tally, fine = self._block(block, epoch, tf.minimum(whole, tally.step + size), tally)
         return tally
 
-    def _train_block(self, block: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
-        """The steps up to `end`, whose batches are in `block`: what XLA compiles."""
+    def _train_block(self, block: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> tuple[Tally, tf.Tensor]:
+        """The steps up to `end`, whose batches are in `block`, and whether all in them was finite: for XLA."""
+        changed = [*self._changed_by(""), *self._state]
+        before, at_first = [variable.read_value() for variable in changed], tally
+        signs = [tf.zeros([], self._dtype), *(tf.zeros(each.shape, each.dtype) for each in as_tf(self._variables))]
         # Counted from a constant: what comes from outside would be a constant too, and compiled anew for each value.
         self._scanning, place = True, tf.constant(0, tf.int64)
-        while tally.step < end and tally.going:
+        while tally.step < end:
+            self._signs: dict[int, tf.Tensor] = {}
             index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)  # noqa: B023
             tally = self._one_step((epoch, tally.step, (index, batch)), tally)
+            signs = [sign + self._signs[at] if at in self._signs else sign for at, sign in enumerate(signs)]
             place += 1
         self._scanning = False
-        return tally
+        fine = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
+        for variable, value in zip(changed, before, strict=True):
+            variable.assign(tf.where(fine, variable, value))
+        return tf.nest.map_structure(lambda new, old: tf.where(fine, new, old), tally, at_first), fine
 
     def _try_blocks(self, handle: Any, epoch: int, step: int, steps: int) -> np.ndarray:
         """Makes the steps of a block; where XLA can't compile it, says why, and leaves the task to the graph.
@@ -492,7 +502,9 @@ class Step:
         if not self._bad_steps_end_it or scale is not None:
             skipped = tf.concat([totals[:SKIPPED], [1], tf.zeros_like(totals[SUMS:])], 0)
             totals = tf.where(finite, totals, skipped)
-        if self._state:  # what the forward pass has changed, before it was known that the step is worth nothing
+        if (
+            self._state and not self._scanning
+        ):  # what the forward pass has changed, before it was known that the step is worth nothing
             self._when(~finite, lambda: backend.run(self._take_back_state, self._state_before), self._state)
 
         def added(states: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
@@ -683,16 +695,19 @@ class Step:
         """Whether the step is to be applied; and whether the loss and each gradient are finite; see `_checked`.
 
         A sum is as little finite as any of its elements, and costs a quarter of looking at each. (A finite gradient
-        whose sum is beyond the largest number counts as infinite.) XLA is better at looking at each.
+        whose sum is beyond the largest number counts as infinite.)
         """
         own, connected = self._of(optimizer), self._connected[optimizer]
         if self._scanning:
-            looked = dict(zip(connected, map(all_finite, gradients), strict=True))
-            found = tf.stack([tf.math.is_finite(loss), *(looked.get(index, tf.constant(True)) for index in own)])
-        else:
-            sums = dict(zip(connected, map(tf.reduce_sum, gradients), strict=True))
-            found = [tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss) for index in own]
-            found = tf.math.is_finite(tf.stack([loss, *found]))
+            # To XLA a look at each gradient costs as much as its update. A difference that is 0, unless there is no
+            # number, is part of the update; `_train_block` looks at the sum of all steps'.
+            for at, each in [(0, loss), *((1 + at, each) for at, each in zip(connected, gradients, strict=True))]:
+                sign = each - each
+                self._signs[at] = self._signs[at] + sign if at in self._signs else sign
+            return weight != 0.0, tf.ones([1 + len(own)], tf.bool)
+        sums = dict(zip(connected, map(tf.reduce_sum, gradients), strict=True))
+        found = [tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss) for index in own]
+        found = tf.math.is_finite(tf.stack([loss, *found]))
         # A batch whose weights sum to zero says nothing: the step changes nothing.
         return tf.reduce_all(found) & (weight != 0.0), found
 
