@@ -157,7 +157,7 @@ def _watch_values(step: Step) -> dict[str, list[np.ndarray]]:
 
         return minimize(watched, optimizer)
 
-    step.minimize = watching  # type: ignore[method-assign]
+    step.minimize = watching
     return seen
 
 

@@ -150,6 +150,7 @@ def within(replica: Replica) -> Iterator[Replica]:
         _here.replica = before
 
 
+@tf.autograph.experimental.do_not_convert
 def all_gather(x: Any) -> tf.Tensor:
     """The rows of the whole global batch, for a loss that looks at all examples at once; to be used in `compute`.
 
@@ -182,12 +183,14 @@ def all_gathers() -> int:
     return getattr(_here, "gathers", 0)
 
 
+@tf.autograph.experimental.do_not_convert
 def first_row() -> tf.Tensor:
     """The place of this replica's first row in what `all_gather` returns: int64; 0 on one replica."""
     replica = current()
     return tf.constant(0, tf.int64) if replica is None or replica.backend.replicas == 1 else replica.first()
 
 
+@tf.autograph.experimental.do_not_convert
 def example_seed(salt: int = 0) -> tf.Tensor:
     """A seed for each example of the batch, from the run's seed, the epoch and the example; to be used in `compute`.
 

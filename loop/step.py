@@ -25,6 +25,7 @@ from loop.replica import EveryoneNeededError, Replica, within
 from loop.scale import LossScale
 from loop.statistics import has_own_state, share, state, statistics
 from loop.task import TrainTask
+from loop.tracing import as_written, repeated
 from loop.values import Values
 
 GOING, EPOCH_ENDED, NOT_FINITE, LAST_SKIPPED = 0, 1, 2, 3
@@ -49,7 +50,7 @@ class Tally(NamedTuple):
     """What a compiled call has come to.
 
     Attributes:
-        step: the next step, within the epoch; the last one may have been worth nothing; int64.
+        step: the step after the last one made, within the epoch; that one may have been worth nothing; int64.
         going: whether there is no reason to end the call.
         ended: whether the last step found the data at its end.
         before: the totals before the last step; float64.
@@ -134,6 +135,7 @@ class Step:
         # Many steps as one program of XLA's, where it needs nothing from outside: no collective, no iterator.
         self._scans = self._divided_at_once and backend.name == "single" and options["compile"] == "xla"
         self._scanning, self._untried, self._block_steps = False, True, BLOCK_STEPS
+        self._counted = False  # see `_train_batches`
         if self._scans and isinstance(data.train, Addressed):
             most = options["steps_per_call"] if isinstance(options["steps_per_call"], int) else BLOCK_STEPS
             self._block_steps = max(1, min(most, BLOCK_STEPS, BLOCK_BYTES // data.train.batch_bytes))
@@ -150,10 +152,12 @@ class Step:
         self._compile()
 
     def _compile(self) -> None:
-        self._train = tf.function(self._train_steps)
-        self._block = tf.function(self._train_block, jit_compile=True)
-        self._evaluate = tf.function(self._evaluate_steps)
-        self._average = tf.function(self._average_statistics)
+        # What is ours is traced as it stands: AutoGraph, which the task's own methods need (`as_written`), would take
+        # seconds to convert it.
+        self._train = tf.function(self._train_steps, autograph=False)
+        self._block = tf.function(self._train_block, jit_compile=True, autograph=False)
+        self._evaluate = tf.function(self._evaluate_steps, autograph=False)
+        self._average = tf.function(self._average_statistics, autograph=False)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -336,28 +340,39 @@ class Step:
         return Tally(step, tf.constant(True), tf.constant(False), zeros, zeros, states, finite)
 
     def _one_step(self, feed: Any, tally: Tally) -> Tally:
-        self._begin(feed)
-        self.task.train_step(self.model, self)
+        self._begin(feed, tally)
+        as_written(self.task.train_step)(self.model, self)
         return self._finish(tally)
 
     def _train_batches(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
-        """Makes the steps up to `end`, one batch after the other: the loop of all loops."""
+        """Makes the steps up to `end`, one batch after the other: the loop of all loops.
+
+        Over arrays it is counted: nothing that a step computes decides whether there is another one, and those after a
+        bad step come to nothing. A condition that hung on gradients would make a circle of the graph, in which
+        TensorFlow's rewriters walk from gradients to the operations that they belong to, and miss them: the backward
+        pass of a pooling layer took seven times as long.
+        """
         source, parts = self.data.train, self.options["accumulate"]
-        following = source.take(handle, epoch, tally.step, parts) if source.reads_ahead else ()
-        while tally.step < end and tally.going:
-            # One step after the other: collectives of two steps must not overtake each other.
-            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+        counted = self._counted = source.reads_ahead
+
+        def more(number: tf.Tensor, following: Any, tally: Tally) -> tf.Tensor:
+            return number < end if counted else (number < end) & tally.going
+
+        def step(number: tf.Tensor, following: Any, tally: Tally) -> tuple[tf.Tensor, Any, Tally]:
             if source.reads_ahead:
                 # Nothing in this step depends on it: it is read while the step computes.
-                taken, following = following, source.take(handle, epoch, tally.step + 1, parts)
+                taken, following = following, source.take(handle, epoch, number + 1, parts)
             else:
                 with tf.control_dependencies(self._at(DATA)):
-                    taken = source.take(handle, epoch, tally.step)
+                    taken = source.take(handle, epoch, number)
             self._at(COMPUTE, taken)
-            tally = self._one_step((epoch, tally.step, taken), tally)
+            tally = self._one_step((epoch, number, taken), tally)
             if self._clock is not None:
                 self._at(DATA, tally.totals)
-        return tally
+            return number + 1, following, tally
+
+        following = source.take(handle, epoch, tally.step, parts) if source.reads_ahead else ()
+        return repeated(more, step, tally.step, following, tally)[-1]
 
     def _train_blocks(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
         """Makes the steps that have a whole batch, many of them in one program of XLA's.
@@ -365,30 +380,41 @@ class Step:
         A block in which anything isn't finite is left as if it had never been: `_train_batches` makes its steps, and
         finds the one.
         """
-        source, size, fine = self.data.train, self._block_steps, tf.constant(True)
+        source, size = self.data.train, self._block_steps
         assert isinstance(source, Addressed)
         whole = tf.minimum(end, source.size // self.options["batch_size"])
-        following = source.take_many(handle, epoch, tally.step, size)
-        while tally.step < whole and fine:
-            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            block, following = following, source.take_many(handle, epoch, tally.step + size, size)
+
+        def more(following: Any, fine: tf.Tensor, tally: Tally) -> tf.Tensor:
+            return (tally.step < whole) & fine
+
+        def steps(block: Any, fine: tf.Tensor, tally: Tally) -> tuple[Any, tf.Tensor, Tally]:
+            following = source.take_many(handle, epoch, tally.step + size, size)
             self._at(COMPUTE, block)
             tally, fine = self._block(block, epoch, tf.minimum(whole, tally.step + size), tally)
-        return tally
+            return following, fine, tally
+
+        first = source.take_many(handle, epoch, tally.step, size)
+        return repeated(more, steps, first, tf.constant(True), tally)[-1]
 
     def _train_block(self, block: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> tuple[Tally, tf.Tensor]:
         """The steps up to `end`, whose batches are in `block`, and whether all in them was finite: for XLA."""
         changed = [*self._changed_by(""), *self._state]
         before, at_first = [variable.read_value() for variable in changed], tally
         signs = [tf.zeros([], self._dtype), *(tf.zeros(each.shape, each.dtype) for each in as_tf(self._variables))]
-        # Counted from a constant: what comes from outside would be a constant too, and compiled anew for each value.
-        self._scanning, place = True, tf.constant(0, tf.int64)
-        while tally.step < end:
+        self._scanning, self._counted = True, False
+
+        def more(place: tf.Tensor, signs: list[tf.Tensor], tally: Tally) -> tf.Tensor:
+            return tally.step < end
+
+        def step(place: tf.Tensor, signs: list[tf.Tensor], tally: Tally) -> tuple[tf.Tensor, list[tf.Tensor], Tally]:
             self._signs: dict[int, tf.Tensor] = {}
-            index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)  # noqa: B023
+            index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)
             tally = self._one_step((epoch, tally.step, (index, batch)), tally)
             signs = [sign + self._signs[at] if at in self._signs else sign for at, sign in enumerate(signs)]
-            place += 1
+            return place + 1, signs, tally
+
+        # Counted from a constant: what comes from outside would be a constant too, and compiled anew for each value.
+        _, signs, tally = repeated(more, step, tf.constant(0, tf.int64), signs, tally)
         self._scanning = False
         fine = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
         for variable, value in zip(changed, before, strict=True):
@@ -414,8 +440,9 @@ class Step:
             self._compile()
         return self._call("_train", handle, epoch, step, steps)
 
-    def _begin(self, feed: Any) -> None:
+    def _begin(self, feed: Any, tally: Tally) -> None:
         """Starts to trace a step."""
+        self._going = tally.going
         if self._state:
             self._state_before = self.backend.run(lambda: [variable.read_value() for variable in self._state])
         self._feed, self._graph, self._phase = feed, tf.compat.v1.get_default_graph(), -1
@@ -423,6 +450,7 @@ class Step:
         self._states: dict[str, Any] = {}
         self._finite: dict[str, tf.Tensor] = {}
 
+    @tf.autograph.experimental.do_not_convert
     def minimize(self, values: Callable[[Any], dict[str, Any]], optimizer: str = "") -> dict[str, tf.Tensor]:
         """One optimizer step, from the values of the global batch; to be called in `TrainTask.train_step`.
 
@@ -456,6 +484,8 @@ class Step:
         if self.options["on_nonfinite"] == "stop" and self.scale is None:
             for earlier in self._finite.values():
                 applies &= tf.reduce_all(earlier)
+        if self._counted:
+            applies &= self._going
 
         self._when(
             applies,
@@ -480,8 +510,7 @@ class Step:
 
         parts = tf.constant(self.options["accumulate"], tf.int64)
         start = tf.constant(1, tf.int64), sums
-        # One part after the other: memory for one is enough, and their collectives must not overtake each other.
-        return tf.while_loop(lambda part, sums: part < parts, body, start, parallel_iterations=1)[1]
+        return repeated(lambda part, sums: part < parts, body, *start)[1]
 
     def _finish(self, tally: Tally) -> Tally:
         """Ends the trace of a step: what the call has come to with it."""
@@ -490,30 +519,38 @@ class Step:
         going = finite = tf.reduce_all(each_finite)
         sums = [self._sums[name] for name in self._trained]
         totals = tf.cast(joined([sums[0], *(each[SUMS:] for each in sums[1:])]), tf.float64)
-        examples, ended = sums[0][EXAMPLES], tally.ended
+        examples, ended, seen = sums[0][EXAMPLES], tally.ended, sums[0][EXAMPLES] != 0.0
+        if self._counted:
+            seen &= tally.going
         if isinstance(self.data.train, Stream):
             ended = examples == 0.0
             tf.cond(finite, lambda: ended, self._keep_batch)
             going &= ~ended
         if scale is not None:
             # Not a sign of anything wrong: the step is skipped, and the next one is made with half the scale.
-            self._when(examples != 0.0, lambda: backend.run(lambda: scale.update(finite)), scale.variables)
+            self._when(seen, lambda: backend.run(lambda: scale.update(finite)), scale.variables)
             going |= (self.options["on_nonfinite"] == "skip" or ~scale.exhausted()) & ~ended
         if not self._bad_steps_end_it or scale is not None:
             skipped = tf.concat([totals[:SKIPPED], [1], tf.zeros_like(totals[SUMS:])], 0)
             totals = tf.where(finite, totals, skipped)
-        if (
-            self._state and not self._scanning
-        ):  # what the forward pass has changed, before it was known that the step is worth nothing
-            self._when(~finite, lambda: backend.run(self._take_back_state, self._state_before), self._state)
+        good = finite & tally.going if self._counted else finite
+        if self._state and not self._scanning:
+            # What the forward pass has changed, before it was known that the step is worth nothing.
+            self._when(~good, lambda: backend.run(self._take_back_state, self._state_before), self._state)
 
         def added(states: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
-            return states + tf.where(finite, joined(parts), 0)
+            return states + tf.where(good, joined(parts), 0)
 
         states = tally.states
         if any(values.state_width for values in self._trained.values()):
             states = backend.run(added, states, *(self._states[name] for name in self._trained))
-        return Tally(tally.step + 1, going, ended, tally.totals, tally.totals + totals, states, each_finite)
+        after = Tally(tally.step + 1, going, ended, tally.totals, tally.totals + totals, states, each_finite)
+        if self._counted:  # what comes behind the step that ended the call was not made
+            fields = [name for name in Tally._fields if name not in ("ended", "states")]
+            after = after._replace(
+                **{name: tf.where(tally.going, getattr(after, name), getattr(tally, name)) for name in fields}
+            )
+        return after
 
     def _when(self, condition: tf.Tensor, act: Callable[[], Any], variables: list[tf.Variable]) -> None:
         """Does what `act` does to `variables`, if the condition holds."""
@@ -577,7 +614,7 @@ class Step:
             return self._sum_gradients(values, optimizer, rows, stand_in)
 
         if self.options["compile"] == "xla" and not self._scans and source not in self._uncompiled:
-            some = tf.function(some, jit_compile=True)
+            some = tf.function(some, jit_compile=True, autograph=False)
         return self._of_rows(
             source, rows, parts, lambda stand_in: some(rows, stand_in), lambda: self._nothing(optimizer)
         )
@@ -621,7 +658,7 @@ class Step:
         with self._replica(self.data.train, rows, stand_in, parts) as replica:
             trained = self._of(optimizer)
             with tf.GradientTape() as tape:
-                found = values(replica.batch)
+                found = as_written(values)(replica.batch)
                 objective, sums = known.sums(found, self._dtype)
                 weight, real = sums[1], replica.counts_something
                 if real is not None:
@@ -742,7 +779,7 @@ class Step:
 
         def of_rows(rows: Rows, stand_in: Any) -> tf.Tensor:
             with self._replica(source, rows, stand_in, 1) as replica:
-                found = self.task.compute(self.model, replica.batch, training=False)
+                found = as_written(self.task.compute)(self.model, replica.batch, training=False)
                 _, sums = values.sums(found, self._dtype)
                 counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), values.states(found)], 0)
                 if replica.counts_something is not None:
@@ -756,19 +793,23 @@ class Step:
             )
 
         totals = backend.run(lambda: tf.zeros([width], tf.float64))
-        end, going = step + steps, tf.constant(True)
-        following = source.take(handle, epoch, step) if source.reads_ahead else ()
-        while step < end and going:
-            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+        end = step + steps
+
+        def more(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tf.Tensor:
+            return (number < end) & going
+
+        def one(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tuple[Any, ...]:
             if source.reads_ahead:
-                taken, following = following, source.take(handle, epoch, step + 1)
+                taken, following = following, source.take(handle, epoch, number + 1)
             else:
                 with tf.control_dependencies(self._at(DATA)):
-                    taken = source.take(handle, epoch, step)
+                    taken = source.take(handle, epoch, number)
             self._at(COMPUTE, taken)
-            going = self._more(source, taken)
-            totals = backend.run(add, totals, (epoch, step, taken))
-            step += 1
+            totals = backend.run(add, totals, (epoch, number, taken))
+            return number + 1, following, self._more(source, taken), totals
+
+        following = source.take(handle, epoch, step) if source.reads_ahead else ()
+        _, _, going, totals = repeated(more, one, step, following, tf.constant(True), totals)
 
         def summed(totals: tf.Tensor) -> tf.Tensor:
             # With whether this worker has more, in a place that an evaluation has no use for.

@@ -1,11 +1,15 @@
 """float16 with dynamic loss scaling, and what happens where something isn't finite."""
 
+import tempfile
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from callbacks import Callback
+from callbacks import Callback, standard
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop import scale as scaling
 from loop.backends import create
@@ -159,3 +163,40 @@ def test_clip_value_bites_on_the_reduced_gradient(quiet):
     np.testing.assert_allclose(one.model.get_weights()[0], three.model.get_weights()[0], rtol=1e-5, atol=1e-7)
     with pytest.raises(UsageError, match=r"clip_norm=1.0 and clip_value=0.1: give one of the two"):
         fit(Weighted(), clip_norm=1.0, clip_value=0.1, callbacks=quiet())
+
+
+class Stateful(Alarm):
+    """All that a bad step could leave traces in: statistics of a batch, momentum, averages, a metric."""
+
+    def build_model(self):
+        layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((5,)), *layers])
+
+    def build_optimizer(self):
+        return keras.optimizers.Adam(0.01)
+
+    def build_metrics(self):
+        return {"error": keras.metrics.MeanSquaredError()}
+
+    def compute(self, model, batch, training):
+        predictions = model(batch[0], training=training)
+        return {"loss": keras.losses.mean_squared_error(batch[1], predictions), "error": (batch[1], predictions)}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@settings(max_examples=3, deadline=None)
+@given(in_a_call=st.integers(2, 12), accumulate=st.sampled_from([1, 2]))
+def test_what_comes_behind_a_bad_step_in_the_same_call_was_not_made(replicas, in_a_call, accumulate):
+    results = [
+        fit(
+            Stateful(), epochs=2, batch_size=20, on_nonfinite="skip", eval_every="never", ema=0.9, backend=backend,
+            accumulate=accumulate, steps_per_call=steps, run_dir=tempfile.mkdtemp(),
+            callbacks=standard(mlflow=None, progress=None),
+        )
+        for steps in (1, in_a_call)
+        for backend in [create("mirrored", replicas) if replicas > 1 else "single"]
+    ]  # fmt: skip
+    one, many = results
+    assert one.weights_sha256 == many.weights_sha256
+    assert one.history == many.history
+    assert [row["skipped_steps"] for row in many.history] == [1, 1]

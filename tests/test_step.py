@@ -7,6 +7,10 @@ import tensorflow as tf
 
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
+from loop.build import build
+from loop.data import open_data
+from loop.options import with_defaults
+from loop.step import Step
 from tests.tasks import Alarm, Legacy, Plain, Streamed, Weighted, regression
 
 
@@ -180,3 +184,66 @@ def test_loss_scale_optimizer_is_refused(quiet):
 
     with pytest.raises(UsageError, match=r"returned LossScaleOptimizer: .* precision='mixed_float16'"):
         fit(Scaled(), callbacks=quiet())
+
+
+class Branching(Plain):
+    """Python over tensors, as AutoGraph reads it: in `compute`, in a function that it calls, and in `train_step`."""
+
+    def train_step(self, model, step):
+        means = step.minimize(lambda batch: self.compute(model, batch, True))
+        for _ in tf.range(2):
+            if means["loss"] > 1e9:
+                tf.print("far off")
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        if tf.reduce_sum(inputs) > 0:
+            labels = doubled(labels)
+        return {"loss": tf.reduce_sum((model(inputs) - labels) ** 2, -1)}
+
+
+def doubled(labels):
+    while tf.reduce_max(tf.abs(labels)) < 1.0:
+        labels = labels * 2
+    return labels
+
+
+class Selecting(Plain):
+    """The same in operations of the graph."""
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        times = tf.math.ceil(tf.maximum(tf.math.log(1 / tf.reduce_max(tf.abs(labels))) / tf.math.log(2.0), 0))
+        times = tf.where(tf.reduce_sum(inputs) > 0, times, 0)
+        return {"loss": tf.reduce_sum((model(inputs) - labels * 2**times) ** 2, -1)}
+
+
+def test_python_over_tensors_in_a_task_becomes_operations(quiet):
+    one, other = (fit(task(), epochs=1, batch_size=20, callbacks=quiet()) for task in (Branching, Selecting))
+    assert one.weights_sha256 == other.weights_sha256
+
+
+def test_an_error_in_a_task_shows_its_line(quiet):
+    class Wrong(Plain):
+        def compute(self, model, batch, training):
+            if training:
+                raise KeyError("nothing like it")
+            return super().compute(model, batch, training)
+
+    with pytest.raises(KeyError, match=r'(?s)in user code:.*test_step.py", line \d+, in compute.*nothing like it'):
+        fit(Wrong(), callbacks=quiet())
+
+
+def test_only_the_counter_decides_on_another_step():
+    """Else the graph has a circle through gradients, and TensorFlow's rewriters miss some of them."""
+    task, engine = Plain(), create("single")
+    options = with_defaults(task, {"backend": "single"})
+    data = open_data(task, options)
+    step = Step(task, build(task, engine, "float32", data.train.example), engine, data, options)
+    handle, number = data.train.start(0, 0), tf.constant(0, tf.int64)
+    program = step._train.get_concrete_function(handle, number, number, number).graph
+    loops = [node for node in program.as_graph_def().node if node.op in ("While", "StatelessWhile")]
+    assert len(loops) == 1
+    condition = program.as_graph_def().library.function
+    (condition,) = [each for each in condition if each.signature.name == loops[0].attr["cond"].func.name]
+    assert sorted({node.op for node in condition.node_def} - {"Identity", "Const", "NoOp"}) == ["Less"]
