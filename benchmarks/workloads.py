@@ -182,8 +182,8 @@ WORKLOADS = {
         contenders=(*OURS, *KERAS[:2], *BY_HAND), check_steps=40,
     ),
     "resnet20": Workload(
-        "ResNet-20 with BatchNorm on 2,048 images of 32x32x3, batch 64, SGD with momentum",
-        lambda: images(32 * 64, 32, 32, 3), resnet20,
+        "ResNet-20 with BatchNorm on 16,000 images of 32x32x3, batch 64, SGD with momentum",
+        lambda: images(250 * 64, 32, 32, 3), resnet20,
         optimizer="sgd", learning_rate=0.05, momentum=0.9, contenders=("ours", "Keras fit", *BY_HAND), check_steps=10,
     ),
     "mlp41m": Workload(

@@ -46,6 +46,10 @@ BLOCK_STEPS, BLOCK_BYTES = 50, 1 << 26
 """With `compile="xla"`, so many steps make one program, if their batches need no more memory than that."""
 
 
+class _TraceAgainError(Exception):
+    """Raised while tracing: something has turned out by which the graph must be another one."""
+
+
 class Tally(NamedTuple):
     """What a compiled call has come to.
 
@@ -136,6 +140,7 @@ class Step:
         self._scans = self._divided_at_once and backend.name == "single" and options["compile"] == "xla"
         self._scanning, self._untried, self._block_steps = False, True, BLOCK_STEPS
         self._counted = False  # see `_train_batches`
+        self._apart, self._gpus = False, tf.config.list_logical_devices("GPU")  # see `_is_to_be_apart`
         if self._scans and isinstance(data.train, Addressed):
             most = options["steps_per_call"] if isinstance(options["steps_per_call"], int) else BLOCK_STEPS
             self._block_steps = max(1, min(most, BLOCK_STEPS, BLOCK_BYTES // data.train.batch_bytes))
@@ -303,7 +308,7 @@ class Step:
             problem, self._problem = self._problem, None  # raised while tracing, which wraps it in a text of its own
             if problem is None:
                 raise
-            if not isinstance(problem, EveryoneNeededError):
+            if not isinstance(problem, EveryoneNeededError | _TraceAgainError):
                 raise problem from None
         self._compile()
         return self._call(name, handle, *numbers)
@@ -615,6 +620,8 @@ class Step:
 
         if self.options["compile"] == "xla" and not self._scans and source not in self._uncompiled:
             some = tf.function(some, jit_compile=True, autograph=False)
+        elif self._apart and source not in self._everyone:
+            some = tf.function(some, autograph=False, experimental_attributes={"_noinline": True})
         return self._of_rows(
             source, rows, parts, lambda stand_in: some(rows, stand_in), lambda: self._nothing(optimizer)
         )
@@ -675,6 +682,9 @@ class Step:
                 index for index, gradient in zip(trained, gradients, strict=True) if gradient is not None
             ]
             self._check_connected(optimizer, trained)
+            if self._is_to_be_apart():
+                replica.problem = _TraceAgainError()
+                raise replica.problem
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
             for index, gradient in zip(self._connected[optimizer], gradients, strict=True):
                 gradient.set_shape(self._variables[index].shape)  # which is lost where rows are added up
@@ -686,6 +696,20 @@ class Step:
             if real is not None:
                 totals, states = tf.where(real, totals, 0), tf.where(real, states, 0)
         return gradients, totals, states
+
+    def _is_to_be_apart(self) -> bool:
+        """Whether it turns out that forward and backward pass had better be a graph of their own.
+
+        On a CPU, TensorFlow exchanges operations for oneDNN's, these gradients only after the operation that they
+        belong to, in the order of a walk through the graph. A loop is a circle, in which the walk may meet the gradient
+        first: a matter of luck, which costs a small CNN half of its speed.
+        """
+        source = self.data.train
+        if self._apart or self.options["compile"] == "xla" or source in self._everyone or self._gpus:
+            return False
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        self._apart = any(operation.type in ("MaxPoolGrad", "MaxPool3DGrad", "LRNGrad") for operation in operations)
+        return self._apart
 
     def _nothing(self, optimizer: str) -> Any:
         """What a replica without rows adds."""

@@ -247,3 +247,35 @@ def test_only_the_counter_decides_on_another_step():
     condition = program.as_graph_def().library.function
     (condition,) = [each for each in condition if each.signature.name == loops[0].attr["cond"].func.name]
     assert sorted({node.op for node in condition.node_def} - {"Identity", "Const", "NoOp"}) == ["Less"]
+
+
+class Pooled(Plain):
+    """A pooling layer, whose gradient oneDNN has to see behind it."""
+
+    def build_model(self):
+        layers = [keras.layers.Reshape((5, 1)), keras.layers.MaxPooling1D(2), keras.layers.Flatten()]
+        return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.1)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_pooling_is_computed_in_a_graph_of_its_own(replicas, quiet, monkeypatch):
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    apart = fit(Pooled(), epochs=2, batch_size=20, backend=backend, callbacks=quiet())
+    monkeypatch.setattr(Step, "_is_to_be_apart", lambda step: False)
+    inline = fit(Pooled(), epochs=2, batch_size=20, backend=backend, callbacks=quiet())
+    assert apart.weights_sha256 == inline.weights_sha256
+
+
+def test_a_model_with_pooling_is_found_to_need_it():
+    task, engine = Pooled(), create("single")
+    options = with_defaults(task, {"backend": "single"})
+    data = open_data(task, options)
+    step = Step(task, build(task, engine, "float32", data.train.example), engine, data, options)
+    step.train(data.train.start(0, 0), 0, 0, 1)
+    number = tf.constant(0, tf.int64)
+    library = step._train.get_concrete_function(data.train.start(0, 0), number, number, number).graph.as_graph_def()
+    holding = [each for each in library.library.function if any("MaxPoolGrad" in node.op for node in each.node_def)]
+    assert holding and all(each.attr["_noinline"].b for each in holding)
