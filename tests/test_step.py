@@ -278,4 +278,5 @@ def test_a_model_with_pooling_is_found_to_need_it():
     number = tf.constant(0, tf.int64)
     library = step._train.get_concrete_function(data.train.start(0, 0), number, number, number).graph.as_graph_def()
     holding = [each for each in library.library.function if any("MaxPoolGrad" in node.op for node in each.node_def)]
-    assert holding and all(each.attr["_noinline"].b for each in holding)
+    assert holding
+    assert all(each.attr["_noinline"].b for each in holding)
