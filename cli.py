@@ -49,7 +49,7 @@ Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", hel
 Epochs = Annotated[int | None, typer.Option(help="Passes over the training data.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")]
 BatchSize = Annotated[int | None, typer.Option(help="The global batch, over all replicas.")]
-Backend = Annotated[str | None, typer.Option(help="auto, single, mirrored, multiworker or horovod.")]
+Backend = Annotated[str | None, typer.Option(help="auto, single, mirrored, multiworker, horovod or parameter_server.")]
 Workers = Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored: replicas.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The last line of stdout is the result as JSON.")]
 Config = Annotated[
@@ -78,6 +78,10 @@ def train(
     batch_size: BatchSize = None,
     backend: Backend = None,
     workers: Workers = None,
+    ps: Annotated[int | None, typer.Option(help="Parameter servers, with parameter_server; 1.")] = None,
+    min_shard_bytes: Annotated[
+        int | None, typer.Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
+    ] = None,
     set_: Set = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run directory; a new one below runs/ if not given.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
@@ -147,14 +151,24 @@ def train(
             raise UsageError(f"--start-timeout {start_timeout}: give a number of seconds > 0")
         os.environ[launch.START_TIMEOUT] = str(start_timeout)
     launch.start_timeout()
-    engine = place(backend or "auto", workers)
+    engine = place(backend or "auto", workers, asynchronous=True)
+    if ps is not None:
+        launch.check_servers(engine, ps)
+    if min_shard_bytes is not None and (engine != "parameter_server" or min_shard_bytes < 1):
+        raise UsageError(f"--min-shard-bytes {min_shard_bytes}: give a number >= 1, with --backend parameter_server")
     with contextlib.ExitStack() as beginning:
         beginning.enter_context(launch.before_training())
-        if engine in ("horovod", "multiworker") and launch.job_size() is None:
-            code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:])
+        if engine in ("horovod", "multiworker", "parameter_server") and launch.job_size() is None:
+            code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:], ps or 1)
             if code == PREEMPTED and fields is None:
                 print(launch.STOPPED, file=sys.stderr)
             finish(code, problem, fields, as_json)
+        if engine == "parameter_server" and launch.job_rank():
+            with launch.reporting():
+                with quiet_start():
+                    from loop.backends.parameter_server import serve
+                serve(threads or 0)
+            raise typer.Exit(0)
         with launch.reporting() as report:
             with quiet_start():
                 if threads is not None:  # before the task's module, which may have TensorFlow start working
@@ -165,7 +179,7 @@ def train(
                 with_defaults(task, given)
                 from loop import backends
 
-                made = backends.create(engine, workers if engine == "mirrored" else None)
+                made = backends.create(engine, workers if engine == "mirrored" else None, min_shard_bytes)
             from loop.fit import fit
 
             chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
@@ -196,8 +210,10 @@ def train_options() -> dict[str, config.Option]:
     return found
 
 
-def place(backend: str, workers: int | None) -> str:
+def place(backend: str, workers: int | None, asynchronous: bool = False) -> str:
     """The engine for this process, or for the workers that it is to start; says why where nobody asked for it."""
+    if backend == "parameter_server" and not asynchronous:
+        raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: give a whole number >= 1")
     size = launch.job_size()

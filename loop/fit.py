@@ -113,7 +113,8 @@ def fit(
         epochs: passes over the training data; 1.
         steps: optimizer steps instead of epochs.
         batch_size: the *global* batch, over all replicas; 32.
-        backend: `auto`, `single`, `mirrored`, `multiworker`, `horovod`, or an engine object; `auto`.
+        backend: `auto`, `single`, `mirrored`, `multiworker`, `horovod`, `parameter_server`, or an engine object;
+            `auto`.
         callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a
             standard one of its kind. What `callbacks.standard(...)` built is taken as it is.
         run_dir: the run directory; a new one below `runs/`.
@@ -178,8 +179,11 @@ def fit(
                     bus.fire("profile", "summary", split.summary(engine.gather_json(run.stopwatch.total)))
                 run.agree()
             except BaseException as error:
-                end(run, bus, "failed", error)
-                raise
+                meant = run.meaning(error)
+                end(run, bus, "failed", meant)
+                if meant is error:
+                    raise
+                raise meant from error
             end(run, bus, run.status)
             run.step.average_statistics()
             engine.exchange(0)  # nobody leaves while the chief still has something to deliver

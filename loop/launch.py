@@ -42,6 +42,10 @@ CHATTER = (
 )
 """What TensorFlow prints to stderr while it starts, whatever its log level: nobody can act on it."""
 _GONE = ("UnavailableError", "AbortedError", "HorovodInternalError")
+MOST_SERVERS = 64
+"""So many parameter servers make sense at most."""
+MOST_RESTARTS = 10
+"""So often the launcher starts each worker of a `parameter_server` job again."""
 _GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed
 _EARLY_GRACE = 3.0  # the same while some have not started: the others wait for them, and do nothing else
 
@@ -65,14 +69,12 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
         raise UsageError(f"backend='horovod': {missing}; or use backend='multiworker', which needs nothing more")
     if backend == "single" and workers is not None and workers > 1:
         raise UsageError(f"workers={workers} with backend='single': one device is one worker; use mirrored or horovod")
-    if backend == "multiworker" or (backend == "auto" and "TF_CONFIG" in environment):
-        if "TF_CONFIG" in environment:
-            read_tf_config(environment["TF_CONFIG"])
-        elif workers is None:
-            raise UsageError(
-                "backend='multiworker' without TF_CONFIG: start them with `tfloop train ... --workers N`, or set "
-                "TF_CONFIG in each of them"
-            )
+    serves = "TF_CONFIG" in environment and has_servers(backend, environment["TF_CONFIG"])
+    if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment and workers is None:
+        raise UsageError(
+            f"backend={backend!r} without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
+            "in each of them"
+        )
     if backend != "auto":
         return backend, "asked for"
     if "HOROVOD_RANK" in environment:
@@ -80,7 +82,7 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
             raise UsageError(f"started by Horovod's launcher, but {missing}")
         return "horovod", "started by Horovod's launcher"
     if "TF_CONFIG" in environment:
-        return "multiworker", "TF_CONFIG is set"
+        return ("parameter_server", "TF_CONFIG has them") if serves else ("multiworker", "TF_CONFIG is set")
     for launcher, variable in (("mpirun", "OMPI_COMM_WORLD_SIZE"), ("srun", "SLURM_STEP_NUM_TASKS")):
         if environment.get(variable, "1") != "1":
             raise UsageError(
@@ -131,8 +133,48 @@ def read_tf_config(text: str) -> tuple[int, int]:
     return rank, len(addresses)
 
 
+def has_servers(backend: str, text: str) -> bool:
+    """Whether a `TF_CONFIG` is that of a `parameter_server` job.
+
+    Raises:
+        UsageError: as `read_tf_config`; or it isn't one for this engine.
+    """
+    if backend not in ("auto", "multiworker", "parameter_server"):
+        return False
+    jobs = [name.split()[0] for name in tf_cluster(text)[1]]
+    chief, workers, servers = (jobs.count(job) for job in ("chief", "worker", "ps"))
+    if backend == "parameter_server" or (servers and backend == "auto"):
+        if chief != 1 or not workers or not servers:
+            raise UsageError(
+                f"TF_CONFIG: its cluster has {chief} chief, {workers} worker and {servers} ps, but a parameter_server "
+                "job has 1 chief, and at least 1 worker and 1 ps (a parameter server)"
+            )
+        check_servers("parameter_server", servers)
+    elif servers:
+        raise UsageError(
+            f"TF_CONFIG: its cluster has {servers} ps (parameter servers), which backend={backend!r} has no use for: "
+            "ask for backend='parameter_server', or leave them out"
+        )
+    return servers > 0
+
+
+def check_servers(backend: str, servers: int) -> None:
+    """Refuses a number of parameter servers that makes no sense.
+
+    Raises:
+        UsageError: it is too small or too great, or the engine has none.
+    """
+    if backend != "parameter_server":
+        raise UsageError(
+            f"--ps {servers} with backend={backend!r}, which has no parameter servers: add --backend parameter_server, "
+            "or leave --ps out"
+        )
+    if not 1 <= servers <= MOST_SERVERS:
+        raise UsageError(f"{servers} parameter servers (--ps): give 1 to {MOST_SERVERS}")
+
+
 def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
-    """The rank of this process among the workers of a `TF_CONFIG`, and the address of each, by rank: `worker 0`.
+    """The rank of this process among those of a `TF_CONFIG`, and the address of each, by rank: `worker 0`.
 
     Raises:
         UsageError: as `read_tf_config`.
@@ -141,7 +183,7 @@ def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
     try:
         config = json.loads(text)
         cluster, task = config["cluster"], config["task"]
-        given = [(job, list(cluster.get(job, []))) for job in ("chief", "worker")]
+        given = [(job, list(cluster.get(job, []))) for job in ("chief", "worker", "ps")]
         addresses = {f"{job} {index}": each for job, all_of_it in given for index, each in enumerate(all_of_it)}
         place = f"{task['type']} {int(task['index'])}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -315,16 +357,18 @@ def die_with_parent() -> None:
 # In the launcher
 
 
-def run(backend: str, workers: int, arguments: Sequence[str]) -> tuple[int, str, Any]:
+def run(backend: str, workers: int, arguments: Sequence[str], servers: int = 1) -> tuple[int, str, Any]:
     """Runs `tfloop` with these arguments in N processes on this machine, and streams what they print to stderr.
 
-    When one worker fails, or some have not started in time, the others are ended. SIGTERM and SIGINT end all workers
-    politely, a second one at once; SIGUSR1 is handed on to them.
+    When one worker fails, or some have not started in time, the others are ended; but a worker of a `parameter_server`
+    job that is killed is started again. SIGTERM and SIGINT end all workers politely, a second one at once; SIGUSR1 is
+    handed on to them.
 
     Args:
-        backend: `horovod` or `multiworker`.
+        backend: `horovod`, `multiworker` or `parameter_server`.
         workers: N.
         arguments: the command line behind `tfloop`.
+        servers: with `parameter_server`, the number of parameter servers, beside the chief and the N workers.
 
     Returns:
         The exit code of the first worker that failed, or 0; its error, or ""; and the chief's result. Where all were
@@ -340,10 +384,19 @@ def run(backend: str, workers: int, arguments: Sequence[str]) -> tuple[int, str,
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.signal(number, job.hear) for number in numbers}
     try:
-        with _places(backend, workers) as places:
-            for rank, place in enumerate(places):
-                job.processes.append(_popen(command, {**environment, **place}))
-                output.follow(job.processes[-1], rank)
+        with _places(backend, workers, servers) as places:
+            job.has_servers = backend == "parameter_server"
+            job.names = [f"rank {rank}" for rank in range(len(places))]
+            if job.has_servers:
+                job.names = list(tf_cluster(places[0]["TF_CONFIG"])[1])
+
+            def start(rank: int) -> subprocess.Popen[bytes]:
+                process = _popen(command, {**environment, **places[rank]})
+                output.follow(process, job.names[rank].removeprefix("rank "))
+                return process
+
+            job.start, job.tell = start, output.line
+            job.processes += map(start, range(len(places)))
             job.wait(timeout)
             job.kill()  # what workers may have left behind
             for thread in output.threads:
@@ -357,7 +410,7 @@ def run(backend: str, workers: int, arguments: Sequence[str]) -> tuple[int, str,
 
 
 @contextlib.contextmanager
-def _places(backend: str, workers: int) -> Iterator[list[dict[str, str]]]:
+def _places(backend: str, workers: int, servers: int) -> Iterator[list[dict[str, str]]]:
     """The environment variables that tell each worker its place."""
     if backend == "horovod":
         from loop.horovodrun import rendezvous
@@ -365,9 +418,14 @@ def _places(backend: str, workers: int) -> Iterator[list[dict[str, str]]]:
         with rendezvous(workers) as places:
             yield places
         return
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(workers)]}
-    tasks = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(workers)]
-    yield [{"TF_CONFIG": json.dumps(task), "TFLOOP_LOCAL_RANK": str(rank)} for rank, task in enumerate(tasks)]
+    jobs = {"chief": 1, "worker": workers, "ps": servers} if backend == "parameter_server" else {"worker": workers}
+    ports = iter(free_ports(sum(jobs.values())))
+    cluster = {job: [f"127.0.0.1:{next(ports)}" for _ in range(size)] for job, size in jobs.items()}
+    tasks = [{"type": job, "index": index} for job, size in jobs.items() for index in range(size)]
+    yield [
+        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task}), "TFLOOP_LOCAL_RANK": str(task["index"])}
+        for task in tasks
+    ]
 
 
 def free_ports(count: int) -> list[int]:
@@ -388,10 +446,25 @@ def _popen(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 
 class _Job:
-    """The workers of a job, by rank, and what becomes of them."""
+    """The workers of a job, by rank, and what becomes of them.
+
+    Attributes:
+        processes: one for each rank.
+        names: what each is called.
+        has_servers: whether rank 0 alone trains, and the others serve it: they end with it, and its workers, unlike
+            its parameter servers, are started again.
+        start: starts a rank.
+        tell: prints a line.
+    """
+
+    start: Callable[[int], subprocess.Popen[bytes]]
+    tell: Callable[[str], None]
 
     def __init__(self, directory: Path) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.names: list[str] = []
+        self.has_servers = False
+        self._restarts: dict[int, int] = {}
         self._directory = directory
         self._ended: dict[int, float] = {}  # when each rank was found to have ended
         self._killed = float("inf")  # when we killed what was left
@@ -406,16 +479,16 @@ class _Job:
     def wait(self, timeout: float) -> None:
         """Waits for all workers; ends them when one has failed, or has not started in time; hands signals on."""
         start_by, end_by = time.monotonic() + timeout, float("inf")
-        while len(self._ended) < len(self.processes):
+        while len(self._ended) < len(self.processes) and not (self.has_servers and 0 in self._ended):
             now = time.monotonic()
             for rank, process in enumerate(self.processes):
-                if rank not in self._ended and process.poll() is not None:
+                if rank not in self._ended and process.poll() is not None and not self._started_again(rank):
                     self._ended[rank] = time.time()
                     if process.returncode:
                         end_by = min(end_by, now + (_EARLY_GRACE if self._without("started") else _GRACE))
             self._hand_on()
             if now > start_by and end_by == float("inf") and (missing := self._without("arrived", "started")):
-                self._problem = late([f"rank {rank}" for rank in missing], timeout)
+                self._problem = late([self.names[rank] for rank in missing], timeout)
             if now > end_by or self._problem:
                 self.kill()
             time.sleep(0.05)
@@ -436,15 +509,18 @@ class _Job:
         result = reports.get(0, {}).get("result")
         if self._problem:
             return 1, self._problem, result
+        if self.has_servers and reports.get(0, {}).get("code") == 0:
+            return 0, "", result
         failures = []  # an echo comes last, whenever it was
-        for rank, process in enumerate(self.processes):
-            report = reports.get(rank)
+        for rank in self._ended:
+            process, report = self.processes[rank], reports.get(rank)
             if report is None:  # killed, or crashed: it could not even report
-                echo = self._ended[rank] > self._killed
+                # What the loss of a server means, its chief knows better.
+                echo = self._ended[rank] > self._killed or (self.has_servers and rank > 0)
                 stopped = process.returncode == 75 or (self._stops and process.returncode == -signal.SIGTERM)
                 failures.append((echo, self._ended[rank], 75 if stopped else 1, "" if stopped else self._died(rank)))
             elif report["code"]:
-                said = report["error"] and f"rank {rank}: {report['error']}"
+                said = report["error"] and f"{self.names[rank]}: {report['error']}"
                 failures.append((report["echo"], report["time"], report["code"], said))
         if not failures:
             return 0, "", result
@@ -452,6 +528,19 @@ class _Job:
             return 75, "", result
         _, _, code, said = min(failures)
         return code, said, result
+
+    def _started_again(self, rank: int) -> bool:
+        """Starts a worker that was killed again, where a chief has others do its steps meanwhile."""
+        serves = self.has_servers and self.names[rank].startswith("worker") and not self._stops
+        serves = serves and self._killed == float("inf")
+        if not serves or self._path(rank, "json").exists() or self._without("started", among=[rank]):
+            return False
+        count = self._restarts[rank] = self._restarts.get(rank, 0) + 1
+        if count > MOST_RESTARTS:
+            return False
+        self.tell(f"{self._died(rank)}; its steps are made again, and it is started again")
+        self.processes[rank] = self.start(rank)
+        return True
 
     @property
     def _stops(self) -> int:
@@ -484,7 +573,9 @@ class _Job:
     def _died(self, rank: int) -> str:
         code = self.processes[rank].returncode
         how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-        return f"rank {rank} ended without a word: {how}" + (", or out of memory" if code == -signal.SIGKILL else "")
+        return f"{self.names[rank]} ended without a word: {how}" + (
+            ", or out of memory" if code == -signal.SIGKILL else ""
+        )
 
 
 class _Output:
@@ -495,15 +586,20 @@ class _Output:
         self._display = Display()
         self._lock = threading.Lock()
 
-    def follow(self, process: subprocess.Popen[bytes], rank: int) -> None:
-        """Follows both streams of a process."""
+    def line(self, text: str) -> None:
+        """Prints a line."""
+        with self._lock:
+            self._display.line(text)
+
+    def follow(self, process: subprocess.Popen[bytes], label: str) -> None:
+        """Follows both streams of a process; each line has the label in front."""
         for stream in (process.stdout, process.stderr):
             assert stream is not None
-            thread = threading.Thread(target=self._copy, args=(stream, rank), daemon=True)
+            thread = threading.Thread(target=self._copy, args=(stream, label), daemon=True)
             thread.start()
             self.threads.append(thread)
 
-    def _copy(self, stream: IO[bytes], rank: int) -> None:
+    def _copy(self, stream: IO[bytes], label: str) -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\r\n")
             if re.match(CHATTER, text):
@@ -512,7 +608,7 @@ class _Output:
                 if text.startswith(MARK):
                     self._display.update(json.loads(text[len(MARK) :]))
                 elif text:
-                    self._display.line(f"[{rank}] {text}")
+                    self._display.line(f"[{label}] {text}")
 
 
 def port_is_free(host: str, port: int) -> bool:

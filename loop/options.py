@@ -12,7 +12,7 @@ from typing import Any
 
 from loop.errors import UsageError
 
-BACKENDS = ("auto", "single", "mirrored", "multiworker", "horovod")
+BACKENDS = ("auto", "single", "mirrored", "multiworker", "horovod", "parameter_server")
 
 DEFAULTS: dict[str, Any] = {
     "epochs": 1,

@@ -198,6 +198,16 @@ class Run:
         """Keeps an error of this worker until all workers can hear of it; the first one counts."""
         self._error = self._error or error
 
+    def meaning(self, error: BaseException) -> BaseException:
+        """The error as it is to be told: where the engine has lost variables, with the checkpoint that has them."""
+        lost = self.backend.lost(error)
+        if not lost:
+            return error
+        self.writer.wait()
+        there = self.checkpoints()
+        what = f"to go on from {there[-1]}" if there else "anew: there is no checkpoint yet"
+        return TrainingError(f"{lost}; start again with run_dir={str(self.directory)!r} (--run-dir) {what}")
+
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Keeps an error that may be this worker's alone until `agree`: the others would wait for it for ever."""

@@ -105,6 +105,7 @@ class Step:
         self._statistics = statistics(built.model) if backend.replicas > 1 else []
         self._state = state(built.model)
         communication.check(backend, options["compression"])
+        backend.check(self._variables, data, options)
         share(built.model, options["sync_batch_norm"])
         random.reseed(built.model)
         if has_own_state(built.model):
@@ -186,7 +187,7 @@ class Step:
         if self._scans and self._untried:
             packed = self._try_blocks(handle, epoch, step, min(steps, self._block_steps))
         else:
-            packed = self._call("_train", handle, epoch, step, steps)
+            packed = self._joined(step, self._call("_train", handle, epoch, step, steps))
         finite, packed = np.split(packed, [len(self._checked())])
         if packed[1] in (NOT_FINITE, LAST_SKIPPED):
             self.not_finite = [name for name, good in zip(self._checked(), finite, strict=True) if not good]
@@ -218,7 +219,7 @@ class Step:
         left = (source.steps_per_epoch or np.iinfo(np.int64).max) - step
         steps = min(steps, left)
         with self.averaged_weights():
-            totals = self._call("_evaluate", handle, EVALUATION, step, steps)
+            totals = np.sum([some for _, some in self._call("_evaluate", handle, EVALUATION, step, steps)], 0)
         going, totals[SKIPPED] = totals[SKIPPED] > 0, 0
         return step + steps if going and steps < left else None, totals
 
@@ -300,10 +301,9 @@ class Step:
             variable.assign(other)
             average.assign(own)
 
-    def _call(self, name: str, handle: Any, *numbers: int) -> np.ndarray:
-        # One trace serves all calls, because numbers are tensors; one transfer brings back all results.
+    def _call(self, name: str, handle: Any, *numbers: int) -> list[tuple[int, np.ndarray]]:
         try:
-            return getattr(self, name)(handle, *(tf.constant(number, tf.int64) for number in numbers)).numpy()
+            return self.backend.call(getattr(self, name), handle, *numbers)
         except Exception:
             problem, self._problem = self._problem, None  # raised while tracing, which wraps it in a text of its own
             if problem is None:
@@ -312,6 +312,16 @@ class Step:
                 raise problem from None
         self._compile()
         return self._call(name, handle, *numbers)
+
+    def _joined(self, step: int, parts: list[tuple[int, np.ndarray]]) -> np.ndarray:
+        """What the parts of a call from `step` on have come to; a step that isn't finite counts as the last one."""
+        made, status = (len(self._checked()) + place for place in (0, 1))
+        at, first_bad = min(parts, key=lambda part: (part[1][status] != NOT_FINITE, part[0]))
+        packed = np.sum([part for _, part in parts], 0)
+        packed[:made], packed[status] = first_bad[:made], first_bad[status]
+        if packed[status] == NOT_FINITE:
+            packed[made] = at - step + first_bad[made]
+        return packed
 
     # Training: in cross-replica context
 
@@ -434,7 +444,7 @@ class Step:
         source = self.data.train
         assert isinstance(source, Addressed)
         try:
-            packed = self._call("_train", handle, epoch, step, steps)
+            packed = self._joined(step, self._call("_train", handle, epoch, step, steps))
             self._untried = step >= source.size // self.options["batch_size"]
             return packed
         except tf.errors.OpError as error:
@@ -443,13 +453,13 @@ class Step:
             self._scans = self._scanning = False
             self._uncompiled.add(source)
             self._compile()
-        return self._call("_train", handle, epoch, step, steps)
+        return self._joined(step, self._call("_train", handle, epoch, step, steps))
 
     def _begin(self, feed: Any, tally: Tally) -> None:
         """Starts to trace a step."""
         self._going = tally.going
         if self._state:
-            self._state_before = self.backend.run(lambda: [variable.read_value() for variable in self._state])
+            self._state_before = self.backend.run(lambda: [tf.convert_to_tensor(variable) for variable in self._state])
         self._feed, self._graph, self._phase = feed, tf.compat.v1.get_default_graph(), -1
         self._sums: dict[str, tf.Tensor] = {}
         self._states: dict[str, Any] = {}
@@ -535,6 +545,8 @@ class Step:
             # Not a sign of anything wrong: the step is skipped, and the next one is made with half the scale.
             self._when(seen, lambda: backend.run(lambda: scale.update(finite)), scale.variables)
             going |= (self.options["on_nonfinite"] == "skip" or ~scale.exhausted()) & ~ended
+        if self.backend.asynchronous and not self._bad_steps_end_it:
+            going = tf.constant(True)  # nobody could make up for the steps that a part of a call leaves out
         if not self._bad_steps_end_it or scale is not None:
             skipped = tf.concat([totals[:SKIPPED], [1], tf.zeros_like(totals[SUMS:])], 0)
             totals = tf.where(finite, totals, skipped)
@@ -677,7 +689,8 @@ class Step:
                     objective *= self.scale.scale
                 if self._divided_at_once:
                     objective /= weight_or_one(weight)
-            gradients = tape.gradient(objective, as_tf([self._variables[index] for index in trained]))
+            of = as_tf([self._variables[index] for index in trained])
+            gradients = self.backend.gradients(tape, objective, of)
             self._connected[optimizer] = [
                 index for index, gradient in zip(trained, gradients, strict=True) if gradient is not None
             ]

@@ -7,24 +7,26 @@ from loop.backends.base import Backend
 from loop.errors import UsageError
 
 
-def create(name: str, workers: int | None = None) -> Backend:
+def create(name: str, workers: int | None = None, min_shard_bytes: int | None = None) -> Backend:
     """The engine of this name.
 
     Args:
-        name: `single`, `mirrored`, `multiworker` or `horovod`; `loop.launch.choose` decides what `auto` is.
+        name: `single`, `mirrored`, `multiworker`, `horovod` or `parameter_server`; `loop.launch.choose` decides what
+            `auto` is.
         workers: for `mirrored`: the number of replicas; None: all devices.
+        min_shard_bytes: for `parameter_server`: see there.
 
     Raises:
         UsageError: there is no such engine.
     """
     fault.reached("start", launch.job_rank())
     launch.mark("arrived")
-    made = _create(name, workers)
+    made = _create(name, workers, min_shard_bytes)
     launch.mark("started")
     return made
 
 
-def _create(name: str, workers: int | None) -> Backend:
+def _create(name: str, workers: int | None, min_shard_bytes: int | None) -> Backend:
     # Each engine is imported when it is asked for: Horovod may not be there.
     if name == "single":
         from loop.backends.base import use_gpus
@@ -44,4 +46,8 @@ def _create(name: str, workers: int | None) -> Backend:
         from loop.backends.horovod import Horovod
 
         return Horovod()
+    if name == "parameter_server":
+        from loop.backends.parameter_server import ParameterServer
+
+        return ParameterServer(min_shard_bytes)
     raise UsageError(f"there is no backend {name!r}")

@@ -26,10 +26,12 @@ class Backend:
         device: where the only replica of this worker computes: a batch is copied there while the step before it is
             made; "" where it needn't be copied.
         cannot_send: what it can't send of `compression`, and why.
+        asynchronous: whether the steps of a call are made in no order, with weights that others change meanwhile.
     """
 
     name: ClassVar[str] = "single"
     cannot_send: ClassVar[dict[str, str]] = {}
+    asynchronous: ClassVar[bool] = False
     rank: int = 0
     workers: int = 1
     local_replicas: int = 1
@@ -67,6 +69,10 @@ class Backend:
         """Within `run`: the sum over all replicas of each tensor, in one fused collective."""
         return list(tensors)
 
+    def gradients(self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Any]) -> list[Any]:
+        """Within `run`: the gradient of each variable, None where the objective doesn't depend on it."""
+        return tape.gradient(objective, variables)
+
     def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
         """Within `run`: one optimizer step with gradients that are already the same in all replicas."""
         if type(optimizer).__module__.startswith("tf_keras"):
@@ -75,6 +81,31 @@ class Backend:
             optimizer.apply(gradients, variables)
 
     # Between the steps, on the host
+
+    def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
+        """Refuses a task or an option that the engine can't do with.
+
+        Args:
+            variables: the model's.
+            data: the sources, `loop.data.Data`.
+            options: those of `fit`.
+
+        Raises:
+            UsageError: which, why, and what to do instead.
+        """
+
+    def call(self, function: Any, handle: Any, epoch: int, step: int, steps: int) -> list[tuple[int, np.ndarray]]:
+        """Has a compiled function of `loop.step.Step` make `steps` steps from `step` on, in one part or in several.
+
+        Returns:
+            At which step each part began, and what the function returned for it.
+        """
+        # One trace serves all calls, because numbers are tensors; one transfer brings back all results.
+        return [(step, function(handle, *(tf.constant(number, tf.int64) for number in (epoch, step, steps))).numpy())]
+
+    def lost(self, error: BaseException) -> str:
+        """What of the run's state the engine has lost, if an error comes of that; else ""."""
+        return ""
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         """The sum over all workers of an int64 array of the same shape on each. All workers must call it."""

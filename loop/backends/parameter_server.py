@@ -1,0 +1,243 @@
+"""The engine `parameter_server`: variables live in servers, and workers make steps asynchronously, for one chief.
+
+The chief alone runs `fit`; workers and parameter servers run `serve`. To the step the engine is one replica: each step
+is one global batch, computed by one worker with the weights that it finds, while others change them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from loop import launch
+from loop.backends.base import use_gpus
+from loop.backends.strategy import StrategyBackend
+from loop.build import as_tf
+from loop.data import Addressed, Data
+from loop.errors import UsageError
+
+PARTS = 2
+"""Into so many parts for each worker a call is cut: a slow worker makes fewer of them."""
+CHIEF_GONE = 3
+"""So many times, a second apart, the chief must be found gone before a server ends."""
+
+
+class ParameterServer(StrategyBackend):
+    """ParameterServerStrategy and its coordinator: in the chief of a `TF_CONFIG` with workers and parameter servers.
+
+    Args:
+        min_shard_bytes: variables (of Keras 3) are cut along their first axis into a shard for each parameter server,
+            but into none that is smaller; None: each variable is whole, in one of them.
+    """
+
+    name = "parameter_server"
+    asynchronous = True
+
+    def __init__(self, min_shard_bytes: int | None = None) -> None:
+        rank, places = launch.tf_cluster(os.environ["TF_CONFIG"])
+        if rank:
+            raise UsageError(
+                f"this process is {list(places)[rank]}, and only the chief calls fit: start it with `tfloop train ... "
+                "--backend parameter_server`, which finds its place, or call loop.backends.parameter_server.serve()"
+            )
+        self._servers = {name: address for name, address in places.items() if name.startswith("ps ")}
+        self._shards = min_shard_bytes
+        self._parts = PARTS * sum(name.startswith("worker ") for name in places)
+        with contextlib.suppress(RuntimeError):  # TensorFlow has started: what there is must do
+            tf.config.threading.set_inter_op_parallelism_threads(at_once(places))
+            tf.config.set_visible_devices([], "GPU")
+        launch.await_peers(
+            {f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in list(places)[1:]}
+        )
+        # What happens to workers is its business, and it tells it in hundreds of lines.
+        logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
+        # Should one go just now: TensorFlow waits for many minutes, and holds the interpreter meanwhile.
+        faulthandler.dump_traceback_later(launch.start_timeout(), exit=True, file=launch.stderr)
+        partition = tf.distribute.experimental.partitioners.MinSizePartitioner
+        self.strategy = tf.distribute.ParameterServerStrategy(
+            tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc"),
+            partition(min_shard_bytes, len(self._servers)) if min_shard_bytes else None,
+        )
+        _update_shards(self.strategy.extended)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put one of its own there
+
+    def check(self, variables: Sequence[Any], data: Data, options: dict[str, Any]) -> None:
+        parts = sum(len(shards(variable)) for variable in as_tf(variables))
+        if len(self._servers) > parts:
+            raise UsageError(
+                f"{len(self._servers)} parameter servers (--ps) for {parts} variables to train: some would have "
+                f"nothing to do; give at most {parts}, or cut large variables with --min-shard-bytes"
+            )
+        if self._shards and not all(isinstance(variable, keras.Variable) for variable in variables):
+            raise UsageError(
+                f"min_shard_bytes={self._shards} (--min-shard-bytes): only variables of Keras 3 can be cut, and this "
+                "model has others (a tf.Module's, or of tf_keras): leave it out"
+            )
+        for name, source in (("train_data()", data.train), ("eval_data()", data.eval)):
+            if not isinstance(source, Addressed | None):
+                raise UsageError(
+                    f"{name} is a tf.data.Dataset, which only one process can read in its order: with "
+                    "backend='parameter_server', return ArrayData, of which any worker can read any batch"
+                )
+        for option, value, instead in (
+            ("precision", "mixed_float16", "workers can't agree on a loss scale; use bfloat16"),
+            ("compile", "xla", "its programs need the variables where they run; use graph"),
+        ):
+            if options[option] == value:
+                raise UsageError(f"{option}={value!r} with backend='parameter_server': {instead}")
+        if options["profile"]:
+            raise UsageError(
+                f"profile={options['profile']!r} with backend='parameter_server': the chief, which would be traced, "
+                "computes nothing; use another engine for it"
+            )
+
+    def call(self, function: Any, handle: Any, epoch: int, step: int, steps: int) -> list[tuple[int, np.ndarray]]:
+        parts, found = min(steps, self._parts), []
+        for first, end in itertools.pairwise(step + steps * part // parts for part in range(parts + 1)):
+            numbers = (tf.constant(number, tf.int64) for number in (epoch, first, end - first))
+            found.append((first, self._coordinator.schedule(function, (handle, *numbers))))
+        self._coordinator.join()
+        return [(first, value.fetch()) for first, value in found]
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        # The strategy's own context is there only within what the coordinator schedules.
+        return super().run(function, *args) if tf.distribute.in_cross_replica_context() else function(*args)
+
+    def first(self, value: Any) -> Any:
+        return value
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return list(tensors)
+
+    def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
+        # Keras 3 reads its counter, and writes it: of two workers' steps, one would be lost.
+        if not isinstance(optimizer.iterations, tf.Variable):
+            optimizer.iterations.assign_add = optimizer.iterations.value.assign_add
+        super().apply(optimizer, gradients, variables)
+
+    def gradients(self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Any]) -> list[Any]:
+        # TensorFlow knows a gradient for each shard.
+        found = tape.gradient(objective, [shards(variable) for variable in variables])
+        return [_whole(variable, parts) for variable, parts in zip(variables, found, strict=True)]
+
+    def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
+        return [np.asarray(variable.numpy())]
+
+    def snapshot(self, variable: tf.Variable) -> np.ndarray:
+        return np.asarray(variable.numpy())
+
+    def lost(self, error: BaseException) -> str:
+        if not isinstance(error, tf.errors.OpError):
+            return ""
+        gone = [f"{name} ({address})" for name, address in self._servers.items() if not answers(address)]
+        return f"parameter server gone: {', '.join(gone)}, and the variables in it" if gone else ""
+
+
+def serve(threads: int = 0) -> None:
+    """Makes this process the worker or parameter server of `TF_CONFIG`, until the chief has ended.
+
+    Args:
+        threads: TensorFlow's threads for an operation; 0: as many as there are cores.
+
+    Raises:
+        UsageError: somebody else has its port.
+        TrainingError: the chief isn't there in time.
+    """
+    rank, places = launch.tf_cluster(os.environ["TF_CONFIG"])
+    config = json.loads(os.environ["TF_CONFIG"])
+    name, chief = list(places)[rank], next(iter(places.values()))
+    if name.startswith("worker "):
+        use_gpus(int(os.environ.get("TFLOOP_LOCAL_RANK", 0)))
+    else:
+        tf.config.set_visible_devices([], "GPU")
+    launch.mark("arrived")
+    try:
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec(config["cluster"]), config["task"]["type"], int(config["task"]["index"]), "grpc",
+            tf.compat.v1.ConfigProto(
+                intra_op_parallelism_threads=threads, inter_op_parallelism_threads=at_once(places)
+            ),
+        )  # fmt: skip
+    except tf.errors.OpError as error:
+        raise UsageError(
+            f"TF_CONFIG: this process is {name} at {places[name]}, but can't listen at that port ({error.message}): "
+            "end what has it (`ss -ltnp` shows that), or give another port in the TF_CONFIG of all processes"
+        ) from None
+    launch.mark("started")
+    launch.await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
+    # Whoever is told to stop, the chief must still be able to save: it ends first.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    misses = 0
+    while misses < CHIEF_GONE:
+        time.sleep(1.0)
+        misses = 0 if answers(chief) else misses + 1
+    del server
+
+
+def answers(address: str) -> bool:
+    """Whether somebody listens at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def shards(variable: Any) -> list[tf.Variable]:
+    """The variables that a variable consists of: its shards, or itself alone."""
+    return list(variable.variables) if hasattr(variable, "variables") else [variable]
+
+
+def _whole(variable: Any, gradients: Sequence[Any]) -> Any:
+    """The gradient of a variable, from those of its shards."""
+    if all(gradient is None for gradient in gradients):
+        return None
+    if len(gradients) == 1:
+        return gradients[0]
+    pairs = zip(shards(variable), gradients, strict=True)
+    return tf.concat([tf.zeros_like(shard) if each is None else tf.convert_to_tensor(each) for shard, each in pairs], 0)
+
+
+def _update_shards(extended: Any) -> None:
+    """Lets Keras's optimizers make slots for variables in shards, which are cut in the same way, and update them.
+
+    A strategy can place nothing beside a variable that lies in several places.
+    """
+    beside, update = extended.colocate_vars_with, extended.update
+
+    def colocate_vars_with(variable: Any) -> Any:
+        return contextlib.nullcontext() if hasattr(variable, "variables") else beside(variable)
+
+    def update_in_place(variable: Any, function: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+        if hasattr(variable, "variables"):
+            return function(variable, *args, **kwargs or {})
+        return update(variable, function, args, kwargs, group)
+
+    extended.colocate_vars_with, extended.update = colocate_vars_with, update_in_place
+
+
+def at_once(places: Sequence[str] | dict[str, str]) -> int:
+    """How many operations each process makes at once: one that waits for another process holds a thread meanwhile.
+
+    With as few threads as cores, a machine of two cores hangs.
+    """
+    return max(8, 4 * len(places), os.cpu_count() or 1)

@@ -1,0 +1,184 @@
+"""The engine `parameter_server` in real processes: what it keeps exact, killed workers, a killed parameter server.
+
+`python tests/test_parameter_server.py OUT` is the chief of a job: it runs the conformance suite, and trains small tasks
+into `OUT`.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import callbacks
+from loop import UsageError, fit, launch
+from tests import conformance
+from tests.conftest import ROOT, TFLOOP, tfloop
+from tests.exactness import SETTINGS, Prime, by_hand, largest_difference, weights_of
+
+JOB = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
+CASES = {
+    "judged": ({"judged": True}, {"clip_norm": 0.02, "accumulate": 3}),
+    "batch_norm": ({"batch_norm": True}, {}),
+}
+"""What one worker trains: fields of the task, and options of `fit`."""
+
+
+def config(cluster, job="chief", index=0):
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+
+
+def test_its_job_is_known_by_its_parameter_servers():
+    assert launch.choose("auto", None, {"TF_CONFIG": config(JOB)})[0] == "parameter_server"
+    ranks = [launch.read_tf_config(config(JOB, *task)) for task in (("chief", 0), ("worker", 1), ("ps", 0))]
+    assert ranks == [(0, 4), (2, 4), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "cluster", "message"),
+    [
+        ("parameter_server", JOB | {"ps": []}, "has 1 chief, 2 worker and 0 ps, but a parameter_server job has"),
+        ("parameter_server", JOB | {"chief": []}, "has 0 chief, 2 worker and 1 ps, but"),
+        ("auto", JOB | {"chief": []}, "has 0 chief, 2 worker and 1 ps, but"),
+        ("parameter_server", JOB | {"worker": []}, "has 1 chief, 0 worker and 1 ps, but"),
+        ("auto", JOB | {"ps": [f"e:{port}" for port in range(1, 66)]}, "65 parameter servers .*: give 1 to 64"),
+        ("multiworker", JOB, "has 1 ps .* ask for backend='parameter_server'"),
+        ("parameter_server", None, "backend='parameter_server' without TF_CONFIG: start them with"),
+    ],
+)
+def test_jobs_of_another_kind_are_refused(backend, cluster, message):
+    task = next((job for job in ("chief", "worker") if (cluster or {}).get(job)), "chief")
+    environment = {"TF_CONFIG": config(cluster, task)} if cluster else {}
+    with pytest.raises(UsageError, match=message):
+        launch.choose(backend, None, environment)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ps", "0"], "0 parameter servers (--ps): give 1 to 64"),
+        (["--ps", "65"], "65 parameter servers (--ps): give 1 to 64"),
+        (
+            ["--ps", "2", "--backend", "multiworker"],
+            "--ps 2 with backend='multiworker', which has no parameter servers",
+        ),
+        (["--min-shard-bytes", "0"], "--min-shard-bytes 0: give a number >= 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    done = tfloop("train", "digits", "--workers", 2, "--backend", "parameter_server", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_one_worker_is_exact_and_its_checkpoint_is_any_engines(tmp_path):
+    """Joined through TF_CONFIG. Steps of one worker are made in their order; variables are in shards."""
+    ports = launch.free_ports(4)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
+    serve = [*TFLOOP, "train", "digits"]
+    chief = [sys.executable, str(Path(__file__)), str(tmp_path)]
+    tasks = [(chief, "chief", 0), (serve, "worker", 0), (serve, "ps", 0), (serve, "ps", 1)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "TF_CONFIG": config(cluster, job, index), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command, job, index in tasks
+    ]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0], outputs
+    assert [line.split()[0] for line in outputs[0][0].splitlines() if line.endswith(" ok")] == list(conformance.CHECKS)
+    assert "shards [2, 1, 1, 1, 1, 1]" in outputs[0][0]
+    for case, (fields, options) in CASES.items():
+        expected, _ = by_hand({**fields, "dtype": "float32"}, options, **SETTINGS)
+        with np.load(tmp_path / f"{case}.npz") as found:
+            assert largest_difference(list(found.values()), expected) <= 1e-5, case
+    quiet = callbacks.standard(mlflow=None, progress=None, checkpoint=None, journal=None)
+    fields, options = CASES["judged"]
+    settings = {**SETTINGS, "epochs": 3}
+    went_on = fit(Prime(**fields), resume=tmp_path / "judged", callbacks=quiet, **settings, **options)
+    assert (went_on.backend, went_on.steps) == ("single", 18)
+    expected, _ = by_hand({**fields, "dtype": "float32"}, options, **settings)
+    assert largest_difference([each.numpy() for each in weights_of(went_on.model)], expected) <= 1e-5
+
+
+def wait_for(what, process, seconds=240):
+    """What `what` returns, as soon as it is true; the job must live until then."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def test_killed_workers_cost_nothing_and_a_killed_server_is_named_with_the_checkpoint(tmp_path):
+    command = ["train", "digits", "--backend", "parameter_server", "--workers", 2, "--ps", 2, "--run-dir", "run"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with (tmp_path / "stderr").open("w") as stderr:
+        job = subprocess.Popen(
+            [*TFLOOP, *map(str, command), "--epochs", "9999", "--track", "off"], cwd=tmp_path, env=environment,
+            stdout=subprocess.PIPE, stderr=stderr, text=True,
+        )  # fmt: skip
+
+    def pid(rank):
+        [place] = tmp_path.glob("tfloop-*")
+        return int((place / f"rank-{rank}.pid").read_text())
+
+    def step():
+        journal = tmp_path / "run" / "journal.jsonl"
+        found = re.findall(r'"step": ?(\d+)', journal.read_text()) if journal.exists() else []
+        return max(map(int, found), default=0)
+
+    def told():
+        return (tmp_path / "stderr").read_text()
+
+    wait_for(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")), job)
+    for rank in (1, 2):  # in the end both workers are others than in the beginning
+        before, at = pid(rank), step()
+        os.kill(before, signal.SIGKILL)
+        line = f"worker {rank - 1} ended without a word: killed by signal 9"
+        wait_for(lambda line=line: line in told(), job)
+        wait_for(lambda at=at: step() > at + 90, job)
+        wait_for(lambda rank=rank, before=before: pid(rank) != before, job)
+    os.kill(pid(3), signal.SIGKILL)
+    job.communicate(timeout=120)
+    assert job.returncode == 1
+    [error] = [line for line in told().splitlines() if line.startswith("tfloop: error:")]
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert re.search(r"chief 0: parameter server gone: ps 0 \(127\.0\.0\.1:\d+\), and the variables in it", error)
+    assert f"to go on from {newest}" in error
+    assert "Traceback" not in told()
+
+    epochs = int(newest.name.removeprefix("step-")) // 45 + 1
+    done = tfloop(*command, "--epochs", epochs, "--track", "off", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["status"], result["steps"], result["examples"]) == ("finished", 45 * epochs, 1437 * epochs)
+    assert result["metrics"]["eval_accuracy"] >= 0.93
+
+
+if __name__ == "__main__":
+    from loop.backends.parameter_server import ParameterServer, shards
+
+    out = Path(sys.argv[1])
+    made = ParameterServer(min_shard_bytes=40)
+    for name, check in conformance.CHECKS.items():
+        check(made)
+        print(name, "ok")
+    for name, (fields, options) in CASES.items():
+        saving = callbacks.standard(mlflow=None, progress=None)
+        trained = fit(Prime(**fields), backend=made, run_dir=out / name, callbacks=saving, **SETTINGS, **options)
+        np.savez(out / f"{name}.npz", *(variable.numpy() for variable in weights_of(trained.model)))
+    print("shards", [len(shards(variable.value)) for variable in trained.model.trainable_variables])
