@@ -139,10 +139,13 @@ class Host:
         self._sending = threading.Lock()
         self.here = agent.resolve(name) is not None
         # A session of its own: Ctrl-C is for the launcher. No secret is in these arguments, which everybody can see.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "loop.agent"] if self.here else command(name, python or sys.executable),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "loop.agent"] if self.here else command(name, python or sys.executable),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+        except FileNotFoundError as error:
+            raise UsageError(f"--hosts needs {error.filename}, which isn't installed here") from None
         self.threads = [
             threading.Thread(target=follow, name=f"{follow.__name__} {name}", daemon=True)
             for follow in (self._listen, self._errors)
@@ -183,6 +186,8 @@ class Host:
                 if has[name] != version:
                     yield f"has {name} {has[name]}, but here it is {version}: install the same"
             for name, digest in files.items():
+                if digest is None:  # nobody knows where it is, here neither: the workers will tell
+                    continue
                 if self.answer["files"][name] is None:
                     yield f"has no {name} in {Path.cwd()}: copy it there"
                 elif self.answer["files"][name] != digest:

@@ -54,7 +54,7 @@ class Hosts:
     def inside(self, host, *command):
         return ["ip", "netns", "exec", self.names[host], *map(str, command)]
 
-    def up(self):
+    def network(self):
         for name in self.names:
             run("ip", "netns", "add", name)
         a, b = self.names
@@ -66,6 +66,8 @@ class Hosts:
             run("ip", "-n", self.names[host], "addr", "add", f"{address}/24", "dev", "cable")
             for link in ("lo", "cable"):
                 run("ip", "-n", self.names[host], "link", "set", link, "up")
+
+    def sshd(self):
         for key in ("host", "user"):
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.directory / key)
         shutil.copy(self.directory / "user.pub", self.directory / "authorized")
@@ -103,7 +105,12 @@ class Hosts:
         return {pid: command for pid, command in found.items() if command and "sshd" not in command}
 
     def start(self, *arguments, **more):
-        environment = {**os.environ, "TFLOOP_SSH": f"ssh -F {self.directory / 'ssh.conf'}", "PYTHONPATH": str(ROOT)}
+        environment = {
+            **os.environ,
+            "DEMO_API_KEY": "not-for-everybody",
+            "TFLOOP_SSH": f"ssh -F {self.directory / 'ssh.conf'}",
+            "PYTHONPATH": str(ROOT),
+        }
         return subprocess.Popen(
             self.inside(0, *TFLOOP, *arguments), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, **more,
@@ -118,12 +125,12 @@ def hosts(tmp_path_factory):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} isn't installed (apt-get install iproute2 openssh-client openssh-server)")
     made = Hosts(tmp_path_factory.mktemp("hosts"))
-    tried = subprocess.run(["ip", "netns", "add", made.names[0]], capture_output=True, text=True)
-    if tried.returncode:
-        pytest.skip(f"network namespaces aren't allowed here: {tried.stderr.strip()}")
-    run("ip", "netns", "del", made.names[0])
     try:
-        made.up()
+        try:
+            made.network()
+        except (AssertionError, OSError) as error:
+            pytest.skip(f"network namespaces aren't allowed here: {error}")
+        made.sshd()
         yield made
     finally:
         made.down()
@@ -131,37 +138,33 @@ def hosts(tmp_path_factory):
 
 @needs_horovod
 def test_two_hosts_train_together(hosts, tmp_path):
-    process = hosts.start(
-        "train", "digits", "--hosts", f"{HERE}:1,{THERE}:1", "--steps", "90", "--track", "off", "--json"
-    )
+    options = f"--hosts {HERE}:1,{THERE}:1 --steps 90 --track off --json"
+    process = hosts.start("train", "digits", *options.split(), cwd=tmp_path)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    print(err)
     result = json.loads(out)
     assert (result["backend"], result["replicas"], result["steps"]) == ("horovod", 2, 90)
     assert not hosts.processes(1)
 
 
-@pytest.mark.parametrize("engine", ["multiworker", "horovod"])
-def test_a_host_that_is_cut_off_ends_the_job_and_is_named(hosts, tmp_path, engine):
-    arguments = ["--hosts", f"{HERE}:1,{THERE}:1", "--backend", engine, "--epochs", "99999", "--eval-every", "never"]
-    process = hosts.start("train", "digits", *arguments, "--track", "off", cwd=tmp_path)
+def test_a_host_that_is_cut_off_ends_the_job_and_is_named(hosts, tmp_path):
+    options = f"--hosts {HERE}:1,{THERE}:1 --backend multiworker --epochs 99999 --eval-every never --track off"
+    process = hosts.start("train", "digits", *options.split(), cwd=tmp_path)
     seen = []
     for line in process.stderr:
         seen.append(line)
         if " epoch 2/" in line:
             break
     assert process.poll() is None, seen
-    assert len(hosts.processes(1)) == 2  # the agent and its worker
+    _, worker_there = sorted(hosts.processes(1), key=int)  # behind the agent, which has started it
+    assert b"DEMO_API_KEY=not-for-everybody" in Path(f"/proc/{worker_there}/environ").read_bytes()
+    assert "not-for-everybody" not in str([hosts.processes(host) for host in (0, 1)])
     hosts.cable("down")
     try:
-        t0 = time.monotonic()
         _, err = process.communicate(timeout=60)
-        print(time.monotonic() - t0, err)
         assert process.returncode == 1
         assert f"tfloop: error: host {THERE} is gone, and rank 1 with it: " in err.splitlines()[-1]
         wait_for(lambda: not hosts.processes(1))
-        print(time.monotonic() - t0)
     finally:
         process.kill()
         hosts.cable("up")
@@ -430,7 +433,7 @@ def test_an_agent_runs_workers_and_ends_them_when_its_launcher_is_gone(tmp_path)
     tell(signal=signal.SIGKILL, rank=1)
     assert hear("ended") == {"ended": -signal.SIGKILL, "rank": 1}
     process.stdin.close()
-    assert process.wait(timeout=120) == 1
+    process.wait(timeout=120)
     process.stdout.close()
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
