@@ -181,7 +181,18 @@ def launched(command, cwd):
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun isn't installed (apt-get install openmpi-bin)")
 def test_mpirun_is_joined(tmp_path):
     """With Horovod as it is built here; a build with MPI is in docs/scale-out.md."""
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *TFLOOP, "train", "digits"]
+    command = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-np",
+        "2",
+        *TFLOOP,
+        "train",
+        "digits",
+    ]
     result = launched([*command, "--steps", "5", "--track", "off", "--json"], tmp_path)
     engine = "horovod" if schedulers.horovod_has_mpi() else "multiworker"
     assert (result["backend"], result["replicas"], result["steps"]) == (engine, 2, 5)
