@@ -26,7 +26,7 @@ from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN, mask, redact
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import config, launch, target
+from loop import config, hosts, launch, schedulers, target
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
 from loop.options import nearest, with_defaults
@@ -81,6 +81,15 @@ def train(
     ps: Annotated[int | None, typer.Option(help="Parameter servers, with parameter_server; 1.")] = None,
     min_shard_bytes: Annotated[
         int | None, typer.Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
+    ] = None,
+    hosts_: Annotated[
+        str | None, typer.Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")
+    ] = None,
+    remote_python: Annotated[
+        str | None, typer.Option(help="Python on the other hosts, if not at the same path.")
     ] = None,
     set_: Set = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run directory; a new one below runs/ if not given.")] = None,
@@ -151,6 +160,8 @@ def train(
             raise UsageError(f"--start-timeout {start_timeout}: give a number of seconds > 0")
         os.environ[launch.START_TIMEOUT] = str(start_timeout)
     launch.start_timeout()
+    places = hosts.read(hosts_, workers, backend or "auto", interface, remote_python)
+    workers = sum(places.values()) or workers
     engine = place(backend or "auto", workers, asynchronous=True)
     if ps is not None:
         launch.check_servers(engine, ps)
@@ -159,7 +170,12 @@ def train(
     with contextlib.ExitStack() as beginning:
         beginning.enter_context(launch.before_training())
         if engine in ("horovod", "multiworker", "parameter_server") and launch.job_size() is None:
-            code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:], ps or 1)
+            cluster = None
+            if places:
+                files = hosts.files(target_, config_ or ())
+                connection = hosts.connect(places, engine, files, interface, remote_python)
+                cluster = beginning.enter_context(connection)
+            code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:], ps or 1, cluster)
             if code == PREEMPTED and fields is None:
                 print(launch.STOPPED, file=sys.stderr)
             finish(code, problem, fields, as_json)
@@ -216,6 +232,7 @@ def place(backend: str, workers: int | None, asynchronous: bool = False) -> str:
         raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: give a whole number >= 1")
+    schedulers.join(backend)
     size = launch.job_size()
     if size is not None and workers not in (None, size) and launch.JOB not in os.environ:
         raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")

@@ -1,8 +1,9 @@
-"""Horovod's rendezvous for workers on this machine; with the workers too: `python -m loop.horovodrun N COMMAND...`.
+"""Horovod's rendezvous for our workers; with workers on this machine: `python -m loop.horovodrun N COMMAND...`.
 
 `horovodrun` loads TensorFlow in the launcher to ask what Horovod was built with, its rendezvous server listens on all
 interfaces, and it puts two processes around each worker that hide how that one died. This is the same server, bound to
-loopback, because it asks nobody who he is; the workers are the caller's to start.
+loopback, because it asks nobody who he is, or to the one address that the hosts of a job share with the launcher; the
+workers are the caller's to start.
 """
 
 from __future__ import annotations
@@ -14,24 +15,35 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+if TYPE_CHECKING:
+    from loop.hosts import Cluster
+
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 @contextlib.contextmanager
-def rendezvous(workers: int) -> Iterator[list[dict[str, str]]]:
+def rendezvous(workers: int, cluster: Cluster | None = None) -> Iterator[list[dict[str, str]]]:
     """Serves the rendezvous as long as it is entered; gives the environment variables of each worker, by rank."""
-    slots = get_host_assignments(parse_hosts(f"localhost:{workers}"), workers)
-    server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
+    address, hosts, interfaces = "127.0.0.1", f"localhost:{workers}", {"localhost": LOOPBACK}
+    if cluster is not None:
+        address, interfaces = cluster.address, cluster.interfaces()
+        hosts = ",".join(f"{host.address}:{host.slots}" for host in cluster.hosts)
+    slots = get_host_assignments(parse_hosts(hosts), workers)
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
     server.init(slots)
     threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
-    shared = create_run_env_vars("127.0.0.1", [LOOPBACK], server.server_address[1])
+    port = server.server_address[1]
+    places = [
+        create_run_env_vars(address, [interfaces[slot.hostname]], port) | create_slot_env_vars(slot) for slot in slots
+    ]
     try:
-        yield [{name: str(value) for name, value in (shared | create_slot_env_vars(slot)).items()} for slot in slots]
+        yield [{name: str(value) for name, value in place.items()} for place in places]
     finally:
         server.shutdown()
         server.server_close()

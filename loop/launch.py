@@ -20,11 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from callbacks.progress import MARK, RELAY, Display
 from callbacks.redact import mask
 from loop.errors import PeerError, TrainingError, UsageError
+
+if TYPE_CHECKING:
+    from loop.hosts import Cluster, Remote
 
 LAUNCHER = "TFLOOP_LAUNCHER"
 """Environment variable: the process id of the launcher, which is its workers' parent."""
@@ -64,7 +67,11 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
     Raises:
         UsageError: the engine that is asked for isn't there, or can't do with so many workers.
     """
-    environment = os.environ if environment is None else environment
+    if environment is None:
+        from loop import schedulers
+
+        schedulers.join(backend)
+        environment = os.environ
     if backend == "horovod" and (missing := horovod_missing()):
         raise UsageError(f"backend='horovod': {missing}; or use backend='multiworker', which needs nothing more")
     if backend == "single" and workers is not None and workers > 1:
@@ -83,12 +90,6 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
         return "horovod", "started by Horovod's launcher"
     if "TF_CONFIG" in environment:
         return ("parameter_server", "TF_CONFIG has them") if serves else ("multiworker", "TF_CONFIG is set")
-    for launcher, variable in (("mpirun", "OMPI_COMM_WORLD_SIZE"), ("srun", "SLURM_STEP_NUM_TASKS")):
-        if environment.get(variable, "1") != "1":
-            raise UsageError(
-                f"started by {launcher} ({variable}={environment[variable]}), which this version can't join: start "
-                "with horovodrun, with --workers N, or with TF_CONFIG in each process"
-            )
     if workers is not None and workers > 1:
         missing = horovod_missing()
         if missing is None:
@@ -101,16 +102,23 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
 
 def horovod_missing() -> str | None:
     """What is missing for Horovod, and how to get it; None if it is there. Doesn't import it."""
-    spec = importlib.util.find_spec("horovod")
-    if spec is None or not spec.submodule_search_locations:
+    libraries = horovod_libraries()
+    if libraries is None:
         return "Horovod is not installed (in a checkout: `uv sync`; it needs a C++ compiler)"
-    root = Path(next(iter(spec.submodule_search_locations)))
-    if not list((root / "tensorflow").glob("mpi_lib*.so")):
+    if not libraries:
         return (
             "Horovod is installed without its native library, because there was no C++ compiler (install g++ and make, "
             "then `uv cache clean horovod && uv sync --reinstall-package horovod`)"
         )
     return None
+
+
+def horovod_libraries() -> list[Path] | None:
+    """Horovod's native library for TensorFlow, if it was built; None if Horovod isn't installed."""
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return list(Path(next(iter(spec.submodule_search_locations)), "tensorflow").glob("mpi_lib*.so"))
 
 
 def count_gpus() -> int:
@@ -357,8 +365,10 @@ def die_with_parent() -> None:
 # In the launcher
 
 
-def run(backend: str, workers: int, arguments: Sequence[str], servers: int = 1) -> tuple[int, str, Any]:
-    """Runs `tfloop` with these arguments in N processes on this machine, and streams what they print to stderr.
+def run(
+    backend: str, workers: int, arguments: Sequence[str], servers: int = 1, cluster: Cluster | None = None
+) -> tuple[int, str, Any]:
+    """Runs `tfloop` with these arguments in N processes, and streams what they print to stderr.
 
     When one worker fails, or some have not started in time, the others are ended; but a worker of a `parameter_server`
     job that is killed is started again. SIGTERM and SIGINT end all workers politely, a second one at once; SIGUSR1 is
@@ -369,6 +379,7 @@ def run(backend: str, workers: int, arguments: Sequence[str], servers: int = 1) 
         workers: N.
         arguments: the command line behind `tfloop`.
         servers: with `parameter_server`, the number of parameter servers, beside the chief and the N workers.
+        cluster: the hosts that they are to run on; None: this machine.
 
     Returns:
         The exit code of the first worker that failed, or 0; its error, or ""; and the chief's result. Where all were
@@ -384,19 +395,23 @@ def run(backend: str, workers: int, arguments: Sequence[str], servers: int = 1) 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.signal(number, job.hear) for number in numbers}
     try:
-        with _places(backend, workers, servers) as places:
+        with _places(backend, workers, servers, cluster) as places:
             job.has_servers = backend == "parameter_server"
             job.names = [f"rank {rank}" for rank in range(len(places))]
             if job.has_servers:
                 job.names = list(tf_cluster(places[0]["TF_CONFIG"])[1])
 
-            def start(rank: int) -> subprocess.Popen[bytes]:
-                process = _popen(command, {**environment, **places[rank]})
+            def start(rank: int) -> Worker:
+                process = start_worker(command, {**environment, **places[rank]})
                 output.follow(process, job.names[rank].removeprefix("rank "))
                 return process
 
             job.start, job.tell = start, output.line
-            job.processes += map(start, range(len(places)))
+            if cluster is None:
+                job.processes += map(start, range(len(places)))
+            else:
+                job.processes += cluster.start(places, arguments, environment, directory, output.take)
+                output.threads += cluster.threads
             job.wait(timeout)
             job.kill()  # what workers may have left behind
             for thread in output.threads:
@@ -410,36 +425,57 @@ def run(backend: str, workers: int, arguments: Sequence[str], servers: int = 1) 
 
 
 @contextlib.contextmanager
-def _places(backend: str, workers: int, servers: int) -> Iterator[list[dict[str, str]]]:
+def _places(backend: str, workers: int, servers: int, cluster: Cluster | None) -> Iterator[list[dict[str, str]]]:
     """The environment variables that tell each worker its place."""
     if backend == "horovod":
         from loop.horovodrun import rendezvous
 
-        with rendezvous(workers) as places:
+        with rendezvous(workers, cluster) as places:
             yield places
         return
     jobs = {"chief": 1, "worker": workers, "ps": servers} if backend == "parameter_server" else {"worker": workers}
-    ports = iter(free_ports(sum(jobs.values())))
-    cluster = {job: [f"127.0.0.1:{next(ports)}" for _ in range(size)] for job, size in jobs.items()}
+    ports = free_ports(sum(jobs.values()))
+    addresses = iter(cluster.addresses() if cluster else [(f"127.0.0.1:{port}", None) for port in ports])
     tasks = [{"type": job, "index": index} for job, size in jobs.items() for index in range(size)]
+    members: dict[str, list[str]] = {job: [] for job in jobs}
+    ranks = []
+    for task in tasks:
+        address, local = next(addresses)
+        members[str(task["type"])].append(address)
+        ranks.append(task["index"] if local is None else local)
     yield [
-        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task}), "TFLOOP_LOCAL_RANK": str(task["index"])}
-        for task in tasks
+        {"TF_CONFIG": json.dumps({"cluster": members, "task": task}), "TFLOOP_LOCAL_RANK": str(local)}
+        for task, local in zip(tasks, ranks, strict=True)
     ]
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on at the moment."""
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports of an address of this machine that nobody listens on at the moment; host "" means all addresses."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind(("127.0.0.1", 0))
+            each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]
 
 
-def _popen(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+class Worker(subprocess.Popen[bytes]):
+    """A worker on this machine."""
+
+    where = ""
+    """Where it runs, as it is told behind its rank."""
+    lost = ""
+    """What has become of its host, if that is gone."""
+
+    def kill(self) -> None:
+        """Kills it, and all that it has started, at once: each worker is a group of processes."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def start_worker(command: list[str], environment: dict[str, str]) -> Worker:
+    """Starts a worker with pipes for what it prints."""
     # A session of its own: Ctrl-C at the terminal reaches the launcher alone, which hands it on once.
-    return subprocess.Popen(
+    return Worker(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
@@ -457,11 +493,11 @@ class _Job:
         tell: prints a line.
     """
 
-    start: Callable[[int], subprocess.Popen[bytes]]
+    start: Callable[[int], Worker]
     tell: Callable[[str], None]
 
     def __init__(self, directory: Path) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Worker | Remote] = []
         self.names: list[str] = []
         self.has_servers = False
         self._restarts: dict[int, int] = {}
@@ -488,17 +524,16 @@ class _Job:
                         end_by = min(end_by, now + (_EARLY_GRACE if self._without("started") else _GRACE))
             self._hand_on()
             if now > start_by and end_by == float("inf") and (missing := self._without("arrived", "started")):
-                self._problem = late([self.names[rank] for rank in missing], timeout)
+                self._problem = late([self._name(rank) for rank in missing], timeout)
             if now > end_by or self._problem:
                 self.kill()
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """Kills all that is left of the job, at once: each worker is a group of processes."""
+        """Kills all that is left of the job, at once."""
         self._killed = min(self._killed, time.time())
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
 
     def outcome(self) -> tuple[int, str, Any]:
         """What `run` returns."""
@@ -514,13 +549,15 @@ class _Job:
         failures = []  # an echo comes last, whenever it was
         for rank in self._ended:
             process, report = self.processes[rank], reports.get(rank)
-            if report is None:  # killed, or crashed: it could not even report
+            if process.lost and (report is None or report["code"]):  # whatever else is said, that is why
+                failures.append((False, 0.0, 1, process.lost))
+            elif report is None:  # killed, or crashed: it could not even report
                 # What the loss of a server means, its chief knows better.
                 echo = self._ended[rank] > self._killed or (self.has_servers and rank > 0)
                 stopped = process.returncode == 75 or (self._stops and process.returncode == -signal.SIGTERM)
                 failures.append((echo, self._ended[rank], 75 if stopped else 1, "" if stopped else self._died(rank)))
             elif report["code"]:
-                said = report["error"] and f"{self.names[rank]}: {report['error']}"
+                said = report["error"] and f"{self._name(rank)}: {report['error']}"
                 failures.append((report["echo"], report["time"], report["code"], said))
         if not failures:
             return 0, "", result
@@ -567,13 +604,16 @@ class _Job:
         lists = ([rank for rank in ranks if not self._path(rank, state).exists()] for state in states)
         return next(filter(None, lists), [])
 
+    def _name(self, rank: int) -> str:
+        return f"{self.names[rank]}{self.processes[rank].where}"
+
     def _path(self, rank: int, state: str) -> Path:
         return self._directory / f"rank-{rank}.{state}"
 
     def _died(self, rank: int) -> str:
-        code = self.processes[rank].returncode
+        code = self.processes[rank].returncode or 0
         how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-        return f"{self.names[rank]} ended without a word: {how}" + (
+        return f"{self._name(rank)} ended without a word: {how}" + (
             ", or out of memory" if code == -signal.SIGKILL else ""
         )
 
@@ -591,7 +631,7 @@ class _Output:
         with self._lock:
             self._display.line(text)
 
-    def follow(self, process: subprocess.Popen[bytes], label: str) -> None:
+    def follow(self, process: Worker, label: str) -> None:
         """Follows both streams of a process; each line has the label in front."""
         for stream in (process.stdout, process.stderr):
             assert stream is not None
@@ -601,14 +641,18 @@ class _Output:
 
     def _copy(self, stream: IO[bytes], label: str) -> None:
         for line in stream:
-            text = line.decode(errors="replace").rstrip("\r\n")
-            if re.match(CHATTER, text):
-                continue
-            with self._lock:
-                if text.startswith(MARK):
-                    self._display.update(json.loads(text[len(MARK) :]))
-                elif text:
-                    self._display.line(f"[{label}] {text}")
+            self.take(line.decode(errors="replace"), label)
+
+    def take(self, line: str, who: str) -> None:
+        """Shows a line that somebody has printed."""
+        text = line.rstrip("\r\n")
+        if re.match(CHATTER, text):
+            return
+        with self._lock:
+            if text.startswith(MARK):
+                self._display.update(json.loads(text[len(MARK) :]))
+            elif text:
+                self._display.line(f"[{who}] {text}")
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -42,8 +42,6 @@ def test_auto(environment, workers, horovod, gpus, chosen, monkeypatch):
         ("multiworker", None, {}, "without TF_CONFIG"),
         ("auto", None, {"HOROVOD_RANK": "1"}, "started by Horovod's launcher, but Horovod is not installed"),
         ("auto", None, {"TF_CONFIG": "{"}, "can't be read"),
-        ("auto", None, {"OMPI_COMM_WORLD_SIZE": "2"}, "started by mpirun"),
-        ("auto", None, {"SLURM_STEP_NUM_TASKS": "4"}, "started by srun"),
         ("auto", None, {"TF_CONFIG": "[]"}, "can't be read"),
         ("auto", None, {"TF_CONFIG": '{"cluster": {}}'}, "can't be read .*'task'"),
         ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "b:http")}, "address of worker 1 is 'b:http': give host:port"),
