@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from loop import fault, launch
+from collections.abc import Sequence
+
+from loop import fault, launch, plugins
 from loop.backends.base import Backend
 from loop.errors import UsageError
 
 
-def create(name: str, workers: int | None = None) -> Backend:
+def create(name: str, workers: int | None = None, devices: Sequence[str] | None = None) -> Backend:
     """The engine of this name.
 
     Args:
-        name: `single`, `mirrored`, `multiworker` or `horovod`; `loop.launch.choose` decides what `auto` is.
-        workers: for `mirrored`: the number of replicas; None: all devices.
+        name: `single`, `mirrored`, `central`, `multiworker`, `horovod`, `tpu`, or a plug-in's; `loop.launch.choose`
+            decides what `auto` is.
+        workers: for `mirrored` and `central`: the number of replicas; None: all devices.
+        devices: for `mirrored` and `central`: a replica on each of these instead, such as `["gpu:0", "gpu:2"]`; of
+            CPUs, as many logical devices are made as are named.
 
     Raises:
-        UsageError: there is no such engine.
+        UsageError: there is no such engine, or no such device.
     """
     fault.reached("start", launch.job_rank())
     launch.mark("arrived")
-    made = _create(name, workers)
+    made = _create(name, workers, devices)
     launch.mark("started")
     return made
 
 
-def _create(name: str, workers: int | None) -> Backend:
+def _create(name: str, workers: int | None, devices: Sequence[str] | None) -> Backend:
     # Each engine is imported when it is asked for: Horovod may not be there.
     if name == "single":
         from loop.backends.base import use_gpus
@@ -32,10 +37,10 @@ def _create(name: str, workers: int | None) -> Backend:
         single = Backend()
         single.device = "GPU:0" if use_gpus() else ""
         return single
-    if name == "mirrored":
-        from loop.backends.strategy import Mirrored
+    if name in ("mirrored", "central"):
+        from loop.backends.strategy import Central, Mirrored
 
-        return Mirrored(workers)
+        return (Mirrored if name == "mirrored" else Central)(workers, devices)
     if name == "multiworker":
         from loop.backends.strategy import MultiWorker
 
@@ -44,4 +49,11 @@ def _create(name: str, workers: int | None) -> Backend:
         from loop.backends.horovod import Horovod
 
         return Horovod()
+    if name == "tpu":
+        from loop.backends.strategy import TPU
+
+        return TPU()
+    if name in plugins.found():
+        made: Backend = plugins.load(name).create(workers)
+        return made
     raise UsageError(f"there is no backend {name!r}")
