@@ -134,7 +134,9 @@ def check_adasum_is_the_adaptive_sum_or_refused(backend):
         return
     shares = [np.random.default_rng(rank).normal(size=5) for rank in range(p)]
     gradients = tf.function(
-        lambda: backend.run(lambda: backend.adasum([tf.gather(tf.constant(shares), backend.replica()), tf.ones([2])]))
+        lambda: backend.run(
+            lambda: backend.adasum([tf.gather(tf.constant(np.stack(shares)), backend.replica()), tf.ones([2])])
+        )
     )
     found, ones = backend.first(gradients())
     while len(shares) > 1:
