@@ -29,7 +29,7 @@ from callbacks.witness import Witness
 from loop import config, hosts, launch, schedulers, target
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
-from loop.options import nearest, with_defaults
+from loop.options import BACKENDS, nearest, with_defaults
 
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 """Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
@@ -49,8 +49,13 @@ Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", hel
 Epochs = Annotated[int | None, typer.Option(help="Passes over the training data.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")]
 BatchSize = Annotated[int | None, typer.Option(help="The global batch, over all replicas.")]
-Backend = Annotated[str | None, typer.Option(help="auto, single, mirrored, multiworker, horovod or parameter_server.")]
-Workers = Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored: replicas.")]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name."
+    ),
+]
+Workers = Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored, central: replicas.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The last line of stdout is the result as JSON.")]
 Config = Annotated[
     list[Path] | None,
@@ -91,6 +96,10 @@ def train(
     remote_python: Annotated[
         str | None, typer.Option(help="Python on the other hosts, if not at the same path.")
     ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
+    ] = None,
+    tpu: Annotated[str | None, typer.Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")] = None,
     set_: Set = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run directory; a new one below runs/ if not given.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
@@ -100,6 +109,10 @@ def train(
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches in a global batch.")] = None,
     compression: Annotated[str | None, typer.Option(help="Of gradients between replicas: none, fp16 or bf16.")] = None,
     groups: Annotated[int | None, typer.Option(help="Collectives in which gradients are reduced.")] = None,
+    reduction: Annotated[str | None, typer.Option(help="Of gradients: sum; or adasum, which is inexact.")] = None,
+    local_steps: Annotated[
+        int | None, typer.Option(help="Steps that replicas make between two averages: inexact; 1: exact.")
+    ] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Greatest global norm of the gradient.")] = None,
     clip_value: Annotated[float | None, typer.Option(help="Greatest absolute value in the gradient.")] = None,
     on_nonfinite: Annotated[str | None, typer.Option(help="stop or skip, when a gradient is not finite.")] = None,
@@ -138,7 +151,7 @@ def train(
     given: dict[str, Any] = {
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "resume": resume, "seed": seed,
         "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
-        "compression": compression, "groups": groups,
+        "compression": compression, "groups": groups, "reduction": reduction, "local_steps": local_steps,
         "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
         "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
         "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,
@@ -160,13 +173,21 @@ def train(
             raise UsageError(f"--start-timeout {start_timeout}: give a number of seconds > 0")
         os.environ[launch.START_TIMEOUT] = str(start_timeout)
     launch.start_timeout()
+    if tpu is not None:
+        os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
     places = hosts.read(hosts_, workers, backend or "auto", interface, remote_python)
     workers = sum(places.values()) or workers
-    engine = place(backend or "auto", workers, asynchronous=True)
+    towers = launch.device_names(devices.split(",")) if devices is not None else None
+    engine = place(backend or ("mirrored" if towers else "auto"), workers, asynchronous=True)
     if ps is not None:
         launch.check_servers(engine, ps)
     if min_shard_bytes is not None and (engine != "parameter_server" or min_shard_bytes < 1):
         raise UsageError(f"--min-shard-bytes {min_shard_bytes}: give a number >= 1, with --backend parameter_server")
+    for option, given_, meant in (("--tpu", tpu, ("tpu",)), ("--devices", devices, ("mirrored", "central"))):
+        if given_ is not None and engine not in meant:
+            raise UsageError(f"{option} {given_} with --backend {engine}: leave one out, or use {' or '.join(meant)}")
+    if towers and workers not in (None, len(towers)):
+        raise UsageError(f"--workers {workers} with {len(towers)} devices: leave --workers out")
     with contextlib.ExitStack() as beginning:
         beginning.enter_context(launch.before_training())
         if engine in ("horovod", "multiworker", "parameter_server") and launch.job_size() is None:
@@ -195,7 +216,7 @@ def train(
                 with_defaults(task, given)
                 from loop import backends
 
-                made = backends.create(engine, workers if engine == "mirrored" else None, min_shard_bytes)
+                made = backends.create(engine, workers, towers, min_shard_bytes)
             from loop.fit import fit
 
             chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
@@ -236,8 +257,9 @@ def place(backend: str, workers: int | None, asynchronous: bool = False) -> str:
     size = launch.job_size()
     if size is not None and workers not in (None, size) and launch.JOB not in os.environ:
         raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")
-    chosen, why = launch.choose(backend, None if size is not None else workers)
-    if backend == "auto" and (workers or 1) > 1 and size is None:
+    with quiet_start():  # a plug-in may load TensorFlow
+        chosen, why = launch.choose(backend, None if size is not None else workers)
+    if backend == "auto" and size is None and ((workers or 1) > 1 or chosen not in BACKENDS):
         print(f"backend: {chosen} ({why})", file=sys.stderr)
     return chosen
 
@@ -257,8 +279,8 @@ def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) 
 def evaluate(
     run_dir: RunDir,
     task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
-    backend: Annotated[str | None, typer.Option(help="single or mirrored; in a job: auto.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored.")] = None,
+    backend: Annotated[str | None, typer.Option(help="single, mirrored or central; in a job: auto.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored or central.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="The global batch.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -271,7 +293,7 @@ def evaluate(
         from loop import backends
         from loop.evaluate import evaluate as evaluate_
 
-        made = backends.create(engine, workers if engine == "mirrored" else None)
+        made = backends.create(engine, workers)
         precision = manifest["run"]["options"]["precision"]
         metrics = evaluate_(task, run_dir, batch_size=batch_size, backend=made, precision=precision)
         report(0, None, metrics)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from callbacks.mlflow import default_uri
 from callbacks.redact import redact
-from loop import launch
+from loop import launch, plugins
 from loop.errors import UsageError
 
 Finding = dict[str, str]
@@ -20,7 +20,7 @@ Finding = dict[str, str]
 def examine() -> list[Finding]:
     """One finding for each thing: `what`, `state` ("ok", "missing" or "broken"), `found`, and `fix`."""
     parts = (_python, _tensorflow, _devices, _horovod, _compilers, _tf_config, _mlflow, _run_directory, _ports)
-    return [_safely(part) for part in parts]
+    return [*map(_safely, parts), *map(_plugin, plugins.found())]
 
 
 def _safely(part: object) -> Finding:
@@ -84,6 +84,15 @@ def _horovod() -> Finding:
     return finding(
         "Horovod", "ok" if parts["gloo"] or parts["mpi"] else "broken", f"{version('horovod')}, built with: {built}"
     )
+
+
+def _plugin(name: str) -> Finding:
+    what, where = f"Backend {name}", plugins.origin(name)
+    try:
+        _, missing = plugins.ask(name)
+    except UsageError as error:
+        return finding(what, "broken", str(error))
+    return finding(what, "missing" if missing else "ok", f"{where}: {missing}" if missing else where)
 
 
 def _compilers() -> Finding:

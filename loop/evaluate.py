@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from callbacks import ShardData
-from loop import backends, launch, rundir
+from loop import backends, inexact, launch, rundir
 from loop.backends.base import Backend
 from loop.build import all_variables, build
 from loop.data import open_data
@@ -44,7 +44,7 @@ def evaluate(
         UsageError: the task has no evaluation data, or the checkpoint is not of this model.
     """
     given = {"batch_size": batch_size, "precision": precision}
-    options = with_defaults(task, given | {"backend": backend.name if isinstance(backend, Backend) else backend})
+    options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
     options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False}  # the training data isn't used
     engine = backend if isinstance(backend, Backend) else backends.create(launch.choose(options["backend"])[0])
     keras.utils.set_random_seed(options["seed"])
@@ -54,7 +54,7 @@ def evaluate(
     built = build(task, engine, options["precision"], data.train.example)
     load_weights(built.model, Path(path))
     # The checkpoint's moving averages have been loaded as the weights.
-    step = Step(task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None})
+    step = Step(task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None} | inexact.OFF)
     return step.eval_means(step.evaluate())
 
 

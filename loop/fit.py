@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from callbacks import Callback, Profiler, complete
-from loop import backends, launch, rundir, split
+from loop import backends, inexact, launch, rundir, split
 from loop.backends.base import Backend
 from loop.build import build
 from loop.bus import Bus
@@ -72,6 +72,8 @@ def fit(
     accumulate: int | None = None,
     compression: str | None = None,
     groups: int | None = None,
+    reduction: str | None = None,
+    local_steps: int | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
     on_nonfinite: str | None = None,
@@ -113,8 +115,8 @@ def fit(
         epochs: passes over the training data; 1.
         steps: optimizer steps instead of epochs.
         batch_size: the *global* batch, over all replicas; 32.
-        backend: `auto`, `single`, `mirrored`, `multiworker`, `horovod`, `parameter_server`, or an engine object;
-            `auto`.
+        backend: `auto`, `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, a
+            plug-in's name, or an engine object; `auto`.
         callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a
             standard one of its kind. What `callbacks.standard(...)` built is taken as it is.
         run_dir: the run directory; a new one below `runs/`.
@@ -132,6 +134,13 @@ def fit(
             rounded to 11 or 8 bits, all else isn't; `none`.
         groups: in how many collectives the gradients are reduced, the last layers' first, while those of the layers
             before are still computed; 1.
+        reduction: `sum`; or `adasum` (Horovod built with MPI): the adaptive sum of the replicas' own mean gradients,
+            for large batches. Inexact: the weights depend on the number of replicas; `sum`.
+        local_steps: after how many steps of an epoch the replicas average their weights and the optimizer's state. In
+            between, each makes its own steps on its own share of the batches, and nothing travels (local SGD).
+            Inexact: the weights depend on the number of replicas, and on where else the run is looked at (by callbacks,
+            by evaluations), since that averages, too. With `horovod` and `multiworker`, one device a process, and
+            arrays. BatchNormalization's statistics are each replica's own in between; 1: exact.
         clip_norm: the greatest global norm of the reduced gradient; no clipping.
         clip_value: the greatest absolute value of an element of the reduced gradient; no clipping.
         on_nonfinite: what to do when the loss or its gradient is nan or infinite: `stop`, or `skip` the step, on all
@@ -159,7 +168,7 @@ def fit(
         TrainingError: a loss or gradient is not finite; or another worker failed (`PeerError`).
     """
     given = {name: value for name, value in locals().items() if name in DEFAULTS and name != "backend"}
-    options = with_defaults(task, given | {"backend": backend.name if isinstance(backend, Backend) else backend})
+    options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
     engine = backend if isinstance(backend, Backend) else start(options["backend"])
     options["backend"] = engine.name
     keras.utils.set_random_seed(options["seed"])
@@ -287,7 +296,8 @@ def tell_time(run: Run, bus: Bus) -> None:
 def steps_to_boundary(run: Run, bus: Bus) -> int:
     """How many steps the next call makes: as many as fit the pace, until somebody wants the host or something ends."""
     progress, options = run.progress, run.options
-    left = [run.pace.steps, bus.steps_left()]
+    pace = inexact.to_average(run.pace.steps, progress.step_in_epoch, options["local_steps"])
+    left = [pace, bus.steps_left()]
     if run.step.data.train.steps_per_epoch is not None:
         left.append(run.step.data.train.steps_per_epoch - progress.step_in_epoch)
     if options["steps"] is not None:

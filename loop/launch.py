@@ -24,7 +24,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from callbacks.progress import MARK, RELAY, Display
 from callbacks.redact import mask
+from loop import plugins
 from loop.errors import PeerError, TrainingError, UsageError
+from loop.options import BACKENDS
 
 if TYPE_CHECKING:
     from loop.hosts import Cluster, Remote
@@ -76,6 +78,12 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
         raise UsageError(f"backend='horovod': {missing}; or use backend='multiworker', which needs nothing more")
     if backend == "single" and workers is not None and workers > 1:
         raise UsageError(f"workers={workers} with backend='single': one device is one worker; use mirrored or horovod")
+    if backend == "tpu":
+        if workers is not None and workers > 1:
+            raise UsageError(f"workers={workers} with backend='tpu': the TPU says how many: leave --workers out")
+        tpu_name(environment)
+    if backend not in BACKENDS and (missing := plugins.ask(backend, workers or 1)[1]):
+        raise UsageError(f"backend={backend!r}: {missing}")
     serves = "TF_CONFIG" in environment and has_servers(backend, environment["TF_CONFIG"])
     if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment and workers is None:
         raise UsageError(
@@ -90,6 +98,10 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
         return "horovod", "started by Horovod's launcher"
     if "TF_CONFIG" in environment:
         return ("parameter_server", "TF_CONFIG has them") if serves else ("multiworker", "TF_CONFIG is set")
+    if "TPU_NAME" in environment:
+        return choose("tpu", workers, environment)[0], "a TPU is named"
+    if plugin := plugins.first_available(workers or 1):
+        return plugin, "this plug-in is available"
     if workers is not None and workers > 1:
         missing = horovod_missing()
         if missing is None:
@@ -119,6 +131,36 @@ def horovod_libraries() -> list[Path] | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return list(Path(next(iter(spec.submodule_search_locations)), "tensorflow").glob("mpi_lib*.so"))
+
+
+def tpu_name(environment: Mapping[str, str] | None = None) -> str:
+    """The TPU that `TPU_NAME` names: in Google Cloud, by its address, or on this virtual machine.
+
+    Raises:
+        UsageError: there is no such variable, or its value is no name.
+    """
+    name = (os.environ if environment is None else environment).get("TPU_NAME")
+    form = "give --tpu NAME (a TPU of your Google Cloud project), grpc://host:8470, or `local` on a TPU virtual machine"
+    if name is None:
+        raise UsageError(f"backend='tpu': which one? {form}; or set TPU_NAME")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|grpc://[^\s/]+:\d{1,5}", name):
+        raise UsageError(f"TPU_NAME={name!r} is no TPU's name: {form}")
+    return name
+
+
+def device_names(names: Sequence[str]) -> list[str]:
+    """Names of devices as `cpu:0` and `gpu:1`.
+
+    Raises:
+        UsageError: one is no such name, or comes twice.
+    """
+    found = [name.strip().lower().removeprefix("/").removeprefix("device:") for name in names]
+    for place, name in enumerate(found):
+        if not re.fullmatch(r"(cpu|gpu):\d+", name):
+            raise UsageError(f"devices: {names[place]!r} is no device: give names such as cpu:0 or gpu:1")
+        if name in found[:place]:
+            raise UsageError(f"devices: {name} comes twice: each makes one replica")
+    return found
 
 
 def count_gpus() -> int:

@@ -12,7 +12,8 @@ from typing import Any
 
 from loop.errors import UsageError
 
-BACKENDS = ("auto", "single", "mirrored", "multiworker", "horovod", "parameter_server")
+BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
+"""The engines that are ours; see `loop.plugins` for others."""
 
 DEFAULTS: dict[str, Any] = {
     "epochs": 1,
@@ -26,6 +27,8 @@ DEFAULTS: dict[str, Any] = {
     "accumulate": 1,
     "compression": "none",
     "groups": 1,
+    "reduction": "sum",
+    "local_steps": 1,
     "clip_norm": None,
     "clip_value": None,
     "on_nonfinite": "stop",
@@ -93,6 +96,12 @@ def _is_one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, type(values[0])) and value in values
 
 
+def _is_engine(value: Any) -> bool:
+    from loop import plugins  # which is slow to look
+
+    return isinstance(value, str) and (value in BACKENDS or value in plugins.found())
+
+
 def _is_positive(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return value is None or (number and 0 < value < float("inf"))
@@ -109,7 +118,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "epochs": (_is_int(1), "give a whole number >= 1"),
     "steps": (_is_int(1, None), "give a whole number >= 1"),
     "batch_size": (_is_int(1), "the global batch must hold at least 1 example: give a whole number >= 1"),
-    "backend": (_is_one_of(*BACKENDS), f"give one of {', '.join(BACKENDS)}"),
+    "backend": (
+        _is_engine,
+        f"give one of {', '.join(BACKENDS)}, or the name of a plug-in (tfloop doctor lists them)",
+    ),
     "resume": (lambda value: isinstance(value, str | Path), 'give "auto", "never" or the path of a checkpoint'),
     "seed": (lambda value: _is_int(0)(value) and value < 2**31, "give a whole number from 0 to 2147483647"),
     "shuffle": (_is_one_of(True, False), "give True or False"),
@@ -120,6 +132,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "accumulate": (_is_int(1), "give a whole number >= 1 of micro-batches"),
     "compression": (_is_one_of("none", "fp16", "bf16"), "give none, fp16 or bf16"),
     "groups": (_is_int(1), "give a whole number >= 1 of collectives"),
+    "reduction": (_is_one_of("sum", "adasum"), "give sum or adasum"),
+    "local_steps": (_is_int(1), "give a whole number >= 1 of steps between two averages"),
     "clip_norm": (_is_positive, "give a number > 0, or None for no clipping"),
     "clip_value": (_is_positive, "give a number > 0, or None for no clipping"),
     "on_nonfinite": (_is_one_of("stop", "skip"), "give stop or skip"),

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from loop import communication, random
+from loop import communication, inexact, random
 from loop.backends.base import Backend
 from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, variable_names
 from loop.data import Addressed, Data, Rows, Stream, count
 from loop.errors import TrainingError, UsageError
 from loop.replica import EveryoneNeededError, Replica, within
 from loop.scale import LossScale
-from loop.statistics import has_own_state, share, state, statistics
+from loop.statistics import batch_norms, has_own_state, share, state, statistics
 from loop.task import TrainTask
 from loop.tracing import as_written, repeated
 from loop.values import Values
@@ -106,7 +106,19 @@ class Step:
         self._state = state(built.model)
         communication.check(backend, options["compression"])
         backend.check(self._variables, data, options)
-        share(built.model, options["sync_batch_norm"])
+        inexact.check(backend, options, data.train)
+        self._local_steps = options["local_steps"] if backend.replicas > 1 else 1
+        self._adasum = options["reduction"] == "adasum" and backend.replicas > 1
+        if (
+            backend.replicas > 1
+            and not (backend.own_variables or options["sync_batch_norm"])
+            and batch_norms(built.model)
+        ):
+            raise UsageError(
+                f"sync_batch_norm=False with backend={backend.name!r}: variables are stored once, so no replica has "
+                "statistics of its own; leave it out, or use backend='mirrored'"
+            )
+        share(built.model, options["sync_batch_norm"] and self._local_steps == 1)
         random.reseed(built.model)
         if has_own_state(built.model):
             self._everyone |= {data.train, data.eval}
@@ -386,8 +398,39 @@ class Step:
                 self._at(DATA, tally.totals)
             return number + 1, following, tally
 
+        def stretch(number: tf.Tensor, following: Any, tally: Tally) -> tuple[tf.Tensor, Any, Tally]:
+            until, totals = tf.minimum(end, (number // self._local_steps + 1) * self._local_steps), tally.totals
+            number, following, tally = repeated(lambda number, *_: number < until, step, number, following, tally)
+            return number, following, self._together(tally, totals)
+
         following = source.take(handle, epoch, tally.step, parts) if source.reads_ahead else ()
-        return repeated(more, step, tally.step, following, tally)[-1]
+        body = step if self._local_steps == 1 else stretch
+        return repeated(more, body, tally.step, following, tally)[-1]
+
+    def _together(self, tally: Tally, before: tf.Tensor) -> Tally:
+        """After local steps: gives all replicas the mean of their variables, and adds up what each has counted.
+
+        A replica whose loss or gradient wasn't finite has made no step since; now all hear of it.
+
+        Args:
+            tally: the replica's own.
+            before: the totals before these steps.
+        """
+        backend, own = self.backend, tally.totals - before
+        bad = tf.cast(~tally.finite, tf.float64)
+
+        def summed() -> tf.Tensor:
+            steps = tf.one_hot(backend.replica(), backend.replicas, tf.cast(tally.step, tf.float64), dtype=tf.float64)
+            return backend.all_reduce([tf.concat([steps, bad, own], 0)])[0]
+
+        self._at(ALL_REDUCE, own)
+        backend.run(self._averaged, [*self._changed_by(""), *self._statistics])
+        everyone = backend.first(backend.run(summed))
+        steps, bad, own = tf.split(everyone, [backend.replicas, bad.shape[0], own.shape[0]])
+        finite, totals = bad == 0, before + own
+        self._at(COMPUTE, totals)
+        step = tf.cast(tf.reduce_min(steps), tf.int64)
+        return tally._replace(step=step, going=tf.reduce_all(finite), before=totals, totals=totals, finite=finite)
 
     def _train_blocks(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
         """Makes the steps that have a whole batch, many of them in one program of XLA's.
@@ -747,14 +790,15 @@ class Step:
 
     def _reduced(self, optimizer: str, gradients: list[tf.Tensor], sums: tf.Tensor) -> Any:
         """The gradients of the global batch, divided and clipped; its sums; and what is finite: see `_checked`."""
-        scaled = self.scale is not None
-        gradients, sums = communication.reduced(self.backend, gradients, sums, self.options, scaled)
+        if self._adasum:
+            gradients = self.backend.adasum(self._divided(gradients, sums))
+            sums = self.backend.all_reduce([sums])[0]
+        elif self._local_steps == 1:
+            scaled = self.scale is not None
+            gradients, sums = communication.reduced(self.backend, gradients, sums, self.options, scaled)
         checked = self._check(optimizer, gradients, sums[SUMS], sums[SUMS + 1])
-        if not self._divided_at_once:
-            weight = weight_or_one(sums[SUMS + 1])
-            if self.scale is not None:
-                weight *= self.scale.scale
-            gradients = [gradient / tf.cast(weight, gradient.dtype) for gradient in gradients]
+        if not (self._divided_at_once or self._adasum):
+            gradients = self._divided(gradients, sums)
         if self.options["clip_norm"] is not None:
             gradients, _ = tf.clip_by_global_norm(gradients, self.options["clip_norm"])
         limit = self.options["clip_value"]
@@ -764,6 +808,13 @@ class Step:
             for index, gradient in zip(self._connected[optimizer], gradients, strict=True):
                 self.gradients[index].assign(gradient)
         return gradients, sums, checked
+
+    def _divided(self, gradients: list[tf.Tensor], sums: tf.Tensor) -> list[tf.Tensor]:
+        """Gradients of a sum as those of a mean."""
+        weight = weight_or_one(sums[SUMS + 1])
+        if self.scale is not None:
+            weight *= self.scale.scale
+        return [gradient / tf.cast(weight, gradient.dtype) for gradient in gradients]
 
     def _check(self, optimizer: str, gradients: list[tf.Tensor], loss: tf.Tensor, weight: tf.Tensor) -> Any:
         """Whether the step is to be applied; and whether the loss and each gradient are finite; see `_checked`.
@@ -869,11 +920,14 @@ class Step:
     # Statistics
 
     def _average_statistics(self) -> None:
-        self.backend.run(self._averaged)
+        self.backend.run(self._averaged, self._statistics)
 
-    def _averaged(self) -> None:
-        """In each replica: the chief's value plus the mean distance to it, so that equal ones stay as they are."""
-        backend, variables = self.backend, self._statistics
+    def _averaged(self, variables: Sequence[tf.Variable]) -> None:
+        """In each replica: the chief's value plus the mean distance to it, so that equal ones stay as they are.
+
+        Of integers, such as an optimizer's counter, it is the chief's value.
+        """
+        backend = self.backend
         chief = backend.replica() == 0
         values = [variable.read_value() for variable in variables]
         firsts = backend.all_reduce([tf.where(chief, value, tf.zeros_like(value)) for value in values])
@@ -884,7 +938,7 @@ class Step:
             ]
         )
         for variable, first, distance in zip(variables, firsts, distances, strict=True):
-            variable.assign(first + distance / backend.replicas)
+            variable.assign(first + distance / backend.replicas if first.dtype.is_floating else first)
 
 
 def joined(vectors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop import diagnose
+from loop import diagnose, inexact
 from loop.backends.base import Backend
 from loop.backends.strategy import logical_cpus
 from loop.build import as_tf, build, trainable_variables, variable_names
@@ -155,7 +155,7 @@ UNKNOWN = (
 def options_of(task: TrainTask, precision: str, batch_size: int | None) -> dict[str, Any]:
     """The options with which a task is verified: its own, but for precision and length, and nothing is compressed."""
     options = with_defaults(task, {"batch_size": batch_size, "precision": precision, "eval_every": "epoch"})
-    return options | {"epochs": EPOCHS, "steps": None, "backend": "single", "compression": "none"}
+    return options | {"epochs": EPOCHS, "steps": None, "backend": "single", "compression": "none"} | inexact.OFF
 
 
 def record(task: TrainTask, backend: Backend, precision: str, batch_size: int | None) -> Arrays:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from loop import ArrayData, TrainTask, UsageError, backends, communication
+from loop import ArrayData, TrainTask, UsageError, backends, communication, inexact
 from loop.build import build
 from loop.data import open_data
 from loop.options import with_defaults
@@ -117,6 +117,33 @@ def check_a_step_sends_its_gradients_in_as_many_collectives_as_asked_for(backend
     gradients, sums = 29, 4  # numbers: examples, skipped steps, loss, weight
     expected = [[4 * (gradients + sums)], [4 * 20, 4 * (5 + sums), 4 * 4], [2 * gradients, 4 * sums]]
     assert [sorted(each, reverse=True) for each in found.values()] == expected, found
+
+
+def check_adasum_is_the_adaptive_sum_or_refused(backend):
+    """Of two vectors: a (1 - ab / 2aa) + b (1 - ab / 2bb), which is their sum where they are at right angles, and their
+    mean where they are the same; of more, that of pairs."""
+    options = with_defaults(TrainTask(), {"reduction": "adasum"})
+    p = backend.replicas
+    if p > 1 and (reason := backend.no_adasum()):
+        with pytest.raises(UsageError, match=r"only Horovod can|without MPI|a power of 2"):
+            inexact.check(backend, options, None)
+        assert reason
+        return
+    inexact.check(backend, options, None)
+    if p == 1:
+        return
+    shares = [np.random.default_rng(rank).normal(size=5) for rank in range(p)]
+    gradients = tf.function(
+        lambda: backend.run(
+            lambda: backend.adasum([tf.gather(tf.constant(np.stack(shares)), backend.replica()), tf.ones([2])])
+        )
+    )
+    found, ones = backend.first(gradients())
+    while len(shares) > 1:
+        pairs = zip(shares[::2], shares[1::2], strict=True)
+        shares = [a * (1 - a @ b / (2 * a @ a)) + b * (1 - a @ b / (2 * b @ b)) for a, b in pairs]
+    np.testing.assert_allclose(found, shares[0], rtol=1e-12)
+    np.testing.assert_allclose(ones, [1, 1], rtol=1e-6)
 
 
 def check_apply_takes_gradients_as_they_are(backend):

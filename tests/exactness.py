@@ -1,7 +1,8 @@
 """Trains small tasks on any engine, and by hand on one device: the two must come to the same weights.
 
 `python tests/exactness.py horovod OUT` under a launcher trains all cases in each worker, and the chief writes the
-weights to `OUT/<case>.npz`; `test_same_numbers.py` starts it, and compares.
+weights to `OUT/<case>.npz`; `test_same_numbers.py` starts it, and compares. Then it does so with local steps, which are
+held against a loop of their own.
 """
 
 import json
@@ -41,6 +42,7 @@ class Prime(TrainTask):
     judged: bool = False
     dropout: float = 0.0
     seed: int = 0
+    bad: int | None = None
     log: list = field(default_factory=list, repr=False)
 
     def build_model(self):
@@ -58,7 +60,10 @@ class Prime(TrainTask):
         return keras.optimizers.SGD(0.05, momentum=0.9)
 
     def train_data(self):
-        return ArrayData(*regression(self.examples, seed=self.seed, dtype=self.dtype))
+        inputs, labels, weights = regression(self.examples, seed=self.seed, dtype=self.dtype)
+        if self.bad is not None:
+            inputs[self.bad], weights[self.bad] = np.inf, 1
+        return ArrayData(inputs, labels, weights)
 
     def eval_data(self):
         return ArrayData(*regression(23, seed=5, dtype=self.dtype)) if self.judged else None
@@ -114,6 +119,51 @@ def trained(backend, fields, options, **settings):
     return fit(Prime(**fields), backend=backend, precision=precision, callbacks=quiet, **settings, **options)
 
 
+LOCAL_STEPS = 4
+
+
+def order_of(examples, seed, epoch):
+    """The examples of an epoch, in order."""
+    places = tf.range(examples, dtype=tf.int64)
+    seed = tf.constant([seed, epoch], tf.int64)
+    return tf.random.experimental.index_shuffle(places, seed=seed, max_index=examples - 1).numpy()
+
+
+def local_by_hand(workers, dtype="float64", *, epochs, batch_size, seed):
+    """Local SGD: each replica makes steps with its own mean; weights and momentum are averaged at each fourth step of
+    an epoch, and at its end. The final weights."""
+    task, replicas = Prime(dtype=dtype), []
+    for _ in range(workers):
+        keras.utils.set_random_seed(seed)
+        with keras_precision(dtype):
+            replicas.append((task.build_model(), task.build_optimizer()))
+    for model, optimizer in replicas:
+        optimizer.build(model.trainable_variables)
+    arrays = task.train_data().arrays
+    for epoch in range(epochs):
+        order = order_of(task.examples, seed, epoch)
+        batches = np.split(order, range(batch_size, task.examples, batch_size))
+        for number, batch in enumerate(batches):
+            for index, (model, optimizer) in enumerate(replicas):
+                own = batch[index * len(batch) // workers : (index + 1) * len(batch) // workers]
+                inputs, labels, weight = (array[own] for array in arrays)
+                if not weight.sum():
+                    continue
+                with tf.GradientTape() as tape:
+                    loss = task.loss_by_hand(model(inputs, training=True), labels)
+                    mean = tf.reduce_sum(loss * weight) / weight.sum() + sum(model.losses)
+                gradients = tape.gradient(mean, [variable.value for variable in model.trainable_variables])
+                optimizer.apply(gradients, model.trainable_variables)
+            if (number + 1) % LOCAL_STEPS == 0 or number + 1 == len(batches):
+                for same in zip(
+                    *(weights_of(model) + weights_of(optimizer) for model, optimizer in replicas), strict=True
+                ):
+                    average = np.mean([variable.numpy() for variable in same], 0)
+                    for variable in same:
+                        variable.assign(average)
+    return [variable.numpy() for variable in weights_of(replicas[0][0])]
+
+
 def by_hand(fields, options, *, epochs, batch_size, seed):
     """What a careful person would write for one device: the final variables, and the last epoch's mean loss."""
     task = Prime(**fields)
@@ -122,11 +172,7 @@ def by_hand(fields, options, *, epochs, batch_size, seed):
         model, optimizer = task.build_model(), task.build_optimizer()
     arrays, clipped = task.train_data().arrays, 0
     for epoch in range(epochs):
-        order = tf.random.experimental.index_shuffle(
-            tf.range(task.examples, dtype=tf.int64),
-            seed=tf.constant([seed, epoch], tf.int64),
-            max_index=task.examples - 1,
-        ).numpy()
+        order = order_of(task.examples, seed, epoch)
         sums = np.zeros(2)
         for start in range(0, task.examples, batch_size):
             inputs, labels, weight = (array[order[start : start + batch_size]] for array in arrays)
@@ -164,5 +210,16 @@ if __name__ == "__main__":
                 weights = [variable.numpy() for variable in weights_of(result.model)]
                 np.savez(Path(sys.argv[2]) / f"{name}-{dtype}.npz", *weights)
                 (Path(sys.argv[2]) / f"{name}-{dtype}.json").write_text(json.dumps(result.metrics))
+    local = {"local_steps": LOCAL_STEPS}
+    weights = [variable.numpy() for variable in weights_of(trained(made, {"dtype": "float64"}, local).model)]
+    try:
+        trained(made, {"bad": 60}, local)
+        said = ""
+    except loop.TrainingError as error:
+        said = f"{type(error).__name__}: {error}"
+    all_said = made.gather_json(said)
+    if made.is_chief:
+        np.savez(Path(sys.argv[2]) / "local.npz", *weights)
+        (Path(sys.argv[2]) / "bad.json").write_text(json.dumps(all_said))
     made.exchange(0)  # nobody leaves before all are done
     made.close()

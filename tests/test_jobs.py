@@ -1,4 +1,4 @@
-"""Real jobs in real processes: the four engines, outside launchers, kills, and failures."""
+"""Real jobs in real processes: the engines, outside launchers, kills, and failures."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from tests.conftest import TFLOOP, needs_horovod, tfloop
 ENGINES = {
     "single": ["--backend", "single"],
     "mirrored": ["--backend", "mirrored", "--workers", "2"],
+    "central": ["--backend", "central", "--workers", "2"],
     "horovod": ["--backend", "horovod", "--workers", "2"],
     "multiworker": ["--backend", "multiworker", "--workers", "2"],
 }
@@ -40,12 +41,13 @@ def digits(tmp_path_factory):
 
 
 @needs_horovod
-def test_four_engines_agree(digits):
+def test_engines_agree(digits):
     _, runs = digits
     results = {name: result_of(done) for name, done in runs.items()}
     assert {name: (each["backend"], each["replicas"]) for name, each in results.items()} == {
         "single": ("single", 1),
         "mirrored": ("mirrored", 2),
+        "central": ("central", 2),
         "horovod": ("horovod", 2),
         "multiworker": ("multiworker", 2),
     }
@@ -59,7 +61,7 @@ def test_four_engines_agree(digits):
 
 
 @needs_horovod
-def test_four_runs_are_in_one_store(digits):
+def test_all_runs_are_in_one_store(digits):
     import mlflow
 
     directory, runs = digits

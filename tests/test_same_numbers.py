@@ -15,7 +15,18 @@ from sklearn.metrics import roc_auc_score
 from loop import launch
 from loop.backends import create
 from tests.conftest import ROOT, needs_horovod
-from tests.exactness import CASES, SETTINGS, Prime, by_hand, largest_difference, regression, trained, weights_of
+from tests.exactness import (
+    CASES,
+    SETTINGS,
+    Prime,
+    by_hand,
+    largest_difference,
+    local_by_hand,
+    order_of,
+    regression,
+    trained,
+    weights_of,
+)
 
 BOUNDS = {"float32": 5e-6, "float64": 1e-12}
 """What another order of additions may change in twelve steps, relative to the largest weight of each variable."""
@@ -84,6 +95,19 @@ def compare(directory):
             check_metrics(case, dtype, json.loads((directory / f"{case}-{dtype}.json").read_text()))
 
 
+def compare_local_steps(directory, workers):
+    """The weights of local SGD; and that a loss of one replica that isn't finite ends all, with the same error."""
+    with np.load(directory / "local.npz") as stored:
+        found = [stored[name] for name in stored.files]
+    assert largest_difference(found, local_by_hand(workers, **SETTINGS)) <= 1e-12
+    assert largest_difference(found, expected("plain", "float64")[0]) > 1e-4  # it is inexact
+    said = json.loads((directory / "bad.json").read_text())
+    assert len(said) == workers
+    step = int(np.flatnonzero(order_of(101, SETTINGS["seed"], 0) == 60)[0]) // SETTINGS["batch_size"] + 1
+    assert said[0].startswith(f"TrainingError: step {step} (epoch 1): not finite (nan or inf): the loss")
+    assert len({each.split("; ")[0] for each in said}) == 1  # the chief says also what it has kept
+
+
 def check_metrics(case, dtype, metrics):
     """Those of training against the loop by hand; and those of evaluation, on a prime number of examples, exactly."""
     assert metrics["loss"] == pytest.approx(expected(case, dtype)[1], rel=1e-5)
@@ -105,6 +129,7 @@ def test_same_as_by_hand_under_horovod(workers, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     compare(tmp_path)
+    compare_local_steps(tmp_path, workers)
 
 
 def test_same_as_by_hand_under_multiworker(tmp_path):
@@ -124,3 +149,4 @@ def test_same_as_by_hand_under_multiworker(tmp_path):
     outputs = [worker.communicate(timeout=280) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     compare(tmp_path)
+    compare_local_steps(tmp_path, 2)

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from loop import fault, launch
+from collections.abc import Sequence
+
+from loop import fault, launch, plugins
 from loop.backends.base import Backend
 from loop.errors import UsageError
 
 
-def create(name: str, workers: int | None = None, min_shard_bytes: int | None = None) -> Backend:
+def create(
+    name: str, workers: int | None = None, devices: Sequence[str] | None = None, min_shard_bytes: int | None = None
+) -> Backend:
     """The engine of this name.
 
     Args:
-        name: `single`, `mirrored`, `multiworker`, `horovod` or `parameter_server`; `loop.launch.choose` decides what
-            `auto` is.
-        workers: for `mirrored`: the number of replicas; None: all devices.
+        name: `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, or a plug-in's;
+            `loop.launch.choose` decides what `auto` is.
+        workers: for `mirrored` and `central`: the number of replicas; None: all devices.
+        devices: for `mirrored` and `central`: a replica on each of these instead, such as `["gpu:0", "gpu:2"]`; of
+            CPUs, as many logical devices are made as are named.
         min_shard_bytes: for `parameter_server`: see there.
 
     Raises:
-        UsageError: there is no such engine.
+        UsageError: there is no such engine, or no such device.
     """
     fault.reached("start", launch.job_rank())
     launch.mark("arrived")
-    made = _create(name, workers, min_shard_bytes)
+    made = _create(name, workers, devices, min_shard_bytes)
     launch.mark("started")
     return made
 
 
-def _create(name: str, workers: int | None, min_shard_bytes: int | None) -> Backend:
+def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_shard_bytes: int | None) -> Backend:
     # Each engine is imported when it is asked for: Horovod may not be there.
     if name == "single":
         from loop.backends.base import use_gpus
@@ -34,10 +40,10 @@ def _create(name: str, workers: int | None, min_shard_bytes: int | None) -> Back
         single = Backend()
         single.device = "GPU:0" if use_gpus() else ""
         return single
-    if name == "mirrored":
-        from loop.backends.strategy import Mirrored
+    if name in ("mirrored", "central"):
+        from loop.backends.strategy import Central, Mirrored
 
-        return Mirrored(workers)
+        return (Mirrored if name == "mirrored" else Central)(workers, devices)
     if name == "multiworker":
         from loop.backends.strategy import MultiWorker
 
@@ -50,4 +56,11 @@ def _create(name: str, workers: int | None, min_shard_bytes: int | None) -> Back
         from loop.backends.parameter_server import ParameterServer
 
         return ParameterServer(min_shard_bytes)
+    if name == "tpu":
+        from loop.backends.strategy import TPU
+
+        return TPU()
+    if name in plugins.found():
+        made: Backend = plugins.load(name).create(workers)
+        return made
     raise UsageError(f"there is no backend {name!r}")

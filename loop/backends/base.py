@@ -27,6 +27,8 @@ class Backend:
             made; "" where it needn't be copied.
         cannot_send: what it can't send of `compression`, and why.
         asynchronous: whether the steps of a call are made in no order, with weights that others change meanwhile.
+        own_variables: whether each replica has variables of its own.
+        priority: of a plug-in: `auto` asks those with a greater one first; None: it is only taken by name.
     """
 
     name: ClassVar[str] = "single"
@@ -36,6 +38,20 @@ class Backend:
     workers: int = 1
     local_replicas: int = 1
     device: str = ""
+    own_variables: ClassVar[bool] = True
+    priority: ClassVar[int | None] = 0
+
+    # Before there is one; see `loop.plugins`
+
+    @classmethod
+    def available(cls, workers: int = 1) -> str | None:
+        """What is missing for this engine here, for so many workers, and what to do about it; None: it can be used."""
+        return None if workers == 1 else f"it has one worker, not {workers}: leave --workers out"
+
+    @classmethod
+    def create(cls, workers: int | None) -> Backend:
+        """Starts it, for so many workers if a number was given."""
+        return cls()
 
     @property
     def replicas(self) -> int:
@@ -72,6 +88,14 @@ class Backend:
     def gradients(self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Any]) -> list[Any]:
         """Within `run`: the gradient of each variable, None where the objective doesn't depend on it."""
         return tape.gradient(objective, variables)
+
+    def no_adasum(self) -> str:
+        """Why this engine can't do `adasum`, and what to do; "" if it can."""
+        return "only Horovod can; use backend='horovod', or reduction='sum'"
+
+    def adasum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Within `run`: the adaptive sum over all replicas of each tensor (Maleki et al. 2020)."""
+        raise NotImplementedError
 
     def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
         """Within `run`: one optimizer step with gradients that are already the same in all replicas."""

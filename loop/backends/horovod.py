@@ -42,6 +42,19 @@ class Horovod(Backend):
             tape = hvd.DistributedGradientTape(_Taken(), op=hvd.Sum, num_groups=1)
             return of_one_dtype(lambda group: tape.gradient(group, group), tensors)
 
+    def no_adasum(self) -> str:
+        if not hvd.mpi_built():
+            return "this Horovod is built without MPI, which Adasum needs (see docs/engines.md); use reduction='sum'"
+        return f"it needs a power of 2 workers, not {self.workers}" if self.workers & (self.workers - 1) else ""
+
+    def adasum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        # Horovod's grouped operation fails with Adasum.
+        self._reductions += 1
+        return [
+            hvd.allreduce(tensor, op=hvd.Adasum, name=f"adasum_{self._reductions}_{place}")
+            for place, tensor in enumerate(tensors)
+        ]
+
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name=f"host{array.size}").numpy()
 

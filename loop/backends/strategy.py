@@ -1,4 +1,4 @@
-"""The engines of `tf.distribute`: `mirrored` (one process) and `multiworker` (one process per worker)."""
+"""The engines of `tf.distribute`: `mirrored` and `central` (one process), `multiworker`, `tpu`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ import tensorflow as tf
 from loop import launch
 from loop.backends.base import Backend, of_one_dtype, shared_value, use_gpus
 from loop.errors import UsageError
+
+_ANSWER_SECONDS = 10.0  # until a TPU, or who knows of it, is taken to be away
 
 
 class StrategyBackend(Backend):
@@ -66,27 +68,50 @@ class StrategyBackend(Backend):
 
 
 class Mirrored(StrategyBackend):
-    """MirroredStrategy: all GPUs of this machine, or logical CPU devices.
+    """MirroredStrategy: all GPUs of this machine, or logical CPU devices; each replica has the variables.
 
     Args:
         replicas: how many; None: one for each GPU, or for each logical CPU device that there is.
+        devices: the devices instead, such as `["gpu:0", "gpu:2"]`.
     """
 
     name = "mirrored"
 
-    def __init__(self, replicas: int | None = None) -> None:
-        gpus = use_gpus()
-        if gpus:
-            if replicas and replicas > len(gpus):
-                raise UsageError(f"mirrored with {replicas} replicas, but there are {len(gpus)} GPUs: ask for fewer")
-            devices = [f"/gpu:{index}" for index in range(replicas or len(gpus))]
-        else:
-            devices = logical_cpus(replicas)
+    def __init__(self, replicas: int | None = None, devices: Sequence[str] | None = None) -> None:
+        self.devices = named_devices(devices) if devices else all_devices(self.name, replicas)
+        self.local_replicas = len(self.devices)
+        self.strategy = self._strategy()
+
+    def _strategy(self) -> tf.distribute.Strategy:
         # Between logical CPUs an addition is all it takes; and with TensorFlow's collectives, no second strategy of
         # another size could be made in the same process.
-        operations = None if gpus else tf.distribute.ReductionToOneDevice()
-        self.strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=operations)
-        self.local_replicas = len(devices)
+        operations = None if all("gpu" in each for each in self.devices) else tf.distribute.ReductionToOneDevice()
+        return tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations)
+
+
+class Central(Mirrored):
+    """CentralStorageStrategy: as `mirrored`, but variables are stored once, in the CPU's memory, and updated once."""
+
+    name = "central"
+    own_variables = False
+
+    def _strategy(self) -> tf.distribute.Strategy:
+        return tf.distribute.experimental.CentralStorageStrategy(self.devices, "/cpu:0")
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        # What all replicas assign is the same, so the first one's counts. A variable that doesn't say which one is
+        # refused by the strategy when a replica assigns it, and Keras 3's don't.
+        def creator(create: Callable[..., Any], **named: Any) -> Any:
+            if named.get("aggregation") in (None, tf.VariableAggregation.NONE):
+                named["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            return create(**named)
+
+        with self.strategy.scope(), tf.variable_creator_scope(creator):
+            yield
+
+    def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
+        return [variable.numpy()] * self.local_replicas
 
 
 class MultiWorker(StrategyBackend):
@@ -99,14 +124,12 @@ class MultiWorker(StrategyBackend):
         gpus = use_gpus(int(os.environ["TFLOOP_LOCAL_RANK"]) if "TFLOOP_LOCAL_RANK" in os.environ else None)
         kind = tf.distribute.experimental.CommunicationImplementation
         _meet()
-        # Should a peer go just now: TensorFlow waits for many minutes, and holds the interpreter meanwhile.
-        faulthandler.dump_traceback_later(launch.start_timeout(), exit=True, file=launch.stderr)
-        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
-            communication_options=tf.distribute.experimental.CommunicationOptions(
-                implementation=kind.NCCL if gpus else kind.RING
+        with in_time():  # should a peer go just now
+            self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
+                communication_options=tf.distribute.experimental.CommunicationOptions(
+                    implementation=kind.NCCL if gpus else kind.RING
+                )
             )
-        )
-        faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put one of its own there
         resolver = self.strategy.cluster_resolver
@@ -132,6 +155,48 @@ class MultiWorker(StrategyBackend):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, array * speaks)
 
         return self.strategy.run(each, (array,))
+
+
+class TPU(StrategyBackend):
+    """TPUStrategy: the cores of the TPU that `TPU_NAME` names. Never run on one: see docs/engines.md."""
+
+    name = "tpu"
+
+    def __init__(self) -> None:
+        name = launch.tpu_name()
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(_ANSWER_SECONDS)  # of the resolver's questions to Google Cloud
+        try:
+            resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
+            if address := resolver.master().removeprefix("grpc://"):
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port))).close()  # TensorFlow would wait for it for ever
+            with in_time():
+                tf.config.experimental_connect_to_cluster(resolver)
+                tf.tpu.experimental.initialize_tpu_system(resolver)
+        except Exception as error:  # Google's client has many
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(
+                f"no TPU {name!r} ({type(error).__name__}: {reason}): give --tpu the name of one in your Google Cloud "
+                "project, grpc://host:8470, or `local` on a TPU virtual machine; or use another --backend"
+            ) from None
+        finally:
+            socket.setdefaulttimeout(before)
+        self.strategy = tf.distribute.TPUStrategy(resolver)
+        self.local_replicas = self.strategy.num_replicas_in_sync
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """Ends this process when TensorFlow takes longer within it than a start may: it waits for many minutes.
+
+    It holds the interpreter meanwhile, so that nothing else can end it.
+    """
+    faulthandler.dump_traceback_later(launch.start_timeout(), exit=True, file=launch.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _meet() -> None:
@@ -168,7 +233,34 @@ def _meet() -> None:
         launch.await_peers({f"{name} ({places[name]})": functools.partial(answers, name) for name in hosts})
 
 
-def logical_cpus(count: int | None) -> list[str]:
+def all_devices(engine: str, replicas: int | None) -> list[str]:
+    """The first GPUs, or logical CPU devices where there is no GPU; None: all."""
+    gpus = use_gpus()
+    if not gpus:
+        return logical_cpus(replicas, engine)
+    if replicas and replicas > len(gpus):
+        raise UsageError(f"{engine} with {replicas} replicas, but there are {len(gpus)} GPUs: ask for fewer")
+    return [f"/gpu:{index}" for index in range(replicas or len(gpus))]
+
+
+def named_devices(names: Sequence[str]) -> list[str]:
+    """The devices of these names, such as `gpu:0`; of CPUs, as many logical ones are made as are named.
+
+    Raises:
+        UsageError: a name that is none, comes twice, or that no device has; with those that there are.
+    """
+    names = launch.device_names(names)
+    gpus = [f"gpu:{index}" for index in range(len(use_gpus()))]
+    with contextlib.suppress(UsageError):  # too late for so many: what is missing is named below
+        logical_cpus(sum(name.startswith("cpu:") for name in names))
+    there = [*(each.strip("/") for each in logical_cpus(None)), *gpus]
+    for name in names:
+        if name not in there:
+            raise UsageError(f"devices: there is no {name}; there are {', '.join(there)}")
+    return [f"/{name}" for name in names]
+
+
+def logical_cpus(count: int | None, engine: str = "mirrored") -> list[str]:
     """The names of `count` logical CPU devices, made if TensorFlow has not started yet; None: those that there are."""
     if count:
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -178,7 +270,7 @@ def logical_cpus(count: int | None) -> list[str]:
     devices = [f"/cpu:{index}" for index in range(len(tf.config.list_logical_devices("CPU")))]
     if count and count > len(devices):
         raise UsageError(
-            f"mirrored with {count} replicas, but TensorFlow has already started with {len(devices)} logical CPU "
+            f"{engine} with {count} replicas, but TensorFlow has already started with {len(devices)} logical CPU "
             "device(s): make the backend before anything else touches TensorFlow, or use the command line"
         )
     return devices[:count]
