@@ -26,7 +26,7 @@ from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN, mask, redact
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import config, launch, target
+from loop import config, elastic, launch, target
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
 from loop.options import nearest, with_defaults
@@ -78,6 +78,12 @@ def train(
     batch_size: BatchSize = None,
     backend: Backend = None,
     workers: Workers = None,
+    elastic_: Annotated[
+        str | None, typer.Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
+    ] = None,
+    discovery: Annotated[
+        Path | None, typer.Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
+    ] = None,
     set_: Set = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run directory; a new one below runs/ if not given.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
@@ -147,11 +153,17 @@ def train(
             raise UsageError(f"--start-timeout {start_timeout}: give a number of seconds > 0")
         os.environ[launch.START_TIMEOUT] = str(start_timeout)
     launch.start_timeout()
-    engine = place(backend or "auto", workers)
+    limits = elastic.limits(elastic_, discovery, backend or "auto", workers)
+    if limits is not None and profile is not None:
+        raise UsageError(f"--elastic {elastic_} with --profile {profile}: leave one of them out")
+    engine = place(backend or "auto", workers) if limits is None else place("horovod", workers)
     with contextlib.ExitStack() as beginning:
         beginning.enter_context(launch.before_training())
         if engine in ("horovod", "multiworker") and launch.job_size() is None:
-            code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:])
+            if limits is None:
+                code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:])
+            else:
+                code, problem, fields = elastic.run(limits, workers, sys.argv[1:])
             if code == PREEMPTED and fields is None:
                 print(launch.STOPPED, file=sys.stderr)
             finish(code, problem, fields, as_json)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from loop import fault, launch
 from loop.backends.base import Backend
 from loop.errors import UsageError
@@ -41,7 +43,7 @@ def _create(name: str, workers: int | None) -> Backend:
 
         return MultiWorker()
     if name == "horovod":
-        from loop.backends.horovod import Horovod
+        from loop.backends.horovod import ElasticHorovod, Horovod
 
-        return Horovod()
+        return ElasticHorovod() if launch.WORKER in os.environ else Horovod()
     raise UsageError(f"there is no backend {name!r}")
