@@ -26,7 +26,7 @@ from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN, mask, redact
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import config, hosts, launch, schedulers, target
+from loop import config, elastic, hosts, launch, schedulers, target
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
 from loop.options import BACKENDS, nearest, with_defaults
@@ -100,6 +100,12 @@ def train(
         str | None, typer.Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
     ] = None,
     tpu: Annotated[str | None, typer.Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")] = None,
+    elastic_: Annotated[
+        str | None, typer.Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
+    ] = None,
+    discovery: Annotated[
+        Path | None, typer.Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
+    ] = None,
     set_: Set = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run directory; a new one below runs/ if not given.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
@@ -175,6 +181,12 @@ def train(
     launch.start_timeout()
     if tpu is not None:
         os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
+    limits = elastic.limits(elastic_, discovery, backend or "auto", workers)
+    if limits is not None:
+        for option, value in (("--profile", profile), ("--hosts", hosts_), ("--devices", devices), ("--tpu", tpu)):
+            if value is not None:
+                raise UsageError(f"--elastic {elastic_} with {option} {value}: leave one of them out")
+        backend = "horovod"
     places = hosts.read(hosts_, workers, backend or "auto", interface, remote_python)
     workers = sum(places.values()) or workers
     towers = launch.device_names(devices.split(",")) if devices is not None else None
@@ -196,7 +208,10 @@ def train(
                 files = hosts.files(target_, config_ or ())
                 connection = hosts.connect(places, engine, files, interface, remote_python)
                 cluster = beginning.enter_context(connection)
-            code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:], ps or 1, cluster)
+            if limits is None:
+                code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:], ps or 1, cluster)
+            else:
+                code, problem, fields = elastic.run(limits, workers, sys.argv[1:])
             if code == PREEMPTED and fields is None:
                 print(launch.STOPPED, file=sys.stderr)
             finish(code, problem, fields, as_json)

@@ -34,11 +34,15 @@ class Journal(Callback):
 
     def on_setup(self, run: Run) -> None:
         path = run.directory / NAME
+        if self._file:  # the workers of an elastic job form anew
+            self._file.close()
         self._file = path.open("a", encoding="utf-8")
         if torn(path):
             self._file.write("\n")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
+        for event in getattr(run.backend, "events", ()):  # of an elastic job
+            self._write(run, event["event"], worker=event["worker"], how=event.get("how", ""))
         self._write(run, "restore", checkpoint=path.name if path else None)
 
     def on_fit_start(self, run: Run) -> None:

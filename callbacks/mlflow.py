@@ -61,6 +61,8 @@ class MLflowTracker(Callback):
     def on_fit_start(self, run: Run) -> None:
         if not (run.directory / journal.NAME).exists():
             raise ValueError("MLflowTracker feeds on the journal: keep callbacks.Journal in the set")
+        if self._courier is not None:  # the workers of an elastic job have formed anew
+            return
         self._store = store(self.uri)
         experiment = self.experiment or run.info["task"]
         write_state(run.directory, self._store, experiment)

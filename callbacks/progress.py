@@ -94,6 +94,9 @@ class Display:
         getattr(self, f"_{state['kind']}")(state)
 
     def _start(self, state: dict[str, Any]) -> None:
+        if self._bar is not None:  # the workers of an elastic job have formed anew
+            self._bar.close()
+            self._bar = None
         run, workers = state["run"], state["run"]["workers"]
         replicas = f"{run['replicas']} replica{'s' * (run['replicas'] > 1)}"
         where = f"{run['backend']}, {replicas}" + (f" on {workers} workers" if workers > 1 else "")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -26,7 +28,7 @@ class Witness(Callback):
 
     Each process has a file of its own, which begins with the position from which it goes on, and writes a line by one
     call: what has been trained on is there even if the process is killed in the next moment. It comes behind
-    `ShardData`.
+    `ShardData`. All workers of a life give it the same number.
 
     Args:
         directory: where to; one for each run.
@@ -41,8 +43,10 @@ class Witness(Callback):
     def on_data(self, run: Run, data: Any) -> Any:
         self.directory.mkdir(parents=True, exist_ok=True)
         rank = run.backend.rank
-        life = len(list(self.directory.glob(f"*-{rank}.jsonl")))
+        before = max((int(path.name[:6]) for path in self.directory.glob("*-*.jsonl")), default=-1)
+        life = 1 + int(run.backend.exchange(before).max())
         path = self.directory / f"{life:06d}-{rank}.jsonl"
+        self._close()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         data = copy.copy(data)
         train = data.train = copy.copy(data.train)
@@ -63,8 +67,12 @@ class Witness(Callback):
         self._line(run.progress.epoch, run.progress.step_in_epoch * run.options["accumulate"])
 
     def on_fit_end(self, run: Run, status: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
+        self._file = -1
 
     def _write(self, first: Any, epoch: Any, number: Any, index: Any, *parts: Any) -> None:
         if len(index):
@@ -93,22 +101,20 @@ def used(directory: Path) -> dict[int, list[Example]]:
 
     What a life did behind the position from which the next one goes on is lost, and doesn't count.
     """
-    ranks: dict[str, dict[tuple[int, int, int], list[Example]]] = {}
-    for path in sorted(directory.glob("*.jsonl")):
-        batches = ranks.setdefault(path.stem.partition("-")[2], {})
-        for line in path.read_bytes().splitlines():
-            try:
-                epoch, number, *rows = json.loads(line)
-            except ValueError:  # the process was killed within it
-                continue
-            if rows:
-                first, addresses, contents = rows
-                batches[epoch, number, first] = [Example(*pair) for pair in zip(addresses, contents, strict=True)]
-            else:
-                for key in [key for key in batches if key[:2] >= (epoch, number)]:
-                    del batches[key]
+    batches: dict[tuple[int, int, int, str], list[Example]] = {}
+    for _, paths in itertools.groupby(sorted(directory.glob("*.jsonl")), lambda path: path.name[:6]):
+        lines = []
+        for path in paths:
+            for line in path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError):  # the process was killed within it
+                    lines.append((path.name, *json.loads(line)))
+        for _, epoch, number, *_ in (line for line in lines if len(line) == 3):
+            for key in [key for key in batches if key[:2] >= (epoch, number)]:
+                del batches[key]
+        for name, epoch, number, first, *pairs in (line for line in lines if len(line) > 3):
+            batches[epoch, number, first, name] = [Example(*pair) for pair in zip(*pairs, strict=True)]
     found: dict[int, list[Example]] = {}
-    for key, examples in sorted((key, examples) for batches in ranks.values() for key, examples in batches.items()):
+    for key, examples in sorted(batches.items()):
         found.setdefault(key[0], []).extend(examples)
     return found
 

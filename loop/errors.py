@@ -9,5 +9,9 @@ class TrainingError(RuntimeError):
     """Training could not go on, for a reason that lies in the data or the numbers. Exit code 1."""
 
 
+class RegroupError(Exception):
+    """In an elastic job, workers have come or are to go, and all have agreed to form anew: no failure."""
+
+
 class PeerError(TrainingError):
     """Another worker failed; the message names its rank and its error. Exit code 1."""

@@ -17,6 +17,7 @@ from loop.backends.base import Backend
 from loop.build import build
 from loop.bus import Bus
 from loop.data import Data, open_data
+from loop.errors import RegroupError
 from loop.options import DEFAULTS, with_defaults
 from loop.run import COUNTERS, Run
 from loop.step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
@@ -171,13 +172,34 @@ def fit(
     options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
     engine = backend if isinstance(backend, Backend) else start(options["backend"])
     options["backend"] = engine.name
+    profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
+    chosen = [*complete(callbacks), *profiler]
+    while True:
+        try:
+            run = live(task, engine, options, chosen, run_dir)
+            break
+        except Exception as error:
+            if not engine.outlives(error):
+                raise
+        engine.regroup()  # an elastic job goes on with the workers that are there now
+    run.step.take_averages()
+    return result(run)
+
+
+def live(
+    task: TrainTask,
+    engine: Backend,
+    options: dict[str, Any],
+    callbacks: list[Callback],
+    run_dir: str | Path | None,
+) -> Run:
+    """One life of a run: the whole of it, but in an elastic job, where there is another with each set of workers."""
     keras.utils.set_random_seed(options["seed"])
     sources = open_data(task, options)
     built = build(task, engine, options["precision"], sources.train.example)
     with rundir.prepared(task, run_dir, options["resume"], engine) as directory:
         run = Run(task, engine, options, built, directory)
-        profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
-        bus = Bus([*complete(callbacks), *profiler], run)
+        bus = Bus(callbacks, run)
         with run.signals(), run.watchdog.watching():
             try:
                 set_up(run, bus, sources)
@@ -189,15 +211,17 @@ def fit(
                 run.agree()
             except BaseException as error:
                 meant = run.meaning(error)
-                end(run, bus, "failed", meant)
+                if engine.outlives(error):
+                    run.writer.close()
+                else:
+                    end(run, bus, "failed", meant)
                 if meant is error:
                     raise
                 raise meant from error
             end(run, bus, run.status)
             run.step.average_statistics()
             engine.exchange(0)  # nobody leaves while the chief still has something to deliver
-    run.step.take_averages()
-    return result(run)
+    return run
 
 
 def set_up(run: Run, bus: Bus, sources: Data) -> None:
@@ -277,12 +301,18 @@ def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
     run.agree(steps_to_boundary(run, bus) if steps is None else steps)
     if run.saved:
         bus.fire("checkpoint", run.saved)
+    if run.keeping:
+        with run.guard():
+            run.keep()
     if run.saving:
         run.save_must_succeed |= run.stopping or run.at_end
         with run.guard():
             run.save_checkpoint()
         if run.saves_wait:
             last_saves(run, bus)
+    if run.regrouping and not run.stopping and not run.at_end:
+        last_saves(run, bus)
+        raise RegroupError
     return run.stopping
 
 

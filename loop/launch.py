@@ -35,6 +35,8 @@ LAUNCHER = "TFLOOP_LAUNCHER"
 """Environment variable: the process id of the launcher, which is its workers' parent."""
 JOB = "TFLOOP_JOB"
 """Environment variable: where the workers of a job that we started leave their process ids and results."""
+WORKER = "TFLOOP_WORKER"
+"""Environment variable: this worker's name in an elastic job, in which ranks change."""
 START_TIMEOUT = "TFLOOP_START_TIMEOUT"
 """Environment variable: how many seconds all workers of a job have to start; 120."""
 STOPPED = "stopped before training began; start again to go on"
@@ -313,7 +315,12 @@ def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
 def mark(state: str) -> None:
     """Tells the launcher, where it is ours, how far this worker has come: "arrived", or "started" with all others."""
     if JOB in os.environ:
-        (Path(os.environ[JOB]) / f"rank-{job_rank()}.{state}").touch()
+        (Path(os.environ[JOB]) / f"rank-{own_name()}.{state}").touch()
+
+
+def own_name() -> str:
+    """By what its launcher knows this worker: its rank, or its name in an elastic job."""
+    return os.environ.get(WORKER) or str(job_rank())
 
 
 @contextlib.contextmanager
@@ -361,7 +368,7 @@ def reporting() -> Iterator[Callable[..., None]]:
     def report(code: int, error: BaseException | None = None, result: Any = None) -> None:
         if job is None:
             return
-        place = Path(job) / f"rank-{job_rank()}"
+        place = Path(job) / f"rank-{own_name()}"
         text = str(error) if isinstance(error, UsageError | TrainingError) else f"{type(error).__name__}: {error}"
         said = {"error": mask(text) if error else "", "echo": isinstance(error, PeerError), "time": time.time()}
         partial = place.with_suffix(".tmp")
@@ -371,7 +378,7 @@ def reporting() -> Iterator[Callable[..., None]]:
     if job is not None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until somebody hears it
         die_with_parent()
-        (Path(job) / f"rank-{job_rank()}.pid").write_text(str(os.getpid()))
+        (Path(job) / f"rank-{own_name()}.pid").write_text(str(os.getpid()))
     try:
         yield report
     except BaseException as error:
@@ -384,11 +391,15 @@ def reporting() -> Iterator[Callable[..., None]]:
 
 def plain(error: BaseException) -> BaseException:
     """The error as it is to be told: what an engine says when another worker is gone becomes a `PeerError`."""
-    name = type(error).__name__
-    gone = name in _GONE or (name == "UnknownError" and "Horovod has been shut down" in str(error))
-    if not gone or (job_size() or 1) == 1:
+    if not gone(error) or (job_size() or 1) == 1:
         return error
-    return PeerError(f"another worker is gone: what it printed last says why ({name} here)")
+    return PeerError(f"another worker is gone: what it printed last says why ({type(error).__name__} here)")
+
+
+def gone(error: BaseException) -> bool:
+    """Whether an engine says by this error that it has lost another worker."""
+    name = type(error).__name__
+    return name in _GONE or (name == "UnknownError" and re.search(r"Horovod|/gloo/", str(error)) is not None)
 
 
 def die_with_parent() -> None:

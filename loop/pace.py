@@ -5,6 +5,9 @@ from __future__ import annotations
 CALL_SECONDS = 0.25
 """How long a compiled call should take when nobody wants the host earlier, in seconds."""
 
+MOST_STEPS = 1 << 31
+"""So many steps are asked for at most: where there are fewer, as in an evaluation, the number would grow for ever."""
+
 
 class Pace:
     """Finds the number of steps that take about `CALL_SECONDS`; or keeps to a given number.
@@ -25,4 +28,4 @@ class Pace:
             return
         fitting = int(CALL_SECONDS * steps / max(seconds, 1e-9))
         # Grows carefully: a single step may have been lucky, or the clock coarse.
-        self.steps = max(1, min(fitting, 16 * steps))
+        self.steps = max(1, min(fitting, 16 * steps, MOST_STEPS))

@@ -42,6 +42,9 @@ KEPT = (
 MOST_BAD_STEPS = 3
 """So many steps that weren't finite are kept at most in a run directory."""
 
+COPIED_PER_SECOND = 2e9
+"""So many bytes of variables are copied in a second, or more."""
+
 _WRITTEN, _FAILED = 1, 2
 
 
@@ -72,7 +75,8 @@ class Run:
         self.eval_metrics: dict[str, float] = {}
         self.next_steps = 1
         self.evaluating = self.epoch_ends = False
-        self.saving = self.saves_wait = self.checks = self.stopping = False
+        self.saving = self.saves_wait = self.checks = self.stopping = self.keeping = self.regrouping = False
+        self._keep_at, self._keeps = 0.0, 0  # when the next snapshot is due, and how many there were
         self.status = "finished"
         self._save_reason = self.stop_reason = self.saved = ""
         self._save_at_once = False
@@ -232,7 +236,11 @@ class Run:
         # An evaluation comes to its end, unless somebody can't wait.
         saves, stops = (wish and not self.evaluating for wish in (bool(self._save_reason), stops))
         saves |= self._save_at_once
-        flags = (self.failing, saves, self.save_on_stop, waits, self.check_on_save, stops, signalled)
+        keeps = self.backend.elastic and self.backend.is_chief and time.monotonic() >= self._keep_at
+        flags = (
+            self.failing, saves, self.save_on_stop, waits, self.check_on_save, stops, signalled, keeps,
+            self.backend.changed,
+        )  # fmt: skip
         with self.watchdog.phase("waiting for the other workers"), self.stopwatch.at("waiting"):
             table = self.backend.exchange(steps if self.backend.is_chief else 0, ended, *map(int, flags))
         self.watchdog.beat(self.progress.step, self.progress.epoch)
@@ -250,8 +258,9 @@ class Run:
         if self.saved:
             self.saved_path = self.directory / "checkpoints" / f"step-{step:08d}"
         columns = (bool(column.any()) for column in table[:, 3:].T)
-        saves, saves_on_stop, self.saves_wait, self.checks, stops, signalled = columns
+        saves, saves_on_stop, self.saves_wait, self.checks, stops, signalled, keeps, self.regrouping = columns
         self.stopping = stops or signalled
+        self.keeping = keeps or self.regrouping
         self.saving = saves or (self.stopping and saves_on_stop)
         if self.stopping:
             self.status = "preempted" if signalled else "stopped"
@@ -363,6 +372,29 @@ class Run:
                 tensors, rest = state.snapshot(self)
                 rest["workers"] = workers
                 self.writer.write(self.directory / "checkpoints", self.progress.step, tensors | streams, rest)
+
+    def keep(self) -> None:
+        """Takes a snapshot, for the workers of an elastic job to go on from: see `Backend.kept`. All workers call it.
+
+        The next one is due when this one has cost less than a hundredth of the time: what it took, and what the next
+        step will to copy the variables that it changes.
+        """
+        begun = time.monotonic()
+        with self.watchdog.phase("keeping a snapshot"), self.stopwatch.at("saving"):
+            self.step.average_statistics()
+            own = None
+            with self.guard():  # others wait for this worker in what follows
+                own = state.own(self)
+            workers = self.backend.gather_json(own)
+            streams = state.streams(self)
+            if not all(workers):
+                return
+            tensors, rest = state.snapshot(self)
+            self.backend.kept = state.Kept(self.directory, tensors | streams, rest | {"workers": workers})
+        now, size = time.monotonic(), sum(each.nbytes for each in arrays(tensors).values())
+        self._keeps += 1
+        if self._keeps > 1:  # the first one is traced
+            self._keep_at = now + 100 * (now - begun + size / COPIED_PER_SECOND)
 
     @property
     def saves_under_way(self) -> int:

@@ -22,6 +22,7 @@ from loop.run import KEPT, Run
 from loop.state import restore as restore_state
 from loop.state import stream_of
 from loop.task import TrainTask
+from loop.writer import arrays
 
 
 @contextlib.contextmanager
@@ -41,8 +42,12 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
     with contextlib.ExitStack() as stack:
         if backend.is_chief:
             try:
+                if backend.elastic and backend.generation:
+                    run_dir, resume = backend.run_directory or run_dir, "auto" if resume == "never" else resume
                 directory = _prepare(task, run_dir, resume)
                 stack.enter_context(locked(directory))
+                if backend.elastic:
+                    backend.run_directory = directory
                 answer = ["", str(directory)]
             except UsageError as error:
                 answer = [str(error), ""]
@@ -99,11 +104,12 @@ def restore(run: Run) -> Path | None:
     found, tensors = None, None
     if run.backend.is_chief:
         with run.guard():
-            found = _find(run)
+            kept = run.backend.kept
+            found = (kept.path, kept.state) if kept else _find(run)
             if found is not None:
                 with of_a_run(found[0]):
                     run.adopted = _compare(run, *found)
-                tensors = read(*found)
+                tensors = arrays(kept.tensors) if kept else read(*found)
     run.agree()
     path, state, run.adopted = run.backend.broadcast_json(
         [str(found[0]), found[1], run.adopted] if found else [None, None, []]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
-from callbacks.journal import jsonable
+from callbacks.journal import jsonable, read_json
 from callbacks.redact import redact
+from loop import checkpoint
 from loop.backends.base import Backend
 from loop.build import Built, all_variables, as_tf, optimizer_variables, trainable_variables, variable_names
 from loop.data import Rows
 from loop.errors import UsageError
 from loop.seeds import random_state
+from loop.writer import arrays
 
 if TYPE_CHECKING:
     from loop.run import Run
@@ -44,6 +48,34 @@ class Progress:
     epoch: int = 0
     step_in_epoch: int = 0
     examples: int = 0
+
+
+@dataclasses.dataclass
+class Kept:
+    """What a worker of an elastic job keeps of a run in memory: all that a checkpoint holds.
+
+    Attributes:
+        directory: the run directory.
+        tensors: by name.
+        state: all else, as JSON values.
+    """
+
+    directory: Path
+    tensors: dict[str, tf.Tensor | np.ndarray]
+    state: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """By what it is named, where a checkpoint has a path."""
+        return self.directory / f"memory-{self.state['progress']['step']:08d}"
+
+    def save(self) -> None:
+        """Makes a checkpoint of it: the run can't go on."""
+        step = self.state["progress"]["step"]
+        checkpoint.write(self.directory / "checkpoints", step, arrays(self.tensors), self.state)
+        print(f"note: saved at step {step}", file=sys.stderr, flush=True)
+        about = read_json(self.directory / "run.json")
+        checkpoint.write_json(self.directory / "run.json", {**about, "status": "failed"})
 
 
 def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any]]:

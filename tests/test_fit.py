@@ -15,6 +15,7 @@ import callbacks
 from callbacks import EVENTS, Callback, Checkpoint
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
+from loop.pace import Pace
 from tests.tasks import Conv, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 
 
@@ -96,6 +97,13 @@ def test_ten_thousand_steps_are_traced_once_and_call_the_host_seldom(quiet):
     assert clock.step.traces == 1
     # The first few calls feel their way (1, 1, 16, 256 steps ...), then each takes about a quarter of a second.
     assert clock.calls <= 6 + 8 * seconds
+
+
+def test_calls_that_end_early_ask_for_no_endless_number_of_steps():
+    pace = Pace("auto")
+    for _ in range(100):
+        pace.record(pace.steps, 1e-9)
+    assert 1 << 20 < pace.steps < 1 << 62
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 7, "auto"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from loop import fault, launch, plugins
@@ -49,9 +50,9 @@ def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_s
 
         return MultiWorker()
     if name == "horovod":
-        from loop.backends.horovod import Horovod
+        from loop.backends.horovod import ElasticHorovod, Horovod
 
-        return Horovod()
+        return ElasticHorovod() if launch.WORKER in os.environ else Horovod()
     if name == "parameter_server":
         from loop.backends.parameter_server import ParameterServer
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,11 +30,21 @@ class Backend:
         asynchronous: whether the steps of a call are made in no order, with weights that others change meanwhile.
         own_variables: whether each replica has variables of its own.
         priority: of a plug-in: `auto` asks those with a greater one first; None: it is only taken by name.
+        elastic: whether workers may come and go within a run.
+        generation: how often they have done so.
+        changed: whether they are to do so at the next boundary; asked on each worker.
+        kept: what this worker keeps in memory for the next generation to go on from, a `loop.state.Kept`, or None.
+        run_directory: where the run lies, once an elastic job knows.
     """
 
     name: ClassVar[str] = "single"
     cannot_send: ClassVar[dict[str, str]] = {}
     asynchronous: ClassVar[bool] = False
+    elastic: ClassVar[bool] = False
+    generation: int = 0
+    changed: bool = False
+    kept: Any = None
+    run_directory: Path | None = None
     rank: int = 0
     workers: int = 1
     local_replicas: int = 1
@@ -157,6 +168,13 @@ class Backend:
         variable while somebody else holds the buffer takes a new one.
         """
         return shared_value(variable)
+
+    def outlives(self, error: BaseException) -> bool:
+        """Whether a run goes on after this error, with the workers that are there after `regroup`."""
+        return False
+
+    def regroup(self) -> None:
+        """Takes this worker's place among those that are there; see `outlives`."""
 
     def close(self) -> None:
         """Gives back what the engine holds; the last call."""

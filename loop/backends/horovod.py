@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import http.client
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from loop import launch
+from loop import elastic, launch
 from loop.backends.base import Backend, of_one_dtype, use_gpus
+from loop.errors import RegroupError
 
 
 class Horovod(Backend):
@@ -26,6 +29,9 @@ class Horovod(Backend):
         _meet()
         hvd.init()
         self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
+        self._take_place()
+
+    def _take_place(self) -> None:
         self.rank = hvd.rank()
         self.workers = hvd.size()
         self._reductions = 0
@@ -65,12 +71,71 @@ class Horovod(Backend):
         hvd.shutdown()
 
 
-def _meet() -> None:
-    """Waits until all ranks are there, by keys in the store of Horovod's launcher, where there is one of fixed size."""
+class ElasticHorovod(Horovod):
+    """Horovod in a job of `loop.elastic`: after `regroup` it is that of another generation."""
+
+    elastic = True
+
+    def __init__(self) -> None:
+        self._member = elastic.Member()
+        self._join()
+        self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self._member.generation
+
+    @property
+    def changed(self) -> bool:  # type: ignore[override]
+        return self._member.changed
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the journal tells of workers that came and went since this worker's last generation."""
+        return self._member.events
+
+    @property
+    def run_directory(self) -> Path | None:
+        return self._member.run_directory
+
+    @run_directory.setter
+    def run_directory(self, path: Path | None) -> None:
+        self._member.run_directory = path
+
+    def outlives(self, error: BaseException) -> bool:
+        return isinstance(error, RegroupError) or launch.gone(error)
+
+    def regroup(self) -> None:
+        # Whoever joins builds the model for the first time, and collectives go by the names of what they reduce.
+        for module in ("keras", "tf_keras"):
+            if module in sys.modules:
+                sys.modules[module].backend.clear_session()
+        if not self._member.changed:  # lost without a word: the others may wait for this worker
+            self._member.cut()
+        hvd.shutdown()
+        self._member.cut()
+        self._join()
+
+    def _join(self) -> None:
+        def start(check: Callable[[], None]) -> None:
+            _meet(check)
+            hvd.init()
+
+        self._member.join(start, lambda: self.kept and self.kept.save())
+        self._take_place()
+
+
+def _meet(check: Callable[[], None] = lambda: None) -> None:
+    """Waits until all ranks are there, by keys in the store of Horovod's launcher, where there is one of fixed size.
+
+    Args:
+        check: is called while it waits, and may raise something.
+    """
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ or "HOROVOD_ELASTIC" in os.environ:
         return
 
     def ask(method: str, rank: int) -> bool:
+        check()
         address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
         connection = http.client.HTTPConnection(address, port, timeout=10)
         try:

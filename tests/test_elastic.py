@@ -1,0 +1,78 @@
+"""Elastic jobs: real workers that are killed, and come back; and what is refused."""
+
+import sys
+
+import pytest
+
+import callbacks
+from callbacks.witness import Witness, differences, used
+from loop import UsageError, elastic, fit, target
+from tests.campaigns.elastic import TASK, Job, distance
+from tests.conftest import needs_horovod
+
+
+@needs_horovod
+def test_workers_that_are_killed_change_nothing(tmp_path):
+    job = Job(tmp_path / "elastic", 2, "--elastic=1:2")
+    try:
+        # Meanwhile, the same in this process: on one replica.
+        (tmp_path / "task.py").write_text(TASK)
+        chosen = callbacks.standard(mlflow=None, progress=None) + [Witness(tmp_path / "witness")]
+        alone = fit(
+            target.load("task.py:Held", ()),
+            epochs=12,
+            batch_size=50,
+            seed=3,
+            callbacks=chosen,
+            run_dir=tmp_path / "run",
+        )
+        job.wait_for(lambda: job.events("steps_end"), "step")
+        job.kill("0")  # the chief
+        job.wait_for(lambda: 2 in job.joined(), "worker comes back")
+        job.kill("2")  # which has joined as the last
+        job.wait_for(lambda: "2" in [each["worker"] for each in job.events("worker_gone")], "end of its generation")
+        result = job.result()
+    finally:
+        job.close()
+    assert (result["status"], result["steps"]) == ("finished", alone.steps)
+    assert list(differences(used(tmp_path / "witness"), used(job.directory / "witness"))) == []
+    job.directory = tmp_path
+    own = job.weights()
+    job.directory = tmp_path / "elastic"
+    assert distance(own, job.weights()) < 1e-4
+    said = job.errors()
+    for text in ("worker 0 is gone: killed by signal 9", "worker 2 joins: 2 workers", "going on with 1 worker"):
+        assert f"elastic: {text}" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "workers", "message"),
+    [
+        ("3", "auto", None, "--elastic 3: give the least and the greatest"),
+        ("0:2", "auto", None, "--elastic 0:2: a job needs at least 1"),
+        ("3:2", "auto", None, "--elastic 3:2: MIN is greater than MAX"),
+        ("2:3", "auto", 4, "--workers 4 with --elastic 2:3: give a number from 2 to 3"),
+        ("1:2", "mirrored", 2, "--elastic 1:2 with --backend mirrored"),
+    ],
+)
+def test_refusals(text, backend, workers, message):
+    with pytest.raises(UsageError, match=message):
+        elastic.limits(text, None, backend, workers)
+
+
+def test_discovery(tmp_path):
+    script = tmp_path / "discover.sh"
+    with pytest.raises(UsageError, match=r"discover.sh: there is no such script"):
+        elastic.limits("1:4", script, "auto", None)
+    script.write_text(f"#!{sys.executable}\nprint('localhost:2')\nprint('127.0.0.1')\n")
+    script.chmod(0o755)
+    assert elastic.limits("1:4", script, "auto", None) == elastic.Limits(1, 4, script)
+    assert elastic.discovered(script) == 3
+    script.write_text(f"#!{sys.executable}\nprint('elsewhere:2')\n")
+    with pytest.raises(UsageError, match=r"printed 'elsewhere:2': give localhost:SLOTS"):
+        elastic.discovered(script)
+    script.write_text("#!/bin/false\n")
+    with pytest.raises(UsageError, match=r"--discovery .*discover.sh: .*exit status 1"):
+        elastic.discovered(script)
+    with pytest.raises(UsageError, match=r"--discovery .* without --elastic"):
+        elastic.limits(None, script, "auto", None)
