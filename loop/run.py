@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -109,7 +110,7 @@ class Run:
         """
         return self._examples / self._seconds if self._seconds else 0.0
 
-    @property
+    @functools.cached_property
     def info(self) -> dict[str, Any]:
         """Who, what, versions, topology: JSON values."""
         from importlib.metadata import PackageNotFoundError, version
