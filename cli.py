@@ -181,14 +181,14 @@ def train(
     launch.start_timeout()
     if tpu is not None:
         os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
-    limits = elastic.limits(elastic_, discovery, backend or "auto", workers)
+    places = hosts.read(hosts_, workers, backend or "auto", interface, remote_python)
+    workers = sum(places.values()) or workers
+    limits = elastic.limits(elastic_, discovery, backend or "auto", workers, hosts_)
     if limits is not None:
-        for option, value in (("--profile", profile), ("--hosts", hosts_), ("--devices", devices), ("--tpu", tpu)):
+        for option, value in (("--profile", profile), ("--devices", devices), ("--tpu", tpu)):
             if value is not None:
                 raise UsageError(f"--elastic {elastic_} with {option} {value}: leave one of them out")
         backend = "horovod"
-    places = hosts.read(hosts_, workers, backend or "auto", interface, remote_python)
-    workers = sum(places.values()) or workers
     towers = launch.device_names(devices.split(",")) if devices is not None else None
     engine = place(backend or ("mirrored" if towers else "auto"), workers, asynchronous=True)
     if ps is not None:
@@ -211,7 +211,7 @@ def train(
             if limits is None:
                 code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:], ps or 1, cluster)
             else:
-                code, problem, fields = elastic.run(limits, workers, sys.argv[1:])
+                code, problem, fields = elastic.run(limits, workers, sys.argv[1:], cluster)
             if code == PREEMPTED and fields is None:
                 print(launch.STOPPED, file=sys.stderr)
             finish(code, problem, fields, as_json)

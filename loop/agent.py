@@ -1,8 +1,9 @@
 """The far end of `tfloop train --hosts`: `python -m loop.agent` runs a host's workers for the launcher behind stdin.
 
 It says what this host has, starts the workers that it is told to, passes on what they print and how far they have
-come, and ends them when the launcher is gone: when stdin is closed, or silent for long. Each message is a line of JSON,
-those to the launcher with a mark in front, since a login shell may print, too. Imports no TensorFlow.
+come, writes down what the launcher plans for them, and ends them when it is gone: when stdin is closed, or silent for
+long. Each message is a line of JSON, those to the launcher with a mark in front, since a login shell may print, too.
+Imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -44,25 +45,7 @@ def main() -> None:
         return
     threading.Thread(target=_beat, daemon=True).start()
     say(answer=facts(asked))
-    order: dict[str, Any] | None = next((each["start"] for each in messages if "start" in each), None)
-    if order is None:
-        return
-    directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
-    # As the launcher does it on its own machine: workers find the same there, and watch over this process.
-    environment = {**os.environ, **order["environment"], launch.JOB: str(directory), launch.LAUNCHER: str(os.getpid())}
-    command = [sys.executable, "-P", "-m", "cli", *order["arguments"]]
-    workers = {int(rank): launch.start_worker(command, environment | place) for rank, place in order["places"].items()}
-    copies = [
-        threading.Thread(target=_copy, args=(stream, rank), daemon=True)
-        for rank, worker in workers.items()
-        for stream in (worker.stdout, worker.stderr)
-    ]
-    for thread in (*copies, threading.Thread(target=_obey, args=(messages, workers, directory), daemon=True)):
-        thread.start()
-    _report(workers, directory)
-    for thread in copies:
-        thread.join()
-    shutil.rmtree(directory, ignore_errors=True)
+    _Job().obey(messages)
 
 
 def heard() -> Iterator[dict[str, Any]]:
@@ -88,42 +71,77 @@ def _beat() -> None:
         time.sleep(BEAT)
 
 
+class _Job:
+    """The workers here, by rank, and the directory where they and the launcher leave word for each other."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, launch.Worker] = {}
+        self._directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
+        self._copies: list[threading.Thread] = []
+        self._over = threading.Event()  # no more workers will be started
+        threading.Thread(target=self._report, daemon=True).start()
+
+    def obey(self, messages: Iterable[dict[str, Any]]) -> None:
+        """Does as it is told; when the launcher is gone, has the workers save and end, and then kills what is left."""
+        for message in messages:
+            if "start" in message:
+                self._start(**message["start"])
+            elif "over" in message:
+                self._over.set()
+            elif "file" in message:
+                partial = self._directory / f"{message['file']}.tmp"
+                partial.write_text(message["text"])
+                partial.replace(partial.with_suffix(""))
+            elif "signal" in message:
+                worker = self._workers[message["rank"]]
+                worker.kill() if message["signal"] == signal.SIGKILL else worker.send_signal(message["signal"])
+        workers = self._workers.values()
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline and any(worker.poll() is None for worker in workers):
+            time.sleep(0.1)
+        for worker in workers:
+            worker.kill()
+        self._end(1)
+
+    def _start(self, places: dict[str, dict[str, str]], arguments: list[str], environment: dict[str, str]) -> None:
+        # As the launcher does it on its own machine: workers find the same there, and watch over this process.
+        own = {launch.JOB: str(self._directory), launch.LAUNCHER: str(os.getpid())}
+        command = [sys.executable, "-P", "-m", "cli", *arguments]
+        for rank, place in places.items():
+            worker = launch.start_worker(command, {**os.environ, **environment, **own, **place})
+            for stream in (worker.stdout, worker.stderr):
+                self._copies.append(threading.Thread(target=_copy, args=(stream, int(rank)), daemon=True))
+                self._copies[-1].start()
+            self._workers[int(rank)] = worker
+
+    def _report(self) -> None:
+        """Tells of the files that workers leave or change, and of their ends, until all have ended."""
+        told: dict[str, str] = {}
+        ends: set[int] = set()
+        while not (self._over.is_set() and ends >= self._workers.keys()):
+            ended = {rank: code for rank, worker in [*self._workers.items()] if (code := worker.poll()) is not None}
+            for path in sorted(self._directory.glob("rank-*")):
+                if path.suffix != ".tmp" and told.get(path.name) != (text := path.read_text()):
+                    told[path.name] = text
+                    say(file=path.name, text=text)
+            for rank in ended.keys() - ends:  # behind what it left before
+                ends.add(rank)
+                say(ended=ended[rank], rank=rank)
+            time.sleep(0.05)
+        for thread in self._copies:
+            thread.join()
+        self._end(0)
+
+    def _end(self, code: int) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os._exit(code)
+
+
 def _copy(stream: IO[bytes], rank: int) -> None:
     for line in stream:
         say(line=line.decode(errors="replace"), rank=rank)
-
-
-def _obey(messages: Iterable[dict[str, Any]], workers: dict[int, launch.Worker], directory: Path) -> None:
-    """Hands signals on; when the launcher is gone, has the workers save and end, and then kills what is left."""
-    for message in messages:
-        if "signal" in message:
-            worker = workers[message["rank"]]
-            worker.kill() if message["signal"] == signal.SIGKILL else worker.send_signal(message["signal"])
-    for worker in workers.values():
-        worker.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE
-    while time.monotonic() < deadline and any(worker.poll() is None for worker in workers.values()):
-        time.sleep(0.1)
-    for worker in workers.values():
-        worker.kill()
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
-
-
-def _report(workers: dict[int, launch.Worker], directory: Path) -> None:
-    """Tells of the files that workers leave, and of their ends, until all have ended."""
-    told: set[Any] = set()
-    while not told >= workers.keys():
-        ended = {rank: code for rank, worker in workers.items() if (code := worker.poll()) is not None}
-        for path in sorted(directory.glob("rank-*")):
-            if path.suffix != ".tmp" and path.name not in told:
-                told.add(path.name)
-                say(file=path.name, text=path.read_text())
-        for rank, code in ended.items():  # behind what it left before
-            if rank not in told:
-                told.add(rank)
-                say(ended=code, rank=rank)
-        time.sleep(0.05)
 
 
 # What a host has; asked on both ends, and compared

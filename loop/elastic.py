@@ -3,8 +3,8 @@
 Those that train together are a *generation*. When one of them dies, or another one has started, the launcher plans the
 next: a file in the job's directory, `plan.json`, says who is in it, and where they meet. Who has lost the others, or is
 told so at a boundary between calls, leaves his generation and takes his place in the newest one; the oldest worker is
-its chief, and has what all go on from. All of it lies in a directory of the user's own, and the rendezvous is bound to
-loopback.
+its chief, and has what all go on from. All of it lies in a directory of the user's own, of which agents keep copies on
+other hosts (`loop.hosts`); the rendezvous is bound to loopback, or to the address where the hosts meet.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callbacks.journal import read_json
 from callbacks.progress import RELAY
 from loop import launch
 from loop.errors import PeerError, UsageError
+
+if TYPE_CHECKING:
+    from loop.hosts import Cluster, Host, Remote
 
 PLAN = "plan.json"
 MOST_STARTS, WITHIN = 10, 600.0
@@ -53,7 +57,9 @@ class Limits:
     discovery: Path | None = None
 
 
-def limits(text: str | None, discovery: Path | None, backend: str, workers: int | None) -> Limits | None:
+def limits(
+    text: str | None, discovery: Path | None, backend: str, workers: int | None, hosts: str | None = None
+) -> Limits | None:
     """What `--elastic MIN:MAX` and `--discovery SCRIPT` say; None where they aren't given.
 
     Raises:
@@ -71,7 +77,10 @@ def limits(text: str | None, discovery: Path | None, backend: str, workers: int 
     if low > high:
         raise UsageError(f"--elastic {text}: MIN is greater than MAX")
     if workers is not None and not low <= workers <= high:
-        raise UsageError(f"--workers {workers} with --elastic {text}: give a number from {low} to {high}")
+        given = f"--hosts {hosts} has {workers} workers," if hosts else f"--workers {workers}"
+        raise UsageError(f"{given} with --elastic {text}: give a number from {low} to {high}")
+    if discovery is not None and hosts is not None:
+        raise UsageError(f"--discovery {discovery} with --hosts {hosts}: it is asked for this machine: leave one out")
     if backend not in ("auto", "horovod"):
         raise UsageError(f"--elastic {text} with --backend {backend}: only horovod can go on without a worker")
     if launch.job_size() is not None and launch.WORKER not in os.environ:
@@ -122,6 +131,7 @@ class Member:
         self.generation = -1
         self.events: list[dict[str, Any]] = []
         self._plan: dict[str, Any] = {"generation": -1}
+        self._run = ""
         self._sockets: set[str] = set()
         threading.Thread(target=self._watch, name="elastic", daemon=True).start()
 
@@ -132,15 +142,14 @@ class Member:
 
     @property
     def run_directory(self) -> Path | None:
-        """The job's run directory, once it has one."""
-        path = self._job / "run"
-        return Path(path.read_text()) if path.exists() else None
+        """The job's run directory, once it has one: this worker was told, or others were, before they died."""
+        path = self._run or self._plan["run"]
+        return Path(path) if path else None
 
     @run_directory.setter
     def run_directory(self, path: Path | None) -> None:
-        partial = self._job / "run.tmp"
-        partial.write_text(str(path))
-        partial.replace(self._job / "run")
+        self._run = str(path)
+        self._note("run", self._run)
 
     def join(self, start: Callable[[Callable[[], None]], None], keep: Callable[[], None]) -> None:
         """Takes this worker's place in the newest generation, as soon as there is one.
@@ -195,9 +204,9 @@ class Member:
         if self.changed:
             raise SupersededError
 
-    def _note(self, what: str, generation: int) -> None:
+    def _note(self, what: str, value: object) -> None:
         partial = self._job / f"rank-{self._worker}.{what}.tmp"
-        partial.write_text(str(generation))
+        partial.write_text(str(value))
         partial.replace(partial.with_suffix(""))
 
     def _watch(self) -> None:
@@ -225,12 +234,16 @@ def _sockets() -> set[str]:
 # In the launcher
 
 
-def run(given: Limits, workers: int | None, arguments: Sequence[str]) -> tuple[int, str, Any]:
-    """Runs `tfloop` with these arguments in an elastic job on this machine; see `launch.run`."""
+def run(
+    given: Limits, workers: int | None, arguments: Sequence[str], cluster: Cluster | None = None
+) -> tuple[int, str, Any]:
+    """Runs `tfloop` with these arguments in an elastic job, on this machine or on hosts; see `launch.run`."""
+    if cluster is not None:
+        cluster.interfaces()  # what Horovod can't do there is said before anything starts
     slots = given.high if given.discovery is None else discovered(given.discovery)
     wanted = workers or max(given.low, min(given.high, slots))
     directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
-    job = _Job(given, wanted, directory, arguments)
+    job = _Job(given, wanted, directory, arguments, cluster)
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.signal(number, job.hear) for number in numbers}
     try:
@@ -250,20 +263,32 @@ class _Worker:
     Attributes:
         name: which no other one has had.
         process: its process.
+        host: where it is; None: on this machine.
         place: the last generation in which it was given a place; -1: none.
     """
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: launch.Worker | Remote
+    host: Host | None = None
     place: int = -1
+
+    @property
+    def address(self) -> str:
+        """Where Horovod finds it."""
+        return self.host.address if self.host is not None else "localhost"
+
+    def __str__(self) -> str:
+        return f"worker {self.name}{self.process.where}"
 
 
 class _Job:
     """An elastic job: what the launcher knows of its workers, and plans for them."""
 
-    def __init__(self, given: Limits, wanted: int, directory: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, given: Limits, wanted: int, directory: Path, arguments: Sequence[str], cluster: Cluster | None
+    ) -> None:
         self._limits, self._wanted, self._directory = given, wanted, directory
-        self._command = [sys.executable, "-P", "-m", "cli", *arguments]
+        self._arguments, self._cluster = arguments, cluster
         self._environment = {
             **os.environ, launch.JOB: str(directory), launch.LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1",
             "HOROVOD_SIZE": str(wanted),
@@ -273,6 +298,7 @@ class _Job:
         self._output = launch._Output()
         self._timeout = launch.start_timeout()
         self._servers = contextlib.ExitStack()
+        self._hosts: list[Host] = []  # that aren't lost
         self._workers: list[_Worker] = []  # that live, oldest first
         self._started = 0
         self._restarts: list[float] = []
@@ -296,6 +322,9 @@ class _Job:
             threading.Thread(target=self._discover, args=(self._limits.discovery,), daemon=True).start()
         with self._servers:
             while True:
+                if self._cluster is not None:  # before its workers are looked at, which end with it
+                    self._hosts = [host for host in self._cluster.hosts if not host.lost]
+                    self._wanted = sum(host.slots for host in self._hosts)
                 for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
                     self._workers.remove(worker)
                     self._ended(worker)
@@ -309,13 +338,17 @@ class _Job:
                 if not self._workers and (self._over_by < float("inf") or self._stops):
                     break
                 time.sleep(0.05)
+        if self._cluster is not None:
+            for host in self._cluster.hosts:
+                host.over()
+            self._output.threads += self._cluster.threads
         for thread in self._output.threads:
             thread.join()
 
     def kill(self) -> None:
         """Kills all that is left of the job, at once: each worker is a group of processes."""
         for worker in self._workers:
-            _kill(worker.process)
+            worker.process.kill()
 
     def outcome(self) -> tuple[int, str, Any]:
         """What `run` returns."""
@@ -340,23 +373,25 @@ class _Job:
         """Takes in that a worker has ended: it has finished or failed, and says so; or it is lost."""
         report = read_json(self._path(worker, "json"))
         process = worker.process
-        _kill(process)  # what it may have left behind
+        process.kill()  # what it may have left behind
         if report:
             if report["error"]:
-                report["error"] = f"worker {worker.name}: {report['error']}"
+                report["error"] = f"{worker}: {report['error']}"
             self._reports.append(report)
             if report["code"] not in (0, 75):
                 self._end("another worker has failed")
             self._over_by = min(self._over_by, time.monotonic() + _GRACE)
             for other in self._workers:
                 if other.place < 0:
-                    _kill(other.process)  # it still waits for a place
+                    other.process.kill()  # it still waits for a place
             return
         if self._over_by < float("inf") or self._stops or not process.returncode:
             return
         code = process.returncode
         how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-        self._tell(f"worker {worker.name} is gone: {how}")
+        if worker.host is not None and worker.host.lost:
+            how = f"host {worker.host.name} is gone: {worker.host.lost}"
+        self._tell(f"{worker} is gone: {how}")
         if worker.place == self._generation:
             self._broken = self._generation
         if worker.place >= 0:
@@ -373,11 +408,19 @@ class _Job:
                 self._restarts.append(now)
             name = str(self._started)
             self._started += 1
-            process = launch.start_worker(
-                self._command, {**self._environment, launch.WORKER: name, "HOROVOD_RANK": name}
+            place = {launch.WORKER: name, "HOROVOD_RANK": name}
+            if self._cluster is None:
+                command = [sys.executable, "-P", "-m", "cli", *self._arguments]
+                process = launch.start_worker(command, self._environment | place)
+                self._workers.append(_Worker(name, process))
+                self._output.follow(process, name)
+                continue
+            taken = [worker.host for worker in self._workers]
+            host = next(host for host in self._hosts if taken.count(host) < host.slots)
+            [remote] = host.start(
+                {int(name): place}, self._arguments, self._environment, self._directory, self._output.take
             )
-            self._workers.append(_Worker(name, process))
-            self._output.follow(process, name)
+            self._workers.append(_Worker(name, remote, host))
 
     def _plan_next(self) -> None:
         """Plans the next generation, if there must be one, or may be."""
@@ -413,15 +456,17 @@ class _Job:
         from loop.horovodrun import rendezvous
 
         self._generation += 1
-        places = self._servers.enter_context(rendezvous(len(chosen)))
+        shares = Counter(worker.address for worker in chosen)
+        chosen.sort(key=lambda worker: list(shares).index(worker.address))  # as ranks are dealt out, host by host
+        places = self._servers.enter_context(rendezvous(len(chosen), self._cluster, shares))
         for worker in chosen:
             if worker.place < 0 and self._generation:
-                self._tell(f"worker {worker.name} joins: {len(chosen)} workers from the next boundary on")
+                self._tell(f"{worker} joins: {len(chosen)} workers from the next boundary on")
             if worker.place < 0:
                 self._event("worker_joined", worker)
             worker.place = self._generation
         for worker in dropped:
-            self._tell(f"worker {worker.name} is sent away")
+            self._tell(f"{worker} is sent away")
             self._event("worker_gone", worker, how="sent away")
         if self._broken == self._generation - 1 >= 0:
             self._tell(f"going on with {len(chosen)} worker{'s' * (len(chosen) > 1)}")
@@ -442,7 +487,11 @@ class _Job:
         plan = {
             "generation": self._generation, "broken": self._broken, "events": self._events, "places": {}, "dropped": [],
             "end": "", "keeper": "", **more,
+            "run": next((path.read_text() for path in self._directory.glob("rank-*.run")), ""),
         }  # fmt: skip
+        if self._cluster is not None:
+            for host in self._cluster.hosts:
+                host.send(file=PLAN, text=json.dumps(plan))
         partial = self._directory / f"{PLAN}.tmp"
         partial.write_text(json.dumps(plan))
         partial.replace(self._directory / PLAN)
@@ -492,8 +541,3 @@ class _Job:
             return int(self._path(worker, what).read_text())
         except FileNotFoundError:
             return -1
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

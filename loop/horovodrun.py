@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -28,12 +28,21 @@ LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 @contextlib.contextmanager
-def rendezvous(workers: int, cluster: Cluster | None = None) -> Iterator[list[dict[str, str]]]:
-    """Serves the rendezvous as long as it is entered; gives the environment variables of each worker, by rank."""
-    address, hosts, interfaces = "127.0.0.1", f"localhost:{workers}", {"localhost": LOOPBACK}
+def rendezvous(
+    workers: int, cluster: Cluster | None = None, shares: Mapping[str, int] | None = None
+) -> Iterator[list[dict[str, str]]]:
+    """Serves the rendezvous as long as it is entered; gives the environment variables of each worker, by rank.
+
+    Args:
+        workers: how many there are.
+        cluster: the hosts that they are on; None: this machine.
+        shares: how many are on which of these hosts, by address; None: as many as each is to have.
+    """
+    address, interfaces = "127.0.0.1", {"localhost": LOOPBACK}
     if cluster is not None:
         address, interfaces = cluster.address, cluster.interfaces()
-        hosts = ",".join(f"{host.address}:{host.slots}" for host in cluster.hosts)
+        shares = shares or {host.address: host.slots for host in cluster.hosts}
+    hosts = ",".join(f"{host}:{count}" for host, count in (shares or {"localhost": workers}).items())
     slots = get_host_assignments(parse_hosts(hosts), workers)
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
     server.init(slots)

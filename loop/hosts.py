@@ -106,6 +106,8 @@ class Remote:
 
     def poll(self) -> int | None:
         """Its exit code, when it has ended."""
+        if self.returncode is None and self._host.lost:  # just now, or when it was to be started
+            self._host.lose(self._host.lost)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -136,6 +138,7 @@ class Host:
         self._said: list[str] = []  # what isn't the agent's, such as errors of ssh
         self._show: Callable[[str, str], None] = lambda line, who: self._said.append(line.strip())
         self._directory = Path()
+        self._over = False
         self._sending = threading.Lock()
         self.here = agent.resolve(name) is not None
         # A session of its own: Ctrl-C is for the launcher. No secret is in these arguments, which everybody can see.
@@ -166,13 +169,24 @@ class Host:
             self.process.stdin.flush()
 
     def start(
-        self, order: dict[str, Any], workers: dict[int, Remote], directory: Path, show: Callable[[str, str], None]
-    ) -> None:
-        """Has the agent start these workers; what they leave comes to the directory, what they print is shown."""
-        self.workers, self._directory, self._show = workers, directory, show
-        self.send(start=order)
-        if self.lost:  # just now
-            self.lose(self.lost)
+        self, places: dict[int, dict[str, str]], arguments: Sequence[str], environment: Mapping[str, str],
+        directory: Path, show: Callable[[str, str], None],
+    ) -> list[Remote]:  # fmt: skip
+        """Has the agent start a worker with the variables of each place, by rank.
+
+        What they leave comes to the directory, what they print is shown. Variables go the way of the messages, so that
+        no secret is on a command line.
+        """
+        workers = {rank: Remote(self, rank) for rank in places}
+        self.workers, self._directory, self._show = self.workers | workers, directory, show
+        shared = {name: value for name, value in environment.items() if not _OF_A_HOST.fullmatch(name)}
+        self.send(start={"places": places, "arguments": arguments, "environment": shared})
+        return list(workers.values())
+
+    def over(self) -> None:
+        """Tells the agent that no more workers will be started: it ends with those that it has."""
+        self._over = True
+        self.send(over=True)
 
     def problems(self, expected: Mapping[str, str], files: Mapping[str, str | None]) -> Iterator[str]:
         """Why it can't take part."""
@@ -215,7 +229,7 @@ class Host:
                 self._show(text, self.name)
         code = self.process.wait()
         self.threads[1].join(1.0)
-        if not self.answered.is_set() or any(worker.returncode is None for worker in self.workers.values()):
+        if not self._over or any(worker.returncode is None for worker in self.workers.values()):
             what = "its connection ended" if self.answered.is_set() else "can't be reached"
             self.lose(f"{what}: {mask(self._said[-1]) if self._said else f'exit code {code}'}")
 
@@ -318,17 +332,12 @@ class Cluster:
         self, places: Sequence[dict[str, str]], arguments: Sequence[str], environment: Mapping[str, str],
         directory: Path, show: Callable[[str, str], None],
     ) -> list[Remote]:  # fmt: skip
-        """Starts the workers, of which each has the variables of its place; gives them by rank.
-
-        Variables go the way of the messages, so that no secret is on a command line.
-        """
-        shared = {name: value for name, value in environment.items() if not _OF_A_HOST.fullmatch(name)}
+        """Starts all workers, of which each has the variables of its place; gives them by rank."""
         workers: list[Remote] = []
         for host in self.hosts:
             ranks = range(len(workers), len(workers) + host.slots)
-            workers += [Remote(host, rank) for rank in ranks]
-            order = {"places": {rank: places[rank] for rank in ranks}, "arguments": arguments, "environment": shared}
-            host.start(order, {rank: workers[rank] for rank in ranks}, directory, show)
+            workers += host.start({rank: places[rank] for rank in ranks}, arguments, environment, directory, show)
+            host.over()
         return workers
 
     def close(self) -> None:

@@ -19,14 +19,18 @@ NAME = "lock"
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, wait: float = 0.0) -> Iterator[None]:
     """Holds the lock of a run directory.
+
+    Args:
+        directory: which one.
+        wait: so many seconds another process has to let go of it.
 
     Raises:
         UsageError: another process holds it; which one, since when.
     """
     path = directory / NAME
-    with contextlib.closing(_taken(path)) as file:
+    with contextlib.closing(_taken(path, time.monotonic() + wait)) as file:
         owner = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -42,7 +46,7 @@ def locked(directory: Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
 
 
-def _taken(path: Path) -> IO[bytes]:
+def _taken(path: Path, deadline: float) -> IO[bytes]:
     while True:
         file = path.open("ab", buffering=0)
         try:
@@ -52,6 +56,9 @@ def _taken(path: Path) -> IO[bytes]:
             owner = read_json(path)
             here = owner.get("host") == socket.gethostname() and owner.get("namespace") == _namespace()
             if not here or _alive(owner.get("pid")):
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
                 raise UsageError(
                     f"the run directory {path.parent} is in use by process {owner.get('pid', '?')} on "
                     f"{owner.get('host', '?')} since {owner.get('time', '?')}: wait for it, or give another one"

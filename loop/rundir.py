@@ -14,7 +14,7 @@ from typing import Any
 
 from callbacks.journal import read_json
 from callbacks.redact import redact
-from loop import checkpoint
+from loop import checkpoint, launch
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.lock import locked
@@ -42,18 +42,20 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
     with contextlib.ExitStack() as stack:
         if backend.is_chief:
             try:
+                wait = 0.0
                 if backend.elastic and backend.generation:
                     run_dir, resume = backend.run_directory or run_dir, "auto" if resume == "never" else resume
+                    wait = launch.start_timeout()  # the last chief's host may be cut off, and the chief not know it yet
                 directory = _prepare(task, run_dir, resume)
-                stack.enter_context(locked(directory))
-                if backend.elastic:
-                    backend.run_directory = directory
+                stack.enter_context(locked(directory, wait))
                 answer = ["", str(directory)]
             except UsageError as error:
                 answer = [str(error), ""]
         problem, path = backend.broadcast_json(answer)
         if problem:
             raise UsageError(problem)
+        if backend.elastic:
+            backend.run_directory = Path(path)
         yield Path(path)
 
 

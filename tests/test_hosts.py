@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import cli
 from loop import UsageError, agent, launch, schedulers
 from loop import hosts as hosts_
+from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
@@ -86,8 +87,11 @@ class Hosts:
             assert "listening" in self.daemons[-1].stderr.readline()
 
     def down(self):
+        for host in range(len(self.daemons)):  # with connections that don't know yet that they were cut
+            for pid in run("ip", "netns", "pids", self.names[host]).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
         for daemon in self.daemons:
-            daemon.terminate()
             daemon.communicate(timeout=20)
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -168,6 +172,40 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(hosts, tmp_path):
     finally:
         process.kill()
         hosts.cable("up")
+
+
+@needs_horovod
+def test_an_elastic_job_goes_on_without_the_host_that_is_cut_off(hosts, tmp_path, monkeypatch):
+    """The chief is there: the worker here takes over, from what it has in memory."""
+    (tmp_path / "task.py").write_text(TASK)
+    monkeypatch.setenv("ELASTIC_GO", str(tmp_path / "go"))
+    options = f"--hosts {THERE}:1,{HERE}:1 --elastic 1:2 --run-dir run {' '.join(OPTIONS)}"
+    process = hosts.start("train", "task.py:Held", *options.split(), cwd=tmp_path)
+
+    def events(event):
+        path = tmp_path / "run" / "journal.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        assert process.poll() is None, process.stderr.read()
+        return [entry for entry in map(json.loads, lines) if entry["event"] == event]
+
+    try:
+        wait_for(lambda: events("steps_end"))
+        hosts.cable("down")
+        wait_for(lambda: len(events("fit_start")) == 2)
+        [gone], [_, restored] = events("worker_gone"), events("restore")
+        (tmp_path / "go").touch()
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        hosts.cable("up")
+        for pid in hosts.processes(1):  # these would end by themselves, as above
+            os.kill(int(pid), signal.SIGKILL)
+    assert process.returncode == 0, err
+    assert (json.loads(out)["status"], json.loads(out)["steps"]) == ("finished", 12 * 101)
+    assert (gone["worker"], gone["how"].partition(":")[0]) == ("0", f"host {THERE} is gone")
+    assert restored["checkpoint"]
+    assert f"elastic: worker 0 on {THERE} is gone: host {THERE} is gone: " in err
+    assert "elastic: going on with 1 worker" in err
 
 
 def launched(command, cwd):
@@ -320,6 +358,11 @@ def test_hosts_are_read(places):
         (["--hosts", "a:2", "--workers", "3"], "--workers 3, but --hosts a:2 has 2"),
         (["--hosts", "a:2", "--backend", "mirrored"], "--hosts with --backend mirrored: use horovod or multiworker"),
         (["--interface", "eth0"], "--interface eth0 is of use with --hosts alone"),
+        (
+            ["--hosts", "a:2,b:2", "--elastic", "1:3"],
+            "--hosts a:2,b:2 has 4 workers, with --elastic 1:3: give a number",
+        ),
+        (["--hosts", "a,b", "--elastic", "1:2", "--discovery", "room"], "--discovery room with --hosts a,b: "),
     ],
 )
 def test_bad_options(arguments, message):
