@@ -253,8 +253,8 @@ class Pooled(Plain):
     """A pooling layer, whose gradient oneDNN has to see behind it."""
 
     def build_model(self):
-        layers = [keras.layers.Reshape((5, 1)), keras.layers.MaxPooling1D(2), keras.layers.Flatten()]
-        return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
+        layers = [keras.layers.Dense(6), keras.layers.Reshape((6, 1)), keras.layers.MaxPooling1D(2)]
+        return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Flatten(), keras.layers.Dense(1)])
 
     def build_optimizer(self):
         return keras.optimizers.SGD(0.1)
