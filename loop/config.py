@@ -107,7 +107,7 @@ def _table(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path}: it is no text in UTF-8 ({error.reason} at byte {error.start})") from None
     try:
         if path.suffix in (".yaml", ".yml"):
-            import yaml  # comes with MLflow
+            import yaml
 
             table = yaml.safe_load(text)
         else:
