@@ -55,7 +55,7 @@ def evaluate(
     load_weights(built.model, Path(path))
     # The checkpoint's moving averages have been loaded as the weights.
     step = Step(task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None} | inexact.OFF)
-    return step.eval_means(step.evaluate())
+    return step.evaluation.means(step.evaluation.whole())
 
 
 def load_weights(model: Any, path: Path) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def fit(
             if not engine.outlives(error):
                 raise
         engine.regroup()  # an elastic job goes on with the workers that are there now
-    run.step.take_averages()
+    run.step.averages.take()
     return result(run)
 
 
@@ -282,14 +282,14 @@ def evaluate(run: Run, bus: Bus) -> bool:
     """Sees the whole evaluation data. Returns whether it came to the end: somebody may want the run to stop before."""
     run.evaluating = True
     with run.watchdog.phase("the start of the evaluation"), run.stopwatch.at("evaluation"):
-        handle, totals = run.step.start_evaluation(), np.zeros(())
+        handle, totals = run.step.evaluation.start(), np.zeros(())
     step: int | None = 0
     while step is not None:
         if between_calls(run, bus, run.eval_pace.steps):
             return False
         part, begun = "evaluation" if run.eval_pace.calls else split.COMPILING, time.perf_counter()
-        with run.watchdog.phase(lambda: f"{run.step.doing()} of the evaluation"), run.stopwatch.at(part):
-            step, some = run.step.evaluate_steps(handle, step, run.next_steps)
+        with run.watchdog.phase(lambda: f"{run.step.whereabouts.doing()} of the evaluation"), run.stopwatch.at(part):
+            step, some = run.step.evaluation.steps(handle, step, run.next_steps)
         run.eval_pace.record(run.next_steps, time.perf_counter() - begun)
         totals = totals + some
     run.evaluated(totals)

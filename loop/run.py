@@ -26,8 +26,9 @@ from loop.pace import Pace
 from loop.seeds import set_random_state
 from loop.split import COMPILING, Stopwatch
 from loop.state import Progress, plain
-from loop.step import EXAMPLES, SKIPPED, SUMS, Step
+from loop.step import Step
 from loop.task import TrainTask, hyperparameters, target_of
+from loop.values import EXAMPLES, SKIPPED, SUMS
 from loop.watchdog import Watchdog
 from loop.writer import Writer, arrays
 
@@ -237,10 +238,11 @@ class Run:
         # An evaluation comes to its end, unless somebody can't wait.
         saves, stops = (wish and not self.evaluating for wish in (bool(self._save_reason), stops))
         saves |= self._save_at_once
-        keeps = self.backend.elastic and self.backend.is_chief and time.monotonic() >= self._keep_at
+        member = self.backend.member
+        keeps = member is not None and self.backend.is_chief and time.monotonic() >= self._keep_at
         flags = (
             self.failing, saves, self.save_on_stop, waits, self.check_on_save, stops, signalled, keeps,
-            self.backend.changed,
+            member is not None and member.changed,
         )  # fmt: skip
         with self.watchdog.phase("waiting for the other workers"), self.stopwatch.at("waiting"):
             table = self.backend.exchange(steps if self.backend.is_chief else 0, ended, *map(int, flags))
@@ -268,14 +270,15 @@ class Run:
 
     def timed(self, train: Callable[..., tuple[int, int, np.ndarray]], *position: Any) -> tuple[int, int, np.ndarray]:
         """Makes the next call."""
-        doing = self.step.doing if self._calls else "the first call: tracing, compiling and running it"
-        before, begun = self.step.laps(), time.perf_counter()
+        laps = self.step.whereabouts.laps
+        doing = self.step.whereabouts.doing if self._calls else "the first call: tracing, compiling and running it"
+        before, begun = laps(), time.perf_counter()
         with self.watchdog.phase(doing), self.stopwatch.at("other" if self._calls else COMPILING):
             fault.reached("call", self.backend.rank, self.progress.step)
             done = train(*position, self.next_steps)
         self._call_seconds = time.perf_counter() - begun
         if self._calls:
-            self.stopwatch.give({part: seconds - before[part] for part, seconds in self.step.laps().items()})
+            self.stopwatch.give({part: seconds - before[part] for part, seconds in laps().items()})
         return done
 
     def count(self, steps: int, totals: np.ndarray) -> None:
@@ -310,7 +313,7 @@ class Run:
                 '"weight" that compute() returns',
                 stacklevel=2,
             )
-        self.eval_metrics = self.step.eval_means(totals)
+        self.eval_metrics = self.step.evaluation.means(totals)
         self.evaluated_at = self.progress.step
 
     def close_epoch(self) -> dict[str, float]:
@@ -375,7 +378,7 @@ class Run:
                 self.writer.write(self.directory / "checkpoints", self.progress.step, tensors | streams, rest)
 
     def keep(self) -> None:
-        """Takes a snapshot, for the workers of an elastic job to go on from: see `Backend.kept`. All workers call it.
+        """Takes a snapshot, for the workers of an elastic job to go on from: see `elastic.Member`. All workers call it.
 
         The next one is due when this one has cost less than a hundredth of the time: what it took, and what the next
         step will to copy the variables that it changes.
@@ -391,7 +394,8 @@ class Run:
             if not all(workers):
                 return
             tensors, rest = state.snapshot(self)
-            self.backend.kept = state.Kept(self.directory, tensors | streams, rest | {"workers": workers})
+            assert self.backend.member is not None  # or nobody would have asked for it
+            self.backend.member.kept = state.Kept(self.directory, tensors | streams, rest | {"workers": workers})
         now, size = time.monotonic(), sum(each.nbytes for each in arrays(tensors).values())
         self._keeps += 1
         if self._keeps > 1:  # the first one is traced
