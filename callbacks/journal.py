@@ -41,7 +41,7 @@ class Journal(Callback):
             self._file.write("\n")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
-        for event in getattr(run.backend, "events", ()):  # of an elastic job
+        for event in run.backend.member.events if run.backend.member else ():
             self._write(run, event["event"], worker=event["worker"], how=event.get("how", ""))
         self._write(run, "restore", checkpoint=path.name if path else None)
 

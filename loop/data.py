@@ -284,7 +284,7 @@ class Stream:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
         dataset, order = self.dataset, self.order
         by_example = policy == "example"
-        if backend.elastic and not by_example:
+        if backend.member and not by_example:
             raise UsageError(
                 f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "
                 'workers; use ShardData("example"), or ArrayData'

@@ -440,39 +440,55 @@ def run(
     """
     command = [sys.executable, "-P", "-m", "cli", *arguments]
     timeout = start_timeout()
+    with place_of_job() as (directory, environment):
+        output, job = _Output(), _Job(directory)
+        try:
+            with heard_by(job.hear), _places(backend, workers, servers, cluster) as places:
+                job.has_servers = backend == "parameter_server"
+                job.names = [f"rank {rank}" for rank in range(len(places))]
+                if job.has_servers:
+                    job.names = list(tf_cluster(places[0]["TF_CONFIG"])[1])
+
+                def start(rank: int) -> Worker:
+                    process = start_worker(command, {**environment, **places[rank]})
+                    output.follow(process, job.names[rank].removeprefix("rank "))
+                    return process
+
+                job.start, job.tell = start, output.line
+                if cluster is None:
+                    job.processes += map(start, range(len(places)))
+                else:
+                    job.processes += cluster.start(places, arguments, environment, directory, output.take)
+                    output.threads += cluster.threads
+                job.wait(timeout)
+                job.kill()  # what workers may have left behind
+                for thread in output.threads:
+                    thread.join()
+            return job.outcome()
+        finally:
+            job.kill()
+
+
+@contextlib.contextmanager
+def place_of_job() -> Iterator[tuple[Path, dict[str, str]]]:
+    """A directory in which workers leave word for the launcher, and the environment that tells them of it."""
     directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
     environment = {**os.environ, JOB: str(directory), LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if sys.stderr.isatty():
         environment[RELAY] = "relay"
-    output, job = _Output(), _Job(directory)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, job.hear) for number in numbers}
     try:
-        with _places(backend, workers, servers, cluster) as places:
-            job.has_servers = backend == "parameter_server"
-            job.names = [f"rank {rank}" for rank in range(len(places))]
-            if job.has_servers:
-                job.names = list(tf_cluster(places[0]["TF_CONFIG"])[1])
-
-            def start(rank: int) -> Worker:
-                process = start_worker(command, {**environment, **places[rank]})
-                output.follow(process, job.names[rank].removeprefix("rank "))
-                return process
-
-            job.start, job.tell = start, output.line
-            if cluster is None:
-                job.processes += map(start, range(len(places)))
-            else:
-                job.processes += cluster.start(places, arguments, environment, directory, output.take)
-                output.threads += cluster.threads
-            job.wait(timeout)
-            job.kill()  # what workers may have left behind
-            for thread in output.threads:
-                thread.join()
-        return job.outcome()
+        yield directory, environment
     finally:
-        job.kill()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def heard_by(hear: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within it, `hear` takes the signals that a job hands on to its workers."""
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
