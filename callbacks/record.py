@@ -26,6 +26,7 @@ STEP = "step/"
 _LONGEST = 1 << 26  # bytes of run.json that are read: what is longer is none
 _DEEPEST = 20  # levels of what is in it
 _LARGEST = 2.0**53
+_PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # what can be printed as it is
 _PASSED_OVER = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
 
 
@@ -87,7 +88,8 @@ class Record:
             `step/...`; those of evaluations `eval_...`. Values may be nan or infinite.
         speed: examples per second, (step, value).
         checkpoints: those that are there, oldest first.
-        split: the chief's seconds by part, all that is known of: see `loop.split.PARTS`; and `starting`, `compiling`.
+        split: the chief's seconds by part, of lives that have told it: see `loop.split.PARTS`; and `starting`,
+            `compiling`. Without a profile, `training` stands for data, compute, all-reduce and what is left.
         ranks: of a run that was profiled: the seconds by part of each rank, in its last life.
         verdict: of such a run: what holds it back, in lines.
         faults: exceptions, kills, resumes, skipped steps, workers that came and went, stalls.
@@ -171,8 +173,11 @@ def read(path: Path, whole: bool = True) -> Record:
     """
     about = read_about(path)
     story = _Story(whole, about.get("options"))
-    for line in _lines(path / journal.NAME):
-        story.take(line)
+    for line, _ in _lines(path / journal.NAME):
+        if whole or not _PASSED_OVER.match(line):
+            story.take(line)
+        else:
+            story.passed = line
     story.end()
     about = {**story.about, **about}
     progress = _dict(about.get("progress"))
@@ -214,6 +219,23 @@ def read(path: Path, whole: bool = True) -> Record:
     )
 
 
+def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """What the complete lines of a run's journal say from byte `offset` on, each with the offset behind it."""
+    for line, behind in _lines(path / journal.NAME, offset):
+        yield parsed(line), behind
+
+
+def begun(path: Path) -> float:
+    """When a run began, or was begun with, at little cost; 0.0 where nobody knows."""
+    for entry, _ in entries(path):
+        if (time := _number(entry.get("time"))) is not None:
+            return time
+    times = [_stamp(read_about(path).get("updated"))]
+    if _regular(path / LOCK):
+        times.append((path / LOCK).stat().st_mtime)
+    return max((time for time in times if time is not None), default=0.0)
+
+
 def read_about(path: Path) -> dict[str, Any]:
     """The `run.json` of a run directory, fit to be printed; an empty one where there is none that can be read."""
     file = path / ABOUT
@@ -238,21 +260,18 @@ class _Story:
         self.status = self.reason = ""
         self.curves: dict[str, dict[int, float]] = {}
         self.speed: dict[int, float] = {}
-        self.saved: dict[str, str] = {}
+        self.saved: dict[str, tuple[str, float]] = {}
         self.split: dict[str, float] = {}
         self.ranks: list[dict[str, float]] = []
         self.verdict: list[str] = []
         self.faults: list[Fault] = []
-        self._passed = b""  # the last line that wasn't looked into
+        self.passed = b""  # the last line that wasn't looked into
         self._begun = self._time = 0.0  # of this life: its first line's time, and the last one's
         self._explained = True  # whether it is known why the life before ended
         self._calls = False  # whether this life told where the time of each call went
 
     def take(self, line: bytes) -> None:
         """The next line."""
-        if not self.whole and _PASSED_OVER.match(line):
-            self._passed = line
-            return
         entry = parsed(line)
         if entry.get("event") == "restore":
             self._catch_up()
@@ -268,9 +287,9 @@ class _Story:
         self.faults.append(Fault(self._time, self.step, printable(text)))
 
     def _catch_up(self) -> None:
-        if self._passed:
-            self._take(parsed(self._passed))
-            self._passed = b""
+        if self.passed:
+            self._take(parsed(self.passed))
+            self.passed = b""
 
     def _close(self) -> None:
         self.seconds += max(self._time - self._begun, 0.0)
@@ -332,7 +351,7 @@ class _Story:
         self.verdict = [_text(each) for each in text] if isinstance(text, list) else []
 
     def _checkpoint(self, entry: dict[str, Any]) -> None:
-        self.saved[_text(entry.get("checkpoint"))] = _text(entry.get("reason"))
+        self.saved[_text(entry.get("checkpoint"))] = _text(entry.get("reason")), self._time
 
     def _exception(self, entry: dict[str, Any]) -> None:
         self.fault(_text(entry.get("error")))
@@ -351,7 +370,8 @@ class _Story:
         if self.status == "preempted":
             self.fault("stopped by a signal")
         if not self._calls:  # else they have told it already
-            self._add(_dict(entry.get("seconds")))
+            seconds = _dict(entry.get("seconds"))
+            self._add({"training" if part == "other" else part: some for part, some in seconds.items()})
 
     def _add(self, seconds: dict[str, Any]) -> None:
         for part, some in _seconds(seconds).items():
@@ -370,23 +390,30 @@ def printable(text: str) -> str:
 
 def parsed(line: bytes) -> dict[str, Any]:
     """A line of a journal, fit to be printed; an empty one if it is none."""
+    flat = line.count(b"{") + line.count(b"[") < _DEEPEST
     try:
-        return _dict(_clean(json.loads(line)))
+        value = json.loads(line)
+        return _dict(value if flat and _PLAIN.fullmatch(line) else _clean(value))
     except (ValueError, RecursionError):
         return {}
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The complete lines of a file."""
+def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
+    """The complete lines of a file from byte `offset` on, each with the offset behind it."""
     try:
-        if _regular(path):
-            with path.open("rb") as file:
-                yield from (line for line in file if line.endswith(b"\n"))
+        if not _regular(path):
+            return
+        with path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    offset += len(line)
+                    yield line, offset
     except OSError:
         return
 
 
-def _checkpoints(directory: Path, reasons: dict[str, str]) -> Iterator[Checkpoint]:
+def _checkpoints(directory: Path, saved: dict[str, tuple[str, float]]) -> Iterator[Checkpoint]:
     try:
         found = sorted(
             (int(path.name.removeprefix("step-")), path)
@@ -399,10 +426,10 @@ def _checkpoints(directory: Path, reasons: dict[str, str]) -> Iterator[Checkpoin
         try:
             with os.scandir(path) as files:
                 size = sum(each.stat(follow_symlinks=False).st_size for each in files)
-            time = path.stat().st_mtime
+            reason, time = saved.get(path.name) or ("", path.stat().st_mtime)
         except OSError:  # it is being removed
             continue
-        yield Checkpoint(path.name, step, reasons.get(path.name, ""), size, time)
+        yield Checkpoint(path.name, step, reason, size, time)
 
 
 def _regular(path: Path) -> bool:
