@@ -56,6 +56,7 @@ class Run(Protocol):
         save_must_succeed: whether the run fails when a checkpoint can't be written; the last one always must.
         check_on_save: whether replicas are compared before a checkpoint is written; `Sentinel` asks for it.
         examples_per_second: the speed of training since the start of this process, compiled calls only.
+        seconds: where the time since then went, by part: see `loop.split`.
     """
 
     task: Any
@@ -76,6 +77,8 @@ class Run(Protocol):
 
     @property
     def examples_per_second(self) -> float: ...
+    @property
+    def seconds(self) -> dict[str, float]: ...
     @property
     def variables(self) -> list[Any]: ...
     @property

@@ -110,6 +110,11 @@ class Run:
         """
         return self._examples / self._seconds if self._seconds else 0.0
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of this process went, from its first call on to the end of the last one, by part."""
+        return dict(self.stopwatch.seconds)
+
     @functools.cached_property
     def info(self) -> dict[str, Any]:
         """Who, what, versions, topology: JSON values."""

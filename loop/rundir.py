@@ -17,7 +17,7 @@ from callbacks.redact import redact
 from loop import checkpoint, launch
 from loop.backends.base import Backend
 from loop.errors import UsageError
-from loop.lock import locked
+from loop.lock import A_LOOK, locked
 from loop.run import KEPT, Run
 from loop.state import restore as restore_state
 from loop.state import stream_of
@@ -42,7 +42,7 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
     with contextlib.ExitStack() as stack:
         if backend.is_chief:
             try:
-                wait = 0.0
+                wait = A_LOOK
                 if backend.elastic and backend.generation:
                     run_dir, resume = backend.run_directory or run_dir, "auto" if resume == "never" else resume
                     wait = launch.start_timeout()  # the last chief's host may be cut off, and the chief not know it yet
