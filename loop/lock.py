@@ -17,7 +17,7 @@ from loop.errors import UsageError
 
 NAME = "lock"
 A_LOOK = 0.5
-"""Seconds that are more than enough for who only looks whether a lock is held (`tfloop runs`), and holds it for that."""
+"""Seconds that are more than enough for who only looks whether a lock is held (`tfloop runs`), by taking it."""
 
 
 @contextlib.contextmanager
