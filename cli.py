@@ -603,6 +603,29 @@ def sync(
     print(f"delivered {sent.count:,} points to {redact(store)}, run {sent.run_id}")
 
 
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT.html]", help="The page; if not given: report.html in RUN_DIR.")
+    ] = None,
+) -> None:
+    """Make the page of a run anew: its curves, settings, time and faults, in one file."""
+    from callbacks import record
+    from callbacks import report as page
+
+    if not record.is_run(run_dir):
+        raise UsageError(f"{run_dir} is no run directory: it must have run.json and journal.jsonl")
+    out = out or run_dir / page.NAME
+    try:
+        if out.exists() and not page.is_report(out):
+            raise UsageError(f"{out} exists already, and is no report: give another name")
+        page.write(out, record.read(run_dir))
+    except OSError as error:
+        raise UsageError(f"{out} can't be written ({error.strerror}): give another name") from None
+    print(f"wrote {out}", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def sole_deliverer(run_dir: Path) -> Iterator[None]:
     """Holds the lock of a run directory, if it has one: a run that is under way delivers by itself."""

@@ -27,6 +27,8 @@ _LONGEST = 1 << 26  # bytes of run.json that are read: what is longer is none
 _DEEPEST = 20  # levels of what is in it
 _LARGEST = 2.0**53
 _PASSED_OVER = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
+_FREQUENT = re.compile(rb'\{"time": (\d{1,11}(?:\.\d+)?), "event": "(steps_end|call)"')
+_LONG = 1 << 19  # bytes of a journal that are read at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Record:
         curves: points (step, value) by metric, by step. Training has a point an epoch; those within an epoch are named
             `step/...`; those of evaluations `eval_...`. Values may be nan or infinite.
         speed: examples per second, (step, value).
+        clock: (step, seconds under way until then), as it went: where a life goes on from before, steps go back.
         checkpoints: those that are there, oldest first.
         split: the chief's seconds by part, all that is known of: see `loop.split.PARTS`; and `starting`, `compiling`.
         ranks: of a run that was profiled: the seconds by part of each rank, in its last life.
@@ -116,6 +119,7 @@ class Record:
     machine: dict[str, Any] = dataclasses.field(default_factory=dict)
     curves: dict[str, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
     speed: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    clock: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
     split: dict[str, float] = dataclasses.field(default_factory=dict)
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -162,15 +166,16 @@ def under_way(path: Path) -> bool:
     return False
 
 
-def read(path: Path, whole: bool = True) -> Record:
+def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
     """What a run directory tells. Nothing in it is an error: what can't be read is left out.
 
     Args:
         path: the run directory.
         whole: False leaves out what makes it slow: points within epochs but the last, checkpoints, split, stalls.
+        quick: takes of a long journal only so many points within epochs as a picture has room for.
     """
     about = read_about(path)
-    story = _Story(whole, about.get("options"))
+    story = _Story(whole, about.get("options"), 1 + _size(path / journal.NAME) // _LONG if quick else 1)
     for line in _lines(path / journal.NAME):
         story.take(line)
     story.end()
@@ -206,6 +211,7 @@ def read(path: Path, whole: bool = True) -> Record:
         machine=_dict(about.get("machine")),
         curves={name: sorted(points.items()) for name, points in story.curves.items()},
         speed=sorted(story.speed.items()),
+        clock=story.clock,
         checkpoints=list(_checkpoints(path / "checkpoints", story.saved)) if whole else [],
         split=story.split,
         ranks=story.ranks,
@@ -228,8 +234,8 @@ def read_about(path: Path) -> dict[str, Any]:
 class _Story:
     """What the lines of a journal tell, one after the other."""
 
-    def __init__(self, whole: bool, options: Any) -> None:
-        self.whole = whole
+    def __init__(self, whole: bool, options: Any, every: int) -> None:
+        self.whole, self.every = whole, every
         self.patience = _number(_dict(options).get("stall_timeout")) or math.inf
         self.about: dict[str, Any] = {}
         self.started: float | None = None
@@ -238,12 +244,14 @@ class _Story:
         self.status = self.reason = ""
         self.curves: dict[str, dict[int, float]] = {}
         self.speed: dict[int, float] = {}
+        self.clock: list[tuple[int, float]] = []
         self.saved: dict[str, str] = {}
         self.split: dict[str, float] = {}
         self.ranks: list[dict[str, float]] = []
         self.verdict: list[str] = []
         self.faults: list[Fault] = []
         self._passed = b""  # the last line that wasn't looked into
+        self._frequent = 0  # lines of a kind of which there are too many
         self._begun = self._time = 0.0  # of this life: its first line's time, and the last one's
         self._explained = True  # whether it is known why the life before ended
         self._calls = False  # whether this life told where the time of each call went
@@ -253,6 +261,11 @@ class _Story:
         if not self.whole and _PASSED_OVER.match(line):
             self._passed = line
             return
+        if self.every > 1 and (found := _FREQUENT.match(line)):
+            self._frequent += 1
+            if found[2] == b"call" or self._frequent % self.every:
+                self._pass_time(float(found[1]))
+                return
         entry = parsed(line)
         if entry.get("event") == "restore":
             self._catch_up()
@@ -286,19 +299,23 @@ class _Story:
             self._begun = self._time = time
             self.lives += 1
             self.status, self._explained, self._calls = "", False, False
-        elif self.whole and self._time and time - self._time >= self.patience:
-            self.fault(f"nothing ended for {time - self._time:.0f} s")
+        self._pass_time(time)
         self.started = time if self.started is None else self.started
         self._begun = self._begun or time
-        self._time = max(self._time, time)
         self.epoch = _count(entry.get("epoch")) or 0
         self.step = step = _count(entry.get("step")) or 0
         metrics = _dict(entry.get("metrics"))
         if event in ("steps_end", "eval_end", "epoch_end"):
             self._points(event, step, metrics)
+            self.clock.append((step, self.seconds + self._time - self._begun))
         known = getattr(self, f"_{event}", None) if event in _TELLING else None
         if known is not None:
             known(entry)
+
+    def _pass_time(self, time: float) -> None:
+        if self.whole and self._time and time - self._time >= self.patience:
+            self.fault(f"nothing ended for {time - self._time:.0f} s")
+        self._time = max(self._time, time)
 
     def _points(self, event: str, step: int, metrics: dict[str, Any]) -> None:
         prefix = STEP if event == "steps_end" else ""
@@ -350,6 +367,8 @@ class _Story:
         self.status, self.reason = _text(entry.get("status")), _text(entry.get("reason"))
         if self.status == "preempted":
             self.fault("stopped by a signal")
+        if (speed := _number(entry.get(SPEED))) is not None and speed > 0:
+            self.speed[self.step] = speed
         if not self._calls:  # else they have told it already
             self._add(_dict(entry.get("seconds")))
 
@@ -411,6 +430,13 @@ def _regular(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _escaped(character: str) -> str:
