@@ -22,11 +22,12 @@ from typer.core import TyperCommand
 
 import callbacks
 import callbacks.progress
+import callbacks.record
 from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN, mask, redact
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import config, elastic, hosts, launch, schedulers, target
+from loop import config, elastic, hosts, launch, runs, schedulers, target, terminal
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
 from loop.options import BACKENDS, nearest, with_defaults
@@ -603,27 +604,124 @@ def sync(
     print(f"delivered {sent.count:,} points to {redact(store)}, run {sent.run_id}")
 
 
+runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
+app.add_typer(runs_app, name="runs")
+Root = Annotated[Path | None, typer.Option(help="Where the runs are; runs/ if not given.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="RUN", help="A name, the beginning of one, a path, or latest.")]
+Names = Annotated[list[str], typer.Argument(metavar="RUN...", help=Name.__metadata__[0].help)]
+Metric = Annotated[str | None, typer.Option(help="The metric to show; the loss if not given.")]
+
+
+@runs_app.callback(invoke_without_command=True)
+def list_runs(
+    context: typer.Context,
+    filter_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."
+        ),
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
+    ] = None,
+    metric: Metric = None,
+    as_json: AsJson = False,
+    root: Root = None,
+) -> None:
+    """List runs; with a command, show, compare or remove them."""
+    context.obj = root
+    if context.invoked_subcommand is not None:
+        if filter_ or sort or metric or as_json:
+            raise UsageError(f"runs {context.invoked_subcommand}: give its options behind it")
+        return
+    found = runs.listed(root or runs.ROOT, filter_ or (), sort, metric)
+    if as_json:
+        print(runs.as_json(found))
+    elif found:
+        terminal.write(runs.lines(found, metric))
+    else:
+        print("no such runs" if filter_ else "no runs here yet: tfloop train digits makes one", file=sys.stderr)
+
+
+@runs_app.command("show")
+def show_run(
+    context: typer.Context, run: Name, metric: Metric = None, as_json: AsJson = False, root: Root = None
+) -> None:
+    """Show a run: curves, parameters, checkpoints, and where its time went."""
+    record = callbacks.record.read(runs.locate(root or context.obj or runs.ROOT, run))
+    if as_json:
+        print(runs.shown_as_json(record))
+    else:
+        terminal.write(runs.show(record, metric))
+
+
+@runs_app.command("compare")
+def compare_runs(context: typer.Context, names: Names, metric: Metric = None, root: Root = None) -> None:
+    """Show what runs differ in, and their curves in one plot."""
+    records = [callbacks.record.read(runs.locate(root or context.obj or runs.ROOT, name)) for name in names]
+    terminal.write(runs.compare(records, metric))
+
+
+@runs_app.command("rm")
+def remove_runs(
+    context: typer.Context,
+    names: Names,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    root: Root = None,
+) -> None:
+    """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
+    place_ = root or context.obj or runs.ROOT
+    paths = list(dict.fromkeys(runs.locate(place_, name) for name in names))
+    for path in paths:
+        runs.removable(path, place_)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("runs rm asks first, and there is no terminal: give --yes")
+        terminal.write([f"{callbacks.record.printable(str(path))}  {terminal.size(runs.size(path))}" for path in paths])
+        if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
+            raise typer.Exit(0)
+    left = [text for path in paths for text in runs.remove(path)]
+    if left:
+        finish(FAILED, f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}", None, False)
+
+
+@app.command()
+def tail(
+    run: Name,
+    count: Annotated[int, typer.Option("-n", min=0, help="How many events of before are shown first.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Show what comes until the run ends.")] = True,
+    root: Root = None,
+) -> None:
+    """Follow a run: a line for each event, until it ends."""
+    try:
+        for line in runs.tail(runs.locate(root or runs.ROOT, run), count, follow):
+            terminal.write([line])
+    except KeyboardInterrupt:
+        print("the run goes on without being watched", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Name,
     out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT.html]", help="The page; if not given: report.html in RUN_DIR.")
+        Path | None, typer.Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
     ] = None,
+    root: Root = None,
 ) -> None:
     """Make the page of a run anew: its curves, settings, time and faults, in one file."""
-    from callbacks import record
     from callbacks import report as page
 
-    if not record.is_run(run_dir):
-        raise UsageError(f"{run_dir} is no run directory: it must have run.json and journal.jsonl")
-    out = out or run_dir / page.NAME
+    path = runs.locate(root or runs.ROOT, run)
+    out = out or path / page.NAME
+    shown = callbacks.record.printable(str(out))
     try:
         if out.exists() and not page.is_report(out):
-            raise UsageError(f"{out} exists already, and is no report: give another name")
-        page.write(out, record.read(run_dir))
+            raise UsageError(f"{shown} exists already, and is no report: give another name")
+        page.write(out, callbacks.record.read(path))
     except OSError as error:
-        raise UsageError(f"{out} can't be written ({error.strerror}): give another name") from None
-    print(f"wrote {out}", file=sys.stderr)
+        raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
+    print(f"wrote {shown}", file=sys.stderr)
 
 
 @contextlib.contextmanager

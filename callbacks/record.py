@@ -26,9 +26,10 @@ STEP = "step/"
 _LONGEST = 1 << 26  # bytes of run.json that are read: what is longer is none
 _DEEPEST = 20  # levels of what is in it
 _LARGEST = 2.0**53
-_PASSED_OVER = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
+_PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # what can be printed as it is
 _FREQUENT = re.compile(rb'\{"time": (\d{1,11}(?:\.\d+)?), "event": "(steps_end|call)"')
 _LONG = 1 << 19  # bytes of a journal that are read at once
+_PASSED_OVER = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Record:
         speed: examples per second, (step, value).
         clock: (step, seconds under way until then), as it went: where a life goes on from before, steps go back.
         checkpoints: those that are there, oldest first.
-        split: the chief's seconds by part, all that is known of: see `loop.split.PARTS`; and `starting`, `compiling`.
+        split: the chief's seconds by part, of lives that have told it: see `loop.split.PARTS`; and `starting`,
+            `compiling`. Without a profile, `training` stands for data, compute, all-reduce and what is left.
         ranks: of a run that was profiled: the seconds by part of each rank, in its last life.
         verdict: of such a run: what holds it back, in lines.
         faults: exceptions, kills, resumes, skipped steps, workers that came and went, stalls.
@@ -175,8 +177,17 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
         quick: takes of a long journal only so many points within epochs as a picture has room for.
     """
     about = read_about(path)
-    story = _Story(whole, about.get("options"), 1 + _size(path / journal.NAME) // _LONG if quick else 1)
-    for line in _lines(path / journal.NAME):
+    story = _Story(whole, about.get("options"))
+    every, frequent = 1 + (_size(path / journal.NAME) // _LONG if quick else 0), 0
+    for line, _ in _lines(path / journal.NAME):
+        if not whole and _PASSED_OVER.match(line):
+            story.passed = line
+            continue
+        if every > 1 and (found := _FREQUENT.match(line)):
+            frequent += 1
+            if found[2] == b"call" or frequent % every:
+                story.pass_time(float(found[1]))
+                continue
         story.take(line)
     story.end()
     about = {**story.about, **about}
@@ -220,6 +231,23 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
     )
 
 
+def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """What the complete lines of a run's journal say from byte `offset` on, each with the offset behind it."""
+    for line, behind in _lines(path / journal.NAME, offset):
+        yield parsed(line), behind
+
+
+def begun(path: Path) -> float:
+    """When a run began, or was begun with, at little cost; 0.0 where nobody knows."""
+    for entry, _ in entries(path):
+        if (time := _number(entry.get("time"))) is not None:
+            return time
+    times = [_stamp(read_about(path).get("updated"))]
+    if _regular(path / LOCK):
+        times.append((path / LOCK).stat().st_mtime)
+    return max((time for time in times if time is not None), default=0.0)
+
+
 def read_about(path: Path) -> dict[str, Any]:
     """The `run.json` of a run directory, fit to be printed; an empty one where there is none that can be read."""
     file = path / ABOUT
@@ -234,8 +262,8 @@ def read_about(path: Path) -> dict[str, Any]:
 class _Story:
     """What the lines of a journal tell, one after the other."""
 
-    def __init__(self, whole: bool, options: Any, every: int) -> None:
-        self.whole, self.every = whole, every
+    def __init__(self, whole: bool, options: Any) -> None:
+        self.whole = whole
         self.patience = _number(_dict(options).get("stall_timeout")) or math.inf
         self.about: dict[str, Any] = {}
         self.started: float | None = None
@@ -245,27 +273,18 @@ class _Story:
         self.curves: dict[str, dict[int, float]] = {}
         self.speed: dict[int, float] = {}
         self.clock: list[tuple[int, float]] = []
-        self.saved: dict[str, str] = {}
+        self.saved: dict[str, tuple[str, float]] = {}
         self.split: dict[str, float] = {}
         self.ranks: list[dict[str, float]] = []
         self.verdict: list[str] = []
         self.faults: list[Fault] = []
-        self._passed = b""  # the last line that wasn't looked into
-        self._frequent = 0  # lines of a kind of which there are too many
+        self.passed = b""  # the last line that wasn't looked into
         self._begun = self._time = 0.0  # of this life: its first line's time, and the last one's
         self._explained = True  # whether it is known why the life before ended
         self._calls = False  # whether this life told where the time of each call went
 
     def take(self, line: bytes) -> None:
         """The next line."""
-        if not self.whole and _PASSED_OVER.match(line):
-            self._passed = line
-            return
-        if self.every > 1 and (found := _FREQUENT.match(line)):
-            self._frequent += 1
-            if found[2] == b"call" or self._frequent % self.every:
-                self._pass_time(float(found[1]))
-                return
         entry = parsed(line)
         if entry.get("event") == "restore":
             self._catch_up()
@@ -280,10 +299,16 @@ class _Story:
         """Something that wasn't meant to be."""
         self.faults.append(Fault(self._time, self.step, printable(text)))
 
+    def pass_time(self, time: float) -> None:
+        """Something happened then."""
+        if self.whole and self._time and time - self._time >= self.patience:
+            self.fault(f"nothing ended for {time - self._time:.0f} s")
+        self._time = max(self._time, time)
+
     def _catch_up(self) -> None:
-        if self._passed:
-            self._take(parsed(self._passed))
-            self._passed = b""
+        if self.passed:
+            self._take(parsed(self.passed))
+            self.passed = b""
 
     def _close(self) -> None:
         self.seconds += max(self._time - self._begun, 0.0)
@@ -299,7 +324,7 @@ class _Story:
             self._begun = self._time = time
             self.lives += 1
             self.status, self._explained, self._calls = "", False, False
-        self._pass_time(time)
+        self.pass_time(time)
         self.started = time if self.started is None else self.started
         self._begun = self._begun or time
         self.epoch = _count(entry.get("epoch")) or 0
@@ -311,11 +336,6 @@ class _Story:
         known = getattr(self, f"_{event}", None) if event in _TELLING else None
         if known is not None:
             known(entry)
-
-    def _pass_time(self, time: float) -> None:
-        if self.whole and self._time and time - self._time >= self.patience:
-            self.fault(f"nothing ended for {time - self._time:.0f} s")
-        self._time = max(self._time, time)
 
     def _points(self, event: str, step: int, metrics: dict[str, Any]) -> None:
         prefix = STEP if event == "steps_end" else ""
@@ -349,7 +369,7 @@ class _Story:
         self.verdict = [_text(each) for each in text] if isinstance(text, list) else []
 
     def _checkpoint(self, entry: dict[str, Any]) -> None:
-        self.saved[_text(entry.get("checkpoint"))] = _text(entry.get("reason"))
+        self.saved[_text(entry.get("checkpoint"))] = _text(entry.get("reason")), self._time
 
     def _exception(self, entry: dict[str, Any]) -> None:
         self.fault(_text(entry.get("error")))
@@ -370,7 +390,8 @@ class _Story:
         if (speed := _number(entry.get(SPEED))) is not None and speed > 0:
             self.speed[self.step] = speed
         if not self._calls:  # else they have told it already
-            self._add(_dict(entry.get("seconds")))
+            seconds = _dict(entry.get("seconds"))
+            self._add({"training" if part == "other" else part: some for part, some in seconds.items()})
 
     def _add(self, seconds: dict[str, Any]) -> None:
         for part, some in _seconds(seconds).items():
@@ -389,23 +410,30 @@ def printable(text: str) -> str:
 
 def parsed(line: bytes) -> dict[str, Any]:
     """A line of a journal, fit to be printed; an empty one if it is none."""
+    flat = line.count(b"{") + line.count(b"[") < _DEEPEST
     try:
-        return _dict(_clean(json.loads(line)))
+        value = json.loads(line)
+        return _dict(value if flat and _PLAIN.fullmatch(line) else _clean(value))
     except (ValueError, RecursionError):
         return {}
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The complete lines of a file."""
+def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
+    """The complete lines of a file from byte `offset` on, each with the offset behind it."""
     try:
-        if _regular(path):
-            with path.open("rb") as file:
-                yield from (line for line in file if line.endswith(b"\n"))
+        if not _regular(path):
+            return
+        with path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    offset += len(line)
+                    yield line, offset
     except OSError:
         return
 
 
-def _checkpoints(directory: Path, reasons: dict[str, str]) -> Iterator[Checkpoint]:
+def _checkpoints(directory: Path, saved: dict[str, tuple[str, float]]) -> Iterator[Checkpoint]:
     try:
         found = sorted(
             (int(path.name.removeprefix("step-")), path)
@@ -418,10 +446,10 @@ def _checkpoints(directory: Path, reasons: dict[str, str]) -> Iterator[Checkpoin
         try:
             with os.scandir(path) as files:
                 size = sum(each.stat(follow_symlinks=False).st_size for each in files)
-            time = path.stat().st_mtime
+            reason, time = saved.get(path.name) or ("", path.stat().st_mtime)
         except OSError:  # it is being removed
             continue
-        yield Checkpoint(path.name, step, reasons.get(path.name, ""), size, time)
+        yield Checkpoint(path.name, step, reason, size, time)
 
 
 def _regular(path: Path) -> bool:
