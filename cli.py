@@ -701,6 +701,29 @@ def tail(
         raise typer.Exit(130) from None
 
 
+@app.command()
+def report(
+    run: Name,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
+    ] = None,
+    root: Root = None,
+) -> None:
+    """Make the page of a run anew: its curves, settings, time and faults, in one file."""
+    from callbacks import report as page
+
+    path = runs.locate(root or runs.ROOT, run)
+    out = out or path / page.NAME
+    shown = callbacks.record.printable(str(out))
+    try:
+        if out.exists() and not page.is_report(out):
+            raise UsageError(f"{shown} exists already, and is no report: give another name")
+        page.write(out, callbacks.record.read(path))
+    except OSError as error:
+        raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
+    print(f"wrote {shown}", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def sole_deliverer(run_dir: Path) -> Iterator[None]:
     """Holds the lock of a run directory, if it has one: a run that is under way delivers by itself."""

@@ -14,6 +14,7 @@ from callbacks.learning_rate import LearningRateScaling
 from callbacks.mlflow import MLflowTracker
 from callbacks.profiler import Profiler
 from callbacks.progress import Progress
+from callbacks.report import Report
 from callbacks.sentinel import Sentinel
 from callbacks.shard import ShardData
 
@@ -30,6 +31,7 @@ __all__ = [
     "Metrics",
     "Profiler",
     "Progress",
+    "Report",
     "Run",
     "Schedule",
     "Sentinel",
@@ -54,15 +56,15 @@ def standard(**changes: Callback | None) -> StandardSet:
     `standard(mlflow=None) + [Mine()]` adds one.
 
     Args:
-        **changes: any of `broadcast`, `shard`, `sentinel`, `checkpoint`, `journal`, `mlflow`, `progress`.
+        **changes: any of `broadcast`, `shard`, `sentinel`, `checkpoint`, `journal`, `report`, `mlflow`, `progress`.
 
     Raises:
         TypeError: for another name.
     """
-    names = ("broadcast", "shard", "sentinel", "checkpoint", "journal", "mlflow", "progress")
+    names = ("broadcast", "shard", "sentinel", "checkpoint", "journal", "report", "mlflow", "progress")
     if unknown := set(changes) - set(names):
         raise TypeError(f"standard() has no {', '.join(sorted(unknown))}: its callbacks are {', '.join(names)}")
-    kinds = (BroadcastVariables, ShardData, Sentinel, Checkpoint, Journal, MLflowTracker, Progress)
+    kinds = (BroadcastVariables, ShardData, Sentinel, Checkpoint, Journal, Report, MLflowTracker, Progress)
     made = [changes[name] if name in changes else kind() for name, kind in zip(names, kinds, strict=True)]
     return StandardSet([callback for callback in made if callback is not None])
 
@@ -71,10 +73,14 @@ def complete(callbacks: Iterable[Callback] | None) -> list[Callback]:
     """The callbacks of a run, from what was handed to `fit`.
 
     None is the standard set; a `StandardSet` is taken as it is; other callbacks are added to the standard set, in which
-    each takes the place of the callback of its own kind.
+    each takes the place of the callback of its own kind: the report is made from the journal, and delivered after that.
     """
     if isinstance(callbacks, StandardSet):
         return list(callbacks)
     added = list(callbacks or ())
-    replaced = tuple(kind for kind in map(type, standard()) if any(isinstance(callback, kind) for callback in added))
-    return [callback for callback in standard() if not isinstance(callback, replaced)] + added
+    whole: list[Callback] = []
+    for usual in standard():
+        own = [callback for callback in added if isinstance(callback, type(usual))]
+        whole += own or [usual]
+        added = [callback for callback in added if callback not in own]
+    return whole + added

@@ -31,6 +31,7 @@ from callbacks import journal
 from callbacks.journal import read_json
 from callbacks.mlflow import STATE, write_state
 from callbacks.redact import redact
+from callbacks.report import NAME as REPORT
 
 ID = "tfloop.id"
 """The tag by which a run is found again in its experiment."""
@@ -129,7 +130,7 @@ class Delivery:
         """Says there how the run ended, and stores the files of the run directory."""
         status = _STATUS.get(read_json(self.directory / "run.json").get("status", ""), "KILLED")
         self._client.set_terminated(self.run_id, status, self._time or None)
-        for name in ("run.json", journal.NAME, "metrics.csv"):
+        for name in ("run.json", journal.NAME, "metrics.csv", REPORT):
             path = self.directory / name
             try:
                 if path.exists():

@@ -75,7 +75,8 @@ class Journal(Callback):
         self._write(run, "exception", error=f"{type(error).__name__}: {redact(str(error))}")
 
     def on_fit_end(self, run: Run, status: str) -> None:
-        self._write(run, "fit_end", status=status, reason=run.stop_reason, seconds=run.seconds)
+        told = {"reason": run.stop_reason, "seconds": run.seconds, "examples_per_second": run.examples_per_second}
+        self._write(run, "fit_end", status=status, **told)
         if self._file:
             self._file.close()
 

@@ -28,6 +28,8 @@ _LONGEST = 1 << 26  # bytes of run.json that are read: what is longer is none
 _DEEPEST = 20  # levels of what is in it
 _LARGEST = 2.0**53
 _PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # what can be printed as it is
+_FREQUENT = re.compile(rb'\{"time": (\d{1,11}(?:\.\d+)?), "event": "(steps_end|call)"')
+_LONG = 1 << 19  # bytes of a journal that are read at once
 _PASSED_OVER = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
 
 
@@ -88,6 +90,7 @@ class Record:
         curves: points (step, value) by metric, by step. Training has a point an epoch; those within an epoch are named
             `step/...`; those of evaluations `eval_...`. Values may be nan or infinite.
         speed: examples per second, (step, value).
+        clock: (step, seconds under way until then), as it went: where a life goes on from before, steps go back.
         checkpoints: those that are there, oldest first.
         split: the chief's seconds by part, of lives that have told it: see `loop.split.PARTS`; and `starting`,
             `compiling`. Without a profile, `training` stands for data, compute, all-reduce and what is left.
@@ -119,6 +122,7 @@ class Record:
     machine: dict[str, Any] = dataclasses.field(default_factory=dict)
     curves: dict[str, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
     speed: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    clock: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
     split: dict[str, float] = dataclasses.field(default_factory=dict)
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -165,20 +169,27 @@ def under_way(path: Path) -> bool:
     return False
 
 
-def read(path: Path, whole: bool = True) -> Record:
+def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
     """What a run directory tells. Nothing in it is an error: what can't be read is left out.
 
     Args:
         path: the run directory.
         whole: False leaves out what makes it slow: points within epochs but the last, checkpoints, split, stalls.
+        quick: takes of a long journal only so many points within epochs as a picture has room for.
     """
     about = read_about(path)
     story = _Story(whole, about.get("options"))
+    every, frequent = 1 + (_size(path / journal.NAME) // _LONG if quick else 0), 0
     for line, _ in _lines(path / journal.NAME):
-        if whole or not _PASSED_OVER.match(line):
-            story.take(line)
-        else:
+        if not whole and _PASSED_OVER.match(line):
             story.passed = line
+            continue
+        if every > 1 and (found := _FREQUENT.match(line)):
+            frequent += 1
+            if found[2] == b"call" or frequent % every:
+                story.pass_time(float(found[1]))
+                continue
+        story.take(line)
     story.end()
     about = {**story.about, **about}
     progress = _dict(about.get("progress"))
@@ -212,6 +223,7 @@ def read(path: Path, whole: bool = True) -> Record:
         machine=_dict(about.get("machine")),
         curves={name: sorted(points.items()) for name, points in story.curves.items()},
         speed=sorted(story.speed.items()),
+        clock=story.clock,
         checkpoints=list(_checkpoints(path / "checkpoints", story.saved)) if whole else [],
         split=story.split,
         ranks=story.ranks,
@@ -260,6 +272,7 @@ class _Story:
         self.status = self.reason = ""
         self.curves: dict[str, dict[int, float]] = {}
         self.speed: dict[int, float] = {}
+        self.clock: list[tuple[int, float]] = []
         self.saved: dict[str, tuple[str, float]] = {}
         self.split: dict[str, float] = {}
         self.ranks: list[dict[str, float]] = []
@@ -286,6 +299,12 @@ class _Story:
         """Something that wasn't meant to be."""
         self.faults.append(Fault(self._time, self.step, printable(text)))
 
+    def pass_time(self, time: float) -> None:
+        """Something happened then."""
+        if self.whole and self._time and time - self._time >= self.patience:
+            self.fault(f"nothing ended for {time - self._time:.0f} s")
+        self._time = max(self._time, time)
+
     def _catch_up(self) -> None:
         if self.passed:
             self._take(parsed(self.passed))
@@ -305,16 +324,15 @@ class _Story:
             self._begun = self._time = time
             self.lives += 1
             self.status, self._explained, self._calls = "", False, False
-        elif self.whole and self._time and time - self._time >= self.patience:
-            self.fault(f"nothing ended for {time - self._time:.0f} s")
+        self.pass_time(time)
         self.started = time if self.started is None else self.started
         self._begun = self._begun or time
-        self._time = max(self._time, time)
         self.epoch = _count(entry.get("epoch")) or 0
         self.step = step = _count(entry.get("step")) or 0
         metrics = _dict(entry.get("metrics"))
         if event in ("steps_end", "eval_end", "epoch_end"):
             self._points(event, step, metrics)
+            self.clock.append((step, self.seconds + self._time - self._begun))
         known = getattr(self, f"_{event}", None) if event in _TELLING else None
         if known is not None:
             known(entry)
@@ -369,6 +387,8 @@ class _Story:
         self.status, self.reason = _text(entry.get("status")), _text(entry.get("reason"))
         if self.status == "preempted":
             self.fault("stopped by a signal")
+        if (speed := _number(entry.get(SPEED))) is not None and speed > 0:
+            self.speed[self.step] = speed
         if not self._calls:  # else they have told it already
             seconds = _dict(entry.get("seconds"))
             self._add({"training" if part == "other" else part: some for part, some in seconds.items()})
@@ -438,6 +458,13 @@ def _regular(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _escaped(character: str) -> str:
