@@ -67,14 +67,18 @@ def standard(**changes: Callback | None) -> StandardSet:
     return StandardSet([callback for callback in made if callback is not None])
 
 
-def complete(callbacks: Iterable[Callback] | None) -> list[Callback]:
-    """The callbacks of a run, from what was handed to `fit`.
+def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ()) -> list[Callback]:
+    """The callbacks of a run, from what was handed to `fit`, and the task's own.
 
     None is the standard set; a `StandardSet` is taken as it is; other callbacks are added to the standard set, in which
-    each takes the place of the callback of its own kind.
+    each takes the place of the callback of its own kind. So do the task's, in either; what was handed to `fit` wins.
     """
     if isinstance(callbacks, StandardSet):
-        return list(callbacks)
-    added = list(callbacks or ())
+        return _with(callbacks, own)
+    return _with(_with(standard(), own), callbacks or ())
+
+
+def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callback]:
+    added = list(added)
     replaced = tuple(kind for kind in map(type, standard()) if any(isinstance(callback, kind) for callback in added))
-    return [callback for callback in standard() if not isinstance(callback, replaced)] + added
+    return [callback for callback in present if not isinstance(callback, replaced)] + added
