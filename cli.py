@@ -43,7 +43,7 @@ app = typer.Typer(
 )
 
 Target = Annotated[
-    str, typer.Argument(help="file.py:Class, package.module:Class, or a shipped example: digits, charlm.")
+    str, typer.Argument(help="file.py:Class, package.module:Class, or a shipped example: digits, charlm, gan, ...")
 ]
 RunDir = Annotated[Path, typer.Argument(help="A run directory, or a checkpoint in it.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]

@@ -69,18 +69,22 @@ def standard(**changes: Callback | None) -> StandardSet:
     return StandardSet([callback for callback in made if callback is not None])
 
 
-def complete(callbacks: Iterable[Callback] | None) -> list[Callback]:
-    """The callbacks of a run, from what was handed to `fit`.
+def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ()) -> list[Callback]:
+    """The callbacks of a run, from what was handed to `fit`, and the task's own.
 
     None is the standard set; a `StandardSet` is taken as it is; other callbacks are added to the standard set, in which
     each takes the place of the callback of its own kind: the report is made from the journal, and delivered after that.
+    So do the task's, in either; what was handed to `fit` wins.
     """
     if isinstance(callbacks, StandardSet):
-        return list(callbacks)
-    added = list(callbacks or ())
-    whole: list[Callback] = []
-    for usual in standard():
-        own = [callback for callback in added if isinstance(callback, type(usual))]
-        whole += own or [usual]
-        added = [callback for callback in added if callback not in own]
-    return whole + added
+        return _with(callbacks, own)
+    return _with(_with(standard(), own), callbacks or ())
+
+
+def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callback]:
+    added, kinds, whole = list(added), [type(each) for each in standard()], list[Callback]()
+    for each in present:
+        kind = next((kind for kind in kinds if isinstance(each, kind)), ())
+        instead = [callback for callback in added if isinstance(callback, kind)] or [each]
+        whole += [callback for callback in instead if callback not in whole]
+    return whole + [callback for callback in added if callback not in whole]

@@ -119,7 +119,8 @@ def fit(
         backend: `auto`, `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, a
             plug-in's name, or an engine object; `auto`.
         callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a
-            standard one of its kind. What `callbacks.standard(...)` built is taken as it is.
+            standard one of its kind. What `callbacks.standard(...)` built is taken as it is. The task's own are added
+            to either: `TrainTask.build_callbacks`.
         run_dir: the run directory; a new one below `runs/`.
         resume: `auto` goes on from the newest good checkpoint in the run directory, also if a callback has stopped the
             run; `never` refuses a directory that
@@ -173,7 +174,7 @@ def fit(
     engine = backend if isinstance(backend, Backend) else start(options["backend"])
     options["backend"] = engine.name
     profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
-    chosen = [*complete(callbacks), *profiler]
+    chosen = [*complete(callbacks, task.build_callbacks()), *profiler]
     while True:
         try:
             run = live(task, engine, options, chosen, run_dir)

@@ -15,7 +15,11 @@ from loop.options import nearest, set_fields
 from loop.task import TrainTask
 
 OURS = ("loop", "callbacks", "cli")
-SHIPPED = {"digits": "Digits", "charlm": "CharLM"}
+SHIPPED = {
+    "digits": "Digits", "charlm": "CharLM", "gan": "DigitsGAN", "contrastive": "SimCLR", "tfrecords": "DigitFiles",
+    "tabular": "Tumours", "transfer": "Transfer", "keras2": "Legacy", "module": "Diabetes", "custom_callback": "Names",
+    "bring_your_keras_model": "MyModel",
+}  # fmt: skip
 """The shipped examples, and the class in each."""
 
 
@@ -60,7 +64,8 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
         UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't be set so.
     """
     check(target)
-    if target in SHIPPED:
+    shipped = target if target in SHIPPED else None
+    if shipped is not None:
         target = f"{shipped_path(target)}:{SHIPPED[target]}"
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
@@ -71,7 +76,15 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # dataclasses and type hints look their module up
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            if shipped is None:
+                raise
+            package = (error.name or "").replace("_", "-")
+            raise UsageError(
+                f"the example {shipped!r} needs {package}: install it, with pip install {package}"
+            ) from None
     else:
         sys.path.insert(0, str(Path.cwd()))
         try:

@@ -66,6 +66,13 @@ class TrainTask:
         """
         return {}
 
+    def build_callbacks(self) -> list[Any]:
+        """Returns callbacks that the task wants in each of its runs, such as `[callbacks.ShardData("file")]`.
+
+        Each takes the place of the standard one of its kind; what is handed to `fit` as a list wins.
+        """
+        return []
+
     def train_data(self) -> Any:
         """Returns `ArrayData(...)`, or an unbatched `tf.data.Dataset` of examples."""
         raise UsageError(f"{type(self).__name__} has no train_data(): define it and return ArrayData(...)")
