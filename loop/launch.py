@@ -49,6 +49,8 @@ CHATTER = (
 )
 """What TensorFlow prints to stderr while it starts, whatever its log level: nobody can act on it."""
 _GONE = ("UnavailableError", "AbortedError", "HorovodInternalError")
+MOST_WORKERS = 1024
+"""So many workers are started at most."""
 MOST_SERVERS = 64
 """So many parameter servers make sense at most."""
 MOST_RESTARTS = 10
