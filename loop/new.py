@@ -29,7 +29,8 @@ def new(name: str) -> str:
         UsageError: no file of this name can be a task's, or it is there already.
     """
     if (better := fitting(name)) != name:
-        what = f"{name}.py would hide a module of this name" if better == f"{name}_task" else "it is no name in Python"
+        hides = better == f"{name}_task" and not keyword.iskeyword(name)
+        what = f"{name}.py would hide a module of this name" if hides else "no module can have this name"
         raise UsageError(f"NAME {name!r}: {what}; how about {better!r}?")
     text, path = shipped_path(TEMPLATE.lower()).read_text(), Path(f"{name}.py")
     kind = class_name(name, set(re.findall(r"\w+", text)))
@@ -52,12 +53,9 @@ def fitting(name: str) -> str:
         like = f"task_{like}".rstrip("_")
     like = like[:100]
     hidden = like in sys.stdlib_module_names or like in OURS or keyword.iskeyword(like)
-    spec = None if hidden else PathFinder.find_spec(like)
-    return (
-        f"{like}_task"
-        if hidden or (spec and spec.origin and Path(spec.origin) != Path(f"{like}.py").resolve())
-        else like
-    )
+    if not hidden and (spec := PathFinder.find_spec(like)) and spec.origin:
+        hidden = Path(spec.origin) != Path(f"{like}.py").resolve()
+    return f"{like}_task" if hidden else like
 
 
 def class_name(name: str, taken: set[str]) -> str:

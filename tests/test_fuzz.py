@@ -4,6 +4,7 @@ The grammar is that of the commands themselves: a new command, or option, is tri
 no target is a task, and no process can be started.
 """
 
+import functools
 import json
 import os
 import re
@@ -115,6 +116,8 @@ def command(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(os, "execv", refuse)
+    # Typer makes all commands anew for each line: by far the most of the time.
+    monkeypatch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
 
     def run(*arguments):
         started = mock.patch.multiple(sys, argv=["tfloop", *arguments], path=list(sys.path))
