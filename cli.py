@@ -606,7 +606,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def ui(
-    port: Annotated[int, typer.Option(help="The port; another one is taken if it is in use.")] = 5000,
+    port: Annotated[int, typer.Option(max=65535, min=1, help="The port; another one is taken if it is in use.")] = 5000,
     host: Annotated[str, typer.Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
 ) -> None:
     """Start the MLflow UI on the default store, and print its address."""

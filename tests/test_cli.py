@@ -92,6 +92,11 @@ BEFORE_TENSORFLOW = [
     (["tune", "digits", "--out", "mine.py"], "--out mine.py exists already: give another name, or --force"),
     (["tune", "digits", "--out", "no/x.toml"], "--out no/x.toml: the directory can't be written, or isn't there"),
     (["ui"], "mlflow.db isn't there: train something first"),
+    (["train", "digits", "--workers", "9999"], "--workers 9999: give at most 1024"),
+    (["train", "digits", "--overfit", "0"], "overfit=0: give a whole number >= 1 of global batches"),
+    (["train", "mien.py:Mine"], "there is no file mien.py; did you mean 'mine.py'"),
+    (["evaluate", "nowhere", "--backend", "mirored"], "backend='mirored': give one of auto"),
+    (["export", "x" * 300, "out.npz"], "xxx.*: the name is too long"),
     (["export", "nowhere", "out.npz"], "nowhere: no checkpoint there"),
     (["evaluate", "nowhere"], "nowhere: no checkpoint there"),
 ]
