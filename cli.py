@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
+import importlib.metadata
 import json
 import os
 import re
+import reprlib
 import signal
 import sys
 import tempfile
@@ -27,7 +30,8 @@ from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN, mask, redact
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import config, elastic, hosts, launch, runs, schedulers, target, terminal
+from loop import completion, config, dry_run, elastic, hosts, launch, runs, schedulers, target, terminal
+from loop import new as new_
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
 from loop.options import BACKENDS, nearest, with_defaults
@@ -43,9 +47,16 @@ app = typer.Typer(
 )
 
 Target = Annotated[
-    str, typer.Argument(help="file.py:Class, package.module:Class, or a shipped example: digits, charlm, gan, ...")
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="file.py:Class, package.module:Class, or a shipped example: digits, charlm, gan, ...",
+        autocompletion=completion.targets,
+    ),
 ]
-RunDir = Annotated[Path, typer.Argument(help="A run directory, or a checkpoint in it.")]
+RunDir = Annotated[
+    Path, typer.Argument(help="A run directory, or a checkpoint in it.", autocompletion=completion.run_dirs)
+]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the training data.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")]
@@ -53,7 +64,8 @@ BatchSize = Annotated[int | None, typer.Option(help="The global batch, over all 
 Backend = Annotated[
     str | None,
     typer.Option(
-        help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name."
+        help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name.",
+        autocompletion=completion.backends,
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored, central: replicas.")]
@@ -76,9 +88,25 @@ class Configurable(TyperCommand):
         return super().parse_args(context, [*config.arguments(paths, train_options(), names), *args])
 
 
+def print_version(asked: bool) -> None:
+    """Prints the version, if it is asked for, and ends."""
+    if asked:
+        print(f"tfloop {importlib.metadata.version('tfloop')}")
+        raise typer.Exit
+
+
+@app.callback()
+def tfloop(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 @app.command(cls=Configurable)
 def train(
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    target_: Target,
     epochs: Epochs = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -149,6 +177,12 @@ def train(
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
     ] = None,
+    overfit: Annotated[
+        int | None, typer.Option(metavar="N", help="Train and evaluate on the first N global batches alone.")
+    ] = None,
+    dry_run_: Annotated[
+        bool, typer.Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
+    ] = False,
     config_: Config = None,
     as_json: AsJson = False,
     witness: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -162,7 +196,7 @@ def train(
         "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
         "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
         "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,
-        "prefetch": number_or_word(prefetch),
+        "prefetch": number_or_word(prefetch), "overfit": overfit,
     }  # fmt: skip
     with_defaults(_NoDefaults, given)
     saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
@@ -191,7 +225,9 @@ def train(
                 raise UsageError(f"--elastic {elastic_} with {option} {value}: leave one of them out")
         backend = "horovod"
     towers = launch.device_names(devices.split(",")) if devices is not None else None
-    engine = place(backend or ("mirrored" if towers else "auto"), workers, asynchronous=True)
+    backend = backend or ("mirrored" if towers else "auto")
+    engine = place(backend, workers, asynchronous=True)
+    ended = functools.partial(finish_dry_run, launch.choose(backend, workers)[1]) if dry_run_ else finish
     if ps is not None:
         launch.check_servers(engine, ps)
     if min_shard_bytes is not None and (engine != "parameter_server" or min_shard_bytes < 1):
@@ -215,7 +251,7 @@ def train(
                 code, problem, fields = elastic.run(limits, workers, sys.argv[1:], cluster)
             if code == PREEMPTED and fields is None:
                 print(launch.STOPPED, file=sys.stderr)
-            finish(code, problem, fields, as_json)
+            ended(code, problem, fields, as_json)
         if engine == "parameter_server" and launch.job_rank():
             with launch.reporting():
                 with quiet_start():
@@ -240,16 +276,29 @@ def train(
                 chosen += [Witness(witness)]
             if trial is not None:
                 chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(trial)]
-            result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
+            if dry_run_:
+                fields = dry_run.dry_run(task, made, given)
+            else:
+                result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
+                fields = {name: value for name, value in vars(result).items() if name != "model"}
+                fields["run_dir"] = str(result.run_dir)
             beginning.close()
             made.close()
-            code = PREEMPTED if result.status == "preempted" else 0
-            fields = {name: value for name, value in vars(result).items() if name != "model"}
-            report(code, None, fields | {"run_dir": str(result.run_dir)})
+            code = PREEMPTED if fields["status"] == "preempted" else 0
+            report(code, None, fields)
     if launch.JOB not in os.environ and made.is_chief:
-        finish(code, "", fields | {"run_dir": str(result.run_dir)}, as_json)
+        ended(code, "", fields, as_json)
     # In a job of ours a saved run is no failure for which the others are to be ended: its code is in the report.
     raise typer.Exit(code if launch.JOB not in os.environ else 0)
+
+
+def finish_dry_run(why: str, code: int, error: str, about: dict[str, Any] | None, as_json: bool) -> NoReturn:
+    """Prints what a dry run tells, and the reason for the engine, for people or as JSON; and ends."""
+    if about is not None:
+        about["why"] = why
+        if code == 0 and not as_json:
+            print("\n".join(dry_run.lines(about)))
+    finish(code, error, about, as_json)
 
 
 @functools.cache
@@ -265,10 +314,13 @@ def train_options() -> dict[str, config.Option]:
 
 def place(backend: str, workers: int | None, asynchronous: bool = False) -> str:
     """The engine for this process, or for the workers that it is to start; says why where nobody asked for it."""
+    with_defaults(_NoDefaults, {"backend": backend})
     if backend == "parameter_server" and not asynchronous:
         raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: give a whole number >= 1")
+    if workers is not None and workers > launch.MOST_WORKERS:
+        raise UsageError(f"--workers {workers}: give at most {launch.MOST_WORKERS}")
     schedulers.join(backend)
     size = launch.job_size()
     if size is not None and workers not in (None, size) and launch.JOB not in os.environ:
@@ -349,7 +401,7 @@ def export(
 
 @app.command()
 def verify(
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    target_: Target,
     set_: Set = None,
     batch_size: Annotated[int | None, typer.Option(help="The global batch; the task's own if not given.")] = None,
     processes: Annotated[bool, typer.Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
@@ -420,7 +472,7 @@ def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | 
 
 @app.command()
 def chaos(
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    target_: Target,
     kills: Annotated[int, typer.Option(min=1, help="How many processes are killed, one after the other.")] = 6,
     epochs: Epochs = None,
     steps: Steps = None,
@@ -467,7 +519,7 @@ def chaos(
 
 @app.command()
 def tune(
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    target_: Target,
     batch_size: BatchSize = None,
     backend: Backend = None,
     workers: Workers = None,
@@ -527,6 +579,13 @@ def tune(
 
 
 @app.command()
+def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without .py.")]) -> None:
+    """Write a commented task file, NAME.py, that trains at once."""
+    place_ = new_.new(name)
+    print(f"wrote {place_.partition(':')[0]}; train it: tfloop train {place_}")
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what works on this machine, what doesn't, and what to do about it."""
     with quiet_start():
@@ -548,7 +607,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def ui(
-    port: Annotated[int, typer.Option(help="The port; another one is taken if it is in use.")] = 5000,
+    port: Annotated[int, typer.Option(max=65535, min=1, help="The port; another one is taken if it is in use.")] = 5000,
     host: Annotated[str, typer.Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
 ) -> None:
     """Start the MLflow UI on the default store, and print its address."""
@@ -800,6 +859,8 @@ def quiet_start() -> Iterator[None]:
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     try:
+        if any("\0" in text for text in sys.argv):
+            raise UsageError("an argument has a NUL character in it: leave it out")
         app()
     except UsageError as error:
         if launch.JOB not in os.environ:  # else the launcher tells it, once for all workers
@@ -811,9 +872,13 @@ def main() -> None:
         code = FAILED
     except KeyboardInterrupt:
         code = 130
-    except Exception:
-        sys.stderr.write(mask(traceback.format_exc()))
+    except Exception as error:
         code = FAILED
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            print(f"tfloop: error: {reprlib.repr(error.filename)}: the name is too long", file=sys.stderr)
+            code = BAD_INPUT
+        else:
+            sys.stderr.write(mask(traceback.format_exc()))
     sys.stderr.flush()
     sys.stdout.flush()
     sys.exit(code)

@@ -441,16 +441,38 @@ def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
             number of steps, or an endless one for evaluation.
     """
     order = Order(*(options[field.name] for field in dataclasses.fields(Order)))
-    train = source(task.train_data(), order, "train_data()", lambda: made_again(task, options["seed"]))
+    data, overfit = task.train_data(), options["overfit"]
+    if overfit is not None:
+        data = first(data, overfit * options["batch_size"])
+    train = source(data, order, "train_data()", lambda: made_again(task, options["seed"]))
     if train.endless and options["steps"] is None:
         raise UsageError("train_data() is endless: say how many steps to make (steps=..., --steps N)")
-    held_out = task.eval_data() if options["eval_every"] != "never" else None
+    held_out = None
+    if options["eval_every"] != "never":
+        held_out = task.eval_data() if overfit is None else data
     if held_out is None:
         return Data(train, None)
     evaluation = source(held_out, Order(options["batch_size"], prefetch=options["prefetch"]), "eval_data()")
     if evaluation.endless:
         raise UsageError("eval_data() is endless: an evaluation needs an end; .take(n) gives it one")
     return Data(train, evaluation)
+
+
+def first(data: Any, size: int) -> Any:
+    """The first examples of what a task returned, in memory: the same ones each time that they are read."""
+    if isinstance(data, tf.data.Dataset):
+        check_spec(data)
+        batch = next(iter(data.take(size).batch(size)), None)
+        arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), batch)
+    elif isinstance(data, ArrayData):
+        arrays = tf.nest.map_structure(lambda array: array[:size], data.arrays)
+    else:
+        return data  # `source` says what is wrong with it
+    if arrays is None:
+        raise no_examples("train_data()")
+    some = ArrayData(*tf.nest.flatten(arrays))
+    some.arrays = arrays
+    return some
 
 
 def made_again(task: TrainTask, seed: int) -> Any:

@@ -88,6 +88,7 @@ def fit(
     stall_timeout: float | None = None,
     profile: str | None = None,
     accept_changes: bool | None = None,
+    overfit: int | None = None,
 ) -> FitResult:
     """Trains a task.
 
@@ -164,6 +165,9 @@ def fit(
             and of the whole run goes: data, compute, all-reduce, evaluation, callbacks, saving; no profile.
         accept_changes: whether a run that goes on may have other settings, or other hyperparameters of the task, than
             it had; False: they are shown and refused.
+        overfit: trains on the first so many global batches alone, again and again, and evaluates on the same examples;
+            they are read once, and not shuffled unless `shuffle` is given. A model that can't learn them by heart has
+            a mistake; None: all data.
 
     Raises:
         UsageError: something handed in is wrong; the message says what to do.

@@ -6,6 +6,7 @@ Imports no TensorFlow: what is wrong with a job is said before anything is loade
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -49,6 +50,8 @@ CHATTER = (
 )
 """What TensorFlow prints to stderr while it starts, whatever its log level: nobody can act on it."""
 _GONE = ("UnavailableError", "AbortedError", "HorovodInternalError")
+MOST_WORKERS = 1024
+"""So many workers are started at most."""
 MOST_SERVERS = 64
 """So many parameter servers make sense at most."""
 MOST_RESTARTS = 10
@@ -725,11 +728,17 @@ class _Output:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether nobody listens on this port."""
+    """Whether nobody listens on this port.
+
+    Raises:
+        UsageError: this machine has no such address.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
+        except (OSError, UnicodeError) as error:
+            if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise UsageError(f"--host {host}: this machine has no such address ({error})") from None
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import operator
@@ -42,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "stall_timeout": 300.0,
     "profile": None,
     "accept_changes": False,
+    "overfit": None,
 }
 """The options of `fit` that a task may have defaults for, and the defaults of tfloop."""
 
@@ -64,6 +66,8 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if "epochs" in passed:
         own.pop("steps", None)  # epochs that are asked for aren't overruled by steps that aren't
     options = {**DEFAULTS, **own, **passed}
+    if options["overfit"] is not None:
+        options["shuffle"] = passed.get("shuffle", False)
     for name, (allowed, fix) in _RULES.items():
         if not allowed(options[name]):
             raise UsageError(f"{name}={options[name]!r}: {fix}")
@@ -84,6 +88,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
     names = list(names)
     found = difflib.get_close_matches(name, names, 1)
     return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(names)}"
+
+
+def near_file(path: Path) -> str:
+    """The same for a path at which there is no file: a file beside it with almost that name, or nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        found = difflib.get_close_matches(path.name, sorted(each.name for each in path.parent.iterdir()), 1)
+        return f"; did you mean {str(path.parent / found[0])!r}?" if found else ""
+    return ""
 
 
 def _is_int(minimum: int, *others: Any) -> Callable[[Any], bool]:
@@ -150,6 +162,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stall_timeout": (_is_positive, "give a number of seconds > 0"),
     "profile": (_is_span, "give the first and the last step to trace, such as 10:20; steps count from 1"),
     "accept_changes": (_is_one_of(True, False), "give True or False"),
+    "overfit": (_is_int(1, None), "give a whole number >= 1 of global batches, or None for all data"),
 }
 
 

@@ -37,7 +37,7 @@ COUNTERS = ("epoch", "step", "examples")
 
 KEPT = (
     "batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm", "clip_value",
-    "on_nonfinite", "sync_batch_norm", "ema", "compression", "reduction", "local_steps",
+    "on_nonfinite", "sync_batch_norm", "ema", "compression", "reduction", "local_steps", "overfit",
 )  # fmt: skip
 """The options that a resumed run must keep: with others it would be a different run."""
 

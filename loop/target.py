@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loop.errors import UsageError
-from loop.options import nearest, set_fields
+from loop.options import near_file, nearest, set_fields
 from loop.task import TrainTask
 
 OURS = ("loop", "callbacks", "cli")
@@ -40,7 +40,7 @@ def check(target: str) -> None:
     if place.endswith(".py"):
         path = Path(place)
         if not path.is_file():
-            raise UsageError(f"TARGET {target!r}: there is no file {path}")
+            raise UsageError(f"TARGET {target!r}: there is no file {path}{near_file(path)}")
         check_shadows(path.resolve().parent)
     else:
         check_shadows(Path.cwd())

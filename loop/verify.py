@@ -155,7 +155,8 @@ UNKNOWN = (
 def options_of(task: TrainTask, precision: str, batch_size: int | None) -> dict[str, Any]:
     """The options with which a task is verified: its own, but for precision and length, and nothing is compressed."""
     options = with_defaults(task, {"batch_size": batch_size, "precision": precision, "eval_every": "epoch"})
-    return options | {"epochs": EPOCHS, "steps": None, "backend": "single", "compression": "none"} | inexact.OFF
+    options |= {"epochs": EPOCHS, "steps": None, "backend": "single", "compression": "none", "overfit": None}
+    return options | inexact.OFF
 
 
 def record(task: TrainTask, backend: Backend, precision: str, batch_size: int | None) -> Arrays:

@@ -86,7 +86,8 @@ def test_wheel_has_three_names_and_the_shipped_examples(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"callbacks", "cli.py", "loop"}
-    assert {f"loop/examples/{name}.py" for name in target.SHIPPED} <= set(names)
+    assert {f"loop/examples/{name}.py" for name in [*target.SHIPPED, "template"]} <= set(names)
+    assert {"loop/py.typed", "callbacks/py.typed"} <= set(names)
 
 
 def test_every_fault_has_a_test_that_exists():
