@@ -547,7 +547,7 @@ def sweep(
     trials: Annotated[int | None, typer.Option(help="How many; all combinations of the grid if not given.")] = None,
     metric: Annotated[str, typer.Option(help="What is to be best, at the end of a trial.")] = "eval_loss",
     direction: Annotated[str | None, typer.Option(help="minimize or maximize; by the metric's name.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="How many trials are under way at once.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="How many trials are under way at once.")] = 1,
     sampler: Annotated[str, typer.Option(help="How --random draws: tpe (learns from the trials) or random.")] = "tpe",
     pruner: Annotated[
         str, typer.Option(help="median ends trials that are worse than half of those before; or none.")
@@ -570,7 +570,7 @@ def sweep(
     """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
     with_defaults(_NoDefaults, options | {"eval_every": number_or_word(eval_every)})
-    if Path(target_).is_dir():
+    if sweep_.is_directory(target_):
         for name in context.params:
             source = context.get_parameter_source(name)
             if source and source.name == "COMMANDLINE" and name not in ("target_", "trials", "jobs", "as_json"):
@@ -611,7 +611,7 @@ def sweep(
 @app.command("find-lr")
 def find_lr(
     target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
-    steps: Annotated[int, typer.Option(min=2, help="How many steps to make.")] = 100,
+    steps: Annotated[int, typer.Option(min=10, max=100_000, help="How many steps to make.")] = 100,
     low: Annotated[float, typer.Option(help="The learning rate of the first step.")] = 1e-6,
     high: Annotated[float, typer.Option(help="That of the last one.")] = 10.0,
     batch_size: BatchSize = None,

@@ -41,6 +41,7 @@ STORAGE = "study.db"
 SAMPLERS, PRUNERS, DIRECTIONS = ("tpe", "random"), ("none", "median"), ("minimize", "maximize")
 MOST_TRIALS = 100_000
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
+_LARGEST = 2**53  # a float can tell whole numbers apart up to it
 _LOG_SECONDS = 60.0  # between two lines of a log that say what is under way
 
 
@@ -126,8 +127,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """What is kept of it: without secrets."""
-        kept: dict[str, Any] = json.loads(mask(json.dumps(dataclasses.asdict(self))))
-        return kept
+        return dataclasses.asdict(self) | {"arguments": [mask(each) for each in self.arguments]}
 
     @property
     def directory(self) -> Path:
@@ -135,6 +135,13 @@ class Plan:
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
         digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
         return Path("runs") / f"sweep-{name}-{digest}"
+
+
+def is_directory(target: str) -> bool:
+    """Whether what was typed as TARGET is the directory of a sweep, to be gone on with."""
+    with contextlib.suppress(OSError, ValueError):  # too long for a name, for example
+        return Path(target).is_dir()
+    return False
 
 
 def reopened(directory: Path) -> tuple[Plan, int]:
@@ -188,8 +195,8 @@ def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
         low, high = values
         if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
             raise UsageError(f"{option} {name}={text}: the field is no number: give its values, such as {name}=a,b,c")
-        if not (low < high and math.isfinite(high - low)):
-            raise UsageError(f"{option} {name}={text}: give LOW..HIGH with LOW < HIGH")
+        if not (low < high and abs(low) <= _LARGEST and abs(high) <= _LARGEST):
+            raise UsageError(f"{option} {name}={text}: give LOW..HIGH with LOW < HIGH, of {_LARGEST:.0e} at most")
         if span[3] and low <= 0:
             raise UsageError(f"{option} {name}={text}: a logarithm needs LOW > 0")
         whole = isinstance(low, int) and isinstance(high, int)
@@ -294,14 +301,14 @@ def sweep(
     """
     fields = space(kind, plan)
     place = (directory or plan.directory).resolve()
+    about = _about(plan, kind, trials)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with locked(place):
-            about = _about(plan, kind, trials)
-            begin(place, about)
-            return _Sweep(place, plan, about, fields, jobs, stream or sys.stderr).run()
     except OSError as error:
-        raise UsageError(f"the directory of the sweep {place} can't be written ({error.strerror})") from None
+        raise UsageError(f"the directory of the sweep {place} can't be made ({error.strerror})") from None
+    with locked(place):
+        begin(place, about)
+        return _Sweep(place, plan, about, fields, jobs, stream or sys.stderr).run()
 
 
 def begin(directory: Path, about: dict[str, Any]) -> None:
