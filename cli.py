@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -26,12 +26,15 @@ from typer.core import TyperCommand
 import callbacks
 import callbacks.progress
 import callbacks.record
+from callbacks.checkpoint import lower_is_better
 from callbacks.journal import jsonable
+from callbacks.pruning import Pruning
 from callbacks.redact import HIDDEN, mask, redact
 from callbacks.trial import Trial
 from callbacks.witness import Witness
 from loop import completion, config, dry_run, elastic, hosts, launch, runs, schedulers, target, terminal
 from loop import new as new_
+from loop import sweep as sweep_
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
 from loop.options import BACKENDS, nearest, with_defaults
@@ -187,6 +190,7 @@ def train(
     as_json: AsJson = False,
     witness: Annotated[Path | None, typer.Option(hidden=True)] = None,
     trial: Annotated[float | None, typer.Option(hidden=True)] = None,
+    prunable: Annotated[bool, typer.Option("--prunable", hidden=True)] = False,
 ) -> None:
     """Train a task."""
     given: dict[str, Any] = {
@@ -207,7 +211,7 @@ def train(
     target.check(target_)
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads}: give a whole number >= 1")
-    if trial is not None:
+    if trial is not None or prunable:
         launch.die_with_parent()
     if start_timeout is not None:
         if not start_timeout > 0:
@@ -274,6 +278,8 @@ def train(
             chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
             if witness is not None:
                 chosen += [Witness(witness)]
+            if prunable:
+                chosen += [Pruning()]
             if trial is not None:
                 chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(trial)]
             if dry_run_:
@@ -583,6 +589,144 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, w
     """Write a commented task file, NAME.py, that trains at once."""
     place_ = new_.new(name)
     print(f"wrote {place_.partition(':')[0]}; train it: tfloop train {place_}")
+
+
+@app.command()
+def sweep(
+    context: typer.Context,
+    target_: Annotated[
+        str, typer.Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
+    ],
+    grid: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")
+    ] = None,
+    random: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable."),
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="How many; all combinations of the grid if not given.")] = None,
+    metric: Annotated[str, typer.Option(help="What is to be best, at the end of a trial.")] = "eval_loss",
+    direction: Annotated[str | None, typer.Option(help="minimize or maximize; by the metric's name.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="How many trials are under way at once.")] = 1,
+    sampler: Annotated[str, typer.Option(help="How --random draws: tpe (learns from the trials) or random.")] = "tpe",
+    pruner: Annotated[
+        str, typer.Option(help="median ends trials that are worse than half of those before; or none.")
+    ] = "none",
+    sweep_dir: Annotated[
+        Path | None, typer.Option(help="The directory of the sweep; if not given, one for this command below runs/.")
+    ] = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    backend: Backend = None,
+    workers: Workers = None,
+    set_: Set = None,
+    seed: Annotated[int | None, typer.Option(help="Of what is drawn, and of the training.")] = None,
+    eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
+    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
+    config_: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
+    options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
+    with_defaults(_NoDefaults, options | {"eval_every": number_or_word(eval_every)})
+    if sweep_.is_directory(target_):
+        for name in context.params:
+            source = context.get_parameter_source(name)
+            if source and source.name == "COMMANDLINE" and name not in ("target_", "trials", "jobs", "as_json"):
+                option = f"--{name.rstrip('_').replace('_', '-')}"
+                raise UsageError(f"{option}: {target_} is a directory, whose sweep has its own: leave {option} out")
+        directory: Path | None = Path(target_).resolve()
+        plan, before = sweep_.reopened(Path(target_))
+        trials = trials or before
+        os.chdir(plan.place)
+    else:
+        directory = sweep_dir
+        target.check(target_)
+        place(backend or "auto", workers)
+        swept, drawn = sweep_.assigned("--grid", grid or ()), sweep_.assigned("--random", random or ())
+        typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
+        plan = sweep_.Plan(
+            target=target.absolute(target_), grid=swept, random=drawn, metric=metric,
+            direction=direction or ("minimize" if lower_is_better(metric) else "maximize"), sampler=sampler,
+            pruner=pruner, seed=seed or 0, place=str(Path.cwd()),
+            arguments=train_arguments(typed, set_ or (), config_ or (), [*swept, *drawn]),
+        )  # fmt: skip
+    if launch.job_size() is not None:
+        raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
+    count = plan.trials(trials)
+    with quiet_start():
+        kind = target.find(plan.target)
+    found = sweep_.sweep(plan, kind, count, jobs, directory)
+    if as_json:
+        print(json.dumps(jsonable(found.as_json())))
+    else:
+        for line in found.lines():
+            print(line)
+    if found.stopped:
+        print(f"stopped; tfloop sweep {found.directory} goes on", file=sys.stderr)
+    raise typer.Exit(PREEMPTED if found.stopped else 0 if found.best else FAILED)
+
+
+@app.command("find-lr")
+def find_lr(
+    target_: Target,
+    steps: Annotated[int, typer.Option(min=10, max=100_000, help="How many steps to make.")] = 100,
+    low: Annotated[float, typer.Option(help="The learning rate of the first step.")] = 1e-6,
+    high: Annotated[float, typer.Option(help="That of the last one.")] = 10.0,
+    batch_size: BatchSize = None,
+    backend: Annotated[str | None, typer.Option(help="single, mirrored or central.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored or central.")] = None,
+    set_: Set = None,
+    seed: Annotated[int | None, typer.Option(help="Of initial weights and of the data's order.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find a learning rate: train some steps with one that grows, and see where the loss falls fastest."""
+    given = {"batch_size": batch_size, "backend": backend, "seed": seed}
+    with_defaults(_NoDefaults, given)
+    if not 0 < low < high < float("inf"):
+        raise UsageError(f"--low {low} --high {high}: give learning rates > 0, the lower one first")
+    if out is not None and out.suffix not in (".json", ".png", ".svg"):
+        raise UsageError(f"--out {out}: give a name that ends in .png, .svg or .json")
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise UsageError(f"--out {out}: it can't be written there")
+    target.check(target_)
+    engine = place(backend or "auto", workers)
+    if engine in ("horovod", "multiworker") or launch.job_size() is not None:
+        raise UsageError(f"find-lr runs in one process, not on {engine}: give --backend mirrored, or no --workers")
+    with quiet_start():
+        task = target.load(target_, set_ or ())
+        from loop import backends
+        from loop import find_lr as find_lr_
+
+        made = backends.create(engine, workers)
+        options = with_defaults(task, given | {"backend": engine})
+    with callbacks.progress.counted(steps, "step", sys.stderr) as advance:
+        found = find_lr_.find_lr(task, made, options, steps, low, high, advance)
+    if out is not None:
+        find_lr_.write(out, found)
+    if as_json:
+        print(json.dumps(find_lr_.as_json(found)))
+    else:
+        for line in find_lr_.lines(found):
+            print(line)
+    raise typer.Exit(FAILED if found.suggestion is None else 0)
+
+
+def train_arguments(
+    typed: dict[str, Any], assignments: Sequence[str], files: Sequence[Path], swept: Sequence[str]
+) -> list[str]:
+    """What `train` is to be given for what was typed to `sweep`, and for its files, but for the fields that vary."""
+    texts = {name.replace("_", "-"): value for name, value in typed.items() if value is not None}
+    fields = [text.partition("=")[0] for text in assignments]
+    return [
+        *config.arguments(files, train_options(), [*texts, *(f"set {name}" for name in (*fields, *swept))]),
+        *(f"--{name}={value}" for name, value in texts.items()),
+        *(f"--set={text}" for text in assignments),
+    ]
 
 
 @app.command()

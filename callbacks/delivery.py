@@ -9,6 +9,7 @@ at any instant neither loses a point nor doubles one. The order is that of steps
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import hashlib
 import json
@@ -59,6 +60,7 @@ class Delivery:
         self._keys: dict[str, str] = {}
         self._cut: dict[str, None] = {}
         self._trouble = ""
+        self._parent: str | None = None  # the MLflow run of the sweep of which this is a trial
 
     def warnings(self) -> list[str]:
         """What could not be delivered as it is."""
@@ -93,10 +95,19 @@ class Delivery:
                 database.execute("PRAGMA schema_version")
         client = MlflowClient(self.uri)
         self._about = read_json(self.directory / "run.json")
-        run = self._find(client)
-        self.run_id = run.info.run_id
-        write_state(self.directory, self.uri, self._experiment, self.run_id)
-        self._describe(client, run)
+        above = self.directory.parent
+        with contextlib.ExitStack() as alone:
+            if "sweep" in self._about:  # all its trials look for it at once, and one of them is to create it
+                lock = alone.enter_context((self.directory / "mlflow.lock").open("ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            elif "sweep" in read_json(above / "run.json"):
+                sweep = Delivery(above, self.uri, self._experiment)
+                sweep.connect()
+                self._parent = sweep.run_id
+            run = self._find(client)
+            self.run_id = run.info.run_id
+            write_state(self.directory, self.uri, self._experiment, self.run_id)
+            self._describe(client, run)
         # A request that timed out here may still be carried out there, after this look at it. What is then sent once
         # more is identical, since times come from the journal, and MLflow's SQL stores keep identical points once.
         self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
@@ -168,7 +179,9 @@ class Delivery:
             return found[0]
         # What tells runs apart comes first: tables cut the rest.
         about = self._about
-        name = f"{about['backend']}-{about['replicas']} " + self.directory.name.removeprefix(f"{about['task']}-")
+        name = self.directory.name
+        if "sweep" not in about:
+            name = f"{about['backend']}-{about['replicas']} " + name.removeprefix(f"{about['task']}-")
         return client.create_run(experiment, begun_at, tags={ID: tag}, run_name=name)
 
     def _beginning(self) -> tuple[bytes, int | None]:
@@ -191,10 +204,12 @@ class Delivery:
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": about["target"],
             "tfloop.run_directory": self.directory,
-            "tfloop.parameters": about["parameters"],
+            "tfloop.parameters": about.get("parameters"),
+            "mlflow.parentRunId": self._parent,
             **{f"version.{name}": version for name, version in about["versions"].items()},
-            **{name: about[name] for name in ("backend", "replicas", "workers")},
+            **{name: about.get(name) for name in ("backend", "replicas", "workers")},
         }
+        tags = {name: value for name, value in tags.items() if value is not None}  # a sweep has fewer than a run
         missing = [Param(*pair) for pair in self._texts(params) if pair[0] not in run.data.params]
         changed = [RunTag(*pair) for pair in self._texts(tags) if run.data.tags.get(pair[0]) != pair[1]]
         for start in range(0, len(missing), _PARAMS):

@@ -166,12 +166,13 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def set_fields(kind: type, assignments: Iterable[str]) -> dict[str, Any]:
+def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """The values of a task's fields from `key=value` texts, typed by the fields.
 
     Args:
         kind: the task's class.
         assignments: texts `key=value`, as after `--set`.
+        option: behind which they were typed.
 
     Raises:
         UsageError: a text that is no assignment, a field that doesn't exist, or a value of another type.
@@ -181,15 +182,15 @@ def set_fields(kind: type, assignments: Iterable[str]) -> dict[str, Any]:
     for text in assignments:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f"--set {text}: give key=value")
+            raise UsageError(f"{option} {text}: give key=value")
         if name not in fields:
             hint = nearest(name, fields) if fields else "; it has no dataclass fields"
-            raise UsageError(f"--set {text}: {kind.__name__} has no field {name!r}{hint}")
-        values[name] = _parse(kind, name, value)
+            raise UsageError(f"{option} {text}: {kind.__name__} has no field {name!r}{hint}")
+        values[name] = _parse(kind, name, value, option)
     return values
 
 
-def _parse(kind: type, name: str, text: str) -> Any:
+def _parse(kind: type, name: str, text: str, option: str) -> Any:
     import types
     import typing
 
@@ -211,5 +212,7 @@ def _parse(kind: type, name: str, text: str) -> Any:
             continue
     names = " or ".join("None" if each is type(None) else getattr(each, "__name__", str(each)) for each in kinds)
     if not any(each in (bool, int, float, str) for each in kinds):
-        raise UsageError(f"--set {name}={text}: the field is of type {names}, which can't be typed on a command line")
-    raise UsageError(f"--set {name}={text}: {text!r} is no {names}")
+        raise UsageError(
+            f"{option} {name}={text}: the field is of type {names}, which can't be typed on a command line"
+        )
+    raise UsageError(f"{option} {name}={text}: {text!r} is no {names}")

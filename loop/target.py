@@ -63,6 +63,22 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
     Raises:
         UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't be set so.
     """
+    kind = find(target)
+    values = {**(fields or {}), **set_fields(kind, assignments)}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise UsageError(
+            f"TARGET {target!r}: {kind.__name__} can't be made from its defaults ({error}): give its fields by --set"
+        ) from None
+
+
+def find(target: str) -> type[TrainTask]:
+    """The class that `target` names.
+
+    Raises:
+        UsageError: no such file, module or class; a class that is no `TrainTask`.
+    """
     check(target)
     shipped = target if target in SHIPPED else None
     if shipped is not None:
@@ -103,13 +119,13 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
         if kind is None:
             raise UsageError(f"TARGET {target!r}: {place} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
-    values = {**(fields or {}), **set_fields(kind, assignments)}
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise UsageError(
-            f"TARGET {target!r}: {name} can't be made from its defaults ({error}): give its fields by --set"
-        ) from None
+    return kind
+
+
+def absolute(target: str) -> str:
+    """The same target, whatever the working directory: its file's path is whole."""
+    place, colon, name = target.rpartition(":")
+    return f"{Path(place).resolve()}{colon}{name}" if place.endswith(".py") else target
 
 
 def shipped_path(name: str) -> Path:
