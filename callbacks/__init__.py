@@ -9,16 +9,25 @@ from callbacks.broadcast import BroadcastVariables
 from callbacks.checkpoint import Checkpoint
 from callbacks.csv_logger import CSVLogger
 from callbacks.early_stopping import EarlyStopping
+from callbacks.ema import EMA
 from callbacks.journal import Journal
+from callbacks.lambda_callback import LambdaCallback
 from callbacks.learning_rate import LearningRateScaling
+from callbacks.learning_rate_monitor import LearningRateMonitor
 from callbacks.mlflow import MLflowTracker
+from callbacks.model_summary import ModelSummary
+from callbacks.notify import Notify
 from callbacks.profiler import Profiler
 from callbacks.progress import Progress
+from callbacks.reduce_on_plateau import ReduceOnPlateau
 from callbacks.report import Report
 from callbacks.sentinel import Sentinel
 from callbacks.shard import ShardData
+from callbacks.tensorboard import TensorBoard
+from callbacks.timer import Timer
 
 __all__ = [
+    "EMA",
     "EVENTS",
     "BroadcastVariables",
     "CSVLogger",
@@ -26,17 +35,24 @@ __all__ = [
     "Checkpoint",
     "EarlyStopping",
     "Journal",
+    "LambdaCallback",
+    "LearningRateMonitor",
     "LearningRateScaling",
     "MLflowTracker",
     "Metrics",
+    "ModelSummary",
+    "Notify",
     "Profiler",
     "Progress",
+    "ReduceOnPlateau",
     "Report",
     "Run",
     "Schedule",
     "Sentinel",
     "ShardData",
     "StandardSet",
+    "TensorBoard",
+    "Timer",
     "complete",
     "standard",
 ]

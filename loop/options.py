@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from callbacks.nearest import nearest
 from loop.errors import UsageError
 
 BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
@@ -81,13 +82,6 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 def whole(value: Any) -> Any:
     """Whole numbers of other kinds, such as NumPy's, as Python's; all else as it is."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint at the name that was probably meant: "; did you mean 'x'?", or which there are."""
-    names = list(names)
-    found = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(names)}"
 
 
 def near_file(path: Path) -> str:

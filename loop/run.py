@@ -72,6 +72,7 @@ class Run:
         self.stopwatch = Stopwatch()
         self.watchdog = Watchdog(backend.rank, backend.workers, options["stall_timeout"])
         self.callbacks: dict[str, Any] = {}
+        self.gauges: dict[str, Callable[[], float]] = {}
         self.pace, self.eval_pace = Pace(options["steps_per_call"]), Pace(options["steps_per_call"])
         self.epoch_totals = np.zeros(())
         self.eval_metrics: dict[str, float] = {}
@@ -96,6 +97,19 @@ class Run:
     def variables(self) -> list[Any]:
         """All variables that make up the state of the run: of the model, the optimizer, and the step."""
         return self.built.variables + (self.step.variables if hasattr(self, "step") else [])
+
+    @property
+    def weights(self) -> list[tuple[str, tf.Variable, bool]]:
+        """The model's variables in its own order: the name, the variable, and whether it is trained."""
+        trained = {id(variable) for variable in build.as_tf(build.trainable_variables(self.model))}
+        own = build.all_variables(self.model)
+        named = zip(build.variable_names(own), build.as_tf(own), strict=True)
+        return [(name, variable, id(variable) in trained) for name, variable in named]
+
+    @property
+    def graph(self) -> tf.Graph | None:
+        """The graph of the compiled training, once steps have been made; None where other processes make them."""
+        return None if self.backend.asynchronous else self.step.graph(self.handle)
 
     @property
     def total_steps(self) -> int | None:
@@ -321,6 +335,10 @@ class Run:
         self.eval_metrics = self.step.evaluation.means(totals)
         self.evaluated_at = self.progress.step
 
+    def means(self, totals: np.ndarray) -> dict[str, float]:
+        """The metrics of some steps: the means of their totals, and what the gauges say now."""
+        return self.step.means(totals) | {name: float(gauge()) for name, gauge in self.gauges.items()}
+
     def close_epoch(self) -> dict[str, float]:
         """Adds the epoch's row to the history; returns its metrics and those of the last evaluation.
 
@@ -345,7 +363,7 @@ class Run:
                 f"epoch {self.progress.epoch + 1}: the weights of all examples sum to zero, so that nothing was "
                 'trained: look at the "weight" that compute() returns'
             )
-        metrics = {**self.step.means(self.epoch_totals), **self.eval_metrics}
+        metrics = {**self.means(self.epoch_totals), **self.eval_metrics}
         done = self.progress
         row = {"epoch": done.epoch + 1, "step": done.step, "examples": done.examples, **metrics}
         # An epoch that was cut short by the end of a run, and goes on in a longer one, has one row.

@@ -180,6 +180,11 @@ class Step:
             self.not_finite = [name for name, good in zip(self._checked(), finite, strict=True) if not good]
         return int(packed[0]), int(packed[1]), packed[2:]
 
+    def graph(self, handle: Any) -> tf.Graph:
+        """The graph that `train` runs with such a handle: traced already, once it has."""
+        number = tf.constant(0, tf.int64)
+        return self._train.get_concrete_function(handle, number, number, number).graph
+
     def bad_batch(self, epoch: int, step: int) -> Rows:
         """The worker's part of the batch that wasn't finite, after a call that ended with it: NumPy arrays.
 
