@@ -1,0 +1,206 @@
+"""The documentation: its programs run and agree, its numbers are computed, its links and command lines are right."""
+
+import ast
+import functools
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import typer
+
+import callbacks
+import cli
+import loop
+from loop import ArrayData, TrainTask, fit, target
+from loop.backends import create
+from tests.conftest import ROOT, needs_horovod
+
+DOCS = ROOT / "docs"
+COMING_FROM = DOCS / "coming-from"
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+
+
+def blocks(path, language):
+    """The fenced blocks of a page that are in this language."""
+    fences = re.findall(r"^( *)```(\w*).*?\n(.*?)^\1```", path.read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(code) for _, its_language, code in fences if its_language == language]
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Runs a program of a "coming from" page, all of it but MLflow; gives its variables."""
+    monkeypatch.setattr(callbacks, "standard", functools.partial(callbacks.standard, mlflow=None))
+    return lambda page, whose: runpy.run_path(str(COMING_FROM / page / f"{whose}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("page", ["keras-fit", "tf-distribute", "tower", "make-parallel"])
+def test_both_programs_come_to_the_same_loss(page, program):
+    theirs, ours = program(page, "theirs"), program(page, "ours")
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=0, abs=1e-5)
+    assert 0.05 < ours["loss"] < 1  # it has learned something: 2.3 is what knowing nothing costs
+
+
+def test_lightning_comes_to_the_same_loss(program):
+    """To the one that Lightning gave when the page was written; and to its loss today, where it is installed."""
+    ours = program("lightning", "ours")["loss"]
+    [said] = re.findall(r"gives a loss of ([\d.]+) ", (COMING_FROM / "lightning.md").read_text())
+    assert ours == pytest.approx(float(said), rel=0, abs=1e-5)
+    pytest.importorskip("lightning", reason="the program without tfloop needs Lightning, which is not installed")
+    assert ours == pytest.approx(program("lightning", "theirs")["loss"], rel=0, abs=1e-5)
+
+
+def test_what_was_an_estimator_trains(program):
+    """There is no Estimator any more to compare it with."""
+    assert 0.05 < program("estimator", "ours")["loss"] < 1
+
+
+BOTH = """
+import functools, json, runpy, sys
+import callbacks
+callbacks.standard = functools.partial(callbacks.standard, mlflow=None)
+found = [runpy.run_path(path, run_name="__main__") for path in sys.argv[1:]]
+if found[1]["result"].replicas == 2 and "loss" in found[0]:
+    json.dump([each["loss"] for each in found], open("losses.json", "w"))
+"""
+
+
+@needs_horovod
+def test_the_horovod_programs_come_to_the_same_loss(tmp_path):
+    """In two processes, which run one program after the other."""
+    paths = [str(COMING_FROM / "horovod" / f"{whose}.py") for whose in ("theirs", "ours")]
+    done = subprocess.run(
+        [sys.executable, "-m", "loop.horovodrun", "2", sys.executable, "-c", BOTH, *paths],
+        capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    theirs, ours = json.loads((tmp_path / "losses.json").read_text())
+    assert ours == pytest.approx(theirs, rel=0, abs=1e-5)
+
+
+def test_towers_err_where_they_are_uneven(program, quiet):
+    """A last batch of five examples: three in one tower, two in the other."""
+    code = (COMING_FROM / "tower" / "theirs.py").read_text().replace("EXAMPLES = 1600", "EXAMPLES = 1605")
+    theirs: dict = {}
+    exec(compile(code, "theirs.py", "exec", dont_inherit=True), theirs)
+    task = runpy.run_path(str(COMING_FROM / "tower" / "ours.py"))["Digits"]
+    alone, towers = (
+        fit(task(examples=1605), backend=backend, callbacks=quiet()).metrics["eval_loss"]
+        for backend in ("single", create("mirrored", 2))
+    )
+    assert towers == pytest.approx(alone, rel=0, abs=1e-5)
+    assert abs(theirs["loss"] - alone) > 1e-3
+    rows = re.findall(r"^\| .* \| (0\.\d+) \|$", (COMING_FROM / "tower.md").read_text(), re.MULTILINE)
+    assert rows == [f"{each:.4f}" for each in (theirs["loss"], alone, towers)]
+
+
+@pytest.mark.parametrize("page", ["mathematics.md", "data.md"])
+def test_numbers_on_the_pages_are_right(page):
+    """The code of a page runs from top to bottom, and `name = ...  # 4.0` has that value."""
+    found: dict = {}
+    checked = 0
+    for code in blocks(DOCS / page, "python"):
+        exec(code, found)
+        for name, value in re.findall(r"^(\w+) = .*  # ([\[\d-].*)$", code, re.MULTILINE):
+            np.testing.assert_allclose(found[name], ast.literal_eval(value), rtol=1e-6, atol=1e-12)
+            checked += 1
+    assert checked >= {"mathematics.md": 18, "data.md": 1}[page]
+
+
+class Number(tf.Module):
+    """A model of one weight, which is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = tf.Variable(0.0)
+
+
+class Linear(TrainTask):
+    """Its gradient is the mean of the inputs, and so is its value."""
+
+    def build_model(self):
+        return Number()
+
+    def build_optimizer(self):
+        import keras
+
+        return keras.optimizers.SGD(1.0)
+
+    def train_data(self):
+        return ArrayData(np.array([1, 2, 3, 6], "float32"))
+
+    def eval_data(self):
+        return ArrayData(np.array([1, 2, 3, 4, 10], "float32"))
+
+    def compute(self, model, batch, training):
+        return {"loss": model.w * batch, "value": batch}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_loop_does_what_the_page_says(replicas, quiet):
+    """Three replicas have 1, 1 and 2 of four examples; of the fifth alone, one replica has something."""
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    result = fit(Linear(), batch_size=4, shuffle=False, backend=backend, callbacks=quiet())
+    assert result.model.w.numpy() == -3.0
+    assert result.metrics["eval_value"] == 4.0
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_code_on_the_pages_is_python(path):
+    for code in blocks(path, "python"):
+        if "--8<--" not in code:
+            compile(code, str(path), "exec")
+
+
+def test_commands_on_the_pages_can_be_typed():
+    """Every `tfloop ...` in a block: the command exists, and takes these options."""
+    commands, seen = typer.main.get_group(cli.app).commands, set()
+    for path in PAGES:
+        for code in blocks(path, "") + blocks(path, "bash") + blocks(path, "sh"):
+            for line in code.replace("\\\n", " ").splitlines():
+                for part in re.findall(r"(?:^|&& |uv run |srun |\$ )tfloop ([a-z][^&|#>]*)", line):
+                    name, *arguments = shlex.split(part)
+                    assert name in commands, f"{path}: {line}"
+                    if not any(each in ("...", "--help") for each in arguments):
+                        command = commands[name]
+                        context = command.context_class(command, info_name=name)
+                        command.make_parser(context).parse_args(args=arguments)
+                    seen.add(name)
+    assert {"train", "verify", "chaos", "tune", "ui"} <= seen
+
+
+def test_every_yes_of_ours_is_a_test():
+    rows = re.findall(r"^\| ([^|]+) \| (.*?) \|", (DOCS / "features.md").read_text(), re.MULTILINE)
+    assert len(rows) > 30
+    for what, ours in rows:
+        link = re.fullmatch(r"\[yes\]\(\.\./(tests/test_\w+\.py)#(test_\w+)\)", ours)
+        assert link or ours == "no", what
+        assert not link or f"\ndef {link[2]}(" in (ROOT / link[1]).read_text(), what
+
+
+def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
+    pytest.importorskip("material", reason="MkDocs Material is not installed: uv sync --group docs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        capture_output=True, text=True, timeout=200, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for package in (loop, callbacks):
+        page = (tmp_path / "api" / package.__name__ / "index.html").read_text()
+        documented = {name.split(".")[-1] for name in re.findall(r'<h2 id="([\w.]+)"', page)}
+        assert set(package.__all__) <= documented
+    front = (tmp_path / "index.html").read_text()
+    assert not re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(?:https?:)?//', front)
+
+
+def test_targets_on_the_pages_can_be_trained():
+    """The command that a page names finds its task in the file."""
+    for path in sorted(COMING_FROM.glob("*/ours.py")):
+        target.check(f"{path}:Digits")
