@@ -1000,12 +1000,26 @@ def quiet_start() -> Iterator[None]:
                     print(line, file=sys.stderr)
 
 
+def wrong_usage(error: Any) -> str:
+    """What typer finds wrong with the words typed, in one line, with the value; or the help, where there were none."""
+    text = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(text)
+    if hasattr(error.__cause__, "errors"):  # why a value is none of its type
+        found = error.__cause__.errors()[0]
+        what = found["msg"].removeprefix("Input ").partition(",")[0]
+        text = f"{error.param.opts[0]} {found['input']}: {what}"
+    elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
+        text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
+    return f"tfloop: error: {' '.join(mask(text).split())}"
+
+
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     try:
         if any("\0" in text for text in sys.argv):
             raise UsageError("an argument has a NUL character in it: leave it out")
-        app()
+        code = typer.main.get_command(app).main(standalone_mode=False) or 0
     except UsageError as error:
         if launch.JOB not in os.environ:  # else the launcher tells it, once for all workers
             print(f"tfloop: error: {mask(str(error))}", file=sys.stderr)
@@ -1018,7 +1032,10 @@ def main() -> None:
         code = 130
     except Exception as error:
         code = FAILED
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
+            print(wrong_usage(error), file=sys.stderr)
+            code = BAD_INPUT
+        elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             print(f"tfloop: error: {reprlib.repr(error.filename)}: the name is too long", file=sys.stderr)
             code = BAD_INPUT
         else:
