@@ -114,18 +114,23 @@ def _head(of: Record) -> str:
 
 def _headline(of: Record) -> Iterator[tuple[str, str, str]]:
     """What matters most: its name, value, and a remark."""
-    epochs = f"{of.epochs} epoch{'s' * (of.epochs != 1)}"
-    total = f"of {of.total_steps:,}, " if of.total_steps not in (None, of.steps) else ""
-    yield "steps", f"{of.steps:,}", total + epochs
+    epochs = f"{of.epochs:,} epoch{'s' * (of.epochs != 1)}" if of.epochs else ""
+    total = f"of {of.total_steps:,}" if of.total_steps not in (None, of.steps) else ""
+    yield "steps", f"{of.steps:,}", ", ".join(filter(None, (total, epochs)))
     yield "duration", _lasting(of.seconds), f"in {of.lives} lives" if of.lives > 1 else "in one go"
     if of.speed:
-        yield "examples per second", f"{of.speed[-1][1]:,.0f}", "while training"
+        yield "examples/s", f"{of.speed[-1][1]:,.0f}", "while training"
     names = [name for name in of.curves if name.startswith("eval_")] or [
         name for name in of.curves if not name.startswith(STEP)
     ]
     for name in sorted(names, key=lambda name: name != of.metric)[:3]:
         if (found := of.best(name)) is not None:
-            yield f"best {name}", _number(found[1]), f"at step {found[0]:,}; last {_number(of.last(name))}"
+            last = _number(of.last(name))
+            yield (
+                f"best {name}",
+                _number(found[1]),
+                f"at step {found[0]:,}" + f"; last {last}" * (found[1] != of.last(name)),
+            )
 
 
 def _tile(name: str, value: str, remark: str) -> str:
@@ -504,6 +509,7 @@ section { margin-top: 16px; padding: 16px 18px }
 .tile b { font-size: 24px; line-height: 1.3; letter-spacing: -.01em }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 20px 28px }
 figure { min-width: 0 }
+figure:first-child:nth-last-child(odd) { grid-column: 1 / -1 }
 figcaption { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0 10px; font-size: 13px }
 figcaption strong { font-size: 14px }
 figcaption small { color: var(--soft); border: 1px solid var(--line); border-radius: 4px; padding: 0 5px }

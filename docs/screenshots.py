@@ -28,7 +28,8 @@ from typing import Any
 
 import aiohttp  # MLflow requires it itself, so it is there wherever tfloop is
 
-IMAGES = Path(__file__).resolve().parent / "images"
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
 TRAIN = ("train", "digits", "--epochs", "6", "--seed", "1", "--backend")
 BACKENDS = {  # with a colour each: those that MLflow draws from the run's id may be hard to tell apart
     ("single",): "#1f77b4",
@@ -38,10 +39,10 @@ BACKENDS = {  # with a colour each: those that MLflow draws from the run's id ma
 }
 RUN = "charlm"  # whose report, and whose picture in the terminal, is taken; the second command goes on from the first
 LONG = tuple(
-    ("train", "charlm", *f"--workers 2 --eval-every 20 --profile {steps} --run-dir {RUN} --track off".split())
-    for steps in ("10:12 --steps 80", "100:102 --steps 240")
+    ("train", "charlm", *f"--workers 2 --set characters=150000 --profile {more} --run-dir {RUN} --track off".split())
+    for more in ("10:12 --epochs 2", "200:202 --epochs 6")
 )
-COLUMNS, LINES = 104, 50  # of the terminal
+COLUMNS, LINES, TERMINAL = 104, 50, "terminal.html"  # of the terminal, and the page that shows it
 CURVES = ("loss", "eval_loss", "accuracy", "eval_accuracy")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
@@ -92,9 +93,8 @@ def main() -> int:
         try:
             for command in [*([*TRAIN, *backend] for backend in BACKENDS), *LONG]:
                 train([str(tfloop), *command], directory)
-            shown = ("runs", "show", RUN, "--root", ".")
-            terminal = directory / "terminal.html"
-            terminal.write_text(as_page("tfloop runs show " + RUN, in_terminal([str(tfloop), *shown], directory)))
+            shown = in_terminal([str(tfloop), "runs", "show", RUN, "--root", "."], directory).replace(f"{ROOT}/", "")
+            (directory / TERMINAL).write_text(as_page("tfloop runs show " + RUN, shown))
             port = free_port()
             print(f"MLflow UI on port {port}", file=sys.stderr)
             profile = directory / "chromium"
@@ -185,7 +185,8 @@ def as_page(title: str, output: str) -> str:
     for part in re.split(r"(\x1b\[[0-9;]*m)", output.replace("\r", "")):
         if not part.startswith("\x1b"):
             css = ";".join(f"{name}:{value}" for name, value in style.items())
-            text += f'<span style="{css}">{html.escape(part)}</span>' if part else ""
+            part = re.sub("[\u2800-\u28ff]", lambda found: dots(found[0]), html.escape(part))
+            text += f'<span style="{css}">{part}</span>' if part else ""
             continue
         codes = [int(code or 0) for code in part[2:-1].split(";")]
         while codes:
@@ -202,9 +203,18 @@ def as_page(title: str, output: str) -> str:
                 style.pop("color", None)
     return (
         '<!doctype html><meta charset="utf-8"><style>body{margin:0;background:#0d1117;color:#c9d1d9;'
-        "padding:22px 26px;width:max-content}pre{margin:0;font:14px/1.32 'DejaVu Sans Mono',monospace}b{color:#7ee787}"
+        "padding:22px 26px;width:max-content}pre{margin:0;font:14px/17px 'DejaVu Sans Mono',monospace}b{color:#7ee787}"
+        "svg{width:1ch;height:17px;vertical-align:top;fill:currentColor}"
         f"</style><pre><b>$</b> {html.escape(title)}\n{text}</pre>"
     )
+
+
+def dots(character: str) -> str:
+    """A Braille character, of which plots are made, as a picture: not every fixed-width font has them."""
+    places = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)]
+    there = [place for bit, place in enumerate(places) if ord(character) - 0x2800 >> bit & 1]
+    circles = "".join(f'<circle cx="{x + 0.5}" cy="{y + 0.5}" r=".36"/>' for x, y in there)
+    return f'<svg viewBox="0 0 2 4" preserveAspectRatio="none">{circles}</svg>'
 
 
 async def take_pictures(server: str, profile: Path, directory: Path) -> None:
@@ -240,15 +250,23 @@ async def take_pictures(server: str, profile: Path, directory: Path) -> None:
                 texts=[*CURVES, shown["info"]["run_name"]],
                 ready=drawn,
             )
-            for theme in ("light", "dark"):
-                await tab.window(1100, 1240, 1.25, theme)
-                page_ = (directory / RUN / "report.html").as_uri()
-                await tab.picture(page_, IMAGES / f"report-{theme}.png", texts=["Curves", "Where the time went"])
-            await tab.window(1100, 800, 1.25)
-            await tab.open((directory / "terminal.html").as_uri())
-            size = await tab.value("[document.body.offsetWidth, document.body.offsetHeight]")
-            await tab.window(*size, 1.25)
-            await tab.picture((directory / "terminal.html").as_uri(), IMAGES / "terminal.png", texts=[RUN])
+            await pictures_of_a_run(tab, directory)
+
+
+async def pictures_of_a_run(tab: Tab, directory: Path) -> None:
+    """Of its report, and of what is told of it on a terminal."""
+    for theme in ("light", "dark"):
+        report = (directory / RUN / "report.html").as_uri()
+        await tab.window(1100, 1000, 1.25, theme)
+        await tab.open(report, ["Curves", "Where the time went"])
+        above = await tab.value("document.querySelectorAll('section')[1].getBoundingClientRect().bottom")
+        await tab.window(1100, round(above) + 20, 1.25, theme)
+        await tab.picture(report, IMAGES / f"report-{theme}.png", texts=["Curves", "Where the time went"])
+    terminal = (directory / TERMINAL).as_uri()
+    await tab.window(1100, 800)
+    await tab.open(terminal)
+    await tab.window(*await tab.value("[document.body.offsetWidth, document.body.offsetHeight]"), 1.25)
+    await tab.picture(terminal, IMAGES / "terminal.png", texts=[RUN])
 
 
 async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str, Any]]:
@@ -439,7 +457,7 @@ class Tab:
         image = await self.call("Page.captureScreenshot", format="png")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(image["data"]))
-        print(f"wrote {path.relative_to(IMAGES.parents[1])}, {path.stat().st_size // 1000} kB", file=sys.stderr)
+        print(f"wrote {path.relative_to(ROOT)}, {path.stat().st_size // 1000} kB", file=sys.stderr)
 
     async def value(self, expression: str) -> Any:
         """The value of an expression in the page."""
