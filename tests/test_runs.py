@@ -99,7 +99,7 @@ def test_a_record_is_what_fit_returned(trained):
         assert found.parameters == result.model.count_params()
         for metric in ("loss", "accuracy", "eval_loss", "eval_accuracy"):
             assert found.curves[metric] == [(row["step"], row[metric]) for row in result.history]
-        assert [step for step, _ in found.curves["step/loss"]] == [step for step, _ in found.speed]
+        assert {step for step, _ in found.curves["step/loss"]} <= {step for step, _ in found.speed}
         assert found.best("eval_loss")[1] == min(row["eval_loss"] for row in result.history)
         assert found.best("accuracy")[1] == max(row["accuracy"] for row in result.history)
         assert found.checkpoints[-1].step == result.steps
