@@ -608,7 +608,7 @@ runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_
 app.add_typer(runs_app, name="runs")
 Root = Annotated[Path | None, typer.Option(help="Where the runs are; runs/ if not given.", show_default=False)]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="A name, the beginning of one, a path, or latest.")]
-Names = Annotated[list[str], typer.Argument(metavar="RUN...", help=Name.__metadata__[0].help)]
+Names = Annotated[list[str], typer.Argument(metavar="RUN", help=Name.__metadata__[0].help)]
 Metric = Annotated[str | None, typer.Option(help="The metric to show; the loss if not given.")]
 
 

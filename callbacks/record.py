@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -242,10 +243,9 @@ def begun(path: Path) -> float:
     for entry, _ in entries(path):
         if (time := _number(entry.get("time"))) is not None:
             return time
-    times = [_stamp(read_about(path).get("updated"))]
-    if _regular(path / LOCK):
-        times.append((path / LOCK).stat().st_mtime)
-    return max((time for time in times if time is not None), default=0.0)
+    with contextlib.suppress(OSError):
+        return (path / LOCK).stat().st_mtime
+    return _stamp(read_about(path).get("updated")) or 0.0
 
 
 def read_about(path: Path) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _known(what: str, name: str, names: Sequence[str]) -> None:
 def _order(found: Any) -> tuple[bool, float, str]:
     """A key by which values of any kind can be sorted: numbers before texts."""
     if isinstance(found, int | float):
-        return math.isnan(found), float(found), ""
+        return found != found, _real(found), ""
     return True, 0.0, str(found)
 
 
@@ -202,12 +202,19 @@ class _Filter:
         if self.key == "started":
             return self._TESTS[self.sign](terminal.when(found)[: len(wanted)], wanted.replace("T", " ").rstrip("Z"))
         if _kind(found) is float:
-            return _is_number(wanted) and self._TESTS[self.sign](float(found), float(wanted))
+            return _is_number(wanted) and self._TESTS[self.sign](_real(found), float(wanted))
         return self._TESTS[self.sign](str(found), wanted.capitalize() if isinstance(found, bool) else wanted)
 
 
 def _kind(found: Any) -> type:
     return float if isinstance(found, int | float) and not isinstance(found, bool) else str
+
+
+def _real(found: int | float) -> float:
+    try:
+        return float(found)
+    except OverflowError:
+        return math.inf if found > 0 else -math.inf
 
 
 def _is_number(text: str) -> bool:
@@ -398,7 +405,7 @@ def removable(path: Path, root: Path) -> None:
     whole = path.resolve()
     if any(whole == each or whole in each.parents for each in (Path.cwd(), Path.home(), root.resolve())):
         raise UsageError(f"{shown} holds where you are, or all runs: remove what is of the run in it yourself")
-    if any(is_run(each) for each in path.iterdir() if each.is_dir()):
+    if any(is_run(each) for each in path.iterdir() if each.is_dir() and not each.is_symlink()):
         raise UsageError(f"{shown} holds other runs: remove them first")
     if (path / LOCK).is_symlink() or under_way(path):
         raise UsageError(f"{shown}: the run is under way: end it first")

@@ -70,9 +70,9 @@ def cut(text: str, longest: int) -> str:
 
 
 def bars(seconds: Mapping[str, float], size: int = 40) -> list[str]:
-    """Parts of a time as lines with bars, the greatest first."""
-    whole = sum(seconds.values()) or 1.0
-    found = sorted(seconds.items(), key=lambda item: -item[1])
+    """Parts of a time as lines with bars, the greatest first; those of less than a thousandth are left out."""
+    whole = sum(seconds.values())
+    found = sorted((item for item in seconds.items() if item[1] > whole / 1000), key=lambda item: -item[1])
     bar = "#" if plain() else "█"
     rows = [[name, duration(some), f"{some / whole:.0%}", bar * round(size * some / whole)] for name, some in found]
     return table(rows, right=(1, 2))
@@ -128,7 +128,7 @@ def _scale(ruler: Any, low: float, high: float, form: str, ticks: int = 4) -> No
 def duration(seconds: float) -> str:
     """A time as people read it."""
     if seconds < 60:
-        return f"{seconds:.3g} s"
+        return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1e3 * seconds:.3g} ms"
     minutes, hours = round(seconds) // 60, round(seconds) // 3600
     if hours < 48:
         return f"{hours} h {minutes % 60:02} min" if hours else f"{minutes} min {round(seconds) % 60:02} s"

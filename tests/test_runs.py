@@ -1,5 +1,6 @@
 """Runs by their directories: what the reader tells, the commands that list, show, compare, follow and remove them."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -184,7 +185,8 @@ def test_what_is_half_there_is_told(tmp_path, trained):
 VALUES = [
     None, True, -1, 5, 2**60, 10**400, 0.5, 1e308, float("nan"), float("-inf"), "nan", "", "\x1b[2J", "\ud800", "a\nb",
     "running", "step-00000001", "2026-11-21T00:00:00Z", [], [[1]], ["\x9b"], {}, {"\x1b]0;x\x07": ["\x00"]},
-    {"loss": 1}, {"eval_loss": "nan", "loss": 10**400, "\u202e": 1e308}, {"compute": 1e300, "data": -1},
+    {"lr": -(10**400)}, {"lr": float("nan")}, {"lr": "x"}, {"loss": 1}, {"compute": 1e300, "data": -1},
+    {"eval_loss": "nan", "loss": 10**400, "\u202e": 1e308},
 ]  # fmt: skip
 EVENTS = ["restore", "fit_start", "steps_end", "eval_end", "epoch_end", "checkpoint", "call", "summary", "exception"]
 values = st.sampled_from(VALUES)
@@ -212,6 +214,8 @@ def test_whatever_is_in_a_run_directory_it_can_be_read_and_shown(run_json, lines
         (directory / "run.json").write_bytes(run_json)
         (directory / "journal.jsonl").write_bytes(b"\n".join([*lines, b""]))
         found = record.read(directory)
+        with contextlib.suppress(UsageError):  # where there is no lr
+            runs.listed(Path(place), ["lr<1"], "-lr", None)
         shown = [
             *runs.lines(runs.listed(Path(place), (), None, None), None),
             *runs.compare([found, record.read(directory, whole=False)]),
@@ -305,7 +309,7 @@ def test_a_run_is_found_by_prefix_path_and_latest(root):
 
 def test_hostile_names_and_broken_runs_are_listed_like_others(root, command):
     journal(root / "\x1b[31mevil\nname\x9b", {"event": "restore"})
-    shutil.copytree(root / "small", os.fsencode(root) + b"/not-utf8-\xff")
+    shutil.copytree(root / "small", root / os.fsdecode(b"not-utf8-\xff"))
     (root / "broken").mkdir()
     (root / "broken" / "run.json").write_text("{")
     (root / "mlflow.db").touch()
@@ -362,9 +366,7 @@ def test_a_run_is_followed_to_its_end(trained):
     watcher.thread.join(60)
     assert watcher.status == "running"
     assert watcher.lines[-1] == f"finished at step {second.steps}"
-    events = [line.split("  ")[-2 if "epoch " in line else 2] for line in watcher.lines[:-1]]
     text = "\n".join(watcher.lines)
-    assert len(events) > 8
     for each in ("fit_start", "epoch_start", "steps_end", "eval_end", "checkpoint", "summary", "fit_end"):
         assert f"  {each}" in text
     assert text.count("eval_end") == 3
