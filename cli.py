@@ -638,12 +638,12 @@ def sweep(
                 raise UsageError(f"{option}: {target_} is a directory, whose sweep has its own: leave {option} out")
         directory: Path | None = Path(target_).resolve()
         plan, before = sweep_.reopened(Path(target_))
-        trials = trials or before
+        trials = before if trials is None else trials
         os.chdir(plan.place)
     else:
         directory = sweep_dir
         target.check(target_)
-        place(backend or "auto", workers)
+        place(backend or "auto", workers, asynchronous=True)
         swept, drawn = sweep_.assigned("--grid", grid or ()), sweep_.assigned("--random", random or ())
         typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
         plan = sweep_.Plan(

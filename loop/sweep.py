@@ -262,7 +262,7 @@ class Report:
         if (best := self.best) is None:
             yield "no trial has come to its end" if self.stopped else "no trial has come to an end that counts"
             return
-        yield f"best: trial {best.number}, {self.plan.metric} {best.value:.6g}, in {best.run_dir}"
+        yield f"best: trial {best.number}, {self.plan.metric} {best.value:.6g}, in {_shown(Path(best.run_dir))}"
         yield mask(shlex.join(self.command(best)))
 
     def as_json(self) -> dict[str, Any]:
@@ -601,7 +601,7 @@ class _Table:
     def begin(self, directory: Path, rows: Sequence[Row]) -> None:
         """Shows those that have ended before."""
         ended = [row for row in rows if row.state not in ("running", "waiting")]
-        self.line(f"directory of the sweep: {directory}")
+        self.line(f"directory of the sweep: {_shown(directory)}")
         if ended or any(row.state == "running" for row in rows):
             self.line(f"going on: {len(ended)} of {self._trials} trials have ended")
         if self._stream.isatty():
@@ -690,6 +690,11 @@ def _row(trial: Any, directory: Path) -> Row:
 
 def _run_dir(directory: Path, number: int) -> Path:
     return directory / f"trial-{number:03d}"
+
+
+def _shown(path: Path) -> Path:
+    """A path as people read it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _in_use(directory: Path) -> bool:
