@@ -970,7 +970,7 @@ def schedule(text: str) -> int | str:
 
 def number_or_word(text: str | None) -> int | str | None:
     """A typed value that may be a number."""
-    return int(text) if text is not None and re.fullmatch(r"[+-]?\d+", text) else text
+    return int(text) if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text) else text
 
 
 class _NoDefaults:

@@ -33,6 +33,12 @@ def run_dirs(incomplete: str) -> list[str]:
     return [path for path in dict.fromkeys(str(each.parent) for each in found) if path.startswith(incomplete)]
 
 
+def runs(incomplete: str) -> list[str]:
+    """The names of the runs in `runs/`, where a name is enough; and what `run_dirs` finds."""
+    names = ["latest", *sorted(path.parent.name for path in Path("runs").glob("*/run.json"))]
+    return [*(name for name in names if name.startswith(incomplete)), *run_dirs(incomplete)]
+
+
 def _beginning(start: str, pattern: str) -> list[Path]:
     """The paths of this pattern that begin so."""
     directory, _, name = start.rpartition("/")

@@ -95,6 +95,7 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--workers", "9999"], "--workers 9999: give at most 1024"),
     (["train", "digits", "--overfit", "0"], "overfit=0: give a whole number >= 1 of global batches"),
     (["train", "mien.py:Mine"], "there is no file mien.py; did you mean 'mine.py'"),
+    (["train", "digits", "--eval-every", "9" * 5000], "eval_every='999"),
     (["evaluate", "nowhere", "--backend", "mirored"], "backend='mirored': give one of auto"),
     (["export", "x" * 300, "out.npz"], "xxx.*: the name is too long"),
     (["export", "nowhere", "out.npz"], "nowhere: no checkpoint there"),

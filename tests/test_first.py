@@ -13,7 +13,7 @@ import typer.main
 import cli
 import loop
 from callbacks import standard
-from loop import ArrayData, backends, fit
+from loop import ArrayData, backends, completion, fit
 from loop.errors import UsageError
 from loop.new import class_name, fitting, new
 from tests.conftest import ROOT, needs_horovod, tfloop
@@ -336,6 +336,8 @@ def test_completion(line, expected, command, tmp_path, monkeypatch):
     assert err == ""
     assert expected <= set(out.split())
     assert line.endswith(" ") or set(out.split()) == expected
+    assert completion.runs("") == ["latest", "one", "runs/one", "here"]
+    assert completion.runs("on") == ["one"]
 
 
 def test_the_version_comes_from_one_place(command):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import cli
 from loop.errors import UsageError
+from loop.target import SHIPPED
 
 LONG = settings(
     max_examples=1000, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
@@ -62,7 +63,7 @@ GRAMMAR = list(commands(typer.main.get_group(cli.app)))
 
 def values(parameter):
     """What may be typed for a parameter: what its help mentions, and what it doesn't."""
-    mentioned = re.findall(r"[\w:.]+", parameter.help or "")
+    mentioned = [word for word in re.findall(r"[\w:.]+", parameter.help or "") if word not in SHIPPED]
     pools = [TARGETS if parameter.param_type_name == "argument" else NUMBERS, mentioned or JUNK, PATHS, JUNK, NUMBERS]
     return st.one_of(*map(st.sampled_from, pools), st.text(max_size=8))
 
