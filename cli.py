@@ -600,7 +600,8 @@ def sync(
                     finish(FAILED, text, None, False)
     for text in sent.warnings():
         print(f"warning: {text}", file=sys.stderr)
-    print(f"delivered {sent.count:,} points to {redact(store)}, run {sent.run_id}")
+    files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
+    print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
 
 
 @contextlib.contextmanager

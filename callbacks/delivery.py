@@ -1,9 +1,10 @@
 """Delivery: brings the journal of a run to MLflow; beside the training in a process of its own, and for `tfloop sync`.
 
 What is delivered is a function of the journal alone: of each metric, in the order of the lines, every point whose step
-lies behind those before it. (A resumed run makes some steps again, with the same values.) How far that has got, the
-store itself says: its last step of each metric. So there is nothing to keep in step with it, and a kill of either side
-at any instant neither loses a point nor doubles one. The order is that of steps, never of time: clocks jump.
+lies behind those before it (a resumed run makes some steps again, with the same values); and the artifacts that it
+names. How far that has got, the store itself says: its last step of each metric, and a tag that counts the artifacts.
+So there is nothing to keep in step with it, and a kill of either side at any instant neither loses a point nor doubles
+one. The order is that of steps, never of time: clocks jump.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from callbacks.redact import redact
 
 ID = "tfloop.id"
 """The tag by which a run is found again in its experiment."""
+SENT = "tfloop.artifacts"
+"""The tag that says how many of the journal's artifacts the store has."""
 # MLflow takes 1000 metrics or 100 parameters at once, and 1 MB: what is long has a place in it even as \u escapes.
 _METRICS, _PARAMS = 500, 10
 _KEY_LENGTH, _VALUE_LENGTH = 250, 6000
@@ -51,18 +54,20 @@ class Delivery:
 
     def __init__(self, directory: Path, uri: str, experiment: str | None = None) -> None:
         self.directory, self.uri = directory, uri
-        self.run_id, self.count = "", 0
+        self.run_id, self.count, self.artifacts = "", 0, 0
         self._about = read_json(directory / "run.json")
         self._experiment = experiment or read_json(directory / STATE).get("experiment") or self._about["task"]
         self._client: Any = None
         self._keys: dict[str, str] = {}
         self._cut: dict[str, None] = {}
+        self._lost: dict[str, None] = {}
         self._trouble = ""
 
     def warnings(self) -> list[str]:
         """What could not be delivered as it is."""
         changed = [name for name, key in list(self._keys.items()) if name != key] + list(self._cut)
         texts = [self._trouble] if self._trouble else []
+        texts += [f"{name} isn't in {self.directory} any more: MLflow has it not" for name in self._lost]
         if changed:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             texts.append(
@@ -100,6 +105,10 @@ class Delivery:
         # more is identical, since times come from the journal, and MLflow's SQL stores keep identical points once.
         self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._offset, self._time = 0, 0
+        self._files: list[dict[str, Any]] = []  # the journal's artifacts up to the offset
+        sent = run.data.tags.get(SENT, "")
+        self._sent = int(sent) if sent.isdecimal() else 0
+        self._trouble = ""
         self._client = client
 
     def disconnect(self) -> None:
@@ -109,9 +118,10 @@ class Delivery:
     def pending(self) -> int:
         """How many points the journal has that the store hasn't."""
         self.connect()
-        offset, last = self._offset, dict(self._last)
+        offset, last, files = self._offset, dict(self._last), len(self._files)
         count = sum(1 for _ in self._due())
         self._offset, self._last = offset, last
+        del self._files[files:]
         return count
 
     def deliver(self, progress: Callable[[int], Any] = lambda count: None) -> None:
@@ -124,22 +134,52 @@ class Delivery:
             self._client.log_batch(self.run_id, metrics=batch)
             self.count += len(batch)
             progress(len(batch))
+        if not self._trouble:
+            self._upload()
+
+    def _upload(self) -> None:
+        """Sends the artifacts that are due. One that was sent, and killed before it was counted, is written over."""
+        for entry in self._files[self._sent :]:
+            name = str(entry.get("path"))
+            local = (self.directory / name).resolve()
+            if local.is_relative_to(self.directory.resolve()) and local.exists():
+                to = entry.get("to", name if local.is_dir() else posixpath.dirname(name))
+                send = self._client.log_artifacts if local.is_dir() else self._client.log_artifact
+                if not self._sends(name, send, local, to):
+                    return
+                self.artifacts += 1
+            else:
+                self._lost[name] = None
+            self._sent += 1
+            self._client.set_tag(self.run_id, SENT, self._sent)
+
+    def _sends(self, name: str, send: Callable[..., Any], local: Path, to: str = "") -> bool:
+        """Sends a file or a directory. Returns whether it was taken: no, if all but artifacts works."""
+        try:
+            send(self.run_id, str(local), to or None)
+            return True
+        except Exception as error:  # often a store whose files lie where this machine can't write: not ours to mend
+            self._client.get_run(self.run_id)  # raises where the whole store is down
+            self._trouble = (
+                self._trouble or f"MLflow at {redact(self.uri)} did not take the file {name} ({reason(error)})"
+            )
+            return False
 
     def close(self) -> None:
         """Says there how the run ended, and stores the files of the run directory."""
+        self._trouble = ""
+        self._upload()
         status = _STATUS.get(read_json(self.directory / "run.json").get("status", ""), "KILLED")
         self._client.set_terminated(self.run_id, status, self._time or None)
         for name in ("run.json", journal.NAME, "metrics.csv"):
-            path = self.directory / name
-            try:
-                if path.exists():
-                    self._client.log_artifact(self.run_id, str(path))
-            except Exception as error:  # often a store whose files lie where this machine can't write: not ours to mend
-                self._trouble = f"MLflow at {redact(self.uri)} did not take the file {name} ({reason(error)})"
+            if (self.directory / name).exists():
+                self._sends(name, self._client.log_artifact, self.directory / name)
 
     def _due(self) -> Iterator[tuple[str, float, int, int]]:
         """The points that are yet to be delivered: key, value, time in ms, step."""
         for entry, offset in journal.read(self.directory / journal.NAME, self._offset):
+            if entry.get("event") == "artifact":
+                self._files.append(entry)
             for name, value, milliseconds, step in points(entry):
                 key = self._key(name)
                 if step > self._last.get(key, -1):
