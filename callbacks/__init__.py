@@ -14,8 +14,10 @@ from callbacks.learning_rate import LearningRateScaling
 from callbacks.mlflow import MLflowTracker
 from callbacks.profiler import Profiler
 from callbacks.progress import Progress
+from callbacks.samples import SamplePredictions
 from callbacks.sentinel import Sentinel
 from callbacks.shard import ShardData
+from callbacks.system import SystemMetrics
 
 __all__ = [
     "EVENTS",
@@ -31,10 +33,12 @@ __all__ = [
     "Profiler",
     "Progress",
     "Run",
+    "SamplePredictions",
     "Schedule",
     "Sentinel",
     "ShardData",
     "StandardSet",
+    "SystemMetrics",
     "complete",
     "standard",
 ]
@@ -71,10 +75,15 @@ def complete(callbacks: Iterable[Callback] | None) -> list[Callback]:
     """The callbacks of a run, from what was handed to `fit`.
 
     None is the standard set; a `StandardSet` is taken as it is; other callbacks are added to the standard set, in which
-    each takes the place of the callback of its own kind.
+    each takes the place of the callback of its own kind. MLflow comes last: what others write at the end is delivered.
     """
     if isinstance(callbacks, StandardSet):
-        return list(callbacks)
+        return sorted(callbacks, key=_last)
     added = list(callbacks or ())
     replaced = tuple(kind for kind in map(type, standard()) if any(isinstance(callback, kind) for callback in added))
-    return [callback for callback in standard() if not isinstance(callback, replaced)] + added
+    chosen = [callback for callback in standard() if not isinstance(callback, replaced)] + added
+    return sorted(chosen, key=_last)
+
+
+def _last(callback: Callback) -> bool:
+    return isinstance(callback, MLflowTracker)

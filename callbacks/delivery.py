@@ -35,6 +35,8 @@ from callbacks.redact import redact
 
 ID = "tfloop.id"
 """The tag by which a run is found again in its experiment."""
+PARENT = "mlflow.parentRunId"
+"""MLflow's tag for a run within another."""
 SENT = "tfloop.artifacts"
 """The tag that says how many of the journal's artifacts the store has."""
 # MLflow takes 1000 metrics or 100 parameters at once, and 1 MB: what is long has a place in it even as \u escapes.
@@ -96,10 +98,10 @@ class Delivery:
             with contextlib.closing(sqlite3.connect(path)) as database:
                 database.execute("PRAGMA schema_version")
         client = MlflowClient(self.uri)
-        self._about = read_json(self.directory / "run.json")
+        self._about, self._state = read_json(self.directory / "run.json"), read_json(self.directory / STATE)
         run = self._find(client)
-        self.run_id = run.info.run_id
-        write_state(self.directory, self.uri, self._experiment, self.run_id)
+        self.run_id, self._ours = run.info.run_id, run.info.run_id != self._state.get("given")
+        write_state(self.directory, self.uri, self._experiment, run_id=self.run_id)
         self._describe(client, run)
         # A request that timed out here may still be carried out there, after this look at it. What is then sent once
         # more is identical, since times come from the journal, and MLflow's SQL stores keep identical points once.
@@ -147,11 +149,26 @@ class Delivery:
                 send = self._client.log_artifacts if local.is_dir() else self._client.log_artifact
                 if not self._sends(name, send, local, to):
                     return
+                if entry.get("register"):
+                    self._register(str(entry["register"]), to)
                 self.artifacts += 1
             else:
                 self._lost[name] = None
             self._sent += 1
             self._client.set_tag(self.run_id, SENT, self._sent)
+
+    def _register(self, name: str, path: str) -> None:
+        """Makes the run's model a version of a registered one, if it is none yet."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
+        if not any(version.name == name for version in versions):
+            self._client.create_model_version(name, f"runs:/{self.run_id}/{path}", self.run_id)
 
     def _sends(self, name: str, send: Callable[..., Any], local: Path, to: str = "") -> bool:
         """Sends a file or a directory. Returns whether it was taken: no, if all but artifacts works."""
@@ -170,7 +187,8 @@ class Delivery:
         self._trouble = ""
         self._upload()
         status = _STATUS.get(read_json(self.directory / "run.json").get("status", ""), "KILLED")
-        self._client.set_terminated(self.run_id, status, self._time or None)
+        if self._ours:
+            self._client.set_terminated(self.run_id, status, self._time or None)
         for name in ("run.json", journal.NAME, "metrics.csv"):
             if (self.directory / name).exists():
                 self._sends(name, self._client.log_artifact, self.directory / name)
@@ -190,25 +208,34 @@ class Delivery:
     def _find(self, client: Any) -> Any:
         from mlflow.exceptions import MlflowException
 
-        state = read_json(self.directory / STATE)
-        if state.get("uri") == redact(self.uri) and state.get("run_id"):
+        state = self._state if self._state.get("uri") == redact(self.uri) else {}
+        # The tag is made of what the run directory has anyway: a kill between creating a run and noting it leaves
+        # nothing that isn't found again.
+        first, begun_at = self._beginning()
+        self._id = hashlib.sha256(first + os.fsencode(self.directory.name)).hexdigest()[:32]
+        parent = None
+        if state.get("given"):
+            run = client.get_run(state["given"])
+            if run.data.tags.get(ID, self._id) == self._id:
+                return run
+            parent = run  # has another training's points already: one run has no place for two
+        elif state.get("run_id"):
             try:
                 return client.get_run(state["run_id"])
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-        # The tag is made of what the run directory has anyway: a kill between creating a run and noting it leaves
-        # nothing that isn't found again.
-        first, begun_at = self._beginning()
-        tag = hashlib.sha256(first + os.fsencode(self.directory.name)).hexdigest()[:32]
-        experiment = self._experiment_id(client)
-        found = client.search_runs([experiment], f"tags.`{ID}` = '{tag}'", max_results=1)
+        if state.get("parent"):
+            parent = client.get_run(state["parent"])
+        experiment = parent.info.experiment_id if parent else self._experiment_id(client)
+        found = client.search_runs([experiment], f"tags.`{ID}` = '{self._id}'", max_results=1)
         if found:
             return found[0]
         # What tells runs apart comes first: tables cut the rest.
         about = self._about
         name = f"{about['backend']}-{about['replicas']} " + self.directory.name.removeprefix(f"{about['task']}-")
-        return client.create_run(experiment, begun_at, tags={ID: tag}, run_name=name)
+        tags = {ID: self._id} | ({PARENT: parent.info.run_id} if parent else {})
+        return client.create_run(experiment, begun_at, tags=tags, run_name=name)
 
     def _beginning(self) -> tuple[bytes, int | None]:
         """The first line of the journal, and its time in ms."""
@@ -225,7 +252,7 @@ class Delivery:
         options, fields = about["options"], about["hyperparameters"]
         clashes = {f"option.{name}": options[name] for name in options if name in fields}
         params = {name: value for name, value in (options | fields | clashes).items() if value is not None}
-        tags = {
+        own = {
             "mlflow.user": _user(),
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": about["target"],
@@ -234,13 +261,16 @@ class Delivery:
             **{f"version.{name}": version for name, version in about["versions"].items()},
             **{name: about[name] for name in ("backend", "replicas", "workers")},
         }
+        if not self._ours:  # what others have said of their run stays
+            own = {ID: self._id, **{name: value for name, value in own.items() if name not in run.data.tags}}
+        tags = own | self._state.get("tags", {})
         missing = [Param(*pair) for pair in self._texts(params) if pair[0] not in run.data.params]
         changed = [RunTag(*pair) for pair in self._texts(tags) if run.data.tags.get(pair[0]) != pair[1]]
         for start in range(0, len(missing), _PARAMS):
             client.log_batch(run.info.run_id, params=missing[start : start + _PARAMS])
         for start in range(0, len(changed), _PARAMS):
             client.log_batch(run.info.run_id, tags=changed[start : start + _PARAMS])
-        if about["status"] == "running" and run.info.status != "RUNNING":
+        if self._ours and about["status"] == "running" and run.info.status != "RUNNING":
             client.update_run(run.info.run_id, status="RUNNING")
 
     def _texts(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -283,7 +313,7 @@ def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:
     prefix = "step/" if event == "steps_end" else ""
     if event == "epoch_end":  # those of the evaluation had an event of their own
         metrics = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
-    elif event not in ("steps_end", "eval_end"):
+    elif event not in ("steps_end", "eval_end", "system"):
         return []
     try:
         return [(prefix + name, float(value), _milliseconds(entry), step) for name, value in metrics.items()]

@@ -95,15 +95,17 @@ def append(run: Run, event: str, **more: Any) -> None:
             file.write(_line(run, event, more))
 
 
-def artifact(run: Run, path: Path, to: str | None = None) -> None:
+def artifact(run: Run, path: Path, to: str | None = None, register: str | None = None) -> None:
     """Notes that MLflow is to have a file or a directory, which is complete.
 
     Args:
         run: the run, on its chief.
         path: where it is, within the run directory.
         to: the directory among the artifacts into which it goes; None: as in the run directory.
+        register: of a model, the name under which it is registered; None: it isn't.
     """
-    append(run, "artifact", path=path.relative_to(run.directory).as_posix(), **({"to": to} if to is not None else {}))
+    more = {name: value for name, value in (("to", to), ("register", register)) if value is not None}
+    append(run, "artifact", path=path.relative_to(run.directory).as_posix(), **more)
 
 
 def _line(run: Run, event: str, more: Mapping[str, Any]) -> bytes:
