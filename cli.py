@@ -177,6 +177,15 @@ def train(
     ] = "epoch",
     track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
     track_wait: Annotated[float, typer.Option(help="How long the end may wait for MLflow, in seconds.")] = 60.0,
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")
+    ] = None,
+    log_model: Annotated[
+        bool, typer.Option("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
+    ] = False,
+    register: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
+    ] = None,
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
     ] = None,
@@ -204,10 +213,7 @@ def train(
     }  # fmt: skip
     with_defaults(_NoDefaults, given)
     saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
-    try:
-        tracker = None if track == "off" else callbacks.MLflowTracker(track, wait=track_wait)
-    except ValueError as error:
-        raise UsageError(f"--track-wait {track_wait}: {error}") from None
+    tracker = tracking(track, track_wait, tag or [], log_model, register)
     target.check(target_)
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads}: give a whole number >= 1")
@@ -390,19 +396,23 @@ def export(
         Path, typer.Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")
     ],
     task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
+    ] = True,
 ) -> None:
     """Export the model of a run."""
     if out.exists() and out.suffix in (".npz", ".keras"):
         raise UsageError(f"{out} exists already: remove it, or give another name")
-    with quiet_start():
+    with (
+        os.fdopen(os.dup(2), "w") as stderr,
+        contextlib.closing(callbacks.progress.Stages(3, stderr)) as stages,
+        quiet_start(),
+    ):
         from loop.export import export as export_
 
-        if out.suffix == ".npz":  # weights need no model
-            export_(None, run_dir, out)
-        else:
-            task, _ = task_of(run_dir, task_target)
-            export_(task, run_dir, out)
-    print(f"wrote {out}", file=sys.stderr)
+        task = None if out.suffix == ".npz" else task_of(run_dir, task_target)[0]  # weights need no model
+        shown = export_(task, run_dir, out, check, stages.next)
+    print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
 
 
 @app.command()
@@ -804,7 +814,8 @@ def sync(
                     finish(FAILED, text, None, False)
     for text in sent.warnings():
         print(f"warning: {text}", file=sys.stderr)
-    print(f"delivered {sent.count:,} points to {redact(store)}, run {sent.run_id}")
+    files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
+    print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
 
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
@@ -955,6 +966,27 @@ def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]
     if not place_:
         raise UsageError(f"{run_dir}: nobody knows in which file its task is: give it as --target file.py:Class")
     return target.load(place_, fields=fields), manifest
+
+
+def tracking(
+    track: str | None, wait: float, tags: list[str], log_model: bool, register: str | None
+) -> callbacks.MLflowTracker | None:
+    """What was typed of MLflow."""
+    typed = {"--tag": tags, "--log-model": log_model, "--register": register}
+    if track == "off":
+        for option, value in typed.items():
+            if value:
+                raise UsageError(f"--track off with {option}: leave one of them out")
+        return None
+    for text in tags:
+        if not re.fullmatch(r"[^=]+=.*", text, re.DOTALL):
+            raise UsageError(f"--tag {text}: give KEY=VALUE")
+    try:
+        return callbacks.MLflowTracker(
+            track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
+        )
+    except ValueError as error:
+        raise UsageError(f"{'--register' if 'register' in str(error) else '--track-wait'}: {error}") from None
 
 
 def schedule(text: str) -> int | str:

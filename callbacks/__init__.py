@@ -21,8 +21,10 @@ from callbacks.profiler import Profiler
 from callbacks.progress import Progress
 from callbacks.reduce_on_plateau import ReduceOnPlateau
 from callbacks.report import Report
+from callbacks.samples import SamplePredictions
 from callbacks.sentinel import Sentinel
 from callbacks.shard import ShardData
+from callbacks.system import SystemMetrics
 from callbacks.tensorboard import TensorBoard
 from callbacks.timer import Timer
 
@@ -47,10 +49,12 @@ __all__ = [
     "ReduceOnPlateau",
     "Report",
     "Run",
+    "SamplePredictions",
     "Schedule",
     "Sentinel",
     "ShardData",
     "StandardSet",
+    "SystemMetrics",
     "TensorBoard",
     "Timer",
     "complete",
@@ -89,12 +93,12 @@ def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ())
     """The callbacks of a run, from what was handed to `fit`, and the task's own.
 
     None is the standard set; a `StandardSet` is taken as it is; other callbacks are added to the standard set, in which
-    each takes the place of the callback of its own kind: the report is made from the journal, and delivered after that.
-    So do the task's, in either; what was handed to `fit` wins.
+    each takes the place of the callback of its own kind. So do the task's, in either; what was handed to `fit` wins.
+    The report is made from the journal, and MLflow comes last: what others write at the end is delivered.
     """
     if isinstance(callbacks, StandardSet):
-        return _with(callbacks, own)
-    return _with(_with(standard(), own), callbacks or ())
+        return sorted(_with(callbacks, own), key=_last)
+    return sorted(_with(_with(standard(), own), callbacks or ()), key=_last)
 
 
 def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callback]:
@@ -104,3 +108,7 @@ def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callba
         instead = [callback for callback in added if isinstance(callback, kind)] or [each]
         whole += [callback for callback in instead if callback not in whole]
     return whole + [callback for callback in added if callback not in whole]
+
+
+def _last(callback: Callback) -> bool:
+    return isinstance(callback, MLflowTracker)

@@ -117,6 +117,10 @@ class Addressed:
         self.example = tf.nest.map_structure(lambda tensor: tensor[:3], self._tensors)
         self.batch_bytes = max(1, sum(array.nbytes for array in tf.nest.flatten(data.arrays)) * batch // size)
 
+    def head(self, count: int) -> Any:
+        """The first examples, as a batch."""
+        return tf.nest.map_structure(lambda tensor: tensor[:count], self._tensors)
+
     def sharded(self, backend: Backend, policy: str) -> Addressed:
         """Each replica gets its rows of each global batch, whatever the policy."""
         shared = copy.copy(self)  # the same tensors, not others
@@ -279,6 +283,10 @@ class Stream:
             # Nothing is read ahead: how far that would come, and which seeds would be drawn, nobody knows.
             options.experimental_optimization.inject_prefetch = False
             return next(iter(self.dataset.batch(3).with_options(options)), self.nothing())
+
+    def head(self, count: int) -> Any:
+        """The first examples, as a batch: those of `example`, since nothing else may be read beside the training."""
+        return tf.nest.map_structure(lambda tensor: tensor[:count], self.example)
 
     def sharded(self, backend: Backend, policy: str) -> Stream:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""

@@ -210,6 +210,7 @@ def live(
                 set_up(run, bus, sources)
                 train(run, bus)
                 last_saves(run, bus)
+                run.step.average_statistics()
                 tell_time(run, bus)
                 if options["profile"]:
                     bus.fire("profile", "summary", split.summary(engine.gather_json(run.stopwatch.total)))
@@ -224,7 +225,6 @@ def live(
                     raise
                 raise meant from error
             end(run, bus, run.status)
-            run.step.average_statistics()
             engine.exchange(0)  # nobody leaves while the chief still has something to deliver
     return run
 

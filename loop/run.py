@@ -201,6 +201,16 @@ class Run:
                     "hardware; `tfloop verify` tries the task itself"
                 )
 
+    def export(self, out: Path) -> tuple[Any, Any]:
+        """Writes the model as a SavedModel, with the moving averages of its weights where there are any.
+
+        Returns:
+            A few examples, as an array or arrays by name, and the model's outputs for them.
+        """
+        from loop.export import export_run
+
+        return export_run(self, out)
+
     # What the loop uses
 
     @property
