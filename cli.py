@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
+import importlib.metadata
 import json
 import os
 import re
+import reprlib
 import signal
 import sys
 import tempfile
 import traceback
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,11 +25,16 @@ from typer.core import TyperCommand
 
 import callbacks
 import callbacks.progress
+import callbacks.record
+from callbacks.checkpoint import lower_is_better
 from callbacks.journal import jsonable
+from callbacks.pruning import Pruning
 from callbacks.redact import HIDDEN, mask, redact
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import config, elastic, hosts, launch, schedulers, target
+from loop import completion, config, dry_run, elastic, hosts, launch, runs, schedulers, target, terminal
+from loop import new as new_
+from loop import sweep as sweep_
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
 from loop.options import BACKENDS, nearest, with_defaults
@@ -42,9 +50,16 @@ app = typer.Typer(
 )
 
 Target = Annotated[
-    str, typer.Argument(help="file.py:Class, package.module:Class, or a shipped example: digits, charlm.")
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="file.py:Class, package.module:Class, or a shipped example: digits, charlm, gan, ...",
+        autocompletion=completion.targets,
+    ),
 ]
-RunDir = Annotated[Path, typer.Argument(help="A run directory, or a checkpoint in it.")]
+RunDir = Annotated[
+    Path, typer.Argument(help="A run directory, or a checkpoint in it.", autocompletion=completion.run_dirs)
+]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the training data.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")]
@@ -52,7 +67,8 @@ BatchSize = Annotated[int | None, typer.Option(help="The global batch, over all 
 Backend = Annotated[
     str | None,
     typer.Option(
-        help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name."
+        help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name.",
+        autocompletion=completion.backends,
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored, central: replicas.")]
@@ -75,9 +91,25 @@ class Configurable(TyperCommand):
         return super().parse_args(context, [*config.arguments(paths, train_options(), names), *args])
 
 
+def print_version(asked: bool) -> None:
+    """Prints the version, if it is asked for, and ends."""
+    if asked:
+        print(f"tfloop {importlib.metadata.version('tfloop')}")
+        raise typer.Exit
+
+
+@app.callback()
+def tfloop(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 @app.command(cls=Configurable)
 def train(
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    target_: Target,
     epochs: Epochs = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -145,13 +177,29 @@ def train(
     ] = "epoch",
     track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
     track_wait: Annotated[float, typer.Option(help="How long the end may wait for MLflow, in seconds.")] = 60.0,
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")
+    ] = None,
+    log_model: Annotated[
+        bool, typer.Option("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
+    ] = False,
+    register: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
+    ] = None,
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
     ] = None,
+    overfit: Annotated[
+        int | None, typer.Option(metavar="N", help="Train and evaluate on the first N global batches alone.")
+    ] = None,
+    dry_run_: Annotated[
+        bool, typer.Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
+    ] = False,
     config_: Config = None,
     as_json: AsJson = False,
     witness: Annotated[Path | None, typer.Option(hidden=True)] = None,
     trial: Annotated[float | None, typer.Option(hidden=True)] = None,
+    prunable: Annotated[bool, typer.Option("--prunable", hidden=True)] = False,
 ) -> None:
     """Train a task."""
     given: dict[str, Any] = {
@@ -161,18 +209,15 @@ def train(
         "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
         "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
         "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,
-        "prefetch": number_or_word(prefetch),
+        "prefetch": number_or_word(prefetch), "overfit": overfit,
     }  # fmt: skip
     with_defaults(_NoDefaults, given)
     saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
-    try:
-        tracker = None if track == "off" else callbacks.MLflowTracker(track, wait=track_wait)
-    except ValueError as error:
-        raise UsageError(f"--track-wait {track_wait}: {error}") from None
+    tracker = tracking(track, track_wait, tag or [], log_model, register)
     target.check(target_)
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads}: give a whole number >= 1")
-    if trial is not None:
+    if trial is not None or prunable:
         launch.die_with_parent()
     if start_timeout is not None:
         if not start_timeout > 0:
@@ -190,7 +235,9 @@ def train(
                 raise UsageError(f"--elastic {elastic_} with {option} {value}: leave one of them out")
         backend = "horovod"
     towers = launch.device_names(devices.split(",")) if devices is not None else None
-    engine = place(backend or ("mirrored" if towers else "auto"), workers, asynchronous=True)
+    backend = backend or ("mirrored" if towers else "auto")
+    engine = place(backend, workers, asynchronous=True)
+    ended = functools.partial(finish_dry_run, launch.choose(backend, workers)[1]) if dry_run_ else finish
     if ps is not None:
         launch.check_servers(engine, ps)
     if min_shard_bytes is not None and (engine != "parameter_server" or min_shard_bytes < 1):
@@ -214,7 +261,7 @@ def train(
                 code, problem, fields = elastic.run(limits, workers, sys.argv[1:], cluster)
             if code == PREEMPTED and fields is None:
                 print(launch.STOPPED, file=sys.stderr)
-            finish(code, problem, fields, as_json)
+            ended(code, problem, fields, as_json)
         if engine == "parameter_server" and launch.job_rank():
             with launch.reporting():
                 with quiet_start():
@@ -237,18 +284,33 @@ def train(
             chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
             if witness is not None:
                 chosen += [Witness(witness)]
+            if prunable:
+                chosen += [Pruning()]
             if trial is not None:
                 chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(trial)]
-            result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
+            if dry_run_:
+                fields = dry_run.dry_run(task, made, given)
+            else:
+                result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
+                fields = {name: value for name, value in vars(result).items() if name != "model"}
+                fields["run_dir"] = str(result.run_dir)
             beginning.close()
             made.close()
-            code = PREEMPTED if result.status == "preempted" else 0
-            fields = {name: value for name, value in vars(result).items() if name != "model"}
-            report(code, None, fields | {"run_dir": str(result.run_dir)})
+            code = PREEMPTED if fields["status"] == "preempted" else 0
+            report(code, None, fields)
     if launch.JOB not in os.environ and made.is_chief:
-        finish(code, "", fields | {"run_dir": str(result.run_dir)}, as_json)
+        ended(code, "", fields, as_json)
     # In a job of ours a saved run is no failure for which the others are to be ended: its code is in the report.
     raise typer.Exit(code if launch.JOB not in os.environ else 0)
+
+
+def finish_dry_run(why: str, code: int, error: str, about: dict[str, Any] | None, as_json: bool) -> NoReturn:
+    """Prints what a dry run tells, and the reason for the engine, for people or as JSON; and ends."""
+    if about is not None:
+        about["why"] = why
+        if code == 0 and not as_json:
+            print("\n".join(dry_run.lines(about)))
+    finish(code, error, about, as_json)
 
 
 @functools.cache
@@ -264,10 +326,13 @@ def train_options() -> dict[str, config.Option]:
 
 def place(backend: str, workers: int | None, asynchronous: bool = False) -> str:
     """The engine for this process, or for the workers that it is to start; says why where nobody asked for it."""
+    with_defaults(_NoDefaults, {"backend": backend})
     if backend == "parameter_server" and not asynchronous:
         raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: give a whole number >= 1")
+    if workers is not None and workers > launch.MOST_WORKERS:
+        raise UsageError(f"--workers {workers}: give at most {launch.MOST_WORKERS}")
     schedulers.join(backend)
     size = launch.job_size()
     if size is not None and workers not in (None, size) and launch.JOB not in os.environ:
@@ -331,24 +396,28 @@ def export(
         Path, typer.Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")
     ],
     task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
+    ] = True,
 ) -> None:
     """Export the model of a run."""
     if out.exists() and out.suffix in (".npz", ".keras"):
         raise UsageError(f"{out} exists already: remove it, or give another name")
-    with quiet_start():
+    with (
+        os.fdopen(os.dup(2), "w") as stderr,
+        contextlib.closing(callbacks.progress.Stages(3, stderr)) as stages,
+        quiet_start(),
+    ):
         from loop.export import export as export_
 
-        if out.suffix == ".npz":  # weights need no model
-            export_(None, run_dir, out)
-        else:
-            task, _ = task_of(run_dir, task_target)
-            export_(task, run_dir, out)
-    print(f"wrote {out}", file=sys.stderr)
+        task = None if out.suffix == ".npz" else task_of(run_dir, task_target)[0]  # weights need no model
+        shown = export_(task, run_dir, out, check, stages.next)
+    print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
 
 
 @app.command()
 def verify(
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    target_: Target,
     set_: Set = None,
     batch_size: Annotated[int | None, typer.Option(help="The global batch; the task's own if not given.")] = None,
     processes: Annotated[bool, typer.Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
@@ -419,7 +488,7 @@ def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | 
 
 @app.command()
 def chaos(
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    target_: Target,
     kills: Annotated[int, typer.Option(min=1, help="How many processes are killed, one after the other.")] = 6,
     epochs: Epochs = None,
     steps: Steps = None,
@@ -466,7 +535,7 @@ def chaos(
 
 @app.command()
 def tune(
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help=Target.__metadata__[0].help)],
+    target_: Target,
     batch_size: BatchSize = None,
     backend: Backend = None,
     workers: Workers = None,
@@ -526,6 +595,151 @@ def tune(
 
 
 @app.command()
+def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without .py.")]) -> None:
+    """Write a commented task file, NAME.py, that trains at once."""
+    place_ = new_.new(name)
+    print(f"wrote {place_.partition(':')[0]}; train it: tfloop train {place_}")
+
+
+@app.command()
+def sweep(
+    context: typer.Context,
+    target_: Annotated[
+        str, typer.Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
+    ],
+    grid: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")
+    ] = None,
+    random: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable."),
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="How many; all combinations of the grid if not given.")] = None,
+    metric: Annotated[str, typer.Option(help="What is to be best, at the end of a trial.")] = "eval_loss",
+    direction: Annotated[str | None, typer.Option(help="minimize or maximize; by the metric's name.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="How many trials are under way at once.")] = 1,
+    sampler: Annotated[str, typer.Option(help="How --random draws: tpe (learns from the trials) or random.")] = "tpe",
+    pruner: Annotated[
+        str, typer.Option(help="median ends trials that are worse than half of those before; or none.")
+    ] = "none",
+    sweep_dir: Annotated[
+        Path | None, typer.Option(help="The directory of the sweep; if not given, one for this command below runs/.")
+    ] = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    backend: Backend = None,
+    workers: Workers = None,
+    set_: Set = None,
+    seed: Annotated[int | None, typer.Option(help="Of what is drawn, and of the training.")] = None,
+    eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
+    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
+    config_: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
+    options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
+    with_defaults(_NoDefaults, options | {"eval_every": number_or_word(eval_every)})
+    if sweep_.is_directory(target_):
+        for name in context.params:
+            source = context.get_parameter_source(name)
+            if source and source.name == "COMMANDLINE" and name not in ("target_", "trials", "jobs", "as_json"):
+                option = f"--{name.rstrip('_').replace('_', '-')}"
+                raise UsageError(f"{option}: {target_} is a directory, whose sweep has its own: leave {option} out")
+        directory: Path | None = Path(target_).resolve()
+        plan, before = sweep_.reopened(Path(target_))
+        trials = before if trials is None else trials
+        os.chdir(plan.place)
+    else:
+        directory = sweep_dir
+        target.check(target_)
+        place(backend or "auto", workers, asynchronous=True)
+        swept, drawn = sweep_.assigned("--grid", grid or ()), sweep_.assigned("--random", random or ())
+        typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
+        plan = sweep_.Plan(
+            target=target.absolute(target_), grid=swept, random=drawn, metric=metric,
+            direction=direction or ("minimize" if lower_is_better(metric) else "maximize"), sampler=sampler,
+            pruner=pruner, seed=seed or 0, place=str(Path.cwd()),
+            arguments=train_arguments(typed, set_ or (), config_ or (), [*swept, *drawn]),
+        )  # fmt: skip
+    if launch.job_size() is not None:
+        raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
+    count = plan.trials(trials)
+    with quiet_start():
+        kind = target.find(plan.target)
+    found = sweep_.sweep(plan, kind, count, jobs, directory)
+    if as_json:
+        print(json.dumps(jsonable(found.as_json())))
+    else:
+        for line in found.lines():
+            print(line)
+    if found.stopped:
+        print(f"stopped; tfloop sweep {found.directory} goes on", file=sys.stderr)
+    raise typer.Exit(PREEMPTED if found.stopped else 0 if found.best else FAILED)
+
+
+@app.command("find-lr")
+def find_lr(
+    target_: Target,
+    steps: Annotated[int, typer.Option(min=10, max=100_000, help="How many steps to make.")] = 100,
+    low: Annotated[float, typer.Option(help="The learning rate of the first step.")] = 1e-6,
+    high: Annotated[float, typer.Option(help="That of the last one.")] = 10.0,
+    batch_size: BatchSize = None,
+    backend: Annotated[str | None, typer.Option(help="single, mirrored or central.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored or central.")] = None,
+    set_: Set = None,
+    seed: Annotated[int | None, typer.Option(help="Of initial weights and of the data's order.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find a learning rate: train some steps with one that grows, and see where the loss falls fastest."""
+    given = {"batch_size": batch_size, "backend": backend, "seed": seed}
+    with_defaults(_NoDefaults, given)
+    if not 0 < low < high < float("inf"):
+        raise UsageError(f"--low {low} --high {high}: give learning rates > 0, the lower one first")
+    if out is not None and out.suffix not in (".json", ".png", ".svg"):
+        raise UsageError(f"--out {out}: give a name that ends in .png, .svg or .json")
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise UsageError(f"--out {out}: it can't be written there")
+    target.check(target_)
+    engine = place(backend or "auto", workers)
+    if engine in ("horovod", "multiworker") or launch.job_size() is not None:
+        raise UsageError(f"find-lr runs in one process, not on {engine}: give --backend mirrored, or no --workers")
+    with quiet_start():
+        task = target.load(target_, set_ or ())
+        from loop import backends
+        from loop import find_lr as find_lr_
+
+        made = backends.create(engine, workers)
+        options = with_defaults(task, given | {"backend": engine})
+    with callbacks.progress.counted(steps, "step", sys.stderr) as advance:
+        found = find_lr_.find_lr(task, made, options, steps, low, high, advance)
+    if out is not None:
+        find_lr_.write(out, found)
+    if as_json:
+        print(json.dumps(find_lr_.as_json(found)))
+    else:
+        for line in find_lr_.lines(found):
+            print(line)
+    raise typer.Exit(FAILED if found.suggestion is None else 0)
+
+
+def train_arguments(
+    typed: dict[str, Any], assignments: Sequence[str], files: Sequence[Path], swept: Sequence[str]
+) -> list[str]:
+    """What `train` is to be given for what was typed to `sweep`, and for its files, but for the fields that vary."""
+    texts = {name.replace("_", "-"): value for name, value in typed.items() if value is not None}
+    fields = [text.partition("=")[0] for text in assignments]
+    return [
+        *config.arguments(files, train_options(), [*texts, *(f"set {name}" for name in (*fields, *swept))]),
+        *(f"--{name}={value}" for name, value in texts.items()),
+        *(f"--set={text}" for text in assignments),
+    ]
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what works on this machine, what doesn't, and what to do about it."""
     with quiet_start():
@@ -547,7 +761,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def ui(
-    port: Annotated[int, typer.Option(help="The port; another one is taken if it is in use.")] = 5000,
+    port: Annotated[int, typer.Option(max=65535, min=1, help="The port; another one is taken if it is in use.")] = 5000,
     host: Annotated[str, typer.Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
 ) -> None:
     """Start the MLflow UI on the default store, and print its address."""
@@ -600,7 +814,128 @@ def sync(
                     finish(FAILED, text, None, False)
     for text in sent.warnings():
         print(f"warning: {text}", file=sys.stderr)
-    print(f"delivered {sent.count:,} points to {redact(store)}, run {sent.run_id}")
+    files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
+    print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
+
+
+runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
+app.add_typer(runs_app, name="runs")
+Root = Annotated[Path | None, typer.Option(help="Where the runs are; runs/ if not given.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="RUN", help="A name, the beginning of one, a path, or latest.")]
+Names = Annotated[list[str], typer.Argument(metavar="RUN", help=Name.__metadata__[0].help)]
+Metric = Annotated[str | None, typer.Option(help="The metric to show; the loss if not given.")]
+
+
+@runs_app.callback(invoke_without_command=True)
+def list_runs(
+    context: typer.Context,
+    filter_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."
+        ),
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
+    ] = None,
+    metric: Metric = None,
+    as_json: AsJson = False,
+    root: Root = None,
+) -> None:
+    """List runs; with a command, show, compare or remove them."""
+    context.obj = root
+    if context.invoked_subcommand is not None:
+        if filter_ or sort or metric or as_json:
+            raise UsageError(f"runs {context.invoked_subcommand}: give its options behind it")
+        return
+    found = runs.listed(root or runs.ROOT, filter_ or (), sort, metric)
+    if as_json:
+        print(runs.as_json(found))
+    elif found:
+        terminal.write(runs.lines(found, metric))
+    else:
+        print("no such runs" if filter_ else "no runs here yet: tfloop train digits makes one", file=sys.stderr)
+
+
+@runs_app.command("show")
+def show_run(
+    context: typer.Context, run: Name, metric: Metric = None, as_json: AsJson = False, root: Root = None
+) -> None:
+    """Show a run: curves, parameters, checkpoints, and where its time went."""
+    record = callbacks.record.read(runs.locate(root or context.obj or runs.ROOT, run))
+    if as_json:
+        print(runs.shown_as_json(record))
+    else:
+        terminal.write(runs.show(record, metric))
+
+
+@runs_app.command("compare")
+def compare_runs(context: typer.Context, names: Names, metric: Metric = None, root: Root = None) -> None:
+    """Show what runs differ in, and their curves in one plot."""
+    records = [callbacks.record.read(runs.locate(root or context.obj or runs.ROOT, name)) for name in names]
+    terminal.write(runs.compare(records, metric))
+
+
+@runs_app.command("rm")
+def remove_runs(
+    context: typer.Context,
+    names: Names,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    root: Root = None,
+) -> None:
+    """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
+    place_ = root or context.obj or runs.ROOT
+    paths = list(dict.fromkeys(runs.locate(place_, name) for name in names))
+    for path in paths:
+        runs.removable(path, place_)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("runs rm asks first, and there is no terminal: give --yes")
+        terminal.write([f"{callbacks.record.printable(str(path))}  {terminal.size(runs.size(path))}" for path in paths])
+        if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
+            raise typer.Exit(0)
+    left = [text for path in paths for text in runs.remove(path)]
+    if left:
+        finish(FAILED, f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}", None, False)
+
+
+@app.command()
+def tail(
+    run: Name,
+    count: Annotated[int, typer.Option("-n", min=0, help="How many events of before are shown first.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Show what comes until the run ends.")] = True,
+    root: Root = None,
+) -> None:
+    """Follow a run: a line for each event, until it ends."""
+    try:
+        for line in runs.tail(runs.locate(root or runs.ROOT, run), count, follow):
+            terminal.write([line])
+    except KeyboardInterrupt:
+        print("the run goes on without being watched", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def report(
+    run: Name,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
+    ] = None,
+    root: Root = None,
+) -> None:
+    """Make the page of a run anew: its curves, settings, time and faults, in one file."""
+    from callbacks import report as page
+
+    path = runs.locate(root or runs.ROOT, run)
+    out = out or path / page.NAME
+    shown = callbacks.record.printable(str(out))
+    try:
+        if out.exists() and not page.is_report(out):
+            raise UsageError(f"{shown} exists already, and is no report: give another name")
+        page.write(out, callbacks.record.read(path))
+    except OSError as error:
+        raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
+    print(f"wrote {shown}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -633,6 +968,27 @@ def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]
     return target.load(place_, fields=fields), manifest
 
 
+def tracking(
+    track: str | None, wait: float, tags: list[str], log_model: bool, register: str | None
+) -> callbacks.MLflowTracker | None:
+    """What was typed of MLflow."""
+    typed = {"--tag": tags, "--log-model": log_model, "--register": register}
+    if track == "off":
+        for option, value in typed.items():
+            if value:
+                raise UsageError(f"--track off with {option}: leave one of them out")
+        return None
+    for text in tags:
+        if not re.fullmatch(r"[^=]+=.*", text, re.DOTALL):
+            raise UsageError(f"--tag {text}: give KEY=VALUE")
+    try:
+        return callbacks.MLflowTracker(
+            track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
+        )
+    except ValueError as error:
+        raise UsageError(f"{'--register' if 'register' in str(error) else '--track-wait'}: {error}") from None
+
+
 def schedule(text: str) -> int | str:
     """What was typed as `--checkpoint-every`."""
     every = number_or_word(text)
@@ -646,7 +1002,7 @@ def schedule(text: str) -> int | str:
 
 def number_or_word(text: str | None) -> int | str | None:
     """A typed value that may be a number."""
-    return int(text) if text is not None and re.fullmatch(r"[+-]?\d+", text) else text
+    return int(text) if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text) else text
 
 
 class _NoDefaults:
@@ -676,10 +1032,26 @@ def quiet_start() -> Iterator[None]:
                     print(line, file=sys.stderr)
 
 
+def wrong_usage(error: Any) -> str:
+    """What typer finds wrong with the words typed, in one line, with the value; or the help, where there were none."""
+    text = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(text)
+    if hasattr(error.__cause__, "errors"):  # why a value is none of its type
+        found = error.__cause__.errors()[0]
+        what = found["msg"].removeprefix("Input ").partition(",")[0]
+        text = f"{error.param.opts[0]} {found['input']}: {what}"
+    elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
+        text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
+    return f"tfloop: error: {' '.join(mask(text).split())}"
+
+
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     try:
-        app()
+        if any("\0" in text for text in sys.argv):
+            raise UsageError("an argument has a NUL character in it: leave it out")
+        code = typer.main.get_command(app).main(standalone_mode=False) or 0
     except UsageError as error:
         if launch.JOB not in os.environ:  # else the launcher tells it, once for all workers
             print(f"tfloop: error: {mask(str(error))}", file=sys.stderr)
@@ -690,9 +1062,16 @@ def main() -> None:
         code = FAILED
     except KeyboardInterrupt:
         code = 130
-    except Exception:
-        sys.stderr.write(mask(traceback.format_exc()))
+    except Exception as error:
         code = FAILED
+        if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
+            print(wrong_usage(error), file=sys.stderr)
+            code = BAD_INPUT
+        elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            print(f"tfloop: error: {reprlib.repr(error.filename)}: the name is too long", file=sys.stderr)
+            code = BAD_INPUT
+        else:
+            sys.stderr.write(mask(traceback.format_exc()))
     sys.stderr.flush()
     sys.stdout.flush()
     sys.exit(code)

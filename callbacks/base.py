@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -51,11 +51,16 @@ class Run(Protocol):
         history: one dict of floats for each finished epoch.
         saved_path: the checkpoint that was last completed in this process, or None.
         stop_reason: why this worker asked for an end, or "".
+        gauges: functions by name whose values are added to the metrics of steps and epochs; set them in `on_setup`, on
+            all ranks.
+        weights: the model's variables: the name, the variable, and whether it is trained.
+        graph: the graph of the compiled training, once steps have been made, or None.
         save_on_stop: whether a stop writes a checkpoint; `Checkpoint` asks for it.
         save_in_background: whether training goes on while a checkpoint is written.
         save_must_succeed: whether the run fails when a checkpoint can't be written; the last one always must.
         check_on_save: whether replicas are compared before a checkpoint is written; `Sentinel` asks for it.
         examples_per_second: the speed of training since the start of this process, compiled calls only.
+        seconds: where the time since then went, by part: see `loop.split`.
     """
 
     task: Any
@@ -73,9 +78,16 @@ class Run(Protocol):
     check_on_save: bool
     saved_path: Path | None
     stop_reason: str
+    gauges: dict[str, Callable[[], float]]
 
     @property
+    def weights(self) -> list[tuple[str, Any, bool]]: ...
+    @property
+    def graph(self) -> Any: ...
+    @property
     def examples_per_second(self) -> float: ...
+    @property
+    def seconds(self) -> dict[str, float]: ...
     @property
     def variables(self) -> list[Any]: ...
     @property
@@ -86,6 +98,7 @@ class Run(Protocol):
     def discard(self, paths: list[Path]) -> None: ...
     def fingerprints(self) -> dict[int, list[str]]: ...
     def check_replicas(self) -> None: ...
+    def export(self, out: Path) -> tuple[Any, Any]: ...
 
 
 class Callback:

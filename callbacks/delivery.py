@@ -1,14 +1,16 @@
 """Delivery: brings the journal of a run to MLflow; beside the training in a process of its own, and for `tfloop sync`.
 
 What is delivered is a function of the journal alone: of each metric, in the order of the lines, every point whose step
-lies behind those before it. (A resumed run makes some steps again, with the same values.) How far that has got, the
-store itself says: its last step of each metric. So there is nothing to keep in step with it, and a kill of either side
-at any instant neither loses a point nor doubles one. The order is that of steps, never of time: clocks jump.
+lies behind those before it (a resumed run makes some steps again, with the same values); and the artifacts that it
+names. How far that has got, the store itself says: its last step of each metric, and a tag that counts the artifacts.
+So there is nothing to keep in step with it, and a kill of either side at any instant neither loses a point nor doubles
+one. The order is that of steps, never of time: clocks jump.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import hashlib
 import json
@@ -31,9 +33,14 @@ from callbacks import journal
 from callbacks.journal import read_json
 from callbacks.mlflow import STATE, write_state
 from callbacks.redact import redact
+from callbacks.report import NAME as REPORT
 
 ID = "tfloop.id"
 """The tag by which a run is found again in its experiment."""
+PARENT = "mlflow.parentRunId"
+"""MLflow's tag for a run within another."""
+SENT = "tfloop.artifacts"
+"""The tag that says how many of the journal's artifacts the store has."""
 # MLflow takes 1000 metrics or 100 parameters at once, and 1 MB: what is long has a place in it even as \u escapes.
 _METRICS, _PARAMS = 500, 10
 _KEY_LENGTH, _VALUE_LENGTH = 250, 6000
@@ -51,18 +58,21 @@ class Delivery:
 
     def __init__(self, directory: Path, uri: str, experiment: str | None = None) -> None:
         self.directory, self.uri = directory, uri
-        self.run_id, self.count = "", 0
+        self.run_id, self.count, self.artifacts = "", 0, 0
         self._about = read_json(directory / "run.json")
         self._experiment = experiment or read_json(directory / STATE).get("experiment") or self._about["task"]
         self._client: Any = None
         self._keys: dict[str, str] = {}
         self._cut: dict[str, None] = {}
+        self._lost: dict[str, None] = {}
         self._trouble = ""
+        self._parent: str | None = None  # the MLflow run of the sweep of which this is a trial
 
     def warnings(self) -> list[str]:
         """What could not be delivered as it is."""
         changed = [name for name, key in list(self._keys.items()) if name != key] + list(self._cut)
         texts = [self._trouble] if self._trouble else []
+        texts += [f"{name} isn't in {self.directory} any more: MLflow has it not" for name in self._lost]
         if changed:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             texts.append(
@@ -91,15 +101,28 @@ class Delivery:
             with contextlib.closing(sqlite3.connect(path)) as database:
                 database.execute("PRAGMA schema_version")
         client = MlflowClient(self.uri)
-        self._about = read_json(self.directory / "run.json")
-        run = self._find(client)
-        self.run_id = run.info.run_id
-        write_state(self.directory, self.uri, self._experiment, self.run_id)
-        self._describe(client, run)
+        self._about, self._state = read_json(self.directory / "run.json"), read_json(self.directory / STATE)
+        above = self.directory.parent
+        with contextlib.ExitStack() as alone:
+            if "sweep" in self._about:  # all its trials look for it at once, and one of them is to create it
+                lock = alone.enter_context((self.directory / "mlflow.lock").open("ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            elif "sweep" in read_json(above / "run.json"):
+                sweep = Delivery(above, self.uri, self._experiment)
+                sweep.connect()
+                self._parent = sweep.run_id
+            run = self._find(client)
+            self.run_id, self._ours = run.info.run_id, run.info.run_id != self._state.get("given")
+            write_state(self.directory, self.uri, self._experiment, run_id=self.run_id)
+            self._describe(client, run)
         # A request that timed out here may still be carried out there, after this look at it. What is then sent once
         # more is identical, since times come from the journal, and MLflow's SQL stores keep identical points once.
         self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._offset, self._time = 0, 0
+        self._files: list[dict[str, Any]] = []  # the journal's artifacts up to the offset
+        sent = run.data.tags.get(SENT, "")
+        self._sent = int(sent) if sent.isdecimal() else 0
+        self._trouble = ""
         self._client = client
 
     def disconnect(self) -> None:
@@ -109,9 +132,10 @@ class Delivery:
     def pending(self) -> int:
         """How many points the journal has that the store hasn't."""
         self.connect()
-        offset, last = self._offset, dict(self._last)
+        offset, last, files = self._offset, dict(self._last), len(self._files)
         count = sum(1 for _ in self._due())
         self._offset, self._last = offset, last
+        del self._files[files:]
         return count
 
     def deliver(self, progress: Callable[[int], Any] = lambda count: None) -> None:
@@ -124,22 +148,68 @@ class Delivery:
             self._client.log_batch(self.run_id, metrics=batch)
             self.count += len(batch)
             progress(len(batch))
+        if not self._trouble:
+            self._upload()
+
+    def _upload(self) -> None:
+        """Sends the artifacts that are due. One that was sent, and killed before it was counted, is written over."""
+        for entry in self._files[self._sent :]:
+            name = str(entry.get("path"))
+            local = (self.directory / name).resolve()
+            if local.is_relative_to(self.directory.resolve()) and local.exists():
+                to = entry.get("to", name if local.is_dir() else posixpath.dirname(name))
+                send = self._client.log_artifacts if local.is_dir() else self._client.log_artifact
+                if not self._sends(name, send, local, to):
+                    return
+                if entry.get("register"):
+                    self._register(str(entry["register"]), to)
+                self.artifacts += 1
+            else:
+                self._lost[name] = None
+            self._sent += 1
+            self._client.set_tag(self.run_id, SENT, self._sent)
+
+    def _register(self, name: str, path: str) -> None:
+        """Makes the run's model a version of a registered one, if it is none yet."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
+        if not any(version.name == name for version in versions):
+            self._client.create_model_version(name, f"runs:/{self.run_id}/{path}", self.run_id)
+
+    def _sends(self, name: str, send: Callable[..., Any], local: Path, to: str = "") -> bool:
+        """Sends a file or a directory. Returns whether it was taken: no, if all but artifacts works."""
+        try:
+            send(self.run_id, str(local), to or None)
+            return True
+        except Exception as error:  # often a store whose files lie where this machine can't write: not ours to mend
+            self._client.get_run(self.run_id)  # raises where the whole store is down
+            self._trouble = (
+                self._trouble or f"MLflow at {redact(self.uri)} did not take the file {name} ({reason(error)})"
+            )
+            return False
 
     def close(self) -> None:
         """Says there how the run ended, and stores the files of the run directory."""
+        self._trouble = ""
+        self._upload()
         status = _STATUS.get(read_json(self.directory / "run.json").get("status", ""), "KILLED")
-        self._client.set_terminated(self.run_id, status, self._time or None)
-        for name in ("run.json", journal.NAME, "metrics.csv"):
-            path = self.directory / name
-            try:
-                if path.exists():
-                    self._client.log_artifact(self.run_id, str(path))
-            except Exception as error:  # often a store whose files lie where this machine can't write: not ours to mend
-                self._trouble = f"MLflow at {redact(self.uri)} did not take the file {name} ({reason(error)})"
+        if self._ours:
+            self._client.set_terminated(self.run_id, status, self._time or None)
+        for name in ("run.json", journal.NAME, "metrics.csv", REPORT):
+            if (self.directory / name).exists():
+                self._sends(name, self._client.log_artifact, self.directory / name)
 
     def _due(self) -> Iterator[tuple[str, float, int, int]]:
         """The points that are yet to be delivered: key, value, time in ms, step."""
         for entry, offset in journal.read(self.directory / journal.NAME, self._offset):
+            if entry.get("event") == "artifact":
+                self._files.append(entry)
             for name, value, milliseconds, step in points(entry):
                 key = self._key(name)
                 if step > self._last.get(key, -1):
@@ -150,25 +220,36 @@ class Delivery:
     def _find(self, client: Any) -> Any:
         from mlflow.exceptions import MlflowException
 
-        state = read_json(self.directory / STATE)
-        if state.get("uri") == redact(self.uri) and state.get("run_id"):
+        state = self._state if self._state.get("uri") == redact(self.uri) else {}
+        # The tag is made of what the run directory has anyway: a kill between creating a run and noting it leaves
+        # nothing that isn't found again.
+        first, begun_at = self._beginning()
+        self._id = hashlib.sha256(first + os.fsencode(self.directory.name)).hexdigest()[:32]
+        parent = None
+        if state.get("given"):
+            run = client.get_run(state["given"])
+            if run.data.tags.get(ID, self._id) == self._id:
+                return run
+            parent = run  # has another training's points already: one run has no place for two
+        elif state.get("run_id"):
             try:
                 return client.get_run(state["run_id"])
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-        # The tag is made of what the run directory has anyway: a kill between creating a run and noting it leaves
-        # nothing that isn't found again.
-        first, begun_at = self._beginning()
-        tag = hashlib.sha256(first + os.fsencode(self.directory.name)).hexdigest()[:32]
-        experiment = self._experiment_id(client)
-        found = client.search_runs([experiment], f"tags.`{ID}` = '{tag}'", max_results=1)
+        if self._parent or state.get("parent"):
+            parent = client.get_run(self._parent or state["parent"])
+        experiment = parent.info.experiment_id if parent else self._experiment_id(client)
+        found = client.search_runs([experiment], f"tags.`{ID}` = '{self._id}'", max_results=1)
         if found:
             return found[0]
         # What tells runs apart comes first: tables cut the rest.
         about = self._about
-        name = f"{about['backend']}-{about['replicas']} " + self.directory.name.removeprefix(f"{about['task']}-")
-        return client.create_run(experiment, begun_at, tags={ID: tag}, run_name=name)
+        name = self.directory.name
+        if "sweep" not in about:
+            name = f"{about['backend']}-{about['replicas']} " + name.removeprefix(f"{about['task']}-")
+        tags = {ID: self._id} | ({PARENT: parent.info.run_id} if parent else {})
+        return client.create_run(experiment, begun_at, tags=tags, run_name=name)
 
     def _beginning(self) -> tuple[bytes, int | None]:
         """The first line of the journal, and its time in ms."""
@@ -185,22 +266,26 @@ class Delivery:
         options, fields = about["options"], about["hyperparameters"]
         clashes = {f"option.{name}": options[name] for name in options if name in fields}
         params = {name: value for name, value in (options | fields | clashes).items() if value is not None}
-        tags = {
+        own = {
             "mlflow.user": _user(),
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": about["target"],
             "tfloop.run_directory": self.directory,
-            "tfloop.parameters": about["parameters"],
+            "tfloop.parameters": about.get("parameters"),
             **{f"version.{name}": version for name, version in about["versions"].items()},
-            **{name: about[name] for name in ("backend", "replicas", "workers")},
+            **{name: about.get(name) for name in ("backend", "replicas", "workers")},
         }
+        own = {name: value for name, value in own.items() if value is not None}  # a sweep has fewer than a run
+        if not self._ours:  # what others have said of their run stays
+            own = {ID: self._id, **{name: value for name, value in own.items() if name not in run.data.tags}}
+        tags = own | self._state.get("tags", {})
         missing = [Param(*pair) for pair in self._texts(params) if pair[0] not in run.data.params]
         changed = [RunTag(*pair) for pair in self._texts(tags) if run.data.tags.get(pair[0]) != pair[1]]
         for start in range(0, len(missing), _PARAMS):
             client.log_batch(run.info.run_id, params=missing[start : start + _PARAMS])
         for start in range(0, len(changed), _PARAMS):
             client.log_batch(run.info.run_id, tags=changed[start : start + _PARAMS])
-        if about["status"] == "running" and run.info.status != "RUNNING":
+        if self._ours and about["status"] == "running" and run.info.status != "RUNNING":
             client.update_run(run.info.run_id, status="RUNNING")
 
     def _texts(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -243,7 +328,7 @@ def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:
     prefix = "step/" if event == "steps_end" else ""
     if event == "epoch_end":  # those of the evaluation had an event of their own
         metrics = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
-    elif event not in ("steps_end", "eval_end"):
+    elif event not in ("steps_end", "eval_end", "system"):
         return []
     try:
         return [(prefix + name, float(value), _milliseconds(entry), step) for name, value in metrics.items()]

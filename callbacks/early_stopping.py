@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-from callbacks.base import Callback, Metrics, Run
-from callbacks.checkpoint import lower_is_better
+from callbacks.base import Run
+from callbacks.patience import Patience
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(Patience):
     """Stops the run when `metric` has not improved for `patience` of its measurements.
 
     Args:
@@ -25,47 +22,7 @@ class EarlyStopping(Callback):
     def __init__(
         self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
     ) -> None:
-        if patience < 1 or min_delta < 0 or mode not in ("auto", "min", "max"):
-            raise ValueError(
-                f"EarlyStopping(patience={patience}, min_delta={min_delta}, mode={mode!r}): patience must be >= 1, "
-                "min_delta >= 0, mode auto, min or max"
-            )
-        self.metric = metric
-        self.patience = patience
-        self.min_delta = min_delta
-        self.sign = 1 if mode == "min" or (mode == "auto" and lower_is_better(metric)) else -1
-        self.best: float | None = None
-        self.waited = 0
+        super().__init__(metric, patience, min_delta, mode)
 
-    def on_setup(self, run: Run) -> None:
-        self.best, self.waited = None, 0
-
-    def on_data(self, run: Run, data: Any) -> Any:
-        if self.metric.startswith("eval_") and data.eval is None:
-            raise ValueError(f"EarlyStopping(metric={self.metric!r}): this run makes no evaluation")
-        return data
-
-    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
-        if self.metric.startswith("eval_"):
-            self._judge(run, metrics)
-
-    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        if not self.metric.startswith("eval_"):
-            self._judge(run, metrics)
-
-    def _judge(self, run: Run, metrics: Metrics) -> None:
-        if self.metric not in metrics:
-            raise ValueError(f"EarlyStopping(metric={self.metric!r}): this run has only {', '.join(metrics)}")
-        value = metrics[self.metric]
-        if math.isfinite(value) and (self.best is None or self.sign * (value - self.best) < -self.min_delta):
-            self.best, self.waited = value, 0
-            return
-        self.waited += 1
-        if self.waited >= self.patience:
-            run.stop(f"{self.metric} has not improved on {self.best} for {self.waited} measurements")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "waited": self.waited}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.waited = state["best"], state["waited"]
+    def act(self, run: Run) -> None:
+        run.stop(f"{self.metric} has not improved on {self.best} for {self.waited} measurements")

@@ -36,12 +36,12 @@ class Journal(Callback):
         path = run.directory / NAME
         if self._file:  # the workers of an elastic job form anew
             self._file.close()
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)  # a line is one write: lines of other writers don't mix with it
         if torn(path):
-            self._file.write("\n")
+            self._file.write(b"\n")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
-        for event in getattr(run.backend, "events", ()):  # of an elastic job
+        for event in run.backend.member.events if run.backend.member else ():
             self._write(run, event["event"], worker=event["worker"], how=event.get("how", ""))
         self._write(run, "restore", checkpoint=path.name if path else None)
 
@@ -75,7 +75,8 @@ class Journal(Callback):
         self._write(run, "exception", error=f"{type(error).__name__}: {redact(str(error))}")
 
     def on_fit_end(self, run: Run, status: str) -> None:
-        self._write(run, "fit_end", status=status, reason=run.stop_reason)
+        told = {"reason": run.stop_reason, "seconds": run.seconds, "examples_per_second": run.examples_per_second}
+        self._write(run, "fit_end", status=status, **told)
         if self._file:
             self._file.close()
 
@@ -84,9 +85,33 @@ class Journal(Callback):
             return
         if "metrics" in more:
             more["metrics"] = jsonable(more["metrics"])
-        line = {"time": time.time(), "event": event, "step": run.progress.step, "epoch": run.progress.epoch, **more}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(_line(run, event, more))
+
+
+def append(run: Run, event: str, **more: Any) -> None:
+    """Adds a line to the journal of a run, where it has one; any thread of the chief may do it."""
+    path = run.directory / NAME
+    if path.exists():
+        with path.open("ab", buffering=0) as file:
+            file.write(_line(run, event, more))
+
+
+def artifact(run: Run, path: Path, to: str | None = None, register: str | None = None) -> None:
+    """Notes that MLflow is to have a file or a directory, which is complete.
+
+    Args:
+        run: the run, on its chief.
+        path: where it is, within the run directory.
+        to: the directory among the artifacts into which it goes; None: as in the run directory.
+        register: of a model, the name under which it is registered; None: it isn't.
+    """
+    more = {name: value for name, value in (("to", to), ("register", register)) if value is not None}
+    append(run, "artifact", path=path.relative_to(run.directory).as_posix(), **more)
+
+
+def _line(run: Run, event: str, more: Mapping[str, Any]) -> bytes:
+    line = {"time": time.time(), "event": event, "step": run.progress.step, "epoch": run.progress.epoch, **more}
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
 def torn(path: Path) -> bool:

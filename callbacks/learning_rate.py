@@ -55,10 +55,10 @@ class LearningRateScaling(Callback):
             steps = round(self.warmup_epochs * data.train.steps_per_epoch)
         k = run.options["batch_size"] / self.reference_batch_size
         scale = k if self.rule == "linear" else math.sqrt(k)
-        for optimizer in run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]:
+        for optimizer in optimizers_of(run).values():
             rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
             if not callable(rate):
-                rate = float(optimizer.learning_rate)
+                rate = rate_of(optimizer)
             optimizer.learning_rate = _schedule(optimizer, rate, scale, steps)
         return data
 
@@ -82,3 +82,18 @@ def _schedule(optimizer: Any, rate: Any, scale: float, warmup: int) -> Any:
             return {"rate": repr(rate), "scale": scale, "warmup": warmup}
 
     return ScaledRate()
+
+
+def optimizers_of(run: Run) -> dict[str, Any]:
+    """The optimizers of a run by name; a single one has the name ""."""
+    return run.optimizer if isinstance(run.optimizer, dict) else {"": run.optimizer}
+
+
+def rate_of(optimizer: Any) -> float:
+    """The learning rate of the step that comes next."""
+    import numpy as np
+
+    rate = optimizer.learning_rate
+    if type(optimizer).__module__.startswith("tf_keras") and callable(optimizer._learning_rate):
+        rate = optimizer._learning_rate(optimizer.iterations)  # else it is that of the step before
+    return float(np.asarray(rate))  # `float` doesn't take variables of several replicas

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from callbacks import journal
+from callbacks import journal, logged_model
 from callbacks.base import Callback, Run
 from callbacks.redact import redact
 
@@ -46,14 +47,38 @@ class MLflowTracker(Callback):
         uri: the tracking store; None: see `default_uri`.
         experiment: the experiment's name; None: the task's.
         wait: how long the end of the run may wait for the store, in seconds.
+        tags: tags of your own, by name; they win over ours.
+        parent: the id of a run in the same store within which this one is shown; None: `MLFLOW_PARENT_RUN_ID`.
+        log_model: whether the model of a run that has come to its end is written to `model/`, with signature and input
+            example, and is among the run's artifacts: `mlflow.pyfunc.load_model("runs:/<run id>/model")`.
+        register: under which name it becomes a version of a registered model; includes `log_model`.
+
+    Without `parent`, a run of MLflow's that is active here (`mlflow.start_run()`), or named by `MLFLOW_RUN_ID`, is
+    used, and not ended. If it has the points of another training already, the run becomes one within it.
     """
 
-    def __init__(self, uri: str | None = None, experiment: str | None = None, wait: float = 60.0) -> None:
+    def __init__(
+        self,
+        uri: str | None = None,
+        experiment: str | None = None,
+        wait: float = 60.0,
+        tags: Mapping[str, Any] | None = None,
+        parent: str | None = None,
+        log_model: bool = False,
+        register: str | None = None,
+    ) -> None:
         if not 0 <= wait <= 1e6:
             raise ValueError(f"MLflowTracker(wait={wait}): give seconds, from 0 to 1000000")
+        if register is not None and (not register.strip() or set("/:'\"") & set(register)):
+            raise ValueError(f"MLflowTracker(register={register!r}): give a name without / : and quotes")
+        if not all(isinstance(name, str) and name for name in tags or ()):
+            raise ValueError(f"MLflowTracker(tags={tags!r}): each tag needs a name, a text")
         self.uri = uri
         self.experiment = experiment
         self.wait = wait
+        self.tags = {name: str(value) for name, value in (tags or {}).items()}
+        self.parent = parent
+        self.log_model, self.register = log_model or register is not None, register
         self._store = ""
         self._courier: subprocess.Popen[str] | None = None
         self._error = ""
@@ -63,9 +88,11 @@ class MLflowTracker(Callback):
             raise ValueError("MLflowTracker feeds on the journal: keep callbacks.Journal in the set")
         if self._courier is not None:  # the workers of an elastic job have formed anew
             return
-        self._store = store(self.uri)
+        parent = self.parent or os.environ.get("MLFLOW_PARENT_RUN_ID") or None
+        self._store, given = self._begun_elsewhere()
         experiment = self.experiment or run.info["task"]
-        write_state(run.directory, self._store, experiment)
+        own = {"parent": parent, "given": None} if parent else {"given": given} if given else {}
+        write_state(run.directory, self._store, experiment, tags=redact(self.tags), **own)
         # A process, not a thread: importing MLflow alone, some seconds of Python, would take the interpreter from the
         # training for up to a tenth of a second at a time. And it can be left behind, whatever it is stuck in. The URI
         # goes by the environment, since it may hold a password, and a command line can be seen by all.
@@ -79,7 +106,23 @@ class MLflowTracker(Callback):
         except OSError as error:
             self._error = f"no process can be started: {error.strerror}"
 
+    def _begun_elsewhere(self) -> tuple[str, str | None]:
+        """The store; and the run in it that is active in this process, or that the environment names, if any."""
+        loaded = sys.modules.get("mlflow")
+        active = loaded.active_run() if loaded else None
+        if loaded and active:
+            there = store(loaded.get_tracking_uri())
+            if self.uri is None or store(self.uri) == there:
+                return there, active.info.run_id
+        return store(self.uri), os.environ.get("MLFLOW_RUN_ID") or None
+
     def on_fit_end(self, run: Run, status: str) -> None:
+        if self.log_model and status in ("finished", "stopped"):
+            try:
+                journal.artifact(run, logged_model.write(run), register=self.register)
+            except Exception as error:  # the training is done, and saved
+                text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                _warn(f"the model isn't logged ({redact(text)})")
         outcome: dict[str, Any] = {"error": self._error, "warnings": []}
         if self._courier is not None:
             outcome |= _finish(self._courier, self.wait)
@@ -116,12 +159,11 @@ def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def write_state(directory: Path, uri: str, experiment: str, run_id: str | None = None) -> None:
-    """Notes where the run is delivered to; without `run_id`, what is known of that store stays."""
-    old = journal.read_json(directory / STATE)
-    state = {"uri": redact(uri), "experiment": experiment, "run_id": run_id}
-    if run_id is None and old.get("uri") == state["uri"]:
-        state["run_id"] = old.get("run_id")
+def write_state(directory: Path, uri: str, experiment: str, **more: Any) -> None:
+    """Notes where the run is delivered to, and what else is to be known there; of the same store, the rest stays."""
+    old, uri = journal.read_json(directory / STATE), redact(uri)
+    kept = old if old.get("uri") == uri else {name: old[name] for name in ("tags",) if name in old}
+    state = {"run_id": None, **kept, "uri": uri, "experiment": experiment, **more}
     if state != old:
         partial = directory / (STATE + ".tmp")
         partial.write_text(json.dumps(state))

@@ -17,6 +17,8 @@ HIDDEN = "***"
 """What stands in place of a secret."""
 as_typed: list[str] = []
 """Texts NAME=value that were read from files, as if they had been typed."""
+hidden: set[str] = set()
+"""Secrets that somebody has been given: they are hidden wherever they stand."""
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -28,6 +30,8 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [redact(item, name) for item in value]
     if isinstance(value, str):
+        for secret in hidden:
+            value = value.replace(secret, HIDDEN)
         return _URI_CREDENTIALS.sub(r"\1***@", value)
     return value
 

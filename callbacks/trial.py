@@ -52,10 +52,15 @@ class Trial(Callback):
             run.stop("measured")
 
     def on_fit_end(self, run: Run, status: str) -> None:
-        import tensorflow as tf
-
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        gpus = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices("GPU")]
-        on_gpus = [tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus]
-        about = self.about | {"memory": own, "gpu_memory": max(on_gpus, default=0)}
+        memory, gpu_memory = peak_memory()
+        about = self.about | {"memory": memory, "gpu_memory": gpu_memory}
         (run.directory / f"trial-{run.backend.rank}.json").write_text(json.dumps(about))
+
+
+def peak_memory() -> tuple[int, int]:
+    """The most memory that this process has had, in bytes: on the host, and on one GPU."""
+    import tensorflow as tf
+
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    gpus = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices("GPU")]
+    return own, max((tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus), default=0)

@@ -1,4 +1,4 @@
-"""Makes the pictures in docs/images: trains digits on four backends, opens `tfloop ui` in Chromium, takes screenshots.
+"""Makes the pictures in docs/images: trains, opens `tfloop ui` and a report in Chromium, and takes screenshots.
 
 Run it as `uv run python docs/screenshots.py`; it takes a few minutes and leaves nothing behind but the pictures.
 """
@@ -8,21 +8,28 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import fcntl
+import html
 import json
 import os
+import pty
+import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import termios
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp  # MLflow requires it itself, so it is there wherever tfloop is
 
-IMAGES = Path(__file__).resolve().parent / "images"
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
 TRAIN = ("train", "digits", "--epochs", "6", "--seed", "1", "--backend")
 BACKENDS = {  # with a colour each: those that MLflow draws from the run's id may be hard to tell apart
     ("single",): "#1f77b4",
@@ -30,6 +37,12 @@ BACKENDS = {  # with a colour each: those that MLflow draws from the run's id ma
     ("horovod", "--workers", "2"): "#2ca02c",
     ("multiworker", "--workers", "2"): "#9467bd",
 }
+RUN = "charlm"  # whose report, and whose picture in the terminal, is taken; the second command goes on from the first
+LONG = tuple(
+    ("train", "charlm", *f"--workers 2 --set characters=150000 --profile {more} --run-dir {RUN} --track off".split())
+    for more in ("10:12 --epochs 2", "200:202 --epochs 6")
+)
+COLUMNS, LINES, TERMINAL = 104, 50, "terminal.html"  # of the terminal, and the page that shows it
 CURVES = ("loss", "eval_loss", "accuracy", "eval_accuracy")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
@@ -78,14 +91,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tfloop-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         try:
-            for backend in BACKENDS:
-                train([str(tfloop), *TRAIN, *backend], directory)
+            for command in [*([*TRAIN, *backend] for backend in BACKENDS), *LONG]:
+                train([str(tfloop), *command], directory)
+            shown = in_terminal([str(tfloop), "runs", "show", RUN, "--root", "."], directory).replace(f"{ROOT}/", "")
+            (directory / TERMINAL).write_text(as_page("tfloop runs show " + RUN, shown))
             port = free_port()
             print(f"MLflow UI on port {port}", file=sys.stderr)
             profile = directory / "chromium"
             browser = [chromium, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
             with started([str(tfloop), "ui", "--port", str(port)], directory), started(browser, directory):
-                asyncio.run(take_pictures(f"http://127.0.0.1:{port}", profile))
+                asyncio.run(take_pictures(f"http://127.0.0.1:{port}", profile, directory))
         except (ScreenshotError, aiohttp.ClientError, TimeoutError) as error:
             print(f"screenshots: {error or 'no answer'}", file=sys.stderr)
             return 1
@@ -140,7 +155,69 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def take_pictures(server: str, profile: Path) -> None:
+def in_terminal(command: list[str], directory: Path) -> str:
+    """What a command writes on a terminal, with its colours."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "PYTHONIOENCODING": "utf-8"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        command, cwd=directory, env=environment, stdin=its, stdout=its, stderr=subprocess.DEVNULL
+    )
+    os.close(its)
+    output = b""
+    with contextlib.suppress(OSError):  # what a terminal says when nobody writes any more
+        while some := os.read(ours, 1 << 16):
+            output += some
+    os.close(ours)
+    if code := process.wait():
+        raise ScreenshotError(f"{' '.join(command[1:])} ended with exit code {code}")
+    return output.decode()
+
+
+PALETTE = ["#6e7681", "#ff7b72", "#7ee787", "#e3b341", "#79b8ff", "#d2a8ff", "#56d4dd", "#e6edf3"]
+"""Of a terminal: black (here gray, since it stands on black), red, green, yellow, blue, magenta, cyan, white."""
+
+
+def as_page(title: str, output: str) -> str:
+    """A page that shows what was written on a terminal."""
+    text, style = "", {}
+    for part in re.split(r"(\x1b\[[0-9;]*m)", output.replace("\r", "")):
+        if not part.startswith("\x1b"):
+            css = ";".join(f"{name}:{value}" for name, value in style.items())
+            part = re.sub("[\u2800-\u28ff]", lambda found: dots(found[0]), html.escape(part))
+            text += f'<span style="{css}">{part}</span>' if part else ""
+            continue
+        codes = [int(code or 0) for code in part[2:-1].split(";")]
+        while codes:
+            code = codes.pop(0)
+            if code == 38 and codes[:1] == [5]:
+                code, codes = 30 + codes[1] % 8, codes[2:]
+            if code == 0:
+                style = {}
+            elif code == 1:
+                style["font-weight"] = "700"
+            elif 30 <= code <= 37 or 90 <= code <= 97:
+                style["color"] = PALETTE[code % 10]
+            elif code == 39:
+                style.pop("color", None)
+    return (
+        '<!doctype html><meta charset="utf-8"><style>body{margin:0;background:#0d1117;color:#c9d1d9;'
+        "padding:22px 26px;width:max-content}pre{margin:0;font:14px/17px 'DejaVu Sans Mono',monospace}b{color:#7ee787}"
+        "svg{width:1ch;height:17px;vertical-align:top;fill:currentColor}"
+        f"</style><pre><b>$</b> {html.escape(title)}\n{text}</pre>"
+    )
+
+
+def dots(character: str) -> str:
+    """A Braille character, of which plots are made, as a picture: not every fixed-width font has them."""
+    places = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)]
+    there = [place for bit, place in enumerate(places) if ord(character) - 0x2800 >> bit & 1]
+    circles = "".join(f'<circle cx="{x + 0.5}" cy="{y + 0.5}" r=".36"/>' for x, y in there)
+    return f'<svg viewBox="0 0 2 4" preserveAspectRatio="none">{circles}</svg>'
+
+
+async def take_pictures(server: str, profile: Path, directory: Path) -> None:
     """All pictures, once the server and the browser answer."""
     async with aiohttp.ClientSession() as http:
         runs = await logged_runs(http, server)
@@ -153,23 +230,43 @@ async def take_pictures(server: str, profile: Path) -> None:
             table = 100 + 33 * rows
             await tab.remember(preferences(experiment, runs, table))
             address = f"{server}/#/experiments/{experiment}/runs"
+            drawn = f"document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= {len(CURVES)}"
+            await tab.window(WIDTH, table + 686, SCALE)
             await tab.picture(
                 f"{address}?workflowType=machine_learning&compareRunsMode=CHART&orderByAsc=true",
                 IMAGES / "mlflow-runs.png",
-                height=table + 686,
                 texts=[
                     *CURVES,
                     *(entry["key"] for entry in runs[0]["data"]["params"]),
                     *(names[0] for names in BACKENDS),
                 ],
+                ready=drawn,
             )
             shown = next(run for run in runs if param(run, "backend") == "horovod")
+            await tab.window(WIDTH, 960, SCALE)
             await tab.picture(
                 f"{address}/{shown['info']['run_id']}/model-metrics?workflowType=machine_learning",
                 IMAGES / "mlflow-run.png",
-                height=960,
                 texts=[*CURVES, shown["info"]["run_name"]],
+                ready=drawn,
             )
+            await pictures_of_a_run(tab, directory)
+
+
+async def pictures_of_a_run(tab: Tab, directory: Path) -> None:
+    """Of its report, and of what is told of it on a terminal."""
+    for theme in ("light", "dark"):
+        report = (directory / RUN / "report.html").as_uri()
+        await tab.window(1100, 1000, 1.25, theme)
+        await tab.open(report, ["Curves", "Where the time went"])
+        above = await tab.value("document.querySelectorAll('section')[1].getBoundingClientRect().bottom")
+        await tab.window(1100, round(above) + 20, 1.25, theme)
+        await tab.picture(report, IMAGES / f"report-{theme}.png", texts=["Curves", "Where the time went"])
+    terminal = (directory / TERMINAL).as_uri()
+    await tab.window(1100, 800)
+    await tab.open(terminal)
+    await tab.window(*await tab.value("[document.body.offsetWidth, document.body.offsetHeight]"), 1.25)
+    await tab.picture(terminal, IMAGES / "terminal.png", texts=[RUN])
 
 
 async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str, Any]]:
@@ -290,14 +387,19 @@ def line_chart(metric: str) -> dict[str, Any]:
 
 
 class Tab:
-    """A page of the browser, told what to do through the DevTools protocol."""
+    """A page of the browser, told what to do through the DevTools protocol.
+
+    Attributes:
+        errors: what the page's console has told of, once `listen` has been called.
+    """
 
     def __init__(self, socket_: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket_
         self._calls = 0
+        self.errors: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Calls a method and returns its result; events that arrive meanwhile are dropped."""
+        """Calls a method and returns its result."""
         self._calls += 1
         await self._socket.send_json({"id": self._calls, "method": method, "params": params})
         while True:
@@ -305,6 +407,8 @@ class Tab:
             if message.type is not aiohttp.WSMsgType.TEXT:
                 raise ScreenshotError("Chromium has ended")
             answer = message.json()
+            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.errors.append(json.dumps(answer["params"]))
             if answer.get("id") == self._calls:
                 if "error" in answer:
                     raise ScreenshotError(f"{method}: {answer['error']['message']}")
@@ -317,25 +421,35 @@ class Tab:
         await self.call("Page.enable")
         await self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
 
-    async def picture(self, url: str, path: Path, height: int, texts: list[str]) -> None:
-        """Opens a page in a window of that height and saves it, once it shows the texts and all curves are drawn."""
+    async def listen(self) -> None:
+        """From now on, `errors` has what goes wrong in the page."""
+        await self.call("Runtime.enable")
+        await self.call("Log.enable")
+
+    async def window(self, width: int, height: int, scale: float = 1.0, theme: str = "light") -> None:
+        """Gives the window this size, and pictures so many pixels for each of its own."""
         await self.call(
-            "Emulation.setDeviceMetricsOverride", width=WIDTH, height=height, deviceScaleFactor=SCALE, mobile=False
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
         )
+        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+
+    async def open(self, url: str, texts: Sequence[str] = (), ready: str = "true") -> None:
+        """Opens a page, and waits until it shows the texts and is ready."""
         await self.call("Page.navigate", url="about:blank")  # else another #fragment would keep the old page
         await self.call("Page.navigate", url=url)
-        ready = (
-            f"{json.dumps(texts)}.every(text => document.body?.innerText.includes(text))"
-            f" && document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= {len(CURVES)}"
-        )
+        texts_shown = f"{json.dumps([*texts])}.every(text => document.body?.innerText.includes(text))"
         try:
             async with asyncio.timeout(PAGE_WAIT):
-                while not await self.value(ready):
-                    await asyncio.sleep(0.5)
+                while not await self.value(f"document.readyState == 'complete' && {texts_shown} && {ready}"):
+                    await asyncio.sleep(0.2)
         except TimeoutError:
             shown = str(await self.value("document.body?.innerText"))
             missing = [text for text in texts if text not in shown] or ["all curves"]
-            raise ScreenshotError(f"{path.name}: the page does not show {', '.join(missing)}") from None
+            raise ScreenshotError(f"{url}: the page does not show {', '.join(missing)}") from None
+
+    async def picture(self, url: str, path: Path, texts: Sequence[str], ready: str = "true") -> None:
+        """Opens a page in the window and saves what it shows."""
+        await self.open(url, texts, ready)
         await self.value(
             f"document.head.append(Object.assign(document.createElement('style'), {{textContent: `{STYLE}`}}))"
         )
@@ -343,7 +457,7 @@ class Tab:
         image = await self.call("Page.captureScreenshot", format="png")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(image["data"]))
-        print(f"wrote {path.relative_to(IMAGES.parents[1])}, {path.stat().st_size // 1000} kB", file=sys.stderr)
+        print(f"wrote {path.relative_to(ROOT)}, {path.stat().st_size // 1000} kB", file=sys.stderr)
 
     async def value(self, expression: str) -> Any:
         """The value of an expression in the page."""

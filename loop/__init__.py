@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from loop.task import KerasTask, TrainTask
     from loop.values import Perplexity
 
+    __version__: str
+
 __all__ = [
     "ArrayData",
     "FitResult",
@@ -29,6 +32,7 @@ __all__ = [
     "TrainTask",
     "TrainingError",
     "UsageError",
+    "__version__",
     "all_gather",
     "evaluate",
     "example_seed",
@@ -60,6 +64,8 @@ if _callbacks is None or Path(_callbacks.origin or "").parent.parent != Path(__f
 
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is used: `tfloop --help` needs no TensorFlow."""
+    if name == "__version__":
+        return importlib.metadata.version("tfloop")
     if name not in _HOMES:
         raise AttributeError(f"module 'loop' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"loop.{_HOMES[name]}"), name)

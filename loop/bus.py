@@ -44,12 +44,7 @@ class Bus:
             if callback in here:
                 run.callbacks[names[place] if nth == 1 else f"{names[place]}-{nth}"] = callback
         self._hooks = {
-            event: [
-                callback
-                for callback in here
-                if getattr(type(callback), f"on_{event}") is not getattr(Callback, f"on_{event}")
-            ]
-            for event in EVENTS
+            event: [callback for callback in here if _overrides(callback, f"on_{event}")] for event in EVENTS
         }
         self._clocks_run = False
         self._listeners = [_Listener(callback) for callback in self._hooks["steps_end"]]
@@ -75,7 +70,7 @@ class Bus:
         for listener in self._listeners:
             listener.totals = listener.totals + totals
             if np.any(listener.totals) and listener.schedule.due(self._run.progress.step, now, epoch_ended):
-                metrics = self._run.step.means(listener.totals)
+                metrics = self._run.means(listener.totals)
                 listener.totals = np.zeros(())
                 self._call(listener.callback, "steps_end", metrics)
 
@@ -103,6 +98,12 @@ class Bus:
         with run.guard(), phase, run.stopwatch.at("callbacks", kind):
             fault.reached(f"callback-{event}", run.backend.rank, run.progress.step)
             return getattr(callback, f"on_{event}")(run, *args)
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    """Whether the callback's class, or this object alone, has a hook of its own."""
+    own = getattr(callback, hook)
+    return getattr(own, "__func__", own) is not getattr(Callback, hook)
 
 
 class _Listener:

@@ -117,6 +117,10 @@ class Addressed:
         self.example = tf.nest.map_structure(lambda tensor: tensor[:3], self._tensors)
         self.batch_bytes = max(1, sum(array.nbytes for array in tf.nest.flatten(data.arrays)) * batch // size)
 
+    def head(self, count: int) -> Any:
+        """The first examples, as a batch."""
+        return tf.nest.map_structure(lambda tensor: tensor[:count], self._tensors)
+
     def sharded(self, backend: Backend, policy: str) -> Addressed:
         """Each replica gets its rows of each global batch, whatever the policy."""
         shared = copy.copy(self)  # the same tensors, not others
@@ -280,11 +284,15 @@ class Stream:
             options.experimental_optimization.inject_prefetch = False
             return next(iter(self.dataset.batch(3).with_options(options)), self.nothing())
 
+    def head(self, count: int) -> Any:
+        """The first examples, as a batch: those of `example`, since nothing else may be read beside the training."""
+        return tf.nest.map_structure(lambda tensor: tensor[:count], self.example)
+
     def sharded(self, backend: Backend, policy: str) -> Stream:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
         dataset, order = self.dataset, self.order
         by_example = policy == "example"
-        if backend.elastic and not by_example:
+        if backend.member and not by_example:
             raise UsageError(
                 f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "
                 'workers; use ShardData("example"), or ArrayData'
@@ -441,16 +449,38 @@ def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
             number of steps, or an endless one for evaluation.
     """
     order = Order(*(options[field.name] for field in dataclasses.fields(Order)))
-    train = source(task.train_data(), order, "train_data()", lambda: made_again(task, options["seed"]))
+    data, overfit = task.train_data(), options["overfit"]
+    if overfit is not None:
+        data = first(data, overfit * options["batch_size"])
+    train = source(data, order, "train_data()", lambda: made_again(task, options["seed"]))
     if train.endless and options["steps"] is None:
         raise UsageError("train_data() is endless: say how many steps to make (steps=..., --steps N)")
-    held_out = task.eval_data() if options["eval_every"] != "never" else None
+    held_out = None
+    if options["eval_every"] != "never":
+        held_out = task.eval_data() if overfit is None else data
     if held_out is None:
         return Data(train, None)
     evaluation = source(held_out, Order(options["batch_size"], prefetch=options["prefetch"]), "eval_data()")
     if evaluation.endless:
         raise UsageError("eval_data() is endless: an evaluation needs an end; .take(n) gives it one")
     return Data(train, evaluation)
+
+
+def first(data: Any, size: int) -> Any:
+    """The first examples of what a task returned, in memory: the same ones each time that they are read."""
+    if isinstance(data, tf.data.Dataset):
+        check_spec(data)
+        batch = next(iter(data.take(size).batch(size)), None)
+        arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), batch)
+    elif isinstance(data, ArrayData):
+        arrays = tf.nest.map_structure(lambda array: array[:size], data.arrays)
+    else:
+        return data  # `source` says what is wrong with it
+    if arrays is None:
+        raise no_examples("train_data()")
+    some = ArrayData(*tf.nest.flatten(arrays))
+    some.arrays = arrays
+    return some
 
 
 def made_again(task: TrainTask, seed: int) -> Any:

@@ -14,12 +14,10 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -28,12 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callbacks.journal import read_json
-from callbacks.progress import RELAY
 from loop import launch
 from loop.errors import PeerError, UsageError
 
 if TYPE_CHECKING:
     from loop.hosts import Cluster, Host, Remote
+    from loop.state import Kept
 
 PLAN = "plan.json"
 MOST_STARTS, WITHIN = 10, 600.0
@@ -75,7 +73,7 @@ def limits(
     if low < 1:
         raise UsageError(f"--elastic {text}: a job needs at least 1 worker")
     if low > high:
-        raise UsageError(f"--elastic {text}: MIN is greater than MAX")
+        raise UsageError(f"--elastic {text}: MIN is greater than MAX: give {high}:{low}")
     if workers is not None and not low <= workers <= high:
         given = f"--hosts {hosts} has {workers} workers," if hosts else f"--workers {workers}"
         raise UsageError(f"{given} with --elastic {text}: give a number from {low} to {high}")
@@ -98,7 +96,11 @@ def discovered(script: Path) -> int:
     """
     try:
         done = subprocess.run([script.absolute()], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
+        raise UsageError(
+            f"--discovery {script} can't be run ({error.strerror}): is its first line such as #!/bin/sh?"
+        ) from None
+    except subprocess.SubprocessError as error:
         raise UsageError(f"--discovery {script}: {error}") from None
     slots = 0
     for line in done.stdout.split():
@@ -124,12 +126,14 @@ class Member:
     Attributes:
         generation: the one it is in; -1 at first.
         events: what to tell of workers that came and went since the one before.
+        kept: what this worker keeps in memory of the run, for the next generation to go on from.
     """
 
     def __init__(self) -> None:
         self._job, self._worker = Path(os.environ[launch.JOB]), os.environ[launch.WORKER]
         self.generation = -1
         self.events: list[dict[str, Any]] = []
+        self.kept: Kept | None = None
         self._plan: dict[str, Any] = {"generation": -1}
         self._run = ""
         self._sockets: set[str] = set()
@@ -151,12 +155,11 @@ class Member:
         self._run = str(path)
         self._note("run", self._run)
 
-    def join(self, start: Callable[[Callable[[], None]], None], keep: Callable[[], None]) -> None:
+    def join(self, start: Callable[[Callable[[], None]], None]) -> None:
         """Takes this worker's place in the newest generation, as soon as there is one.
 
         Args:
             start: starts the engine; is given a function that raises `SupersededError`, to be called while it waits.
-            keep: saves what this worker has of the run, if the job ends here.
 
         Raises:
             PeerError: the job has ended: why.
@@ -167,8 +170,8 @@ class Member:
                 time.sleep(0.02)
             plan = self._plan
             if plan["end"]:
-                if plan["keeper"] == self._worker:
-                    keep()
+                if plan["keeper"] == self._worker and self.kept:
+                    self.kept.save()
                 raise PeerError(plan["end"])
             place = plan["places"].get(self._worker)
             last, self.generation = self.generation, plan["generation"]
@@ -242,18 +245,14 @@ def run(
         cluster.interfaces()  # what Horovod can't do there is said before anything starts
     slots = given.high if given.discovery is None else discovered(given.discovery)
     wanted = workers or max(given.low, min(given.high, slots))
-    directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
-    job = _Job(given, wanted, directory, arguments, cluster)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, job.hear) for number in numbers}
-    try:
-        job.run()
-        return job.outcome()
-    finally:
-        job.kill()
-        shutil.rmtree(directory, ignore_errors=True)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with launch.place_of_job() as (directory, environment):
+        job = _Job(given, wanted, directory, environment | {"HOROVOD_SIZE": str(wanted)}, arguments, cluster)
+        try:
+            with launch.heard_by(job.hear):
+                job.run()
+            return job.outcome()
+        finally:
+            job.kill()
 
 
 @dataclasses.dataclass
@@ -285,16 +284,16 @@ class _Job:
     """An elastic job: what the launcher knows of its workers, and plans for them."""
 
     def __init__(
-        self, given: Limits, wanted: int, directory: Path, arguments: Sequence[str], cluster: Cluster | None
+        self,
+        given: Limits,
+        wanted: int,
+        directory: Path,
+        environment: dict[str, str],
+        arguments: Sequence[str],
+        cluster: Cluster | None,
     ) -> None:
-        self._limits, self._wanted, self._directory = given, wanted, directory
+        self._limits, self._wanted, self._directory, self._environment = given, wanted, directory, environment
         self._arguments, self._cluster = arguments, cluster
-        self._environment = {
-            **os.environ, launch.JOB: str(directory), launch.LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1",
-            "HOROVOD_SIZE": str(wanted),
-        }  # fmt: skip
-        if sys.stderr.isatty():
-            self._environment[RELAY] = "relay"
         self._output = launch._Output()
         self._timeout = launch.start_timeout()
         self._servers = contextlib.ExitStack()

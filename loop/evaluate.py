@@ -45,7 +45,12 @@ def evaluate(
     """
     given = {"batch_size": batch_size, "precision": precision}
     options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
-    options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False}  # the training data isn't used
+    options |= {
+        "eval_every": "epoch",
+        "steps": 1,
+        "drop_remainder": False,
+        "overfit": None,
+    }  # the training data isn't used
     engine = backend if isinstance(backend, Backend) else backends.create(launch.choose(options["backend"])[0])
     keras.utils.set_random_seed(options["seed"])
     data = open_data(task, options)
@@ -55,7 +60,7 @@ def evaluate(
     load_weights(built.model, Path(path))
     # The checkpoint's moving averages have been loaded as the weights.
     step = Step(task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None} | inexact.OFF)
-    return step.eval_means(step.evaluate())
+    return step.evaluation.means(step.evaluation.whole())
 
 
 def load_weights(model: Any, path: Path) -> dict[str, Any]:

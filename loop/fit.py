@@ -88,6 +88,7 @@ def fit(
     stall_timeout: float | None = None,
     profile: str | None = None,
     accept_changes: bool | None = None,
+    overfit: int | None = None,
 ) -> FitResult:
     """Trains a task.
 
@@ -119,7 +120,8 @@ def fit(
         backend: `auto`, `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, a
             plug-in's name, or an engine object; `auto`.
         callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a
-            standard one of its kind. What `callbacks.standard(...)` built is taken as it is.
+            standard one of its kind. What `callbacks.standard(...)` built is taken as it is. The task's own are added
+            to either: `TrainTask.build_callbacks`.
         run_dir: the run directory; a new one below `runs/`.
         resume: `auto` goes on from the newest good checkpoint in the run directory, also if a callback has stopped the
             run; `never` refuses a directory that
@@ -163,6 +165,9 @@ def fit(
             and of the whole run goes: data, compute, all-reduce, evaluation, callbacks, saving; no profile.
         accept_changes: whether a run that goes on may have other settings, or other hyperparameters of the task, than
             it had; False: they are shown and refused.
+        overfit: trains on the first so many global batches alone, again and again, and evaluates on the same examples;
+            they are read once, and not shuffled unless `shuffle` is given. A model that can't learn them by heart has
+            a mistake; None: all data.
 
     Raises:
         UsageError: something handed in is wrong; the message says what to do.
@@ -173,7 +178,7 @@ def fit(
     engine = backend if isinstance(backend, Backend) else start(options["backend"])
     options["backend"] = engine.name
     profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
-    chosen = [*complete(callbacks), *profiler]
+    chosen = [*complete(callbacks, task.build_callbacks()), *profiler]
     while True:
         try:
             run = live(task, engine, options, chosen, run_dir)
@@ -182,7 +187,7 @@ def fit(
             if not engine.outlives(error):
                 raise
         engine.regroup()  # an elastic job goes on with the workers that are there now
-    run.step.take_averages()
+    run.step.averages.take()
     return result(run)
 
 
@@ -205,6 +210,7 @@ def live(
                 set_up(run, bus, sources)
                 train(run, bus)
                 last_saves(run, bus)
+                run.step.average_statistics()
                 tell_time(run, bus)
                 if options["profile"]:
                     bus.fire("profile", "summary", split.summary(engine.gather_json(run.stopwatch.total)))
@@ -219,7 +225,6 @@ def live(
                     raise
                 raise meant from error
             end(run, bus, run.status)
-            run.step.average_statistics()
             engine.exchange(0)  # nobody leaves while the chief still has something to deliver
     return run
 
@@ -282,14 +287,14 @@ def evaluate(run: Run, bus: Bus) -> bool:
     """Sees the whole evaluation data. Returns whether it came to the end: somebody may want the run to stop before."""
     run.evaluating = True
     with run.watchdog.phase("the start of the evaluation"), run.stopwatch.at("evaluation"):
-        handle, totals = run.step.start_evaluation(), np.zeros(())
+        handle, totals = run.step.evaluation.start(), np.zeros(())
     step: int | None = 0
     while step is not None:
         if between_calls(run, bus, run.eval_pace.steps):
             return False
         part, begun = "evaluation" if run.eval_pace.calls else split.COMPILING, time.perf_counter()
-        with run.watchdog.phase(lambda: f"{run.step.doing()} of the evaluation"), run.stopwatch.at(part):
-            step, some = run.step.evaluate_steps(handle, step, run.next_steps)
+        with run.watchdog.phase(lambda: f"{run.step.whereabouts.doing()} of the evaluation"), run.stopwatch.at(part):
+            step, some = run.step.evaluation.steps(handle, step, run.next_steps)
         run.eval_pace.record(run.next_steps, time.perf_counter() - begun)
         totals = totals + some
     run.evaluated(totals)

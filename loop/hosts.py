@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import math
 import os
@@ -42,6 +43,10 @@ def read(
             if value is not None:
                 raise UsageError(f"{option} {value} is of use with --hosts alone")
         return {}
+    if interface is not None and not _is_interface(interface):
+        raise UsageError(f"--interface {interface!r}: give the name of a network interface, or a network: 10.0.0.0/24")
+    if remote_python is not None and not remote_python.strip():
+        raise UsageError(f"--remote-python {remote_python!r}: give the path of Python on the other hosts")
     places: dict[str, int] = {}
     for each in text.split(","):
         # No name starts with a dash: ssh would take it for an option.
@@ -53,12 +58,21 @@ def read(
         places[found[1]] = int(found[2] or 1)
     total = sum(places.values())
     if total < 2:
-        raise UsageError(f"--hosts {text}: that is one worker in all: give at least two, such as {text}:2")
+        raise UsageError(
+            f"--hosts {text}: that is one worker in all: give at least two, such as {next(iter(places))}:2"
+        )
     if workers not in (None, total):
         raise UsageError(f"--workers {workers}, but --hosts {text} has {total}: leave --workers out")
     if backend not in ("auto", "horovod", "multiworker"):
         raise UsageError(f"--hosts with --backend {backend}: use horovod or multiworker")
     return places
+
+
+def _is_interface(text: str) -> bool:
+    """Whether it may be the name of an interface, or is a network."""
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_network(text))
+    return re.fullmatch(r"[^/\s]{1,15}", text) is not None
 
 
 def files(target: str, configs: Sequence[Path]) -> dict[str, str | None]:

@@ -6,6 +6,7 @@ Imports no TensorFlow: what is wrong with a job is said before anything is loade
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -49,6 +50,8 @@ CHATTER = (
 )
 """What TensorFlow prints to stderr while it starts, whatever its log level: nobody can act on it."""
 _GONE = ("UnavailableError", "AbortedError", "HorovodInternalError")
+MOST_WORKERS = 1024
+"""So many workers are started at most."""
 MOST_SERVERS = 64
 """So many parameter servers make sense at most."""
 MOST_RESTARTS = 10
@@ -440,39 +443,55 @@ def run(
     """
     command = [sys.executable, "-P", "-m", "cli", *arguments]
     timeout = start_timeout()
+    with place_of_job() as (directory, environment):
+        output, job = _Output(), _Job(directory)
+        try:
+            with heard_by(job.hear), _places(backend, workers, servers, cluster) as places:
+                job.has_servers = backend == "parameter_server"
+                job.names = [f"rank {rank}" for rank in range(len(places))]
+                if job.has_servers:
+                    job.names = list(tf_cluster(places[0]["TF_CONFIG"])[1])
+
+                def start(rank: int) -> Worker:
+                    process = start_worker(command, {**environment, **places[rank]})
+                    output.follow(process, job.names[rank].removeprefix("rank "))
+                    return process
+
+                job.start, job.tell = start, output.line
+                if cluster is None:
+                    job.processes += map(start, range(len(places)))
+                else:
+                    job.processes += cluster.start(places, arguments, environment, directory, output.take)
+                    output.threads += cluster.threads
+                job.wait(timeout)
+                job.kill()  # what workers may have left behind
+                for thread in output.threads:
+                    thread.join()
+            return job.outcome()
+        finally:
+            job.kill()
+
+
+@contextlib.contextmanager
+def place_of_job() -> Iterator[tuple[Path, dict[str, str]]]:
+    """A directory in which workers leave word for the launcher, and the environment that tells them of it."""
     directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
     environment = {**os.environ, JOB: str(directory), LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if sys.stderr.isatty():
         environment[RELAY] = "relay"
-    output, job = _Output(), _Job(directory)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, job.hear) for number in numbers}
     try:
-        with _places(backend, workers, servers, cluster) as places:
-            job.has_servers = backend == "parameter_server"
-            job.names = [f"rank {rank}" for rank in range(len(places))]
-            if job.has_servers:
-                job.names = list(tf_cluster(places[0]["TF_CONFIG"])[1])
-
-            def start(rank: int) -> Worker:
-                process = start_worker(command, {**environment, **places[rank]})
-                output.follow(process, job.names[rank].removeprefix("rank "))
-                return process
-
-            job.start, job.tell = start, output.line
-            if cluster is None:
-                job.processes += map(start, range(len(places)))
-            else:
-                job.processes += cluster.start(places, arguments, environment, directory, output.take)
-                output.threads += cluster.threads
-            job.wait(timeout)
-            job.kill()  # what workers may have left behind
-            for thread in output.threads:
-                thread.join()
-        return job.outcome()
+        yield directory, environment
     finally:
-        job.kill()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def heard_by(hear: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within it, `hear` takes the signals that a job hands on to its workers."""
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -709,11 +728,17 @@ class _Output:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether nobody listens on this port."""
+    """Whether nobody listens on this port.
+
+    Raises:
+        UsageError: this machine has no such address.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
+        except (OSError, UnicodeError) as error:
+            if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise UsageError(f"--host {host}: this machine has no such address ({error})") from None
     return True

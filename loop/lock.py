@@ -16,10 +16,12 @@ from callbacks.journal import read_json
 from loop.errors import UsageError
 
 NAME = "lock"
+A_LOOK = 0.5
+"""Seconds that are more than enough for who only looks whether a lock is held (`tfloop runs`), by taking it."""
 
 
 @contextlib.contextmanager
-def locked(directory: Path, wait: float = 0.0) -> Iterator[None]:
+def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
     """Holds the lock of a run directory.
 
     Args:

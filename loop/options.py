@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import operator
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from callbacks.nearest import nearest
 from loop.errors import UsageError
 
 BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
@@ -42,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "stall_timeout": 300.0,
     "profile": None,
     "accept_changes": False,
+    "overfit": None,
 }
 """The options of `fit` that a task may have defaults for, and the defaults of tfloop."""
 
@@ -64,6 +67,8 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if "epochs" in passed:
         own.pop("steps", None)  # epochs that are asked for aren't overruled by steps that aren't
     options = {**DEFAULTS, **own, **passed}
+    if options["overfit"] is not None:
+        options["shuffle"] = passed.get("shuffle", False)
     for name, (allowed, fix) in _RULES.items():
         if not allowed(options[name]):
             raise UsageError(f"{name}={options[name]!r}: {fix}")
@@ -79,11 +84,12 @@ def whole(value: Any) -> Any:
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint at the name that was probably meant: "; did you mean 'x'?", or which there are."""
-    names = list(names)
-    found = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(names)}"
+def near_file(path: Path) -> str:
+    """The same for a path at which there is no file: a file beside it with almost that name, or nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        found = difflib.get_close_matches(path.name, sorted(each.name for each in path.parent.iterdir()), 1)
+        return f"; did you mean {str(path.parent / found[0])!r}?" if found else ""
+    return ""
 
 
 def _is_int(minimum: int, *others: Any) -> Callable[[Any], bool]:
@@ -150,15 +156,17 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stall_timeout": (_is_positive, "give a number of seconds > 0"),
     "profile": (_is_span, "give the first and the last step to trace, such as 10:20; steps count from 1"),
     "accept_changes": (_is_one_of(True, False), "give True or False"),
+    "overfit": (_is_int(1, None), "give a whole number >= 1 of global batches, or None for all data"),
 }
 
 
-def set_fields(kind: type, assignments: Iterable[str]) -> dict[str, Any]:
+def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """The values of a task's fields from `key=value` texts, typed by the fields.
 
     Args:
         kind: the task's class.
         assignments: texts `key=value`, as after `--set`.
+        option: behind which they were typed.
 
     Raises:
         UsageError: a text that is no assignment, a field that doesn't exist, or a value of another type.
@@ -168,15 +176,15 @@ def set_fields(kind: type, assignments: Iterable[str]) -> dict[str, Any]:
     for text in assignments:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f"--set {text}: give key=value")
+            raise UsageError(f"{option} {text}: give key=value")
         if name not in fields:
             hint = nearest(name, fields) if fields else "; it has no dataclass fields"
-            raise UsageError(f"--set {text}: {kind.__name__} has no field {name!r}{hint}")
-        values[name] = _parse(kind, name, value)
+            raise UsageError(f"{option} {text}: {kind.__name__} has no field {name!r}{hint}")
+        values[name] = _parse(kind, name, value, option)
     return values
 
 
-def _parse(kind: type, name: str, text: str) -> Any:
+def _parse(kind: type, name: str, text: str, option: str) -> Any:
     import types
     import typing
 
@@ -198,5 +206,7 @@ def _parse(kind: type, name: str, text: str) -> Any:
             continue
     names = " or ".join("None" if each is type(None) else getattr(each, "__name__", str(each)) for each in kinds)
     if not any(each in (bool, int, float, str) for each in kinds):
-        raise UsageError(f"--set {name}={text}: the field is of type {names}, which can't be typed on a command line")
-    raise UsageError(f"--set {name}={text}: {text!r} is no {names}")
+        raise UsageError(
+            f"{option} {name}={text}: the field is of type {names}, which can't be typed on a command line"
+        )
+    raise UsageError(f"{option} {name}={text}: {text!r} is no {names}")

@@ -26,8 +26,9 @@ from loop.pace import Pace
 from loop.seeds import set_random_state
 from loop.split import COMPILING, Stopwatch
 from loop.state import Progress, plain
-from loop.step import EXAMPLES, SKIPPED, SUMS, Step
+from loop.step import Step
 from loop.task import TrainTask, hyperparameters, target_of
+from loop.values import EXAMPLES, SKIPPED, SUMS
 from loop.watchdog import Watchdog
 from loop.writer import Writer, arrays
 
@@ -36,7 +37,7 @@ COUNTERS = ("epoch", "step", "examples")
 
 KEPT = (
     "batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm", "clip_value",
-    "on_nonfinite", "sync_batch_norm", "ema", "compression", "reduction", "local_steps",
+    "on_nonfinite", "sync_batch_norm", "ema", "compression", "reduction", "local_steps", "overfit",
 )  # fmt: skip
 """The options that a resumed run must keep: with others it would be a different run."""
 
@@ -71,6 +72,7 @@ class Run:
         self.stopwatch = Stopwatch()
         self.watchdog = Watchdog(backend.rank, backend.workers, options["stall_timeout"])
         self.callbacks: dict[str, Any] = {}
+        self.gauges: dict[str, Callable[[], float]] = {}
         self.pace, self.eval_pace = Pace(options["steps_per_call"]), Pace(options["steps_per_call"])
         self.epoch_totals = np.zeros(())
         self.eval_metrics: dict[str, float] = {}
@@ -97,6 +99,19 @@ class Run:
         return self.built.variables + (self.step.variables if hasattr(self, "step") else [])
 
     @property
+    def weights(self) -> list[tuple[str, tf.Variable, bool]]:
+        """The model's variables in its own order: the name, the variable, and whether it is trained."""
+        trained = {id(variable) for variable in build.as_tf(build.trainable_variables(self.model))}
+        own = build.all_variables(self.model)
+        named = zip(build.variable_names(own), build.as_tf(own), strict=True)
+        return [(name, variable, id(variable) in trained) for name, variable in named]
+
+    @property
+    def graph(self) -> tf.Graph | None:
+        """The graph of the compiled training, once steps have been made; None where other processes make them."""
+        return None if self.backend.asynchronous else self.step.graph(self.handle)
+
+    @property
     def total_steps(self) -> int | None:
         """The step at which the run ends, or None where the data has no known length."""
         per_epoch = self.step.data.train.steps_per_epoch
@@ -109,6 +124,11 @@ class Run:
         The first call, which is traced and compiled, doesn't count, unless there was no other.
         """
         return self._examples / self._seconds if self._seconds else 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of this process went, from its first call on to the end of the last one, by part."""
+        return dict(self.stopwatch.seconds)
 
     @functools.cached_property
     def info(self) -> dict[str, Any]:
@@ -181,6 +201,16 @@ class Run:
                     "hardware; `tfloop verify` tries the task itself"
                 )
 
+    def export(self, out: Path) -> tuple[Any, Any]:
+        """Writes the model as a SavedModel, with the moving averages of its weights where there are any.
+
+        Returns:
+            A few examples, as an array or arrays by name, and the model's outputs for them.
+        """
+        from loop.export import export_run
+
+        return export_run(self, out)
+
     # What the loop uses
 
     @property
@@ -237,10 +267,11 @@ class Run:
         # An evaluation comes to its end, unless somebody can't wait.
         saves, stops = (wish and not self.evaluating for wish in (bool(self._save_reason), stops))
         saves |= self._save_at_once
-        keeps = self.backend.elastic and self.backend.is_chief and time.monotonic() >= self._keep_at
+        member = self.backend.member
+        keeps = member is not None and self.backend.is_chief and time.monotonic() >= self._keep_at
         flags = (
             self.failing, saves, self.save_on_stop, waits, self.check_on_save, stops, signalled, keeps,
-            self.backend.changed,
+            member is not None and member.changed,
         )  # fmt: skip
         with self.watchdog.phase("waiting for the other workers"), self.stopwatch.at("waiting"):
             table = self.backend.exchange(steps if self.backend.is_chief else 0, ended, *map(int, flags))
@@ -268,14 +299,15 @@ class Run:
 
     def timed(self, train: Callable[..., tuple[int, int, np.ndarray]], *position: Any) -> tuple[int, int, np.ndarray]:
         """Makes the next call."""
-        doing = self.step.doing if self._calls else "the first call: tracing, compiling and running it"
-        before, begun = self.step.laps(), time.perf_counter()
+        laps = self.step.whereabouts.laps
+        doing = self.step.whereabouts.doing if self._calls else "the first call: tracing, compiling and running it"
+        before, begun = laps(), time.perf_counter()
         with self.watchdog.phase(doing), self.stopwatch.at("other" if self._calls else COMPILING):
             fault.reached("call", self.backend.rank, self.progress.step)
             done = train(*position, self.next_steps)
         self._call_seconds = time.perf_counter() - begun
         if self._calls:
-            self.stopwatch.give({part: seconds - before[part] for part, seconds in self.step.laps().items()})
+            self.stopwatch.give({part: seconds - before[part] for part, seconds in laps().items()})
         return done
 
     def count(self, steps: int, totals: np.ndarray) -> None:
@@ -310,8 +342,12 @@ class Run:
                 '"weight" that compute() returns',
                 stacklevel=2,
             )
-        self.eval_metrics = self.step.eval_means(totals)
+        self.eval_metrics = self.step.evaluation.means(totals)
         self.evaluated_at = self.progress.step
+
+    def means(self, totals: np.ndarray) -> dict[str, float]:
+        """The metrics of some steps: the means of their totals, and what the gauges say now."""
+        return self.step.means(totals) | {name: float(gauge()) for name, gauge in self.gauges.items()}
 
     def close_epoch(self) -> dict[str, float]:
         """Adds the epoch's row to the history; returns its metrics and those of the last evaluation.
@@ -337,7 +373,7 @@ class Run:
                 f"epoch {self.progress.epoch + 1}: the weights of all examples sum to zero, so that nothing was "
                 'trained: look at the "weight" that compute() returns'
             )
-        metrics = {**self.step.means(self.epoch_totals), **self.eval_metrics}
+        metrics = {**self.means(self.epoch_totals), **self.eval_metrics}
         done = self.progress
         row = {"epoch": done.epoch + 1, "step": done.step, "examples": done.examples, **metrics}
         # An epoch that was cut short by the end of a run, and goes on in a longer one, has one row.
@@ -375,7 +411,7 @@ class Run:
                 self.writer.write(self.directory / "checkpoints", self.progress.step, tensors | streams, rest)
 
     def keep(self) -> None:
-        """Takes a snapshot, for the workers of an elastic job to go on from: see `Backend.kept`. All workers call it.
+        """Takes a snapshot, for the workers of an elastic job to go on from: see `elastic.Member`. All workers call it.
 
         The next one is due when this one has cost less than a hundredth of the time: what it took, and what the next
         step will to copy the variables that it changes.
@@ -391,7 +427,8 @@ class Run:
             if not all(workers):
                 return
             tensors, rest = state.snapshot(self)
-            self.backend.kept = state.Kept(self.directory, tensors | streams, rest | {"workers": workers})
+            assert self.backend.member is not None  # or nobody would have asked for it
+            self.backend.member.kept = state.Kept(self.directory, tensors | streams, rest | {"workers": workers})
         now, size = time.monotonic(), sum(each.nbytes for each in arrays(tensors).values())
         self._keeps += 1
         if self._keeps > 1:  # the first one is traced

@@ -17,7 +17,7 @@ from callbacks.redact import redact
 from loop import checkpoint, launch
 from loop.backends.base import Backend
 from loop.errors import UsageError
-from loop.lock import locked
+from loop.lock import A_LOOK, locked
 from loop.run import KEPT, Run
 from loop.state import restore as restore_state
 from loop.state import stream_of
@@ -42,9 +42,9 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
     with contextlib.ExitStack() as stack:
         if backend.is_chief:
             try:
-                wait = 0.0
-                if backend.elastic and backend.generation:
-                    run_dir, resume = backend.run_directory or run_dir, "auto" if resume == "never" else resume
+                wait = A_LOOK
+                if backend.member and backend.member.generation:
+                    run_dir, resume = backend.member.run_directory or run_dir, "auto" if resume == "never" else resume
                     wait = launch.start_timeout()  # the last chief's host may be cut off, and the chief not know it yet
                 directory = _prepare(task, run_dir, resume)
                 stack.enter_context(locked(directory, wait))
@@ -54,8 +54,8 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
         problem, path = backend.broadcast_json(answer)
         if problem:
             raise UsageError(problem)
-        if backend.elastic:
-            backend.run_directory = Path(path)
+        if backend.member:
+            backend.member.run_directory = Path(path)
         yield Path(path)
 
 
@@ -106,7 +106,7 @@ def restore(run: Run) -> Path | None:
     found, tensors = None, None
     if run.backend.is_chief:
         with run.guard():
-            kept = run.backend.kept
+            kept = run.backend.member and run.backend.member.kept
             found = (kept.path, kept.state) if kept else _find(run)
             if found is not None:
                 with of_a_run(found[0]):

@@ -30,12 +30,14 @@ class Stopwatch:
 
     Attributes:
         total: the sum of all splits but the first: what `summary` wants of each rank.
+        seconds: the sum of all splits, by part.
     """
 
     def __init__(self) -> None:
         self._within, self._since = ["other"], time.perf_counter()
         self._begun = False
         self.total = _nothing()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._now = _nothing()
 
     @contextlib.contextmanager
@@ -70,6 +72,7 @@ class Stopwatch:
         if first and not now["done"]["steps"]:
             return None
         self._begun = True
+        _add(self.seconds, now["seconds"])
         if not first:
             for name, numbers in now.items():
                 _add(self.total[name], numbers)

@@ -204,11 +204,11 @@ def named_variables_of(built: Built) -> dict[str, Any]:
 def named_variables(run: Run) -> dict[str, Any]:
     """All variables of a run by the names that they have in a checkpoint."""
     found = named_variables_of(run.built)
-    if run.step.averages:
+    if run.step.averages.variables:
         # Under the places and names of the weights that they are averages of: see `averaged`.
         places = {id(variable): name for name, variable in found.items()}
         weights = as_tf(trainable_variables(run.model))
-        for weight, average in zip(weights, run.step.averages, strict=True):
+        for weight, average in zip(weights, run.step.averages.variables, strict=True):
             found[places[id(weight)].replace("model/", AVERAGES, 1)] = average
     return found | numbered("scale", run.step.scale.variables if run.step.scale else [])
 

@@ -1,4 +1,4 @@
-"""The mathematics: the compiled training and evaluation steps.
+"""The mathematics: the compiled training steps.
 
 Per replica, S = sum(loss * weight) and W = sum(weight). The gradients of S + W * sum(model.losses), and S, W and the
 sums of every other value, travel in one fused all-reduce(SUM). Then: divide by the global W, check finiteness, clip,
@@ -8,46 +8,34 @@ replicas made it, but for the order in which floats are added.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from loop import communication, inexact, random
+from loop.averages import Averages
 from loop.backends.base import Backend
 from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, variable_names
+from loop.computing import Computing, TraceAgainError
 from loop.data import Addressed, Data, Rows, Stream, count
 from loop.errors import TrainingError, UsageError
-from loop.replica import EveryoneNeededError, Replica, within
+from loop.evaluation import Evaluation
 from loop.scale import LossScale
 from loop.statistics import batch_norms, has_own_state, share, state, statistics
 from loop.task import TrainTask
 from loop.tracing import as_written, repeated
-from loop.values import Values
+from loop.values import EXAMPLES, SKIPPED, SUMS, Values
+from loop.whereabouts import ALL_REDUCE, COMPUTE, DATA, HOST, Whereabouts
 
 GOING, EPOCH_ENDED, NOT_FINITE, LAST_SKIPPED = 0, 1, 2, 3
 """How a compiled call ended: all steps made; the data is at its end; a loss or gradient is not finite, and the step was
 not made; or such a step was skipped, as the options ask, and is the last one of the call."""
 
-COMPUTE, DATA, ALL_REDUCE, HOST = 0, 1, 2, 3
-"""What a worker is at within a compiled call, or outside of it; see `Step.doing` and `Step.laps`."""
-
-EVALUATION = 1 << 31
-"""Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
-
-EXAMPLES, SKIPPED, SUMS = 0, 1, 2
-"""Places in a vector of totals: the number of examples, that of skipped steps, and where sums and states begin."""
-
-
 BLOCK_STEPS, BLOCK_BYTES = 50, 1 << 26
 """With `compile="xla"`, so many steps make one program, if their batches need no more memory than that."""
-
-
-class _TraceAgainError(Exception):
-    """Raised while tracing: something has turned out by which the graph must be another one."""
 
 
 class Tally(NamedTuple):
@@ -90,14 +78,10 @@ class Step:
         self.not_finite: list[str] = []
         self._variables = trainable_variables(built.model)
         wide = any(variable.dtype == "float64" for variable in as_tf(self._variables))
-        self._dtype = tf.float64 if wide else tf.float32
+        self.dtype = tf.float64 if wide else tf.float32
         self._trained = {name: Values(names, built.metrics) for name, names in built.phases.items()}
-        self._evaluated = Values(built.values, built.metrics)
         self._connected: dict[str, list[int]] = {}
-        self._problem: Exception | None = None
-        # The sources whose batches all replicas must compute, with rows or without; and those that XLA can't compile.
-        self._everyone: set[Any] = set()
-        self._uncompiled: set[Any] = set()
+        self.computing = Computing(backend, options, data.train if options["compile"] == "xla" else None)
         # One replica that sees the whole batch at once knows its weight before the backward pass, and needn't divide
         # each gradient by it after that.
         whole = backend.replicas == 1 and options["accumulate"] == 1
@@ -121,29 +105,21 @@ class Step:
         share(built.model, options["sync_batch_norm"] and self._local_steps == 1)
         random.reseed(built.model)
         if has_own_state(built.model):
-            self._everyone |= {data.train, data.eval}
+            self.computing.everyone |= {data.train, data.eval}
         if backend.replicas > 1:
             random.by_row()
         with backend.scope():
             scaled = options["precision"] == "mixed_float16"
             self.scale = LossScale(options["batch_size"]) if scaled else None
-            averaged = self._variables if options["ema"] else []
-            self.averages = [
-                tf.Variable(each.numpy(), trainable=False, name="average", dtype=each.dtype) for each in as_tf(averaged)
-            ]
-        self.gradients: list[tf.Variable] = []
+        self.averages = Averages(self._variables, options["ema"], backend)
         # Where nobody can be waited for, nobody asks what a worker is waiting for.
-        self._doing: tf.Variable | None = None
-        # Seconds at each place, and when the last one was reached: only where somebody asks.
-        self._clock: tf.Variable | None = None
+        waits = backend.workers > 1 or any(isinstance(each, Stream) for each in (data.train, data.eval))
+        self.whereabouts = Whereabouts(waits, bool(options["profile"]), backend.replicas)
+        self.evaluation = Evaluation(self)
+        self.gradients: list[tf.Variable] = []
         self._bad_batch: list[tf.Variable] = []
-        with tf.device("CPU:0"):
-            if backend.workers > 1 or any(isinstance(each, Stream) for each in (data.train, data.eval)):
-                self._doing = tf.Variable(COMPUTE, trainable=False, dtype=tf.int64)
-            if options["profile"]:
-                self._doing = tf.Variable(HOST, trainable=False, dtype=tf.int64)
-                self._clock = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
-            if isinstance(data.train, Stream):
+        if isinstance(data.train, Stream):
+            with tf.device("CPU:0"):
                 self._bad_batch = [
                     tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None))
                     for tensor in tf.nest.flatten(data.train.nothing())
@@ -174,13 +150,12 @@ class Step:
         # seconds to convert it.
         self._train = tf.function(self._train_steps, autograph=False)
         self._block = tf.function(self._train_block, jit_compile=True, autograph=False)
-        self._evaluate = tf.function(self._evaluate_steps, autograph=False)
         self._average = tf.function(self._average_statistics, autograph=False)
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables that a checkpoint holds beside those of model and optimizer."""
-        return [*self.averages, *(self.scale.variables if self.scale else [])]
+        return [*self.averages.variables, *(self.scale.variables if self.scale else [])]
 
     def train(self, handle: Any, epoch: int, step: int, steps: int) -> tuple[int, int, np.ndarray]:
         """Makes up to `steps` training steps in one compiled call.
@@ -199,55 +174,16 @@ class Step:
         if self._scans and self._untried:
             packed = self._try_blocks(handle, epoch, step, min(steps, self._block_steps))
         else:
-            packed = self._joined(step, self._call("_train", handle, epoch, step, steps))
+            packed = self._joined(step, self._call(handle, epoch, step, steps))
         finite, packed = np.split(packed, [len(self._checked())])
         if packed[1] in (NOT_FINITE, LAST_SKIPPED):
             self.not_finite = [name for name, good in zip(self._checked(), finite, strict=True) if not good]
         return int(packed[0]), int(packed[1]), packed[2:]
 
-    def evaluate(self) -> np.ndarray:
-        """The totals (see `train`) of the whole evaluation data: each example once."""
-        handle, totals = self.start_evaluation(), np.zeros(())
-        step: int | None = 0
-        while step is not None:
-            step, some = self.evaluate_steps(handle, step, np.iinfo(np.int64).max)
-            totals = totals + some
-        return totals
-
-    def start_evaluation(self) -> Any:
-        """The handle of the evaluation data, at its start. All workers must call it."""
-        assert self.data.eval is not None
-        self.average_statistics()
-        return self.data.eval.start(0, 0)
-
-    def evaluate_steps(self, handle: Any, step: int, steps: int) -> tuple[int | None, np.ndarray]:
-        """Evaluates up to `steps` batches, from the one at `step` on, in one compiled call.
-
-        Returns:
-            At which step to go on, None at the end; and the totals of these, to be added up.
-        """
-        source = self.data.eval
-        assert source is not None
-        left = (source.steps_per_epoch or np.iinfo(np.int64).max) - step
-        steps = min(steps, left)
-        with self.averaged_weights():
-            totals = np.sum([some for _, some in self._call("_evaluate", handle, EVALUATION, step, steps)], 0)
-        going, totals[SKIPPED] = totals[SKIPPED] > 0, 0
-        return step + steps if going and steps < left else None, totals
-
-    def doing(self) -> str:
-        """What this worker is at, while a compiled call is under way; to be asked from another thread."""
-        place = COMPUTE if self._doing is None else int(self._doing.numpy())
-        return {COMPUTE: "compute", DATA: "data", ALL_REDUCE: "all-reduce", HOST: "compute"}[place]
-
-    def laps(self) -> dict[str, float]:
-        """Seconds of all compiled calls by what this worker was at; between calls, and only with `profile`."""
-        if self._clock is None:
-            return {}
-        compute, data, all_reduce = (float(seconds) for seconds in self._clock.numpy()[:HOST])
-        if self.backend.replicas == 1:
-            compute, all_reduce = compute + all_reduce, 0.0
-        return {"data": data, "compute": compute, "all_reduce": all_reduce}
+    def graph(self, handle: Any) -> tf.Graph:
+        """The graph that `train` runs with such a handle: traced already, once it has."""
+        number = tf.constant(0, tf.int64)
+        return self._train.get_concrete_function(handle, number, number, number).graph
 
     def bad_batch(self, epoch: int, step: int) -> Rows:
         """The worker's part of the batch that wasn't finite, after a call that ended with it: NumPy arrays.
@@ -279,12 +215,6 @@ class Step:
             means["skipped_steps"] = float(totals[SKIPPED])
         return means
 
-    def eval_means(self, totals: np.ndarray) -> dict[str, float]:
-        """The means and metrics of totals of `evaluate`, named `eval_...`."""
-        values = self._evaluated
-        sums, states = np.split(totals[SUMS:], [values.width])
-        return {f"eval_{name}": value for name, value in values.means(sums, states).items()}
-
     def average_statistics(self) -> None:
         """Gives all replicas the mean of their statistics. All workers must call it.
 
@@ -293,37 +223,8 @@ class Step:
         if self._statistics:
             self._average()
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Within it, the model has the moving averages of its weights, if there are any."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def take_averages(self) -> None:
-        """Gives the model the moving averages of its weights, if there are any, for good."""
-        for variable, average in zip(as_tf(self._variables), self.averages, strict=False):
-            variable.assign(self.backend.local_values(average)[0])
-
-    def _swap(self) -> None:
-        for variable, average in zip(as_tf(self._variables), self.averages, strict=False):
-            own, other = self.backend.local_values(variable)[0], self.backend.local_values(average)[0]
-            variable.assign(other)
-            average.assign(own)
-
-    def _call(self, name: str, handle: Any, *numbers: int) -> list[tuple[int, np.ndarray]]:
-        try:
-            return self.backend.call(getattr(self, name), handle, *numbers)
-        except Exception:
-            problem, self._problem = self._problem, None  # raised while tracing, which wraps it in a text of its own
-            if problem is None:
-                raise
-            if not isinstance(problem, EveryoneNeededError | _TraceAgainError):
-                raise problem from None
-        self._compile()
-        return self._call(name, handle, *numbers)
+    def _call(self, handle: Any, *numbers: int) -> list[tuple[int, np.ndarray]]:
+        return self.computing.call(lambda: self._train, handle, *numbers, compile=self._compile)
 
     def _joined(self, step: int, parts: list[tuple[int, np.ndarray]]) -> np.ndarray:
         """What the parts of a call from `step` on have come to; a step that isn't finite counts as the last one."""
@@ -355,8 +256,7 @@ class Step:
         counts = tf.cast([made, tf.cast(status, tf.int64)], tf.float64)
         totals = tf.where(unmade, tally.before, tally.totals)
         packed = tf.concat([tf.cast(tally.finite, tf.float64), counts, totals, backend.first(states)], 0)
-        if self._clock is not None:
-            self._at(HOST, packed)
+        self.whereabouts.lap(HOST, packed)
         return packed
 
     def _nothing_yet(self, step: tf.Tensor) -> Tally:
@@ -390,12 +290,11 @@ class Step:
                 # Nothing in this step depends on it: it is read while the step computes.
                 taken, following = following, source.take(handle, epoch, number + 1, parts)
             else:
-                with tf.control_dependencies(self._at(DATA)):
+                with tf.control_dependencies(self.whereabouts.at(DATA)):
                     taken = source.take(handle, epoch, number)
-            self._at(COMPUTE, taken)
+            self.whereabouts.at(COMPUTE, taken)
             tally = self._one_step((epoch, number, taken), tally)
-            if self._clock is not None:
-                self._at(DATA, tally.totals)
+            self.whereabouts.lap(DATA, tally.totals)
             return number + 1, following, tally
 
         def stretch(number: tf.Tensor, following: Any, tally: Tally) -> tuple[tf.Tensor, Any, Tally]:
@@ -423,12 +322,12 @@ class Step:
             steps = tf.one_hot(backend.replica(), backend.replicas, tf.cast(tally.step, tf.float64), dtype=tf.float64)
             return backend.all_reduce([tf.concat([steps, bad, own], 0)])[0]
 
-        self._at(ALL_REDUCE, own)
+        self.whereabouts.at(ALL_REDUCE, own)
         backend.run(self._averaged, [*self._changed_by(""), *self._statistics])
         everyone = backend.first(backend.run(summed))
         steps, bad, own = tf.split(everyone, [backend.replicas, bad.shape[0], own.shape[0]])
         finite, totals = bad == 0, before + own
-        self._at(COMPUTE, totals)
+        self.whereabouts.at(COMPUTE, totals)
         step = tf.cast(tf.reduce_min(steps), tf.int64)
         return tally._replace(step=step, going=tf.reduce_all(finite), before=totals, totals=totals, finite=finite)
 
@@ -447,7 +346,7 @@ class Step:
 
         def steps(block: Any, fine: tf.Tensor, tally: Tally) -> tuple[Any, tf.Tensor, Tally]:
             following = source.take_many(handle, epoch, tally.step + size, size)
-            self._at(COMPUTE, block)
+            self.whereabouts.at(COMPUTE, block)
             tally, fine = self._block(block, epoch, tf.minimum(whole, tally.step + size), tally)
             return following, fine, tally
 
@@ -458,8 +357,9 @@ class Step:
         """The steps up to `end`, whose batches are in `block`, and whether all in them was finite: for XLA."""
         changed = [*self._changed_by(""), *self._state]
         before, at_first = [variable.read_value() for variable in changed], tally
-        signs = [tf.zeros([], self._dtype), *(tf.zeros(each.shape, each.dtype) for each in as_tf(self._variables))]
-        self._scanning, self._counted = True, False
+        signs = [tf.zeros([], self.dtype), *(tf.zeros(each.shape, each.dtype) for each in as_tf(self._variables))]
+        self._scanning = self.whereabouts.silent = True
+        self._counted = False
 
         def more(place: tf.Tensor, signs: list[tf.Tensor], tally: Tally) -> tf.Tensor:
             return tally.step < end
@@ -473,7 +373,7 @@ class Step:
 
         # Counted from a constant: what comes from outside would be a constant too, and compiled anew for each value.
         _, signs, tally = repeated(more, step, tf.constant(0, tf.int64), signs, tally)
-        self._scanning = False
+        self._scanning = self.whereabouts.silent = False
         fine = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
         for variable, value in zip(changed, before, strict=True):
             variable.assign(tf.where(fine, variable, value))
@@ -487,16 +387,16 @@ class Step:
         source = self.data.train
         assert isinstance(source, Addressed)
         try:
-            packed = self._joined(step, self._call("_train", handle, epoch, step, steps))
+            packed = self._joined(step, self._call(handle, epoch, step, steps))
             self._untried = step >= source.size // self.options["batch_size"]
             return packed
         except tf.errors.OpError as error:
             reason = " ".join(str(error.message).split())[:300]
             warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
-            self._scans = self._scanning = False
-            self._uncompiled.add(source)
+            self._scans = self._scanning = self.whereabouts.silent = False
+            self.computing.uncompiled.add(source)
             self._compile()
-        return self._joined(step, self._call("_train", handle, epoch, step, steps))
+        return self._joined(step, self._call(handle, epoch, step, steps))
 
     def _begin(self, feed: Any, tally: Tally) -> None:
         """Starts to trace a step."""
@@ -522,11 +422,12 @@ class Step:
         """
         backend, parts = self.backend, self.options["accumulate"]
         if tf.compat.v1.get_default_graph() is not self._graph:
-            self._problem = UsageError(
-                "step.minimize() within tf.cond, tf.while_loop, or an `if` or `for` over a tensor: call it as often in "
-                "each step, and multiply the loss or the weight by 0 where it shall do nothing"
+            raise self.computing.fail(
+                UsageError(
+                    "step.minimize() within tf.cond, tf.while_loop, or an `if` or `for` over a tensor: call it as "
+                    "often in each step, and multiply the loss or the weight by 0 where it shall do nothing"
+                )
             )
-            raise self._problem
         known = self._trained[optimizer]
         self._phase += 1
 
@@ -535,10 +436,10 @@ class Step:
 
         found = backend.run(part_sums, self._feed, tf.constant(0, tf.int64))
         gradients, sums, states = self._accumulated(part_sums, found) if parts > 1 else found
-        self._at(ALL_REDUCE, backend.first(gradients))
+        self.whereabouts.at(ALL_REDUCE, backend.first(gradients))
         gradients, sums, checked = backend.run(lambda *pair: self._reduced(optimizer, *pair), gradients, sums)
         sums, (applies, finite) = backend.first(sums), backend.first(checked)
-        self._at(COMPUTE, sums)
+        self.whereabouts.at(COMPUTE, sums)
         if self.options["on_nonfinite"] == "stop" and self.scale is None:
             for earlier in self._finite.values():
                 applies &= tf.reduce_all(earlier)
@@ -555,7 +456,7 @@ class Step:
             sums, finite = sums + self._sums[optimizer], finite & self._finite[optimizer]
             states = backend.run(tf.add, states, self._states[optimizer])
         self._sums[optimizer], self._states[optimizer], self._finite[optimizer] = sums, states, finite
-        return {name: tf.cast(means[i], self._dtype) for i, name in enumerate(known.names)}
+        return {name: tf.cast(means[i], self.dtype) for i, name in enumerate(known.names)}
 
     def _accumulated(self, part_sums: Any, sums: Any) -> Any:
         """Adds what the other micro-batches give to the sums of the first."""
@@ -632,7 +533,7 @@ class Step:
         """The variables that `_apply` changes."""
         optimizers = [each for name, (each, _) in self.built.optimizers.items() if optimizer in ("", name)]
         slots = [variable for each in optimizers for variable in as_tf(optimizer_variables(each))]
-        return slots + as_tf([self._variables[index] for index in self._of(optimizer)]) + self.averages
+        return slots + as_tf([self._variables[index] for index in self._of(optimizer)]) + self.averages.variables
 
     def _keep_batch(self) -> tf.Tensor:
         """Keeps this worker's batch, which the stream won't give again, for `bad_batch`."""
@@ -643,21 +544,6 @@ class Step:
     def _take_back_state(self, before: list[tf.Tensor]) -> None:
         for variable, value in zip(self._state, before, strict=True):
             variable.assign(value)
-
-    def _at(self, place: int, after: Any = ()) -> list[tf.Operation]:
-        """Notes what this worker is at, once the tensors in `after` are there; see `doing`."""
-        if self._doing is None or self._scanning:
-            return []
-        with tf.control_dependencies(tf.nest.flatten(after)):
-            if self._clock is None:
-                return [self._doing.assign(place)]
-            was = self._doing.read_value()
-        with tf.control_dependencies([was]):
-            lap = tf.timestamp() - self._clock[-1]
-        # The lap to what it was at, and to the time at which that was reached.
-        spent = self._clock.assign_add(lap * tf.concat([tf.one_hot(was, HOST + 1, dtype=tf.float64), [1.0]], 0))
-        with tf.control_dependencies([spent]):
-            return [self._doing.assign(place)]
 
     # Training: in each replica
 
@@ -673,61 +559,28 @@ class Step:
         def some(rows: Rows, stand_in: Any) -> Any:
             return self._sum_gradients(values, optimizer, rows, stand_in)
 
-        if self.options["compile"] == "xla" and not self._scans and source not in self._uncompiled:
+        if self.computing.compiles(source) and not self._scans:
             some = tf.function(some, jit_compile=True, autograph=False)
-        elif self._apart and source not in self._everyone:
+        elif self._apart and source not in self.computing.everyone:
             some = tf.function(some, autograph=False, experimental_attributes={"_noinline": True})
-        return self._of_rows(
+        return self.computing.of_rows(
             source, rows, parts, lambda stand_in: some(rows, stand_in), lambda: self._nothing(optimizer)
         )
-
-    def _of_rows(self, source: Addressed | Stream, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:
-        """What `some` makes of the replica's rows; `nothing` where it has none and needn't take part."""
-        if not source.leaves_some_without(self.backend.replicas * parts):
-            return some(None)
-        if source in self._everyone:
-            return some(tf.nest.map_structure(lambda tensor: tensor[:1], source.example))
-        # Which variables are connected is known when `nothing` is traced: `some` is traced first.
-        return tf.cond(count(rows.batch) > 0, lambda: some(None), nothing)
-
-    @contextlib.contextmanager
-    def _replica(self, source: Addressed | Stream, rows: Rows, stand_in: Any, parts: int) -> Iterator[Replica]:
-        """The replica within which `compute` is traced."""
-        phase = self._phase if source is self.data.train else 0
-        replica = Replica(self.backend, rows, self.options["seed"], source.most(parts), phase, stand_in)
-        # Within a branch, or within what XLA compiles, there can be no collective.
-        branch = source not in self._everyone and source.leaves_some_without(self.backend.replicas * parts)
-        compiled = self.options["compile"] == "xla" and source is self.data.train and source not in self._uncompiled
-        replica.collective = not (branch or compiled)
-        try:
-            with within(replica):
-                yield replica
-        except Exception as error:
-            self._problem = replica.problem or (error if isinstance(error, UsageError) else None)
-            if not isinstance(self._problem, EveryoneNeededError):
-                raise
-            self._everyone.add(source)
-            if compiled:
-                self._uncompiled.add(source)
-                warnings.warn(
-                    "compute() needs other replicas, which XLA can't compile: as compile='graph'", stacklevel=2
-                )
-            raise
 
     def _sum_gradients(self, values: Any, optimizer: str, rows: Rows, stand_in: Any) -> Any:
         """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather."""
         known, parts = self._trained[optimizer], self.options["accumulate"]
-        with self._replica(self.data.train, rows, stand_in, parts) as replica:
+        with self.computing.replica(self.data.train, rows, stand_in, parts, self._phase) as replica:
             trained = self._of(optimizer)
             with tf.GradientTape() as tape:
                 found = as_written(values)(replica.batch)
-                objective, sums = known.sums(found, self._dtype)
+                objective, sums = known.sums(found, self.dtype)
                 weight, real = sums[1], replica.counts_something
                 if real is not None:
                     objective, weight = tf.where(real, objective, 0), tf.where(real, weight, 0)
                 penalties = losses(self.model)
                 if penalties:
-                    objective += weight * tf.add_n([tf.cast(penalty, self._dtype) for penalty in penalties])
+                    objective += weight * tf.add_n([tf.cast(penalty, self.dtype) for penalty in penalties])
                 if self.scale is not None:
                     objective *= self.scale.scale
                 if self._divided_at_once:
@@ -739,7 +592,7 @@ class Step:
             ]
             self._check_connected(optimizer, trained)
             if self._is_to_be_apart():
-                replica.problem = _TraceAgainError()
+                replica.problem = TraceAgainError()
                 raise replica.problem
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
             for index, gradient in zip(self._connected[optimizer], gradients, strict=True):
@@ -747,7 +600,7 @@ class Step:
             if real is not None:
                 gradients = [tf.where(real, gradient, tf.zeros_like(gradient)) for gradient in gradients]
             # Laid out as totals are, with the number of examples that are its own.
-            totals = tf.stack([tf.cast(count(rows.batch), self._dtype), tf.zeros([], self._dtype), *sums])
+            totals = tf.stack([tf.cast(count(rows.batch), self.dtype), tf.zeros([], self.dtype), *sums])
             states = known.states(found)
             if real is not None:
                 totals, states = tf.where(real, totals, 0), tf.where(real, states, 0)
@@ -761,7 +614,7 @@ class Step:
         first: a matter of luck, which costs a small CNN half of its speed.
         """
         source = self.data.train
-        if self._apart or self.options["compile"] == "xla" or source in self._everyone or self._gpus:
+        if self._apart or self.options["compile"] == "xla" or source in self.computing.everyone or self._gpus:
             return False
         operations = tf.compat.v1.get_default_graph().get_operations()
         self._apart = any(operation.type in ("MaxPoolGrad", "MaxPool3DGrad", "LRNGrad") for operation in operations)
@@ -771,7 +624,7 @@ class Step:
         """What a replica without rows adds."""
         known, variables = self._trained[optimizer], as_tf(self._variables)
         zeros = [tf.zeros(variables[index].shape, variables[index].dtype) for index in self._connected[optimizer]]
-        return zeros, tf.zeros([SUMS + known.width], self._dtype), tf.zeros([known.state_width], tf.float64)
+        return zeros, tf.zeros([SUMS + known.width], self.dtype), tf.zeros([known.state_width], tf.float64)
 
     def _of(self, optimizer: str) -> list[int]:
         """The variables that a `minimize` trains, by index."""
@@ -843,11 +696,7 @@ class Step:
             own = [index for index in indices if index in by_index]
             if own and optimizer in ("", name):
                 self.backend.apply(each, [by_index[index] for index in own], [self._variables[index] for index in own])
-        if self.averages:
-            variables = as_tf(self._variables)
-            for index in self._of(optimizer):
-                average, decay = self.averages[index], self.options["ema"]
-                average.assign_add((1 - decay) * (variables[index] - average))
+        self.averages.follow(self._of(optimizer))
 
     def _checked(self) -> list[str]:
         """What is checked to be finite at each step, by name."""
@@ -857,65 +706,6 @@ class Step:
             for name in self._trained
             for text in ("the loss", *(f"the gradient of {names[index]}" for index in self._of(name)))
         ]
-
-    # Evaluation
-
-    def _evaluate_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
-        source, backend, values = self.data.eval, self.backend, self._evaluated
-        assert source is not None
-        width = SUMS + values.width + values.state_width
-
-        def of_rows(rows: Rows, stand_in: Any) -> tf.Tensor:
-            with self._replica(source, rows, stand_in, 1) as replica:
-                found = as_written(self.task.compute)(self.model, replica.batch, training=False)
-                _, sums = values.sums(found, self._dtype)
-                counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), values.states(found)], 0)
-                if replica.counts_something is not None:
-                    counted = tf.where(replica.counts_something, counted, 0)
-            return tf.concat([tf.cast(tf.stack([count(rows.batch), 0]), tf.float64), counted], 0)
-
-        def add(totals: tf.Tensor, feed: Any) -> tf.Tensor:
-            rows = source.share(feed, backend.replica())
-            return totals + self._of_rows(
-                source, rows, 1, lambda stand_in: of_rows(rows, stand_in), lambda: tf.zeros([width], tf.float64)
-            )
-
-        totals = backend.run(lambda: tf.zeros([width], tf.float64))
-        end = step + steps
-
-        def more(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tf.Tensor:
-            return (number < end) & going
-
-        def one(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tuple[Any, ...]:
-            if source.reads_ahead:
-                taken, following = following, source.take(handle, epoch, number + 1)
-            else:
-                with tf.control_dependencies(self._at(DATA)):
-                    taken = source.take(handle, epoch, number)
-            self._at(COMPUTE, taken)
-            totals = backend.run(add, totals, (epoch, number, taken))
-            return number + 1, following, self._more(source, taken), totals
-
-        following = source.take(handle, epoch, step) if source.reads_ahead else ()
-        _, _, going, totals = repeated(more, one, step, following, tf.constant(True), totals)
-
-        def summed(totals: tf.Tensor) -> tf.Tensor:
-            # With whether this worker has more, in a place that an evaluation has no use for.
-            return backend.all_reduce([totals + tf.one_hot(SKIPPED, width, tf.cast(going, tf.float64))])[0]
-
-        self._at(ALL_REDUCE, backend.first(totals))
-        packed = backend.first(backend.run(summed, totals))
-        if self._clock is not None:
-            self._at(HOST, packed)
-        return packed
-
-    def _more(self, source: Addressed | Stream, taken: Any) -> tf.Tensor:
-        """Whether there is anything: for this worker; or for any, where all must enter a collective."""
-        more = source.more(taken)
-        if isinstance(source, Stream) and source in self._everyone:
-            table = self.backend.run(lambda: self.backend.all_reduce([tf.cast(more, tf.int64)])[0])
-            return self.backend.first(table) > 0
-        return more
 
     # Statistics
 

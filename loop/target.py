@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from loop.errors import UsageError
-from loop.options import nearest, set_fields
+from loop.options import near_file, nearest, set_fields
 from loop.task import TrainTask
 
 OURS = ("loop", "callbacks", "cli")
-SHIPPED = {"digits": "Digits", "charlm": "CharLM"}
+SHIPPED = {
+    "digits": "Digits", "charlm": "CharLM", "gan": "DigitsGAN", "contrastive": "SimCLR", "tfrecords": "DigitFiles",
+    "tabular": "Tumours", "transfer": "Transfer", "keras2": "Legacy", "module": "Diabetes", "custom_callback": "Names",
+    "bring_your_keras_model": "MyModel",
+}  # fmt: skip
 """The shipped examples, and the class in each."""
 
 
@@ -36,7 +40,7 @@ def check(target: str) -> None:
     if place.endswith(".py"):
         path = Path(place)
         if not path.is_file():
-            raise UsageError(f"TARGET {target!r}: there is no file {path}")
+            raise UsageError(f"TARGET {target!r}: there is no file {path}{near_file(path)}")
         check_shadows(path.resolve().parent)
     else:
         check_shadows(Path.cwd())
@@ -59,8 +63,25 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
     Raises:
         UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't be set so.
     """
+    kind = find(target)
+    values = {**(fields or {}), **set_fields(kind, assignments)}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise UsageError(
+            f"TARGET {target!r}: {kind.__name__} can't be made from its defaults ({error}): give its fields by --set"
+        ) from None
+
+
+def find(target: str) -> type[TrainTask]:
+    """The class that `target` names.
+
+    Raises:
+        UsageError: no such file, module or class; a class that is no `TrainTask`.
+    """
     check(target)
-    if target in SHIPPED:
+    shipped = target if target in SHIPPED else None
+    if shipped is not None:
         target = f"{shipped_path(target)}:{SHIPPED[target]}"
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
@@ -71,7 +92,15 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # dataclasses and type hints look their module up
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            if shipped is None:
+                raise
+            package = (error.name or "").replace("_", "-")
+            raise UsageError(
+                f"the example {shipped!r} needs {package}: install it, with pip install {package}"
+            ) from None
     else:
         sys.path.insert(0, str(Path.cwd()))
         try:
@@ -90,13 +119,13 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
         if kind is None:
             raise UsageError(f"TARGET {target!r}: {place} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
-    values = {**(fields or {}), **set_fields(kind, assignments)}
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise UsageError(
-            f"TARGET {target!r}: {name} can't be made from its defaults ({error}): give its fields by --set"
-        ) from None
+    return kind
+
+
+def absolute(target: str) -> str:
+    """The same target, whatever the working directory: its file's path is whole."""
+    place, colon, name = target.rpartition(":")
+    return f"{Path(place).resolve()}{colon}{name}" if place.endswith(".py") else target
 
 
 def shipped_path(name: str) -> Path:

@@ -66,6 +66,13 @@ class TrainTask:
         """
         return {}
 
+    def build_callbacks(self) -> list[Any]:
+        """Returns callbacks that the task wants in each of its runs, such as `[callbacks.ShardData("file")]`.
+
+        Each takes the place of the standard one of its kind; what is handed to `fit` as a list wins.
+        """
+        return []
+
     def train_data(self) -> Any:
         """Returns `ArrayData(...)`, or an unbatched `tf.data.Dataset` of examples."""
         raise UsageError(f"{type(self).__name__} has no train_data(): define it and return ArrayData(...)")
@@ -107,6 +114,24 @@ class TrainTask:
                 It returns their means over the global batch, as scalar tensors by name.
         """
         step.minimize(lambda batch: self.compute(model, batch, training=True))
+
+    def sample(self, model: Any, batch: Any) -> Any:
+        """What `callbacks.SamplePredictions` shows of some examples. As it is, it knows examples (inputs, labels, ...).
+
+        Args:
+            model: what `build_model` returned.
+            batch: some examples, stacked.
+
+        Returns:
+            A text for each example; or a dict of arrays with a value for each: pictures, [n, height, width] or
+            [n, height, width, channels], become a grid; "label" and "prediction" stand below, or each in a line.
+        """
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise UsageError(
+                f"SamplePredictions can't tell inputs from labels in the examples of {type(self).__name__}: define "
+                "sample(self, model, batch), and return texts, or a dict with pictures, label and prediction"
+            )
+        return {"input": batch[0], "label": batch[1], "prediction": model(batch[0], training=False)}
 
 
 class KerasTask(TrainTask):

@@ -225,7 +225,7 @@ class _Tuner:
                 self._about = read_json(place / "run" / "run.json") | {"stream": found[0]["stream"]}
                 self._examples = found[0]["examples"]
         elif not row.speeds:
-            row.problem = _reason(self._code, (place / "stderr").read_text(errors="replace"))
+            row.problem = reason(self._code, (place / "stderr").read_text(errors="replace"))
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -254,8 +254,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _reason(code: int, printed: str) -> str:
-    """Why a trial has failed, in a line."""
+def reason(code: int, printed: str) -> str:
+    """Why a process has failed, in a line."""
     if code == -signal.SIGKILL:
         return "killed, or out of memory"
     lines = [line.strip() for line in printed.splitlines() if line.strip() and not re.match(CHATTER, line)]

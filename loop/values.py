@@ -12,6 +12,9 @@ import tensorflow as tf
 
 from loop.errors import UsageError
 
+EXAMPLES, SKIPPED, SUMS = 0, 1, 2
+"""Places in a vector of totals: the number of examples, that of skipped steps, and where sums and states begin."""
+
 
 class Values:
     """The values of one `compute`, and how they become totals: vectors that can be added up.

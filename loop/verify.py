@@ -155,7 +155,8 @@ UNKNOWN = (
 def options_of(task: TrainTask, precision: str, batch_size: int | None) -> dict[str, Any]:
     """The options with which a task is verified: its own, but for precision and length, and nothing is compressed."""
     options = with_defaults(task, {"batch_size": batch_size, "precision": precision, "eval_every": "epoch"})
-    return options | {"epochs": EPOCHS, "steps": None, "backend": "single", "compression": "none"} | inexact.OFF
+    options |= {"epochs": EPOCHS, "steps": None, "backend": "single", "compression": "none", "overfit": None}
+    return options | inexact.OFF
 
 
 def record(task: TrainTask, backend: Backend, precision: str, batch_size: int | None) -> Arrays:
@@ -176,7 +177,7 @@ def record(task: TrainTask, backend: Backend, precision: str, batch_size: int | 
             found[f"gradients/{number}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
         for name, value in step.means(totals).items():
             found[f"metrics/{number}/{name}"] = np.array(value)
-    evaluated = step.eval_means(step.evaluate()) if data.eval is not None else {}
+    evaluated = step.evaluation.means(step.evaluation.whole()) if data.eval is not None else {}
     found |= {f"metrics/end/{name}": np.array(value) for name, value in evaluated.items()}
     step.average_statistics()
     trained = {id(variable) for variable in as_tf(trainable_variables(built.model))}

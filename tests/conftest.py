@@ -1,5 +1,6 @@
 """What all tests share: four logical CPU devices, a clean directory for each test, and quick callbacks."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 import callbacks
 from loop import launch
+from tests import workers as workers_
 
 ROOT = Path(__file__).resolve().parent.parent
 TFLOOP = [sys.executable, "-P", "-m", "cli"]
@@ -38,6 +40,20 @@ def empty_store(tmp_path_factory):
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
     return path
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory):
+    """Runs a job of `tests/workers.py`, once; gives what each worker has printed, and what the chief has written."""
+
+    @functools.cache
+    def run(engine, workers):
+        if engine == "horovod" and (missing := launch.horovod_missing()):
+            pytest.skip(missing)
+        out = tmp_path_factory.mktemp(f"{engine}-{workers}")
+        return workers_.run(engine, workers, out), out
+
+    return run
 
 
 @pytest.fixture

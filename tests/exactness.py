@@ -1,14 +1,7 @@
-"""Trains small tasks on any engine, and by hand on one device: the two must come to the same weights.
-
-`python tests/exactness.py horovod OUT` under a launcher trains all cases in each worker, and the chief writes the
-weights to `OUT/<case>.npz`; `test_same_numbers.py` starts it, and compares. Then it does so with local steps, which are
-held against a loop of their own.
-"""
+"""Trains small tasks on any engine, and by hand on one device: the two must come to the same weights."""
 
 import json
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,7 +9,7 @@ import tensorflow as tf
 
 import callbacks
 import loop
-from loop import ArrayData, TrainTask, backends, fit
+from loop import ArrayData, TrainTask, fit
 from loop.build import keras_precision
 
 
@@ -201,15 +194,15 @@ def largest_difference(found, expected):
     return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, expected, strict=True))
 
 
-if __name__ == "__main__":
-    made = backends.create(sys.argv[1])
-    for dtype in ("float32", "float64"):
+def train_all(made, out, dtypes):
+    """Trains all cases, and with local steps, on an engine; the chief writes what has come of it."""
+    for dtype in dtypes:
         for name, (fields, options) in CASES.items():
             result = trained(made, {**fields, "dtype": dtype}, options)
             if made.is_chief:
                 weights = [variable.numpy() for variable in weights_of(result.model)]
-                np.savez(Path(sys.argv[2]) / f"{name}-{dtype}.npz", *weights)
-                (Path(sys.argv[2]) / f"{name}-{dtype}.json").write_text(json.dumps(result.metrics))
+                np.savez(out / f"{name}-{dtype}.npz", *weights)
+                (out / f"{name}-{dtype}.json").write_text(json.dumps(result.metrics))
     local = {"local_steps": LOCAL_STEPS}
     weights = [variable.numpy() for variable in weights_of(trained(made, {"dtype": "float64"}, local).model)]
     try:
@@ -219,7 +212,5 @@ if __name__ == "__main__":
         said = f"{type(error).__name__}: {error}"
     all_said = made.gather_json(said)
     if made.is_chief:
-        np.savez(Path(sys.argv[2]) / "local.npz", *weights)
-        (Path(sys.argv[2]) / "bad.json").write_text(json.dumps(all_said))
-    made.exchange(0)  # nobody leaves before all are done
-    made.close()
+        np.savez(out / "local.npz", *weights)
+        (out / "bad.json").write_text(json.dumps(all_said))

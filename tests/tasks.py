@@ -97,6 +97,18 @@ class Unweighted(Weighted):
         return {"loss": tf.reduce_sum((model(inputs, training=training) - labels) ** 2, -1)}
 
 
+class TwoRates(Unweighted):
+    """The first layer learns slowly, the second fast."""
+
+    def build_model(self):
+        return keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(4, "tanh", name="body"), keras.layers.Dense(1, name="head")]
+        )
+
+    def build_optimizer(self):
+        return {"body": keras.optimizers.SGD(0.001), "head": keras.optimizers.Adam(0.01)}
+
+
 class Legacy(Unweighted):
     """A tf_keras model without an input shape: it is built by its first call."""
 

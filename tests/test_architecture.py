@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 
+from loop import target
 from tests.conftest import ROOT
 
 FLOORS = ("callbacks", "loop", "cli")
@@ -85,7 +86,8 @@ def test_wheel_has_three_names_and_the_shipped_examples(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"callbacks", "cli.py", "loop"}
-    assert {"loop/examples/digits.py", "loop/examples/charlm.py"} <= set(names)
+    assert {f"loop/examples/{name}.py" for name in [*target.SHIPPED, "template"]} <= set(names)
+    assert {"loop/py.typed", "callbacks/py.typed"} <= set(names)
 
 
 def test_every_fault_has_a_test_that_exists():

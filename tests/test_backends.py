@@ -1,16 +1,11 @@
 """Every engine passes one conformance suite: in this process, or in real workers."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import tensorflow as tf
 
-from loop import UsageError, backends, launch
+from loop import UsageError, backends
 from tests import conformance
-from tests.conftest import ROOT, needs_horovod
+from tests.workers import JOBS
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS)
@@ -19,41 +14,10 @@ def test_in_one_process(name, replicas, check):
     conformance.CHECKS[check](backends.create(name, replicas))
 
 
-def passed(output):
-    return [
-        line.split("]<stdout>:")[-1].split(" ok")[0].lstrip() for line in output.splitlines() if line.endswith(" ok")
-    ]
-
-
-@needs_horovod
-def test_horovod_in_three_workers():
-    command = [sys.executable, str(ROOT / "tests" / "conformance.py"), "horovod"]
-    done = subprocess.run(
-        [sys.executable, "-m", "loop.horovodrun", "3", *command], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(passed(done.stdout)) == sorted(3 * list(conformance.CHECKS))
-
-
-def test_multiworker_in_two_workers():
-    addresses = [f"127.0.0.1:{port}" for port in launch.free_ports(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "conformance.py"), "multiworker"],
-            env={
-                **os.environ,
-                "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [worker.communicate(timeout=240) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
-    for stdout, _ in outputs:
-        assert passed(stdout) == list(conformance.CHECKS)
+@pytest.mark.parametrize(("engine", "workers"), JOBS)
+def test_in_real_workers(engine, workers, jobs):
+    for stdout in jobs(engine, workers)[0]:
+        assert [line for line in stdout.splitlines() if line.endswith(" ok")] == [f"{c} ok" for c in conformance.CHECKS]
 
 
 def test_more_replicas_than_devices_are_refused():

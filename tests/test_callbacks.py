@@ -55,14 +55,16 @@ def test_standard_set_can_be_changed_dropped_and_added_to():
         "Sentinel",
         "Checkpoint",
         "Journal",
+        "Report",
         "MLflowTracker",
         "Progress",
     ]
     own = Checkpoint(every=3)
     assert own in callbacks.complete([own])
-    assert len(callbacks.complete([own])) == 7  # in place of the standard one
-    assert len(callbacks.complete([EarlyStopping()])) == 8
-    assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 7
+    assert callbacks.complete([EarlyStopping(), own])[3] is own  # in place of the standard one
+    assert len(callbacks.complete([own])) == 8
+    assert len(callbacks.complete([EarlyStopping()])) == 9
+    assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 8
     with pytest.raises(TypeError, match="standard\\(\\) has no mlfow"):
         callbacks.standard(mlfow=None)
 

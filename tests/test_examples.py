@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import callbacks
-from loop import fit, target
+from loop import UsageError, backends, fit, target
 from tests.conftest import ROOT
 
 
@@ -68,3 +68,92 @@ def test_the_readmes_own_task_trains(tmp_path):
     (tmp_path / "readme_task.py").write_text(code)
     result = fit(target.load("readme_task.py:Digits", ["hidden=128"]), epochs=5, callbacks=quietly())
     assert result.metrics["accuracy"] > 0.9
+
+
+class FirstSteps(callbacks.Callback):
+    """What the metrics were over the first three steps."""
+
+    every = (3,)
+
+    def on_steps_end(self, run, metrics):
+        self.metrics = metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "steps", "learns"),
+    [
+        ("gan", ["hidden=64"], 200, lambda m: m["eval_loss"] < 3.0 and m["discriminator_right"] > 0.5),
+        ("contrastive", ["width=8"], 30, lambda m: m["eval_loss"] < 5.0 and m["eval_neighbour"] > 0.5),
+        ("tfrecords", ["width=8"], 60, lambda m: m["eval_accuracy"] > 0.6),
+        ("tabular", [], 45, lambda m: m["eval_auc"] > 0.9 and m["eval_accuracy"] > 0.85),
+        ("transfer", [], 60, lambda m: m["eval_accuracy"] > 0.5),
+        ("keras2", ["width=8"], 90, lambda m: m["eval_accuracy"] > 0.7),
+        ("module", [], 96, lambda m: m["eval_loss"] < 1.25 and m["eval_r2"] > 0.35),
+        ("custom_callback", ["width=32"], 100, lambda m: m["eval_loss"] < 2.9),
+    ],
+)
+def test_example_learns_and_has_the_same_numbers_on_two_replicas(name, fields, steps, learns):
+    first, task = FirstSteps(), target.load(name, fields)
+    result = fit(task, steps=steps, eval_every=steps, callbacks=quietly() + [first])
+    assert learns(result.metrics), result.metrics
+    two = fit(task, steps=3, eval_every="never", backend=backends.create("mirrored", 2), callbacks=quietly())
+    assert two.replicas == 2
+    assert two.metrics == pytest.approx(dict(first.metrics), rel=1e-3, abs=1e-5)
+
+
+def test_workers_read_files_of_their_own_which_are_written_once(tmp_path):
+    from loop.data import shard_files
+
+    task = target.load("tfrecords")
+    shares = [[image.tobytes() for image, _ in shard_files(task.read("train-*"), 2, rank).as_numpy_iterator()]
+              for rank in (0, 1)]  # fmt: skip
+    everything = [image.tobytes() for image, _ in task.read("train-*").as_numpy_iterator()]
+    assert sorted(shares[0] + shares[1]) == sorted(everything)
+    assert len(everything) == 1437
+    assert {len(share) for share in shares} == {718, 719}
+    [shard] = [
+        each for each in callbacks.complete(quietly(), task.build_callbacks()) if isinstance(each, callbacks.ShardData)
+    ]
+    assert shard.policy == "file"
+    # Another worker that comes late finds them, and leaves nothing behind; one that can't write says so.
+    records = tmp_path / "runs" / "digits-tfrecords"
+    before = {path: path.stat().st_mtime_ns for path in records.iterdir()}
+    target.load("tfrecords").train_data()
+    assert {path: path.stat().st_mtime_ns for path in records.iterdir()} == before
+    assert [path.name for path in records.parent.iterdir()] == [records.name]
+
+
+def test_callback_of_ones_own_goes_on_where_it_was(tmp_path):
+    def lines(steps, run_dir):
+        fit(target.load("custom_callback", ["width=16", "every=20"]), steps=steps, eval_every="never",
+            run_dir=run_dir, callbacks=quietly())  # fmt: skip
+        return (run_dir / "names.txt").read_text().splitlines()
+
+    begun = lines(40, tmp_path / "cut")
+    assert [line.split(",")[0] for line in begun] == ["step 20", "step 40"]
+    assert lines(60, tmp_path / "cut") == lines(60, tmp_path / "whole")
+
+
+def test_task_s_own_callbacks_take_the_place_of_standard_ones_and_what_is_handed_in_wins():
+    own, other = callbacks.ShardData("file"), callbacks.ShardData("none")
+
+    def shards(given):
+        return [each for each in callbacks.complete(given, [own]) if isinstance(each, callbacks.ShardData)]
+
+    assert shards(None) == shards([]) == shards(quietly()) == [own]
+    assert shards([other]) == [other]
+
+
+def test_example_whose_package_is_missing_says_which(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tf_keras", None)
+    with pytest.raises(UsageError, match="'keras2' needs tf-keras: install it, with pip install tf-keras"):
+        target.load("keras2")
+
+
+def test_each_shipped_example_is_listed_with_its_command():
+    listed = (ROOT / "examples" / "README.md").read_text()
+    for name in target.SHIPPED:
+        assert f"]({name}.py)" in listed
+        assert f"`tfloop train {name}" in listed
+    for path in (ROOT / "examples" / "cluster").iterdir():
+        assert f"({path.name})" in (path.parent / "README.md").read_text() or path.name == "README.md"

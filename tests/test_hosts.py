@@ -432,6 +432,27 @@ def test_the_batch_script_is_one():
     check_command(shlex.split(line[line.index("tfloop train") :]))
 
 
+@pytest.mark.parametrize("script", ["two-hosts.sh", "tf-config.sh"])
+def test_scripts_for_two_hosts_type_what_tfloop_knows(script, tmp_path):
+    """`tfloop` here prints what it is called with: that the commands themselves work is tested above, and elsewhere."""
+    path = ROOT / "examples" / "cluster" / script
+    (tmp_path / "tfloop").write_text('#!/bin/sh\necho "$TF_CONFIG"; for word in tfloop "$@"; do echo "$word"; done\n')
+    (tmp_path / "tfloop").chmod(0o755)
+    more = {"env": os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}}
+    hosts = ["h1", "h2"] if script == "two-hosts.sh" else ["1", "h1:2222", "h2:2222"]
+    variable, *words = run(path, *hosts, "--epochs", 3, **more).splitlines()
+    check_command(words)
+    assert words[-2:] == ["--epochs", "3"]
+    if script == "two-hosts.sh":
+        assert hosts_.read(words[words.index("--hosts") + 1], None, "auto", None, None) == {"h1": 1, "h2": 1}
+    else:
+        task = {"type": "worker", "index": 1}
+        assert json.loads(variable) == {"cluster": {"worker": ["h1:2222", "h2:2222"]}, "task": task}
+    lacking = subprocess.run([path, hosts[0]], capture_output=True, text=True, timeout=60, **more)
+    assert lacking.returncode
+    assert "give " in lacking.stderr
+
+
 def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_path):
     """There: another TensorFlow by its metadata, and an empty directory over the one that has the task."""
     (tmp_path / "task.py").write_text("")

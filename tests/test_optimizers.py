@@ -10,7 +10,7 @@ from loop import ArrayData, UsageError, evaluate, fit
 from loop.backends import create
 from loop.export import export
 from tests.exactness import largest_difference, weights_of
-from tests.tasks import Plain, Unweighted, Weighted, regression
+from tests.tasks import Plain, TwoRates, Unweighted, Weighted, regression
 
 
 def engine(replicas):
@@ -19,18 +19,6 @@ def engine(replicas):
 
 def weights(result):
     return [variable.numpy() for variable in weights_of(result.model)]
-
-
-class TwoRates(Unweighted):
-    """The first layer learns slowly, the second fast."""
-
-    def build_model(self):
-        return keras.Sequential(
-            [keras.Input((5,)), keras.layers.Dense(4, "tanh", name="body"), keras.layers.Dense(1, name="head")]
-        )
-
-    def build_optimizer(self):
-        return {"body": keras.optimizers.SGD(0.001), "head": keras.optimizers.Adam(0.01)}
 
 
 def test_two_optimizers_are_one_step(quiet, tmp_path):

@@ -1,9 +1,6 @@
 """The same numbers on any number of replicas and any engine: against a loop by hand, and against Keras's own fit."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 
 import numpy as np
@@ -12,9 +9,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from loop import launch
 from loop.backends import create
-from tests.conftest import ROOT, needs_horovod
 from tests.exactness import (
     CASES,
     SETTINGS,
@@ -27,6 +22,7 @@ from tests.exactness import (
     trained,
     weights_of,
 )
+from tests.workers import JOBS
 
 BOUNDS = {"float32": 5e-6, "float64": 1e-12}
 """What another order of additions may change in twelve steps, relative to the largest weight of each variable."""
@@ -86,13 +82,12 @@ def test_same_for_all_sizes(examples, batch_size, replicas, seed, case):
     assert found.examples == 2 * examples
 
 
-def compare(directory):
-    for dtype in BOUNDS:
-        for case in CASES:
-            with np.load(directory / f"{case}-{dtype}.npz") as stored:
-                found = [stored[name] for name in stored.files]
-            assert largest_difference(found, expected(case, dtype)[0]) <= bound(case, dtype), (case, dtype)
-            check_metrics(case, dtype, json.loads((directory / f"{case}-{dtype}.json").read_text()))
+def compare(directory, dtype):
+    for case in CASES:
+        with np.load(directory / f"{case}-{dtype}.npz") as stored:
+            found = [stored[name] for name in stored.files]
+        assert largest_difference(found, expected(case, dtype)[0]) <= bound(case, dtype), (case, dtype)
+        check_metrics(case, dtype, json.loads((directory / f"{case}-{dtype}.json").read_text()))
 
 
 def compare_local_steps(directory, workers):
@@ -119,34 +114,9 @@ def check_metrics(case, dtype, metrics):
     assert metrics["eval_input"] == pytest.approx(np.average(batch[0][:, 0], weights=batch[2]), rel=1e-6)
 
 
-@needs_horovod
-@pytest.mark.parametrize("workers", [2, 3])
-def test_same_as_by_hand_under_horovod(workers, tmp_path):
-    command = [sys.executable, str(ROOT / "tests" / "exactness.py"), "horovod", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "loop.horovodrun", str(workers), *command],
-        capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    compare(tmp_path)
-    compare_local_steps(tmp_path, workers)
-
-
-def test_same_as_by_hand_under_multiworker(tmp_path):
-    addresses = [f"127.0.0.1:{port}" for port in launch.free_ports(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "exactness.py"), "multiworker", str(tmp_path)],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}),
-            },
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [worker.communicate(timeout=280) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
-    compare(tmp_path)
-    compare_local_steps(tmp_path, 2)
+@pytest.mark.parametrize(("engine", "workers"), JOBS)
+def test_same_as_by_hand_in_real_workers(engine, workers, jobs):
+    _, directory = jobs(engine, workers)
+    for dtype in JOBS[engine, workers]:
+        compare(directory, dtype)
+    compare_local_steps(directory, workers)

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from loop import UsageError, tune
-from loop.tune import Report, Row, _reason, _Tuner
+from loop.tune import Report, Row, _Tuner, reason
 
 ABOUT = {
     "options": {"compile": "graph", "steps_per_call": "auto", "prefetch": 2, "batch_size": 32},
@@ -115,10 +115,10 @@ def test_batches_grow_while_that_helps_and_there_is_room(outcome, examples, free
 
 def test_reasons_are_one_line():
     oom = "Traceback:\n  File\ntensorflow.ResourceExhaustedError: OOM when allocating [3]\n\n[[{{node x}}]]\n"
-    assert _reason(1, oom) == "tensorflow.ResourceExhaustedError: OOM when allocating [3]"
-    assert _reason(2, "a line\ntfloop: error: no such thing\n") == "no such thing"
-    assert _reason(-9, "") == "killed, or out of memory"
-    assert _reason(1, "\n") == "exit code 1, without a word"
+    assert reason(1, oom) == "tensorflow.ResourceExhaustedError: OOM when allocating [3]"
+    assert reason(2, "a line\ntfloop: error: no such thing\n") == "no such thing"
+    assert reason(-9, "") == "killed, or out of memory"
+    assert reason(1, "\n") == "exit code 1, without a word"
     assert tune.available() > 0
 
 

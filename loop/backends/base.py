@@ -6,11 +6,13 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from loop.elastic import Member
 
 
 class Backend:
@@ -30,21 +32,13 @@ class Backend:
         asynchronous: whether the steps of a call are made in no order, with weights that others change meanwhile.
         own_variables: whether each replica has variables of its own.
         priority: of a plug-in: `auto` asks those with a greater one first; None: it is only taken by name.
-        elastic: whether workers may come and go within a run.
-        generation: how often they have done so.
-        changed: whether they are to do so at the next boundary; asked on each worker.
-        kept: what this worker keeps in memory for the next generation to go on from, a `loop.state.Kept`, or None.
-        run_directory: where the run lies, once an elastic job knows.
+        member: this worker's part in an elastic job, where workers come and go within a run; None: they stay.
     """
 
     name: ClassVar[str] = "single"
     cannot_send: ClassVar[dict[str, str]] = {}
     asynchronous: ClassVar[bool] = False
-    elastic: ClassVar[bool] = False
-    generation: int = 0
-    changed: bool = False
-    kept: Any = None
-    run_directory: Path | None = None
+    member: Member | None = None
     rank: int = 0
     workers: int = 1
     local_replicas: int = 1
@@ -106,7 +100,7 @@ class Backend:
 
     def adasum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Within `run`: the adaptive sum over all replicas of each tensor (Maleki et al. 2020)."""
-        raise NotImplementedError
+        return list(tensors)
 
     def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
         """Within `run`: one optimizer step with gradients that are already the same in all replicas."""

@@ -7,7 +7,6 @@ import http.client
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -26,10 +25,7 @@ class Horovod(Backend):
     cannot_send = {"bf16": "Horovod's TensorFlow operations don't take bfloat16; use fp16, or backend='multiworker'"}
 
     def __init__(self) -> None:
-        _meet()
-        # Few collectives, for each of which a step waits: Horovod's thread looks for them twice as often as by itself.
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5")  # milliseconds; docs/performance/communication.md
-        hvd.init()
+        _start()
         self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
         self._take_place()
 
@@ -76,33 +72,12 @@ class Horovod(Backend):
 class ElasticHorovod(Horovod):
     """Horovod in a job of `loop.elastic`: after `regroup` it is that of another generation."""
 
-    elastic = True
+    member: elastic.Member
 
     def __init__(self) -> None:
-        self._member = elastic.Member()
+        self.member = elastic.Member()
         self._join()
         self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
-
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        return self._member.generation
-
-    @property
-    def changed(self) -> bool:  # type: ignore[override]
-        return self._member.changed
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """What the journal tells of workers that came and went since this worker's last generation."""
-        return self._member.events
-
-    @property
-    def run_directory(self) -> Path | None:
-        return self._member.run_directory
-
-    @run_directory.setter
-    def run_directory(self, path: Path | None) -> None:
-        self._member.run_directory = path
 
     def outlives(self, error: BaseException) -> bool:
         return isinstance(error, RegroupError) or launch.gone(error)
@@ -112,19 +87,23 @@ class ElasticHorovod(Horovod):
         for module in ("keras", "tf_keras"):
             if module in sys.modules:
                 sys.modules[module].backend.clear_session()
-        if not self._member.changed:  # lost without a word: the others may wait for this worker
-            self._member.cut()
+        if not self.member.changed:  # lost without a word: the others may wait for this worker
+            self.member.cut()
         hvd.shutdown()
-        self._member.cut()
+        self.member.cut()
         self._join()
 
     def _join(self) -> None:
-        def start(check: Callable[[], None]) -> None:
-            _meet(check)
-            hvd.init()
-
-        self._member.join(start, lambda: self.kept and self.kept.save())
+        self.member.join(_start)
         self._take_place()
+
+
+def _start(check: Callable[[], None] = lambda: None) -> None:
+    """Starts Horovod, when all are there; see `_meet`."""
+    _meet(check)
+    # Few collectives, for each of which a step waits: Horovod's thread looks for them twice as often as by itself.
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5")  # milliseconds; docs/performance/communication.md
+    hvd.init()
 
 
 def _meet(check: Callable[[], None] = lambda: None) -> None:

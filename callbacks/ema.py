@@ -1,0 +1,33 @@
+"""EMA: switches on the moving average of the weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from callbacks.base import Callback, Run
+
+
+class EMA(Callback):
+    """The same as `fit(ema=decay)`: what is evaluated, exported and returned is the moving average of the weights.
+
+    Training goes on from the weights themselves. The average is made in the compiled step, and is in each checkpoint.
+
+    Args:
+        decay: how much of the average each step keeps, between 0 and 1.
+
+    Raises:
+        ValueError: at the start, if `fit` has another `ema`.
+    """
+
+    runs_on: ClassVar[Literal["chief", "all"]] = "all"
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 < decay < 1:
+            raise ValueError(f"EMA(decay={decay}): give a number between 0 and 1, such as 0.999")
+        self.decay = decay
+
+    def on_setup(self, run: Run) -> None:
+        if run.options["ema"] not in (None, self.decay):
+            raise ValueError(f"EMA(decay={self.decay}), but fit has ema={run.options['ema']}: give one of the two")
+        # Before the step is compiled; and for those to whom the options have been told already.
+        run.options["ema"] = run.info["options"]["ema"] = self.decay

@@ -1,0 +1,37 @@
+"""LambdaCallback: a callback of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from callbacks.base import EVENTS, Callback, Every, Schedule
+from callbacks.nearest import nearest
+
+
+class LambdaCallback(Callback):
+    """Calls a function at each event that it is given for, with what the hook of this event receives.
+
+    `LambdaCallback(epoch_end=lambda run, metrics: print(metrics))`.
+
+    Args:
+        runs_on: `"chief"` or `"all"`; see `Callback`.
+        every: when `steps_end` is called; see `Callback`.
+        **hooks: functions by event; see `EVENTS`.
+
+    Raises:
+        ValueError: there is no such event, something is no function, or another argument is wrong.
+    """
+
+    def __init__(self, *, runs_on: str = "chief", every: Every = "epoch", **hooks: Callable[..., Any]) -> None:
+        if runs_on not in ("chief", "all"):
+            raise ValueError(f"LambdaCallback(runs_on={runs_on!r}): give chief or all")
+        Schedule(every)
+        for event, hook in hooks.items():
+            if event not in EVENTS:
+                raise ValueError(f"LambdaCallback({event}=...): there is no such event{nearest(event, EVENTS)}")
+            if not callable(hook):
+                raise ValueError(f"LambdaCallback({event}={hook!r}): give a function, such as lambda run, *more: ...")
+        if not hooks:
+            raise ValueError("LambdaCallback(): give at least one event, such as epoch_end=lambda run, metrics: ...")
+        vars(self).update(runs_on=runs_on, every=every, **{f"on_{event}": hook for event, hook in hooks.items()})

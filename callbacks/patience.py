@@ -1,0 +1,74 @@
+"""Patience: what EarlyStopping and ReduceOnPlateau share, a metric that is waited for to get better."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from callbacks.base import Callback, Metrics, Run
+from callbacks.checkpoint import lower_is_better
+
+
+class Patience(Callback):
+    """Watches `metric`, and acts when it has not improved for `patience` of its measurements.
+
+    Args:
+        metric: a metric of the evaluation (`eval_...`) or of the training epoch.
+        patience: how many measurements without improvement are borne, >= 1.
+        min_delta: the least change that counts as an improvement, >= 0.
+        mode: `"min"`, `"max"` or `"auto"` (min for a name with "loss", "error" or "perplexity").
+
+    Raises:
+        ValueError: when the metric is first due, if the run has no such metric.
+    """
+
+    def __init__(self, metric: str, patience: int, min_delta: float, mode: str) -> None:
+        if patience < 1 or min_delta < 0 or mode not in ("auto", "min", "max"):
+            raise ValueError(
+                f"{type(self).__name__}(patience={patience}, min_delta={min_delta}, mode={mode!r}): patience must be "
+                ">= 1, min_delta >= 0, mode auto, min or max"
+            )
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
+        self.sign = 1 if mode == "min" or (mode == "auto" and lower_is_better(metric)) else -1
+        self.best: float | None = None
+        self.waited = 0
+
+    def act(self, run: Run) -> None:
+        """Called at each measurement at which the patience is at its end."""
+        raise NotImplementedError
+
+    def on_setup(self, run: Run) -> None:
+        self.best, self.waited = None, 0
+
+    def on_data(self, run: Run, data: Any) -> Any:
+        if self.metric.startswith("eval_") and data.eval is None:
+            raise ValueError(f"{type(self).__name__}(metric={self.metric!r}): this run makes no evaluation")
+        return data
+
+    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
+        if self.metric.startswith("eval_"):
+            self.judge(run, metrics)
+
+    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        if not self.metric.startswith("eval_"):
+            self.judge(run, metrics)
+
+    def judge(self, run: Run, metrics: Metrics) -> None:
+        """Takes in a measurement."""
+        if self.metric not in metrics:
+            raise ValueError(f"{type(self).__name__}(metric={self.metric!r}): this run has only {', '.join(metrics)}")
+        value = metrics[self.metric]
+        if math.isfinite(value) and (self.best is None or self.sign * (value - self.best) < -self.min_delta):
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            self.act(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]

@@ -1,0 +1,97 @@
+"""ReduceOnPlateau: lowers the learning rate when a metric has stopped getting better."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar, Literal
+
+from callbacks.base import Metrics, Run
+from callbacks.learning_rate import optimizers_of, rate_of
+from callbacks.patience import Patience
+
+
+class ReduceOnPlateau(Patience):
+    """Multiplies the learning rate by `factor` when `metric` has not improved for `patience` of its measurements.
+
+    All optimizers of the task are meant. The chief's metric decides, and all replicas have the new rate from the same
+    step on. It is a variable of the optimizer, so that a resumed run has it.
+
+    Args:
+        metric: a metric of the evaluation (`eval_...`) or of the training epoch.
+        factor: what the rate is multiplied by, between 0 and 1.
+        patience: how many measurements without improvement are borne, >= 1.
+        min_delta: the least change that counts as an improvement, >= 0.
+        cooldown: how many measurements after a reduction don't count against the patience, >= 0.
+        min_lr: the rate isn't made lower than this, >= 0.
+        mode: `"min"`, `"max"` or `"auto"` (min for a name with "loss", "error" or "perplexity").
+
+    Raises:
+        ValueError: at the start, if an optimizer has a schedule; when the metric is first due, if there is none.
+    """
+
+    runs_on: ClassVar[Literal["chief", "all"]] = "all"
+
+    def __init__(
+        self,
+        metric: str = "eval_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+        mode: str = "auto",
+    ) -> None:
+        super().__init__(metric, patience, min_delta, mode)
+        if not 0 < factor < 1 or cooldown < 0 or min_lr < 0:
+            raise ValueError(
+                f"ReduceOnPlateau(factor={factor}, cooldown={cooldown}, min_lr={min_lr}): the factor must be between 0 "
+                "and 1, cooldown and min_lr >= 0"
+            )
+        self.factor = factor
+        self.cooldown = cooldown
+        self.min_lr = min_lr
+        self._cooling = 0
+
+    def on_setup(self, run: Run) -> None:
+        super().on_setup(run)
+        self._cooling = 0
+
+    def on_fit_start(self, run: Run) -> None:
+        for name, optimizer in optimizers_of(run).items():
+            rate = getattr(optimizer, "_learning_rate", optimizer.learning_rate)
+            if callable(rate):
+                raise ValueError(
+                    f"ReduceOnPlateau: the learning rate of {type(optimizer).__name__}{f' ({name!r})' * bool(name)} is "
+                    f"a schedule, {type(rate).__name__}, which says at each step what it is: leave one of the two out "
+                    "(LearningRateScaling makes a schedule, too)"
+                )
+
+    def judge(self, run: Run, metrics: Metrics) -> None:
+        # The chief's, since a callback that runs there alone may have changed them.
+        metrics = run.backend.broadcast_json({name: float(value) for name, value in metrics.items()})
+        if self._cooling:
+            self._cooling -= 1
+            self.waited = -1
+        super().judge(run, metrics)
+
+    def act(self, run: Run) -> None:
+        rates = []
+        for optimizer in optimizers_of(run).values():
+            before = rate_of(optimizer)
+            rates.append(min(before, max(before * self.factor, self.min_lr)))
+            optimizer.learning_rate = rates[-1]
+        if run.backend.is_chief:
+            print(
+                f"step {run.progress.step:,}: {self.metric} has not improved on {self.best} for {self.waited} "
+                f"measurements: the learning rate is now {', '.join(f'{rate:.4g}' for rate in rates)}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.waited, self._cooling = 0, self.cooldown
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"cooling": self._cooling}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._cooling = state["cooling"]

@@ -1,0 +1,132 @@
+"""TensorBoard: writes event files with the run's metrics, the weights' histograms and the graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from callbacks.base import Callback, Every, Metrics, Run
+
+BUCKETS = 30
+"""Of a histogram: as many as TensorBoard's own have."""
+
+
+class TensorBoard(Callback):
+    """Writes what `tensorboard --logdir DIR` shows; TensorBoard itself isn't needed for that.
+
+    Metrics of an epoch and of an evaluation bear their plain names, those within an epoch are named `step/...`, and
+    histograms of the trained variables `weights/...`. A resumed run adds to what is there: of each of them, the points
+    that lie behind those before.
+
+    Args:
+        directory: where to; a relative one lies in the run directory.
+        every: how often metrics within an epoch are written; see `Callback`.
+        histograms: after how many epochs to write histograms; 0: none.
+        graph: whether to write the graph of the compiled training, once.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path = "tensorboard",
+        every: Every = "1s",
+        histograms: int = 0,
+        graph: bool = True,
+    ) -> None:
+        if not isinstance(histograms, int) or isinstance(histograms, bool) or histograms < 0:
+            raise ValueError(f"TensorBoard(histograms={histograms!r}): give a number of epochs, or 0 for none")
+        self.directory = Path(directory)
+        self.every = every
+        self.histograms = histograms
+        self.graph = graph
+        self._writer: Any = None
+        self._written: dict[str, int] = {}  # the last step of each tag
+        self._graph_written = False
+        self._last = 0  # the step at which metrics were last on offer
+
+    def on_restore(self, run: Run, path: Path | None) -> None:
+        import tensorflow as tf
+
+        self._close()
+        place = run.directory / self.directory
+        self._written, self._graph_written = _written(place)
+        self._writer = tf.summary.create_file_writer(str(place))
+        self._last = run.progress.step
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        self._write_graph(run)
+        last, self._last = self._last, run.progress.step
+        if last >= run.progress.step - run.progress.step_in_epoch:  # else it is a mean over two epochs
+            metrics = {**metrics, "examples_per_second": run.examples_per_second}
+            self._write(run, "scalars", {f"step/{name}": value for name, value in metrics.items()})
+
+    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
+        self._write(run, "scalars", metrics)
+
+    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        self._write_graph(run)
+        own = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
+        self._write(run, "scalars", own)
+        if self.histograms and (run.progress.epoch + 1) % self.histograms == 0:
+            local = run.backend.local_values
+            tables = {f"weights/{name}": _histogram(local(v)[0]) for name, v, trained in run.weights if trained}
+            self._write(run, "histograms", tables)
+
+    def on_fit_end(self, run: Run, status: str) -> None:
+        self._close()
+
+    def _write(self, run: Run, plugin: str, values: Mapping[str, Any]) -> None:
+        """Writes what isn't there yet, and sees to it that it is in the file."""
+        import tensorflow as tf
+
+        # As `tf.summary.scalar` and `histogram` do it, for which TensorBoard would have to be installed.
+        about = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": plugin})
+        step = run.progress.step
+        with self._writer.as_default(step):
+            for tag, value in values.items():
+                if step > self._written.get(tag, -1):
+                    self._written[tag] = step
+                    dtype = tf.float32 if plugin == "scalars" else tf.float64
+                    tf.summary.write(tag, tf.constant(value, dtype), metadata=about)
+        self._writer.flush()
+
+    def _write_graph(self, run: Run) -> None:
+        if not self.graph or self._graph_written:
+            return
+        import tensorflow as tf
+
+        self._graph_written = True
+        if run.graph is not None:
+            with self._writer.as_default(0):
+                tf.summary.graph(run.graph)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+def _written(directory: Path) -> tuple[dict[str, int], bool]:
+    """What is in the event files of a directory: the last step of each tag, and whether there is a graph."""
+    import tensorflow as tf
+
+    last: dict[str, int] = {}
+    graph = False
+    for path in directory.glob("events.out.tfevents.*"):
+        with contextlib.suppress(tf.errors.DataLossError):  # a kill has torn its end
+            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+                event = tf.compat.v1.Event.FromString(record)
+                graph |= bool(event.graph_def)
+                for value in event.summary.value:
+                    last[value.tag] = max(last.get(value.tag, -1), event.step)
+    return last, graph
+
+
+def _histogram(values: Any) -> Any:
+    """Buckets as TensorBoard reads them: left end, right end, count; float64 [BUCKETS, 3]."""
+    import numpy as np
+
+    values = values.astype(np.float64).ravel()
+    counts, ends = np.histogram(values[np.isfinite(values)], BUCKETS)
+    return np.stack([ends[:-1], ends[1:], counts], 1)

@@ -1,0 +1,37 @@
+"""Loads an MLflow model that tfloop has written; lies in the model itself, and needs TensorFlow and NumPy alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Model:
+    """A SavedModel behind MLflow's `predict`: takes an array, or arrays by name, and gives the same."""
+
+    def __init__(self, path: str) -> None:
+        import tensorflow as tf
+
+        self._loaded = tf.saved_model.load(path)
+        self._serve = self._loaded.signatures["serving_default"]
+        self._specs = self._serve.structured_input_signature[1]
+
+    def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
+        """The outputs for some examples."""
+        import tensorflow as tf
+
+        if hasattr(data, "to_dict") and set(data) >= set(self._specs):  # a DataFrame with a column for each input
+            data = {name: np.stack(data[name].to_list()) for name in self._specs}
+        elif hasattr(data, "to_numpy"):
+            data = data.to_numpy()
+        if not isinstance(data, dict):
+            data = dict.fromkeys(self._specs, data)
+        outputs = self._serve(**{name: tf.constant(data[name], spec.dtype) for name, spec in self._specs.items()})
+        found = {name: tensor.numpy() for name, tensor in outputs.items()}
+        return found["output_0"] if list(found) == ["output_0"] else found
+
+
+def _load_pyfunc(path: str) -> Model:
+    """What MLflow calls."""
+    return Model(path)

@@ -1,0 +1,128 @@
+"""The compiled evaluation: the values of every example of the evaluation data, each once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.data import Addressed, Rows, Stream, count
+from loop.tracing import as_written, repeated
+from loop.values import SKIPPED, SUMS, Values
+from loop.whereabouts import ALL_REDUCE, COMPUTE, DATA, HOST
+
+if TYPE_CHECKING:
+    from loop.step import Step
+
+EPOCH = 1 << 31
+"""Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
+
+
+class Evaluation:
+    """The compiled evaluation of what a `Step` trains.
+
+    Args:
+        step: the model, the engine, and what is known of `compute` are its own.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._task, self._model, self._backend, self.source = step.task, step.model, step.backend, step.data.eval
+        self._computing, self._whereabouts, self._averages = step.computing, step.whereabouts, step.averages
+        self._average_statistics = step.average_statistics
+        self._values, self._dtype = Values(step.built.values, step.built.metrics), step.dtype
+        self._compile()
+
+    def _compile(self) -> None:
+        self._evaluate = tf.function(self._steps, autograph=False)
+
+    def whole(self) -> np.ndarray:
+        """The totals (see `Step.train`) of the whole evaluation data."""
+        handle, totals = self.start(), np.zeros(())
+        step: int | None = 0
+        while step is not None:
+            step, some = self.steps(handle, step, np.iinfo(np.int64).max)
+            totals = totals + some
+        return totals
+
+    def start(self) -> Any:
+        """The handle of the evaluation data, at its start. All workers must call it."""
+        assert self.source is not None
+        self._average_statistics()
+        return self.source.start(0, 0)
+
+    def steps(self, handle: Any, step: int, steps: int) -> tuple[int | None, np.ndarray]:
+        """Evaluates up to `steps` batches, from the one at `step` on, in one compiled call.
+
+        Returns:
+            At which step to go on, None at the end; and the totals of these, to be added up.
+        """
+        assert self.source is not None
+        left = (self.source.steps_per_epoch or np.iinfo(np.int64).max) - step
+        steps = min(steps, left)
+        with self._averages.in_place():
+            parts = self._computing.call(lambda: self._evaluate, handle, EPOCH, step, steps, compile=self._compile)
+            totals = np.sum([some for _, some in parts], 0)
+        going, totals[SKIPPED] = totals[SKIPPED] > 0, 0
+        return step + steps if going and steps < left else None, totals
+
+    def means(self, totals: np.ndarray) -> dict[str, float]:
+        """The means and metrics of totals, named `eval_...`."""
+        sums, states = np.split(totals[SUMS:], [self._values.width])
+        return {f"eval_{name}": value for name, value in self._values.means(sums, states).items()}
+
+    def _steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
+        source, backend, values = self.source, self._backend, self._values
+        assert source is not None
+        width = SUMS + values.width + values.state_width
+
+        def of_rows(rows: Rows, stand_in: Any) -> tf.Tensor:
+            with self._computing.replica(source, rows, stand_in, 1) as replica:
+                found = as_written(self._task.compute)(self._model, replica.batch, training=False)
+                _, sums = values.sums(found, self._dtype)
+                counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), values.states(found)], 0)
+                if replica.counts_something is not None:
+                    counted = tf.where(replica.counts_something, counted, 0)
+            return tf.concat([tf.cast(tf.stack([count(rows.batch), 0]), tf.float64), counted], 0)
+
+        def add(totals: tf.Tensor, feed: Any) -> tf.Tensor:
+            rows = source.share(feed, backend.replica())
+            return totals + self._computing.of_rows(
+                source, rows, 1, lambda stand_in: of_rows(rows, stand_in), lambda: tf.zeros([width], tf.float64)
+            )
+
+        totals = backend.run(lambda: tf.zeros([width], tf.float64))
+        end = step + steps
+
+        def more(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tf.Tensor:
+            return (number < end) & going
+
+        def one(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tuple[Any, ...]:
+            if source.reads_ahead:
+                taken, following = following, source.take(handle, epoch, number + 1)
+            else:
+                with tf.control_dependencies(self._whereabouts.at(DATA)):
+                    taken = source.take(handle, epoch, number)
+            self._whereabouts.at(COMPUTE, taken)
+            totals = backend.run(add, totals, (epoch, number, taken))
+            return number + 1, following, self._more(source, taken), totals
+
+        following = source.take(handle, epoch, step) if source.reads_ahead else ()
+        _, _, going, totals = repeated(more, one, step, following, tf.constant(True), totals)
+
+        def summed(totals: tf.Tensor) -> tf.Tensor:
+            # With whether this worker has more, in a place that an evaluation has no use for.
+            return backend.all_reduce([totals + tf.one_hot(SKIPPED, width, tf.cast(going, tf.float64))])[0]
+
+        self._whereabouts.at(ALL_REDUCE, backend.first(totals))
+        packed = backend.first(backend.run(summed, totals))
+        self._whereabouts.lap(HOST, packed)
+        return packed
+
+    def _more(self, source: Addressed | Stream, taken: Any) -> tf.Tensor:
+        """Whether there is anything: for this worker; or for any, where all must enter a collective."""
+        more = source.more(taken)
+        if isinstance(source, Stream) and source in self._computing.everyone:
+            table = self._backend.run(lambda: self._backend.all_reduce([tf.cast(more, tf.int64)])[0])
+            return self._backend.first(table) > 0
+        return more

@@ -1,0 +1,149 @@
+"""What commands show of runs in a terminal: tables, bars and plots; without colours, in plain ASCII, in a log."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+Points = Sequence[tuple[int, float]]
+
+COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
+MARKERS = "*o+x#@"
+_ASCII = str.maketrans("─│┌┐└┘├┤┬┴┼", "-|+++++++++")
+_LARGEST = 1e100  # what is larger can't be plotted
+
+
+def plain() -> bool:
+    """Whether stdout wants neither colours nor characters beyond ASCII."""
+    encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
+    return not sys.stdout.isatty() or "NO_COLOR" in os.environ or encoding != "utf8"
+
+
+def width() -> int:
+    """The columns of the terminal; 100 in a log."""
+    return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+
+
+def write(lines: Sequence[str]) -> None:
+    """Writes lines on stdout, whatever its encoding is."""
+    encoding = sys.stdout.encoding or "utf-8"
+    for line in lines:
+        typer.echo(line.encode(encoding, "backslashreplace").decode(encoding), color=False if plain() else None)
+
+
+def coloured(text: str, colour: str | None, **more: bool) -> str:
+    """A text in a colour, where there are any."""
+    return text if plain() else typer.style(text, fg=colour, **more)
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), longest: int | None = None) -> list[str]:
+    """Rows as lines with columns; those of the numbers in `right` end flush. Cells are cut at `longest` characters."""
+    cells = [[cut(cell, longest) if longest else cell for cell in row] for row in rows]
+    widths = [max(map(_shown, column)) for column in zip(*cells, strict=True)]
+    text = []
+    for row in cells:
+        pads = [" " * (size - _shown(cell)) for cell, size in zip(row, widths, strict=True)]
+        padded = [
+            pad + cell if index in right else cell + pad
+            for index, (cell, pad) in enumerate(zip(row, pads, strict=True))
+        ]
+        text.append("  ".join(padded).rstrip())
+    return text
+
+
+def _shown(cell: str) -> int:
+    """How many columns a cell takes."""
+    return len(re.sub(r"\x1b\[[0-9;]*m", "", cell))
+
+
+def cut(text: str, longest: int) -> str:
+    """A text of so many characters at most; what was cut is marked."""
+    return text if len(text) <= longest else text[: longest - 2] + ".."
+
+
+def bars(seconds: Mapping[str, float], size: int = 40) -> list[str]:
+    """Parts of a time as lines with bars, the greatest first; those of less than a thousandth are left out."""
+    whole = sum(seconds.values())
+    found = sorted((item for item in seconds.items() if item[1] > whole / 1000), key=lambda item: -item[1])
+    bar = "#" if plain() else "█"
+    rows = [[name, duration(some), f"{some / whole:.0%}", bar * round(size * some / whole)] for name, some in found]
+    return table(rows, right=(1, 2))
+
+
+def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str]:
+    """Curves over steps in one plot, with its title and legend above it; values that are not finite are left out.
+
+    Args:
+        title: what the values are.
+        curves: by label. One that is a single character is its own marker where there are no colours.
+        height: lines of the plot.
+    """
+    shown = {
+        label: [(step, value) for step, value in points if math.isfinite(value) and abs(value) < _LARGEST]
+        for label, points in curves.items()
+    }
+    shown = {label: points for label, points in shown.items() if points}
+    if not shown:
+        return [f"{title}: nothing to plot"]
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(min(width(), 120), height)
+    legend = []
+    for index, (label, points) in enumerate(shown.items()):
+        colour, letter = COLOURS[index % len(COLOURS)], label if len(label) == 1 else MARKERS[index % len(MARKERS)]
+        marker = letter if plain() else plotext.marker("braille", plotext.pixel(colour))
+        thinned = [*points[:: 1 + len(points) // 1000], points[-1]]
+        figure.draw(figure.signal(*zip(*thinned, strict=True), marker=marker).lines())
+        legend.append(coloured(f"{letter} {label}" if plain() and letter != label else label, colour))
+    steps = [step for points in shown.values() for step, _ in points]
+    values = [value for points in shown.values() for _, value in points]
+    _scale(figure.ruler("x"), min(steps), max(steps), "{:,.0f}")
+    _scale(figure.ruler("y"), min(values), max(values), "{:.4g}")
+    lines = figure.build().string(plain()).splitlines()
+    if plain():
+        lines = [line.translate(_ASCII).rstrip() for line in lines]
+    return [f"{coloured(title, None, bold=True)}  {'  '.join(legend)}", *lines]
+
+
+def _scale(ruler: Any, low: float, high: float, form: str, ticks: int = 4) -> None:
+    """Has a ruler show values from `low` to `high`, and a little around them where they are all the same."""
+    if high - low <= 1e-6 * max(abs(low), abs(high)):
+        low, high, ticks = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1), 2
+    ruler.lim(low, high)
+    labels = {form.format(tick): tick for tick in (low + (high - low) * index / ticks for index in range(ticks + 1))}
+    ruler.ticks(list(labels.values()), list(labels))
+
+
+def duration(seconds: float) -> str:
+    """A time as people read it."""
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1e3 * seconds:.3g} ms"
+    minutes, hours = round(seconds) // 60, round(seconds) // 3600
+    if hours < 48:
+        return f"{hours} h {minutes % 60:02} min" if hours else f"{minutes} min {round(seconds) % 60:02} s"
+    return f"{hours // 24} d {hours % 24:02} h"
+
+
+def size(count: float) -> str:
+    """So many bytes as people read it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.4g} TB"
+
+
+def when(stamp: float | None) -> str:
+    """A time of the clock, UTC; "" for none."""
+    return "" if stamp is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(stamp))

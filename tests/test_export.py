@@ -1,0 +1,184 @@
+"""Export: what is written, a new process has loaded, and it had the same outputs; else nothing is written."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from loop import ArrayData, UsageError, fit
+from loop.errors import TrainingError
+from loop.export import distance, export
+from tests.tasks import Legacy, Plain, Unweighted, regression
+
+INPUTS = regression(7)[0]
+
+
+class Scaled(keras.layers.Layer):
+    """A layer of the user's own, which Keras doesn't know."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
+@keras.saving.register_keras_serializable()
+class Private(keras.layers.Layer):
+    """Gives something else in each process."""
+
+    def call(self, inputs):
+        return inputs + float(os.getpid())
+
+
+class Two(tf.Module):
+    """Takes a dict and a mask, gives a dict; holds Keras layers, and an `if` over a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = keras.layers.Dense(2), Scaled()
+
+    def __call__(self, inputs, mask, training):
+        shown = self.right(inputs["a b"]) * mask
+        if tf.reduce_sum(mask) > 1e6:
+            shown = shown * 0
+        return {"sum": self.left(shown), "both": [shown, tf.cast(shown, tf.bfloat16)], "none": None}
+
+
+class Mixed(Unweighted):
+    def build_model(self):
+        return Two()
+
+    def train_data(self):
+        inputs, labels, _ = regression(self.examples)
+        return ArrayData({"a b": inputs, "mask": np.ones_like(inputs), "label": labels})
+
+    eval_data = train_data
+
+    def compute(self, model, batch, training):
+        outputs = model({"a b": batch["a b"]}, mask=batch["mask"], training=training)
+        return {"loss": tf.reduce_sum((outputs["sum"] - batch["label"]) ** 2, -1)}
+
+
+class Sided(Unweighted):
+    """A functional Keras model of two inputs, one of any length."""
+
+    def build_model(self):
+        left, right = keras.Input((5,), name="left"), keras.Input((None, 1), name="right")
+        pooled = keras.layers.Concatenate()([left, keras.layers.GlobalAveragePooling1D()(right)])
+        return keras.Model([left, right], keras.layers.Dense(1)(pooled))
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        return {"loss": tf.reduce_sum((model([inputs, inputs[..., None]], training=training) - labels) ** 2, -1)}
+
+
+class Layered(Unweighted):
+    layer = Private
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((5,)), self.layer(), keras.layers.Dense(1)])
+
+
+def of_a_class_that_nobody_can_import():
+    class Local(Scaled):
+        pass
+
+    task = Layered()
+    task.layer = Local
+    return task
+
+
+class Split(Unweighted):
+    """Never calls its model as a whole."""
+
+    def compute(self, model, batch, training):
+        return {"loss": tf.reduce_sum((model.layers[-1](model.layers[0](batch[0])) - batch[1]) ** 2, -1)}
+
+
+@pytest.fixture
+def trained(quiet, tmp_path):
+    def run(task, **options):
+        run_dir = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        fit(task, steps=2, batch_size=20, callbacks=quiet(), run_dir=run_dir, eval_every="never", **options)
+        return run_dir
+
+    return run
+
+
+def served(path, **inputs):
+    loaded = tf.saved_model.load(str(path))
+    named = {name: tf.constant(value) for name, value in inputs.items()}
+    return {name: value.numpy() for name, value in loaded.signatures["serving_default"](**named).items()}
+
+
+def test_tf_keras_as_file_and_served_with_the_averages_of_its_weights(trained, tmp_path):
+    import tf_keras
+
+    run = trained(Legacy(), ema=0.9)
+    assert "differ by" in export(Legacy(), run, tmp_path / "m.keras")
+    export(Legacy(), run, tmp_path / "saved", check=False)
+    export(None, run, tmp_path / "weights.npz")
+    with np.load(tmp_path / "weights.npz") as file:
+        a, b, c, d = (file[name] for name in file)
+    expected = np.tanh(INPUTS @ a + b) @ c + d
+    np.testing.assert_allclose(tf_keras.models.load_model(tmp_path / "m.keras")(INPUTS), expected, atol=1e-6)
+    np.testing.assert_allclose(served(tmp_path / "saved", inputs=INPUTS)["output_0"], expected, atol=1e-6)
+
+
+def test_plain_module(trained, tmp_path):
+    run = trained(Plain())
+    export(Plain(), run, tmp_path / "saved", check=False)
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    np.testing.assert_allclose(loaded.serve(INPUTS), INPUTS @ loaded.model.w + loaded.model.b, atol=1e-6)
+    with pytest.raises(UsageError, match=r"plain tf\.Module, not a Keras model"):
+        export(Plain(), run, tmp_path / "m.keras")
+
+
+def test_dict_and_keyword_inputs_and_several_outputs_of_a_module_with_keras_layers(trained, tmp_path):
+    said = export(Mixed(), trained(Mixed()), tmp_path / "saved")
+    assert said.startswith("loaded in a new process, its outputs for 3 examples differ by ")
+    found = served(tmp_path / "saved", a_b=INPUTS, mask=np.zeros_like(INPUTS))
+    assert {name: each.shape for name, each in found.items()} == {"sum": (7, 2), "both": (7, 5), "both_1": (7, 5)}
+    assert found["both_1"].dtype == np.float32
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    assert loaded.serve({"a_b": INPUTS, "mask": INPUTS})["sum"].shape == (7, 2)
+
+
+def test_several_inputs_of_a_keras_model_one_of_any_length(trained, tmp_path):
+    run = trained(Sided())
+    export(Sided(), run, tmp_path / "saved", check=False)
+    export(Sided(), run, tmp_path / "m.keras")
+    longer = np.random.default_rng(0).normal(size=(7, 11, 1)).astype("float32")
+    expected = keras.models.load_model(tmp_path / "m.keras")([INPUTS, longer])
+    outputs = served(tmp_path / "saved", input_0=INPUTS, input_1=longer)
+    np.testing.assert_allclose(outputs["output_0"], expected, atol=1e-6)
+
+
+def test_what_cannot_be_loaded_or_differs_is_not_written_unless_it_is_not_checked(trained, tmp_path):
+    task = of_a_class_that_nobody_can_import()
+    run = trained(task)
+    with pytest.raises(TrainingError, match=r"can't load it .*register_keras_serializable") as caught:
+        export(task, run, tmp_path / "m.keras")
+    assert "\n" not in str(caught.value)
+    split = trained(Split())
+    with pytest.raises(UsageError, match=r"Split never calls the model as model\(\.\.\.\)"):
+        export(Split(), split, tmp_path / "saved")
+    assert {path.name for path in tmp_path.iterdir()} == {"run-0", "run-1"}
+    export(task, run, tmp_path / "m.keras", check=False)
+
+    task = Layered()
+    with pytest.raises(TrainingError, match=r"its outputs for 3 examples differ by \d"):
+        export(task, trained(task), tmp_path / "n.keras")
+    assert not (tmp_path / "n.keras").exists()
+
+
+def test_outputs_are_compared_by_the_greatest_of_them():
+    a = np.array([1000.0, np.nan, np.inf, 0.5], "f4")
+    assert distance(a, a) == 0
+    assert distance(a, a + np.array([1e-3, 0, 0, 0], "f4")) == pytest.approx(1e-6, rel=0.1)
+    assert distance(np.array([0.1]), np.array([0.2])) == pytest.approx(0.1)
+    assert np.isnan(distance(np.array([0.1]), np.array([np.nan])))
+    assert distance(np.array([1, 2]), np.array([1, 3])) == 1

@@ -1,0 +1,328 @@
+"""The report: all that it should tell is in it, nothing else can get in, and browsers show it."""
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import aiohttp
+import mlflow
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import callbacks
+import cli
+from callbacks import record, report
+from callbacks.record import Checkpoint, Fault, Record
+from loop import fit
+from tests.conftest import ROOT
+from tests.tasks import Plain
+
+VOID = {"meta", "br"}
+TAGS = VOID | set(
+    re.findall(
+        r"\w+",
+        "html head title style body main header footer section figure figcaption div span p h1 h2 b i strong small "
+        "code dl dt dd table thead tbody tr th td script svg text line path circle rect",
+    )
+)
+ATTRIBUTES = set(
+    re.findall(
+        r"\S+",
+        "lang charset name content http-equiv class role aria-label aria-hidden data-value data-rows width height "
+        "viewbox preserveaspectratio d x y x1 x2 y1 y2 cx cy r dy text-anchor",
+    )
+)
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page: its texts; anything in it that isn't ours is an error."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.texts, self.scripts, self.rows = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        assert tag in TAGS, tag
+        for name, value in attributes:
+            assert name in ATTRIBUTES, (tag, name, value)
+            if name == "data-rows":
+                self.rows.append(json.loads(value))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        (self.scripts if self.open[-1:] == ["script"] else self.texts).append(data.strip())
+
+    def handle_comment(self, data):
+        raise AssertionError(data)
+
+    handle_pi = unknown_decl = handle_comment
+
+
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """Runs a command line in this process; gives exit code, and what it wrote."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tfloop", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        output = capfd.readouterr()
+        return ended.value.code or 0, output.out + output.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory, empty_store):
+    """A run of two lives, of which the second one is delivered to a store of sqlite."""
+    place = tmp_path_factory.mktemp("lived")
+    database = shutil.copy(empty_store, place / "mlflow.db")
+    for epochs, tracker in ((2, None), (4, callbacks.MLflowTracker(f"sqlite:///{database}", "own"))):
+        chosen = callbacks.standard(mlflow=tracker, progress=None)
+        result = fit(Plain(), epochs=epochs, batch_size=20, callbacks=chosen, run_dir=place / "run")
+    return result, database
+
+
+def artifacts(database, tmp_path):
+    """The reports of the only run in a store."""
+    client = mlflow.MlflowClient(f"sqlite:///{database}")
+    [run] = client.search_runs([client.get_experiment_by_name("own").experiment_id])
+    names = [file.path for file in client.list_artifacts(run.info.run_id)]
+    assert sorted(names) == ["journal.jsonl", "report.html", "run.json"]
+    return Path(client.download_artifacts(run.info.run_id, "report.html", str(tmp_path))).read_text()
+
+
+def test_the_page_of_a_run_has_its_numbers_and_is_in_mlflow(lived, tmp_path, command, empty_store):
+    result, database = lived
+    text = (result.run_dir / report.NAME).read_text()
+    page = Page(text)
+    for name, value in result.metrics.items():
+        assert f"{value:.4g}" in page.texts, name
+    best = min(row["eval_loss"] for row in result.history)
+    for told in ("Plain", "finished", "best eval_loss", f"{best:.4g}", f"{result.steps:,}", "in 2 lives", "single"):
+        assert told in page.texts, told
+    for fault in record.read(result.run_dir).faults:
+        assert fault.text in page.texts
+    assert "went on from step-00000012" in page.texts
+    assert [each.name for each in record.read(result.run_dir).checkpoints if each.name not in page.texts] == []
+    assert {"data", "callbacks", "saving"} <= {each for text in page.texts for each in re.findall(r"[a-z-]+", text)}
+    assert artifacts(database, tmp_path) == text  # it was delivered, and after the last line of the journal
+    last = {f"step {result.steps:,}", f"{result.metrics['loss']:.4g}", f"{result.metrics['eval_loss']:.4g}"}
+    assert any(last <= set(rows[-1][1]) for rows in page.rows)  # what shows where the pointer is
+
+    (result.run_dir / report.NAME).unlink()
+    code, output = command("report", result.run_dir)
+    assert (code, output.splitlines()[-1]) == (0, f"wrote {result.run_dir / report.NAME}")
+    again = (result.run_dir / report.NAME).read_text()
+    assert again.partition("<footer>")[0] == text.partition("<footer>")[0]
+    # As if that store had been down, and the run had not reached it.
+    other = shutil.copy(empty_store, tmp_path / "other.db")
+    for _ in range(2):
+        assert command("sync", result.run_dir, "--track", f"sqlite:///{other}")[0] == 0
+        assert artifacts(other, tmp_path) == again
+
+
+class Ends(callbacks.Callback):
+    every = 1
+
+    def __init__(self, act):
+        self.act = act
+
+    def on_steps_end(self, run, metrics):
+        if run.progress.step == 3:
+            self.act()
+
+
+def test_runs_that_fail_or_are_stopped_have_one_too_and_none_fails_for_it(tmp_path, quiet, capfd):
+    def fail():
+        raise RuntimeError("lost <the> way to https://user:hunter22@host/")
+
+    with pytest.raises(RuntimeError):
+        fit(Plain(), batch_size=20, callbacks=quiet() + [Ends(fail)], run_dir=tmp_path / "failed")
+    page = Page((tmp_path / "failed" / report.NAME).read_text())
+    assert {"failed", "RuntimeError: lost <the> way to https://***@host/"} <= set(page.texts)
+    ends = Ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    result = fit(Plain(), batch_size=20, callbacks=quiet() + [ends], run_dir=tmp_path / "preempted")
+    assert result.status == "preempted"
+    assert {"preempted", "stopped by a signal"} <= set(Page((tmp_path / "preempted" / report.NAME).read_text()).texts)
+
+    (tmp_path / "run" / report.NAME).mkdir(parents=True)
+    result = fit(Plain(), batch_size=20, callbacks=quiet(), run_dir=tmp_path / "run")
+    assert result.status == "finished"
+    assert "warning: report.html could not be written (IsADirectoryError: " in capfd.readouterr().err
+    result = fit(Plain(), batch_size=20, callbacks=quiet(report=None), run_dir=tmp_path / "none")
+    assert not (result.run_dir / report.NAME).exists()
+
+
+NASTY = (
+    "</script><script>alert(1)</script>",
+    "\"'><img src=x onerror=alert(1)>",
+    "</style>",
+    "<!--",
+    "&lt;b&gt;",
+    "\udcff",
+    "]]>",
+)
+texts = st.text(max_size=30) | st.sampled_from(NASTY)
+numbers = st.floats() | st.sampled_from([0.0, 1e308, -1e308, 5e-324, math.nan, math.inf])
+steps = st.integers(0, 2**53)
+curves = st.dictionaries(texts, st.lists(st.tuples(steps, numbers), max_size=6).map(sorted), max_size=4)
+records = st.builds(
+    Record, path=texts.map(lambda text: Path("runs", text.replace("\0", ""))), name=texts, task=texts, target=texts,
+    replicas=st.none() | steps, workers=st.none() | steps, status=st.sampled_from(["", *record.STATUSES]), reason=texts,
+    started=st.none() | st.floats(0, 1e11), seconds=st.floats(0, 1e11), lives=st.integers(0, 3), steps=steps,
+    total_steps=st.none() | steps, hyperparameters=st.dictionaries(texts, texts | numbers | st.lists(texts)),
+    options=st.dictionaries(texts, st.none() | texts), versions=st.dictionaries(texts, texts), backend=texts,
+    curves=curves, speed=st.lists(st.tuples(steps, numbers), max_size=4),
+    clock=st.lists(st.tuples(steps, st.floats(0, 1e11)), max_size=6), verdict=st.lists(texts, max_size=4),
+    checkpoints=st.lists(st.builds(Checkpoint, texts, steps, texts, steps, st.floats(0, 1e11)), max_size=2),
+    split=st.dictionaries(st.sampled_from(["data", "compute"]) | texts, st.floats(0, 1e308)),
+    faults=st.lists(st.builds(Fault, st.floats(0, 1e11), steps, texts), max_size=3),
+)  # fmt: skip
+
+
+def hostile(text):
+    pairs = {text: text, "nested": [text, {text: text}]}
+    return Record(
+        Path("runs", text), text, task=text, target=text, backend=text, reason=text, status="failed", total_steps=3,
+        hyperparameters=pairs, options=pairs, versions={text: text}, machine=pairs, verdict=[text] * 4,
+        curves={text: [(1, math.nan), (2, 1.0)], "eval_" + text: [(1, 1.0)]}, ranks=[{text: 1.0}, {"data": 1.0}],
+        checkpoints=[Checkpoint(text, 1, text, 1, 0.0)], faults=[Fault(0.0, 1, text)], split={text: 1.0},
+    )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(records)
+@example(Record(Path("runs/x"), "x"))
+@example(hostile(NASTY[0]))
+@example(hostile(NASTY[1]))
+@example(hostile("".join(NASTY)))
+def test_no_text_or_number_breaks_out_or_breaks_it(of):
+    page = Page(report.html(of))
+    assert page.scripts == [report._SCRIPT.strip()]
+    metrics = (name.removeprefix("step/").removeprefix("eval_") for name in of.curves)
+    for text in (of.name, *metrics, *(each.text for each in of.faults)):
+        shown = text.encode("utf-8", "replace").decode().strip()
+        assert shown in page.texts or not shown or "@" in shown, text
+    assert not re.search(
+        r"(?i)\b(nan|inf)\b", "".join(re.findall(r' (?:d|[cxy][12xy]?|width)="[^"]*"', report.html(of)))
+    )
+
+
+def test_secrets_are_not_in_it(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "key-of-the-environment")
+    of = Record(
+        Path("runs/x"), "x", hyperparameters={"password": "hidden-1", "deep": {"token": "hidden-2"}}, status="failed",
+        options={"resume": "https://user:hidden-3@host/x"}, faults=[Fault(0.0, 1, "bad key-of-the-environment")],
+        reason="sent to http://hidden-4@host",
+    )  # fmt: skip
+    text = report.html(of)
+    assert not re.findall(r"hidden-\d|key-of-the-environment", text)
+    assert text.count("***") >= 5
+
+
+def test_a_long_journal_is_thinned_where_nobody_sees_it(tmp_path):
+    def line(event, step, **metrics):
+        return json.dumps({"time": 1.7e9 + step, "event": event, "step": step, "epoch": 0, "metrics": metrics}) + "\n"
+
+    with (tmp_path / "journal.jsonl").open("w") as file:
+        file.write(line("restore", 0) + line("fit_start", 0))
+        for step in range(1, 10_001):
+            file.write(line("steps_end", step, loss=1 / step, **{f"metric{each}": each for each in range(5)}))
+            if step % 1000 == 0:
+                file.write(line("eval_end", step, eval_loss=abs(step - 5000)) + line("epoch_end", step, loss=1 / step))
+        file.write(line("fit_end", 10_000))
+    whole, quick = record.read(tmp_path), record.read(tmp_path, quick=True)
+    assert len(whole.curves["step/loss"]) == 10_000
+    assert 300 < len(quick.curves["step/loss"]) < 6000
+    assert quick.best("eval_loss") == (5000, 0.0)
+    for name in ("steps", "seconds", "lives", "status", "faults"):
+        assert getattr(quick, name) == getattr(whole, name)
+    drawn = [re.findall(r'<path class="train[^"]*" d="([^"]*)"', report.html(each))[0] for each in (whole, quick)]
+    assert max(map(len, drawn)) < 10_000
+
+
+def test_bad_input_is_one_line(lived, tmp_path, command):
+    directory = lived[0].run_dir
+    (tmp_path / "notes.html").write_text("mine")
+    for arguments, told in (
+        ((tmp_path,), "is no run directory"),
+        ((tmp_path / "nowhere",), "is no run directory"),
+        ((directory, tmp_path / "notes.html"), "exists already, and is no report"),
+        ((directory, tmp_path), "Is a directory"),
+        ((directory, tmp_path / "no" / "way.html"), "No such file or directory"),
+    ):
+        code, output = command("report", *arguments)
+        assert (code, output.count("\n")) == (2, 1), output
+        assert told in output
+    assert (tmp_path / "notes.html").read_text() == "mine"
+    assert command("report", directory, tmp_path / "out.html")[0] == 0
+    assert command("report", directory, tmp_path / "out.html")[0] == 0  # it may write over its own
+
+
+def screenshots():
+    spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_chromium_shows_it_in_light_and_dark_without_an_error(lived, tmp_path):
+    pictures = screenshots()
+    chromium = next(filter(None, map(shutil.which, pictures.CHROMIUM)), None)
+    if chromium is None:
+        pytest.skip("there is no Chromium here")
+    bad = dataclasses.replace(
+        record.read(lived[0].run_dir), status="failed", task=NASTY[0], name="x" * 200,
+        curves={"loss": [(1, 1.0), (2, 0.5), (3, math.nan), (4, 0.1)], NASTY[1]: [(1, 2.0)]},
+    )  # fmt: skip
+    report.write(tmp_path / "bad.html", bad)
+
+    async def look():
+        profile = tmp_path / "chromium"
+        browser = [chromium, *pictures.FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        with pictures.started(browser, tmp_path):
+            async with aiohttp.ClientSession() as http, pictures.page(http, profile) as tab:
+                await tab.listen()
+                seen = []
+                for path in (lived[0].run_dir / report.NAME, tmp_path / "bad.html"):
+                    for theme, width in (("light", 1100), ("dark", 1100), ("dark", 360)):
+                        await tab.window(width, 800, 1.0, theme)
+                        await tab.open(path.as_uri(), ["Curves", "Options"])
+                        assert await tab.value("document.documentElement.scrollWidth") <= width
+                        seen.append(await tab.value("getComputedStyle(document.body).backgroundColor"))
+                        assert await tab.value("document.querySelector('path.train').getTotalLength() > 300")
+                        await tab.value(
+                            "chart = document.querySelector('.chart'), box = chart.getBoundingClientRect(),"
+                            "chart.onpointermove({clientX: box.left})"
+                        )
+                        assert await tab.value("document.querySelector('.at').textContent") != f"step {bad.steps:,}"
+                        await tab.value("chart.onpointerleave()")
+                        assert await tab.value("document.querySelectorAll('.chart.on').length") == 0
+                assert seen == ["rgb(245, 246, 248)", "rgb(13, 16, 22)", "rgb(13, 16, 22)"] * 2
+                assert tab.errors == []
+                await tab.value("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/'}))")
+                async with asyncio.timeout(60):  # it is refused, and what is refused is heard of
+                    while not any("Content Security Policy" in error for error in tab.errors):
+                        await tab.value("1")
+
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        loop.run_until_complete(look())

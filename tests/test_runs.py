@@ -1,0 +1,484 @@
+"""Runs by their directories: what the reader tells, the commands that list, show, compare, follow and remove them."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import callbacks
+import cli
+from callbacks import record
+from examples.digits import Digits
+from loop import fit, runs
+from loop.errors import UsageError
+from loop.lock import locked
+from tests.conftest import ROOT, TFLOOP
+
+
+class Watcher(callbacks.Callback):
+    """Looks at its own run from outside, while it is under way, and follows it in a thread."""
+
+    def __init__(self):
+        self.status = self.thread = None
+        self.lines = []
+
+    def on_fit_start(self, run):
+        self.thread = threading.Thread(target=lambda: self.lines.extend(runs.tail(run.directory, 100, True)))
+        self.thread.start()
+
+    def on_epoch_end(self, run, metrics):
+        self.status = record.read(run.directory).status
+
+
+def train(directory, *more, **options):
+    chosen = callbacks.standard(mlflow=None, progress=None, journal=callbacks.Journal(every=20))
+    task = Digits(hidden=options.pop("hidden"))
+    return fit(task, backend="single", run_dir=directory, callbacks=chosen + list(more), batch_size=64, **options)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two runs of the same task, one of them profiled; what `fit` returned for each, and who watched the second."""
+    root, watcher = tmp_path_factory.mktemp("trained"), Watcher()
+    first = train(root / "small", hidden=8, epochs=2)
+    second = train(root / "wide", watcher, hidden=32, epochs=3, profile="3:4")
+    return root, first, second, watcher
+
+
+@pytest.fixture
+def root(trained, tmp_path):
+    """The two runs, to do with as one likes."""
+    shutil.copytree(trained[0], tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """Runs a command line in this process; gives exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tfloop", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        output = capfd.readouterr()
+        return ended.value.code or 0, output.out, output.err
+
+    return run
+
+
+def journal(directory, *entries, **about):
+    """Writes a run directory by hand: for lives that nobody wants to wait for."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"time": 1e9 + index, "step": index, "epoch": 0} | each) for index, each in enumerate(entries)]
+    (directory / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "run.json").write_text(json.dumps({"task": "T", "status": "finished", "hyperparameters": {}} | about))
+    return directory
+
+
+# The reader
+
+
+def test_a_record_is_what_fit_returned(trained):
+    root, first, second, _ = trained
+    for name, result in (("small", first), ("wide", second)):
+        found = record.read(root / name)
+        assert (found.name, found.task, found.backend, found.replicas) == (name, "Digits", "single", 1)
+        assert (found.status, found.steps, found.epochs) == ("finished", result.steps, result.epochs)
+        assert (found.examples, found.total_steps, found.lives) == (result.examples, result.steps, 1)
+        assert found.parameters == result.model.count_params()
+        for metric in ("loss", "accuracy", "eval_loss", "eval_accuracy"):
+            assert found.curves[metric] == [(row["step"], row[metric]) for row in result.history]
+        assert {step for step, _ in found.curves["step/loss"]} <= {step for step, _ in found.speed}
+        assert found.best("eval_loss")[1] == min(row["eval_loss"] for row in result.history)
+        assert found.best("accuracy")[1] == max(row["accuracy"] for row in result.history)
+        assert found.checkpoints[-1].step == result.steps
+        assert all(each.bytes > 1000 and each.reason and each.time > found.started for each in found.checkpoints)
+        assert found.seconds > 0
+        assert not found.faults
+        # The time of all parts is that of the run; what isn't told is a moment before the first and after the last one.
+        assert {"starting", "compiling", "evaluation", "callbacks"} <= set(found.split)
+        assert sum(found.split.values()) <= found.seconds * 1.01
+    small, wide = record.read(root / "small"), record.read(root / "wide")
+    assert small.hyperparameters["hidden"] == 8
+    assert small.options["epochs"] == 2
+    assert "training" in small.split
+    assert "compute" in wide.split
+    assert not small.verdict
+    assert wide.ranks[0]["compute"] > 0
+    assert "compute" in wide.verdict[1]
+
+
+def test_a_short_reading_tells_the_same(trained):
+    for name in ("small", "wide"):
+        whole, short = (record.read(trained[0] / name, whole) for whole in (True, False))
+        same = ("status", "steps", "epochs", "examples", "seconds", "started", "lives", "metric", "hyperparameters")
+        assert [getattr(whole, each) for each in same] == [getattr(short, each) for each in same]
+        assert all(whole.curves[each] == short.curves[each] for each in whole.curves if not each.startswith("step/"))
+
+
+def test_lives_and_faults(tmp_path):
+    journal(
+        tmp_path / "r",
+        {"event": "restore", "checkpoint": None},
+        {"event": "steps_end", "step": 5, "metrics": {"loss": 3.0, "examples_per_second": 10}},
+        {"event": "restore", "checkpoint": "step-00000004", "step": 4, "time": 1e9 + 500},
+        {"event": "steps_end", "step": 5, "metrics": {"loss": 2.0}, "time": 1e9 + 510},
+        {"event": "epoch_end", "step": 9, "metrics": {"loss": "nan", "skipped_steps": 2.0}, "time": 1e9 + 1000},
+        {"event": "worker_gone", "worker": "w1", "how": "killed", "time": 1e9 + 1001},
+        {"event": "restore", "checkpoint": "step-00000009", "step": 9, "time": 1e9 + 1001},
+        {"event": "exception", "error": "ValueError: \x1b[31mred", "step": 9, "time": 1e9 + 1002},
+        {"event": "fit_end", "status": "failed", "reason": "", "step": 9, "time": 1e9 + 1002},
+        status="failed",
+        options={"stall_timeout": 300},
+    )
+    found = record.read(tmp_path / "r")
+    assert [each.text for each in found.faults] == [
+        "killed at step 5",
+        "went on from step-00000004",
+        "nothing ended for 490 s",
+        "2 steps of the epoch were skipped: a loss or gradient not finite",
+        "worker w1 gone: killed",
+        "went on from step-00000009",
+        "ValueError: \\x1b[31mred",
+    ]
+    assert (found.lives, found.status, found.seconds) == (3, "failed", 1 + 501 + 1)
+    assert found.curves["step/loss"] == [(5, 2.0)]  # the later life has the last word
+    assert found.best("loss") is None
+    assert found.last("loss") != found.last("loss")
+
+
+def test_running_needs_somebody_who_holds_the_lock(tmp_path):
+    journal(tmp_path / "r", {"event": "restore"}, status="running")
+    assert record.read(tmp_path / "r").status == "killed"
+    with locked(tmp_path / "r"):
+        assert record.read(tmp_path / "r").status == "running"
+    (tmp_path / "r" / "lock").write_text("{}")  # as a kill leaves it
+    assert record.read(tmp_path / "r").status == "killed"
+    assert not record.under_way(tmp_path / "nothing")
+
+
+def test_what_is_half_there_is_told(tmp_path, trained):
+    shutil.copytree(trained[0] / "small", tmp_path / "r")
+    whole = record.read(tmp_path / "r")
+    (tmp_path / "r" / "run.json").write_text('{"task": ')
+    with (tmp_path / "r" / "journal.jsonl").open("ab") as file:
+        file.write(b'\xff\n[[[\n{"event": 7}\n{"time": 1e400, "event": "epoch_end"}\n{"event": "epoch_en')
+    found = record.read(tmp_path / "r")
+    assert (found.status, found.steps, found.curves) == (whole.status, whole.steps, whole.curves)
+    assert found.hyperparameters == whole.hyperparameters  # from the journal
+    (tmp_path / "r" / "journal.jsonl").unlink()
+    os.mkfifo(tmp_path / "r" / "journal.jsonl")  # nobody writes: who reads would wait for ever
+    assert record.read(tmp_path / "r").status == ""
+
+
+VALUES = [
+    None, True, -1, 5, 2**60, 10**400, 0.5, 1e308, float("nan"), float("-inf"), "nan", "", "\x1b[2J", "\ud800", "a\nb",
+    "running", "step-00000001", "2026-11-21T00:00:00Z", [], [[1]], ["\x9b"], {}, {"\x1b]0;x\x07": ["\x00"]},
+    {"lr": -(10**400)}, {"lr": float("nan")}, {"lr": "x"}, {"loss": 1}, {"compute": 1e300, "data": -1},
+    {"eval_loss": "nan", "loss": 10**400, "\u202e": 1e308},
+]  # fmt: skip
+EVENTS = ["restore", "fit_start", "steps_end", "eval_end", "epoch_end", "checkpoint", "call", "summary", "exception"]
+values = st.sampled_from(VALUES)
+about = st.dictionaries(st.sampled_from(runs._FIELDS + ("hyperparameters", "options", "progress", "updated")), values)
+entry = st.fixed_dictionaries(
+    {"time": st.one_of(st.floats(0, 1e10), values), "event": st.sampled_from([*EVENTS, "fit_end", *VALUES])},
+    optional=dict.fromkeys(("step", "epoch", "metrics", "checkpoint", "reason", "seconds", "text", "status"), values)
+    | {"about": about, "total_steps": values},
+)  # fmt: skip
+
+
+def as_bytes(value):
+    return json.dumps(value).encode()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.one_of(st.binary(), about.map(as_bytes), st.just(b"[" * 2000)),
+    st.lists(st.one_of(st.binary(), entry.map(as_bytes), st.just(b'{"a":' * 2000)), max_size=8),
+)
+def test_whatever_is_in_a_run_directory_it_can_be_read_and_shown(run_json, lines):
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place) / "run\x1b[2J"
+        directory.mkdir()
+        (directory / "run.json").write_bytes(run_json)
+        (directory / "journal.jsonl").write_bytes(b"\n".join([*lines, b""]))
+        found = record.read(directory)
+        with contextlib.suppress(UsageError):  # where there is no lr
+            runs.listed(Path(place), ["lr<1"], "-lr", None)
+        shown = [
+            *runs.lines(runs.listed(Path(place), (), None, None), None),
+            *runs.compare([found, record.read(directory, whole=False)]),
+            *runs.show(found),
+            *runs.tail(directory, 10, True),
+            runs.as_json([found]),
+            runs.shown_as_json(found),
+        ]
+        for each in shown:
+            assert each.replace("\n", "").isprintable(), each
+
+
+# The commands
+
+
+def test_runs_are_listed_with_their_best_metric(root, command):
+    code, out, _ = command("runs")
+    head, small, wide = out.splitlines()
+    assert code == 0
+    assert head.split()[:4] == ["run", "status", "engine", "steps"]
+    assert small.split()[:5] == ["small", "finished", "single", "x1", str(record.read(root / "small").steps)]
+    assert f"{record.read(root / 'wide').best('eval_loss')[1]:.4g} eval_loss" in wide
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--filter", "hidden=8"], ["small"]),
+        (["--filter", "hidden>8", "--filter", "status = finished"], ["wide"]),
+        (["--filter", "epochs!=2"], ["wide"]),
+        (["--filter", "engine=single", "--sort", "-hidden"], ["wide", "small"]),
+        (["--filter", "eval_loss<0"], []),
+        (["--filter", "shuffle=true", "--sort", "name"], ["small", "wide"]),
+        (["--filter", "started>=2001-01-01T00:00"], ["small", "wide"]),
+        (["--sort", "eval_accuracy"], ["small", "wide"]),
+        (["--sort=-duration", "--filter", "profile=3:4"], ["wide"]),
+    ],
+)
+def test_filters_and_columns(root, command, arguments, names):
+    code, out, _ = command("runs", "--json", *arguments)
+    found = json.loads(out)
+    assert code == 0
+    assert [each["name"] for each in found] == names
+    assert all(each["best"]["eval_loss"]["value"] > 0 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs", "--filter", "statu=finished"], "did you mean 'status'?"),
+        (["runs", "--filter", "status=finish"], "did you mean 'finished'?"),
+        (["runs", "--filter", "backend=horovd"], "did you mean 'horovod'?"),
+        (["runs", "--filter", "eval_loss<low"], "'low' is no number"),
+        (["runs", "--filter", "hidden"], "give KEY=VALUE"),
+        (["runs", "--filter", "hiden=8"], "did you mean 'hidden'?"),
+        (["runs", "--sort", "eval_los"], "did you mean 'eval_loss'?"),
+        (["runs", "--metric", "acuracy"], "did you mean 'accuracy'?"),
+        (["runs", "--root", "run"], "there is no such directory"),
+        (["runs", "--json", "show", "small"], "give its options behind it"),
+        (["runs", "show", "smal1"], "did you mean 'small'?"),
+        (["runs", "show", "nothing/here"], "is no run directory"),
+        (["runs", "show", ""], "is empty"),
+        (["runs", "show", "\x1b[2Jx"], "\\x1b[2Jx: no run of that name"),
+        (["runs", "show", "wide", "--metric", "los"], "did you mean 'loss'?"),
+        (["runs", "compare", "small"], "1 run to compare: give 2 to 26"),
+        (["runs", "compare", "small", "wide", "--metric", "x"], "no metric of that name; there are: "),
+        (["runs", "rm", "small"], "there is no terminal: give --yes"),
+        (["runs", "rm", "small", "smal1", "--yes"], "did you mean 'small'?"),
+        (["tail", "wid3"], "did you mean 'wide'?"),
+    ],
+)
+def test_what_is_not_there_is_one_line_with_the_nearest_right_name(root, command, arguments, message):
+    code, out, err = command(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("tfloop: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(os.listdir(root)) == ["small", "wide"]
+
+
+def test_a_run_is_found_by_prefix_path_and_latest(root):
+    shutil.copytree(root / "small", root / "smaller")
+    for name in ("wid", "wide", "latest", str(root / "wide"), "runs/wide", "./runs/wide"):
+        assert runs.locate(root, name).resolve() == root / "wide"
+    assert runs.locate(root, "small") == root / "small"  # a whole name is no prefix of another
+    with pytest.raises(UsageError, match="2 runs begin so: small, smaller"):
+        runs.locate(root, "sma")
+
+
+def test_hostile_names_and_broken_runs_are_listed_like_others(root, command):
+    journal(root / "\x1b[31mevil\nname\x9b", {"event": "restore"})
+    shutil.copytree(root / "small", root / os.fsdecode(b"not-utf8-\xff"))
+    (root / "broken").mkdir()
+    (root / "broken" / "run.json").write_text("{")
+    (root / "mlflow.db").touch()
+    (root / "none").mkdir()
+    code, out, err = command("runs")
+    names = [line.split()[0] for line in out.splitlines()[1:]]
+    assert code == 0
+    assert err == ""
+    assert sorted(names) == sorted(["\\x1b[31mevil\\nname\\x9b", "not-utf8-\\udcff", "broken", "small", "wide"])
+
+
+def test_no_runs_is_no_error(command):
+    assert command("runs") == (0, "", "no runs here yet: tfloop train digits makes one\n")
+
+
+def test_show_draws_a_run_in_plain_characters(root, command):
+    code, out, _ = command("runs", "show", "wide")
+    assert code == 0
+    assert out.isascii()
+    assert "\x1b" not in out
+    legend = "loss  * step/loss  o loss  + eval_loss"
+    for part in (
+        "hidden=32",
+        "epochs=3",
+        legend,
+        "eval_accuracy",
+        "where the time went",
+        "compute",
+        "step-0000",
+        "rank 0",
+    ):
+        assert part in out
+    code, out, _ = command("runs", "show", "wide", "--json")
+    found = json.loads(out)
+    assert set(found) == {field.name for field in dataclasses.fields(record.Record)}
+    assert found["curves"]["loss"] == [list(point) for point in record.read(root / "wide").curves["loss"]]
+
+
+def test_compare_shows_what_differs_and_nothing_else(root, command):
+    code, out, _ = command("runs", "compare", "small", "wide", "--metric", "eval_accuracy")
+    rows = {line.split("  ")[0]: line.split() for line in out.splitlines()}
+    assert code == 0
+    assert out.isascii()
+    assert rows["hidden"] == ["hidden", "8", "32"]
+    assert rows["option epochs"] == ["option", "epochs", "2", "3"]
+    assert not {"learning_rate", "option batch_size", "version tensorflow", "backend"} & set(rows)
+    assert rows["eval_loss"][2].endswith("*")
+    assert "eval_accuracy  A  B" in out
+    assert "they differ in nothing" in command("runs", "compare", "small", "small")[1]
+
+
+def test_a_run_is_followed_to_its_end(trained):
+    _, _, second, watcher = trained
+    watcher.thread.join(60)
+    assert watcher.status == "running"
+    assert watcher.lines[-1] == f"finished at step {second.steps}"
+    text = "\n".join(watcher.lines)
+    for each in ("fit_start", "epoch_start", "steps_end", "eval_end", "checkpoint", "summary", "fit_end"):
+        assert f"  {each}" in text
+    assert text.count("eval_end") == 3
+    assert f"accuracy {second.history[0]['eval_accuracy']:.4g}" in text
+
+
+def test_following_ends_when_the_run_is_killed(tmp_path):
+    hold = (
+        "import sys, pathlib as p, loop.lock as l\nwith l.locked(p.Path('r')):\n    print(flush=True); sys.stdin.read()"
+    )
+    journal(tmp_path / "r", {"event": "restore"}, status="running")
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=-1, stdout=-1
+    ) as owner:  # fmt: skip
+        owner.stdout.readline()
+        lines = runs.tail(Path("r"), 10, True)
+        assert "restore" in next(lines)
+        with (tmp_path / "r" / "journal.jsonl").open("a") as file:
+            file.write('{"time": 1e9, "event": "epoch_start", "step": 7, "epoch": 3}\n')
+        assert "epoch 4" in next(lines)
+        owner.kill()
+    assert list(lines) == ["killed at step 7"]
+
+
+def test_tail_shows_what_there_is(root, command):
+    code, out, _ = command("tail", "wide", "-n", "2", "--no-follow")
+    assert code == 0
+    assert [line.split()[3] for line in out.splitlines()][-1] == "fit_end"
+    assert command("tail", "wide", "-n", "0")[1] == f"finished at step {record.read(root / 'wide').steps}\n"
+
+
+# Removing
+
+
+def test_rm_removes_runs_and_never_what_links_lead_to(root, command, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("all I have")
+    (root / "small" / "link").symlink_to(tmp_path / "precious")
+    (root / "small" / "checkpoints" / "link").symlink_to(tmp_path / "precious" / "file")
+    (root / "alias").symlink_to(root / "wide")
+    assert command("runs", "rm", "small", "runs/small", "--yes") == (0, "", "")
+    assert sorted(os.listdir(root)) == ["alias", "wide"]
+    assert (tmp_path / "precious" / "file").read_text() == "all I have"
+    code, _, err = command("runs", "rm", "alias", "--yes")
+    assert code == 2
+    assert "is a link" in err
+    assert (root / "wide" / "run.json").exists()
+
+
+def test_rm_refuses_what_is_no_run_alone_or_under_way(root, command, tmp_path, monkeypatch):
+    journal(tmp_path / "runs" / "no-manifest", {"event": "restore"})
+    (root / "no-manifest" / "run.json").write_text('{"task": "T"}')
+    journal(root / "outer", {"event": "restore"})
+    journal(root / "outer" / "inner", {"event": "restore"})
+    (root / "wide" / "lock").symlink_to(tmp_path / "runs" / "outer" / "run.json")
+    refused = {"no-manifest": "no run.json of a run", "outer": "holds other runs", "wide": "under way"}
+    for name, why in refused.items():
+        code, _, err = command("runs", "rm", name, "--yes")
+        assert code == 2
+        assert why in err
+    with locked(root / "small"):
+        assert "under way" in command("runs", "rm", "small", "--yes")[2]
+    monkeypatch.chdir(root / "small")
+    assert "holds where you are" in command("runs", "--root", root, "rm", "small", "--yes")[2]
+    assert sorted(os.listdir(root)) == ["no-manifest", "outer", "small", "wide"]
+
+
+def test_rm_says_what_is_left_and_can_be_called_again(root, command, monkeypatch):
+    unlink = os.unlink
+
+    def stuck(path, *more, **names):
+        if str(path).endswith("manifest.json"):
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path, *more, **names)
+
+    monkeypatch.setattr(os, "unlink", stuck)
+    code, _, err = command("runs", "rm", "small", "--yes")
+    assert code == 1
+    assert "left: " in err
+    assert "manifest.json (Permission denied)" in err
+    monkeypatch.undo()
+    os.chdir(root.parent)
+    assert (root / "small" / "run.json").exists()
+    assert command("runs", "rm", "small", "--yes")[0] == 0
+    assert not (root / "small").exists()
+
+
+def test_rm_asks_on_a_terminal(root):
+    for answer, there in (("n\n", True), ("y\n", False)):
+        main, terminal = pty.openpty()
+        rm, environment = [*TFLOOP, "runs", "rm", "small"], {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(rm, stdin=terminal, stdout=subprocess.PIPE, text=True, env=environment) as asking:
+            os.write(main, answer.encode())
+            out, _ = asking.communicate(timeout=120)
+        os.close(main)
+        os.close(terminal)
+        assert asking.returncode == 0
+        assert "small" in out
+        assert (root / "small").exists() is there
+
+
+def test_none_of_this_loads_what_is_slow(root):
+    code = (
+        "import sys, cli\n"
+        "for arguments in sys.argv[1:]:\n"
+        "    sys.argv = ['tfloop', *arguments.split()]\n"
+        "    try: cli.main()\n"
+        "    except SystemExit as ended: assert not ended.code, ended\n"
+        "slow = {'tensorflow', 'numpy', 'mlflow', 'optuna'}\n"
+        "print('loaded:', slow & set(sys.modules), file=sys.stderr)\n"
+    )
+    commands = ["runs", "runs --json", "runs show wide", "runs compare small wide", "tail wide", "runs rm small --yes"]
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)  # fmt: skip
+    assert done.stderr == "loaded: set()\n", done.stderr
