@@ -488,8 +488,8 @@ def told(entry: dict[str, Any]) -> str:
         what = "  ".join(str(entry[name]) for name in told_of if entry.get(name))
     colour = {"exception": "red", "worker_gone": "red", "eval_end": "cyan"}.get(event)
     colour = _COLOURS.get(str(entry.get("status")), colour)
-    within = event in ("epoch_start", "steps_end", "eval_end", "epoch_end") and isinstance(epoch, int)
-    at += f"  epoch {epoch + 1:<3}" if within else " " * 11
+    within = event in ("epoch_start", "steps_end", "eval_end", "epoch_end")
+    at += f"  epoch {epoch + 1:<3}" if within and isinstance(epoch, int) else " " * 11
     line = f"{at}  {terminal.coloured(event.ljust(11), colour)}  {what}".rstrip()
     return "\n".join([line, *(f"  {each}" for each in text)]) if isinstance(text, list) else line
 
