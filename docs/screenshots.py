@@ -265,7 +265,7 @@ async def pictures_of_a_run(tab: Tab, directory: Path) -> None:
     terminal = (directory / TERMINAL).as_uri()
     await tab.window(1100, 800)
     await tab.open(terminal)
-    await tab.window(*await tab.value("[document.body.offsetWidth, document.body.offsetHeight]"), 1.25)
+    await tab.window(*await tab.value("[document.body.offsetWidth, document.body.offsetHeight]"), 1.1)
     await tab.picture(terminal, IMAGES / "terminal.png", texts=[RUN])
 
 
