@@ -97,7 +97,7 @@ BEFORE_TENSORFLOW = [
     (["train", "mien.py:Mine"], "there is no file mien.py; did you mean 'mine.py'"),
     (["train", "digits", "--eval-every", "9" * 5000], "eval_every='999"),
     (["evaluate", "nowhere", "--backend", "mirored"], "backend='mirored': give one of auto"),
-    (["export", "x" * 300, "out.npz"], "xxx.*: the name is too long"),
+    (["evaluate", "x" * 300], "xxx.*: the name is too long"),
     (["export", "nowhere", "out.npz"], "nowhere: no checkpoint there"),
     (["evaluate", "nowhere"], "nowhere: no checkpoint there"),
 ]
