@@ -986,7 +986,8 @@ def tracking(
             track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
         )
     except ValueError as error:
-        raise UsageError(f"{'--register' if 'register' in str(error) else '--track-wait'}: {error}") from None
+        option = f"--register {register}" if "register" in str(error) else f"--track-wait {wait}"
+        raise UsageError(f"{option}: {error}") from None
 
 
 def schedule(text: str) -> int | str:

@@ -303,6 +303,7 @@ def test_mlflow_has_everything_in_a_real_store(quiet, store, tmp_path):
         "run.json",
         "journal.jsonl",
         "metrics.csv",
+        "report.html",
     }
 
 

@@ -197,10 +197,10 @@ def test_real_trials_through_a_kill_come_once_and_below_one_run_of_mlflow(empty_
     (tmp_path / "mine.py").write_text("from dataclasses import dataclass\nfrom tests.tasks import Weighted as Plain\n")
     uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     asked = plan(
-        ["rate=0.01,0.05", "hidden=2,4"], target="mine.py:Plain", arguments=["--epochs=3", f"--track={uri}"],
+        ["hidden=2,3,4"], target="mine.py:Plain", arguments=["--epochs=3", f"--track={uri}"],
         place=str(tmp_path),
     )  # fmt: skip
-    command = driven(asked, 4, {"rate": "float", "hidden": "int"})
+    command = driven(asked, 3, {"hidden": "int"})
     life = Life(command)
     directory = tmp_path / "swept"
     assert life.wait_for((directory / "trial-002").exists)  # later kills are in tests.campaigns.sweep
@@ -209,7 +209,7 @@ def test_real_trials_through_a_kill_come_once_and_below_one_run_of_mlflow(empty_
     code, shown = life.result()
     assert code == 0, shown
     assert "going on" in shown
-    check(directory, uri, 4)
+    check(directory, uri, 3)
 
 
 @pytest.fixture
