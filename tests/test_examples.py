@@ -125,13 +125,13 @@ def test_workers_read_files_of_their_own_which_are_written_once(tmp_path):
 
 def test_callback_of_ones_own_goes_on_where_it_was(tmp_path):
     def lines(steps, run_dir):
-        fit(target.load("custom_callback", ["width=16", "every=20"]), steps=steps, eval_every="never",
+        fit(target.load("custom_callback", ["width=16", "every=5"]), steps=steps, eval_every="never",
             run_dir=run_dir, callbacks=quietly())  # fmt: skip
         return (run_dir / "names.txt").read_text().splitlines()
 
-    begun = lines(40, tmp_path / "cut")
-    assert [line.split(",")[0] for line in begun] == ["step 20", "step 40"]
-    assert lines(60, tmp_path / "cut") == lines(60, tmp_path / "whole")
+    begun = lines(10, tmp_path / "cut")
+    assert [line.split(",")[0] for line in begun] == ["step 5", "step 10"]
+    assert lines(15, tmp_path / "cut") == lines(15, tmp_path / "whole")
 
 
 def test_task_s_own_callbacks_take_the_place_of_standard_ones_and_what_is_handed_in_wins():
