@@ -74,6 +74,12 @@ class Found:
         steepest = int(np.argmin(smoothed[2 * width : end] - smoothed[width : end - width]))
         return self.rates[steepest + width + width // 2]
 
+    @property
+    def top(self) -> float:
+        """The greatest loss that a plot shows: how far it diverges is of no interest."""
+        smoothed = self.smoothed
+        return 2 * max(smoothed[: int(np.argmin(smoothed)) + 1]) - min(smoothed)
+
 
 def find_lr(
     task: TrainTask,
@@ -212,8 +218,7 @@ def plot(found: Found, width: int, height: int = 16) -> list[str]:
     figure.plot_size(width, height)
     places = [math.log10(rate) for rate in found.rates]
     smoothed = found.smoothed
-    top = 2 * max(smoothed[: int(np.argmin(smoothed)) + 1]) - min(smoothed)  # how far it diverges is of no interest
-    shown = [(place, loss) for place, loss in zip(places, smoothed, strict=True) if loss <= top]
+    shown = [(place, loss) for place, loss in zip(places, smoothed, strict=True) if loss <= found.top]
     figure.draw(figure.signal(*zip(*shown, strict=True), marker="braille").lines())
     if found.suggestion is not None:
         figure.line(math.log10(found.suggestion), "vertical", style="dotted")
@@ -248,12 +253,14 @@ def write(path: Path, found: Found) -> None:
 def _draw(path: Path, form: str, found: Found) -> None:
     from matplotlib.figure import Figure
 
+    if not found.losses:
+        raise UsageError("the loss is not finite from the start: there is nothing to plot")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.semilogx(found.rates, found.losses, color="0.75", label="each step")
     axes.semilogx(found.rates, found.smoothed, label="smoothed")
     if found.suggestion is not None:
         axes.axvline(found.suggestion, color="tab:red", linestyle=":", label=f"suggestion: {found.suggestion:.1e}")
-    axes.set(xlabel="learning rate", ylabel="loss")
+    axes.set(xlabel="learning rate", ylabel="loss", ylim=(None, found.top))
     axes.legend()
     figure.savefig(path, format=form, dpi=120)

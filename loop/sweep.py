@@ -362,8 +362,9 @@ class _Sweep:
 
     def run(self) -> Report:
         """Makes all trials, or stops."""
-        track = ([None] + [each[8:] for each in self._plan.arguments if each.startswith("--track=")])[-1]
-        tracker = None if track == "off" else MLflowTracker(track)
+        options = dict(each.partition("=")[::2] for each in self._plan.arguments)
+        track, wait = options.get("--track"), float(options.get("--track-wait", 60))
+        tracker = None if track == "off" else MLflowTracker(track, wait=wait)
         record: Any = types.SimpleNamespace(directory=self._directory, info=self._about)
         status = "failed"
         with self._listening():

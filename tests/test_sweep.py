@@ -192,12 +192,13 @@ def test_a_signal_has_the_trials_save_and_the_same_command_goes_on(trial, monkey
     assert shown.count("pruned") == 3
 
 
+@pytest.mark.timeout(900)
 def test_real_trials_through_a_kill_come_once_and_below_one_run_of_mlflow(empty_store, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "mine.py").write_text("from dataclasses import dataclass\nfrom tests.tasks import Weighted as Plain\n")
     uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     asked = plan(
-        ["hidden=2,3,4"], target="mine.py:Plain", arguments=["--epochs=3", f"--track={uri}"],
+        ["hidden=2,3,4"], target="mine.py:Plain", arguments=["--epochs=3", f"--track={uri}", "--track-wait=300"],
         place=str(tmp_path),
     )  # fmt: skip
     command = driven(asked, 3, {"hidden": "int"})
