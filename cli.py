@@ -574,7 +574,8 @@ def tune(
     typed = {"batch-size": batch_size, "backend": backend, "workers": workers}
     arguments = [f"--{name}={value}" for name, value in typed.items() if value is not None]
     arguments += [*(f"--set={each}" for each in set_ or ()), *(f"--config={each}" for each in config_ or ())]
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    # SIGTERM as Ctrl-C, which a shell has ignored where it starts a command in the background.
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     stages = callbacks.progress.Stages(len(tune_.TUNED) * rounds * 2, sys.stderr)
     try:
         found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, stages.next)
@@ -584,7 +585,8 @@ def tune(
         raise typer.Exit(PREEMPTED) from None
     finally:
         stages.close()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     tune_.write(out, found)
     if as_json:
         print(json.dumps(tune_.as_json(found) | {"file": str(out)}))

@@ -364,7 +364,10 @@ class _Sweep:
         """Makes all trials, or stops."""
         options = dict(each.partition("=")[::2] for each in self._plan.arguments)
         track, wait = options.get("--track"), float(options.get("--track-wait", 60))
-        tracker = None if track == "off" else MLflowTracker(track, wait=wait)
+        try:
+            tracker = None if track == "off" else MLflowTracker(track, wait=wait)
+        except ValueError as error:
+            raise UsageError(f"--track-wait {wait}: {error}") from None
         record: Any = types.SimpleNamespace(directory=self._directory, info=self._about)
         status = "failed"
         with self._listening():
