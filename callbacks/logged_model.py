@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import warnings
@@ -31,6 +32,7 @@ def write(run: Run) -> Path:
         from mlflow import pyfunc
         from mlflow.models import infer_signature
 
+        logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
         pyfunc.save_model(
             partial / NAME,
             loader_module="tfloop_loader",
