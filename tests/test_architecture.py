@@ -46,6 +46,31 @@ def test_imports_run_one_way():
         assert not above, f"{path} imports {above}"
 
 
+def floors():
+    """The floors of `loop/` as the picture in docs/architecture.md has them: by room, from the ground up."""
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("```text\n")[1].split("```")[0]
+    found, floor = {}, 0
+    for line in reversed(picture.splitlines()):
+        floor += "─" in line
+        cells = line.split("│")[1:-1]
+        if len(cells) == 2:
+            found |= dict.fromkeys(cells[1][14:].split(), floor)
+    return found
+
+
+def test_imports_run_down_the_floors_of_the_picture():
+    where = floors()
+    rooms = {path: path.parent.name if path.parent.name != "loop" else path.stem for path in ROOT.glob("loop/**/*.py")}
+    rooms = {path: room for path, room in rooms.items() if room != "__init__"}
+    assert set(rooms.values()) <= set(where)
+    for path, room in rooms.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "loop":
+                parts = node.module.split(".")
+                names = parts[1:2] or [alias.name for alias in node.names]
+                assert not [name for name in names if where.get(name, 0) > where[room]], f"{path} imports {names}"
+
+
 def test_collectives_stand_in_backends_alone():
     pattern = re.compile(r"\b(hvd|horovod\.tensorflow|tf\.distribute|all_reduce\(tf|strategy\.(run|reduce))\b")
     allowed = {"loop/doctor.py"}  # asks Horovod what it was built with
