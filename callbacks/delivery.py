@@ -44,6 +44,7 @@ SENT = "tfloop.artifacts"
 # MLflow takes 1000 metrics or 100 parameters at once, and 1 MB: what is long has a place in it even as \u escapes.
 _METRICS, _PARAMS = 500, 10
 _KEY_LENGTH, _VALUE_LENGTH = 250, 6000
+_LONGEST_PAUSE = 10.0  # seconds until somebody who watches sees what is new
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}  # anything else is KILLED
 
 
@@ -395,14 +396,15 @@ class Courier(threading.Thread):
     def run(self) -> None:
         pause = 1.0
         while not self._given_up:
-            last = self._ended.is_set()
+            last, begun = self._ended.is_set(), time.thread_time()
             try:
                 self.delivery.deliver()
                 if last:
                     self.delivery.close()
                     self._done = True
                     return
-                pause, self._error = 1.0, ""
+                # It shares the machine with the training: a hundredth of a core is its part.
+                pause, self._error = min(max(1.0, 100 * (time.thread_time() - begun)), _LONGEST_PAUSE), ""
             except Exception as error:  # whatever the store does
                 self._error = reason(error)
                 self.delivery.disconnect()
