@@ -26,7 +26,6 @@ from typer.core import TyperCommand
 import callbacks
 import callbacks.progress
 import callbacks.record
-from callbacks.checkpoint import lower_is_better
 from callbacks.journal import jsonable
 from callbacks.pruning import Pruning
 from callbacks.redact import HIDDEN, mask, redact
@@ -660,8 +659,8 @@ def sweep(
         typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
         plan = sweep_.Plan(
             target=target.absolute(target_), grid=swept, random=drawn, metric=metric,
-            direction=direction or ("minimize" if lower_is_better(metric) else "maximize"), sampler=sampler,
-            pruner=pruner, seed=seed or 0, place=str(Path.cwd()),
+            direction=sweep_.direction(metric, direction), sampler=sampler, pruner=pruner, seed=seed or 0,
+            place=str(Path.cwd()),
             arguments=train_arguments(typed, set_ or (), config_ or (), [*swept, *drawn]),
         )  # fmt: skip
     if launch.job_size() is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from callbacks import direction
 from callbacks.base import Callback, Metrics, Run
-from callbacks.checkpoint import lower_is_better
 
 
 class Patience(Callback):
@@ -16,7 +16,7 @@ class Patience(Callback):
         metric: a metric of the evaluation (`eval_...`) or of the training epoch.
         patience: how many measurements without improvement are borne, >= 1.
         min_delta: the least change that counts as an improvement, >= 0.
-        mode: `"min"`, `"max"` or `"auto"` (min for a name with "loss", "error" or "perplexity").
+        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
 
     Raises:
         ValueError: when the metric is first due, if the run has no such metric.
@@ -31,7 +31,7 @@ class Patience(Callback):
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
-        self.sign = 1 if mode == "min" or (mode == "auto" and lower_is_better(metric)) else -1
+        self.sign = direction.sign(self, "metric", metric, mode)
         self.best: float | None = None
         self.waited = 0
 

@@ -23,7 +23,7 @@ class ReduceOnPlateau(Patience):
         min_delta: the least change that counts as an improvement, >= 0.
         cooldown: how many measurements after a reduction don't count against the patience, >= 0.
         min_lr: the rate isn't made lower than this, >= 0.
-        mode: `"min"`, `"max"` or `"auto"` (min for a name with "loss", "error" or "perplexity").
+        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
 
     Raises:
         ValueError: at the start, if an optimizer has a schedule; when the metric is first due, if there is none.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks.checkpoint import lower_is_better
+from callbacks.direction import lower_is_better
 from callbacks.journal import jsonable
 from callbacks.record import (
     ABOUT,
@@ -132,15 +132,20 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
 
 
 def value(record: Record, key: str) -> Any:
-    """What a run has of this name: a field, a hyperparameter, an option, or the best value of a metric; else None."""
+    """What a run has of this name: a field, a hyperparameter, an option, or `_best` of a metric; else None."""
     if key in _FIELDS:
         found = getattr(record, key)
         return found if found != "" else None
     for values in (record.hyperparameters, record.options):
         if key in values:
             return values[key]
-    best = record.best(key)
-    return best[1] if best else record.last(key)
+    return _best(record, key)
+
+
+def _best(record: Record, metric: str) -> float | None:
+    """The best value of a metric, or the last one where it isn't known what is best."""
+    best = record.best(metric)
+    return best[1] if best else record.last(metric)
 
 
 def _keys(records: Iterable[Record]) -> list[str]:
@@ -233,14 +238,14 @@ def lines(records: Sequence[Record], metric: str | None) -> list[str]:
 
 def _row(record: Record, metric: str | None) -> Iterator[str]:
     name = metric or record.metric
-    best = record.best(name)
+    best = _best(record, name)
     yield terminal.cut(record.name, 60)
     yield terminal.coloured(record.status, _COLOURS.get(record.status))
     yield record.backend + ("" if record.replicas is None else f" x{record.replicas}")
     yield f"{record.steps:,}" + (
         f"/{record.total_steps:,}" if record.status != "finished" and record.total_steps else ""
     )
-    yield "" if best is None else f"{best[1]:.4g}" + ("" if metric else f" {name}")
+    yield "" if best is None else f"{best:.4g}" + ("" if metric else f" {name}")
     yield terminal.duration(record.seconds)
     yield terminal.when(record.started)[:16]
 
@@ -301,8 +306,9 @@ def show(record: Record, metric: str | None = None) -> list[str]:
         rows = [["metric", "last", "best", "at step"]]
         for name in record.curves:
             if not name.startswith(STEP):
-                step, best = record.best(name) or ("", math.nan)
-                rows.append([name, f"{record.last(name):.6g}", f"{best:.6g}", f"{step}"])
+                step, best = record.best(name) or ("", None)
+                numbers = ["" if each is None else f"{each:.6g}" for each in (record.last(name), best)]
+                rows.append([name, *numbers, f"{step}"])
         found += ["", *_titled(terminal.table(rows, right=(1, 2, 3)))]
     if record.checkpoints:
         rows = [["checkpoint", "saved for", "size", "time"]]
@@ -367,9 +373,9 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[str]:
     rows = [["best", *letters]]
     for name in _metrics(records):
         if not name.startswith(STEP) or name == metric:
-            values = [best[1] if (best := each.best(name)) else None for each in records]
-            having = [each for each in values if each is not None]
-            top = (min if lower_is_better(name) else max)(having, default=None)
+            values, less = [_best(each, name) for each in records], lower_is_better(name)
+            having = [each for each in values if each is not None and math.isfinite(each)]
+            top = None if less is None else (min if less else max)(having, default=None)
             cells = ["-" if each is None else f"{each:.6g}" + ("*" if each == top else " ") for each in values]
             rows.append([name, *cells])
     found += ["", *_titled(terminal.table(rows, right=range(1, len(rows[0]))))]
