@@ -987,8 +987,9 @@ def tracking(
             track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
         )
     except ValueError as error:
-        option = f"--register {register}" if "register" in str(error) else f"--track-wait {wait}"
-        raise UsageError(f"{option}: {error}") from None
+        what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
+        option = {"uri": f"--track {redact(track)}", "register": f"--register {register}"}.get(what.partition("=")[0])
+        raise UsageError(f"{option or f'--track-wait {wait}'}: {fix}") from None
 
 
 def schedule(text: str) -> int | str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks import direction
+from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
 
 
@@ -35,10 +36,9 @@ class Checkpoint(Callback):
         background: bool = True,
         on_error: str = "stop",
     ) -> None:
-        if keep_last < 1:
-            raise ValueError(f"Checkpoint(keep_last={keep_last}): at least 1 checkpoint must be kept")
-        if on_error not in ("stop", "warn"):
-            raise ValueError(f"Checkpoint(on_error={on_error!r}): give stop or warn")
+        check(self, is_whole(keep_last, 1), "give a whole number >= 1 of checkpoints", keep_last=keep_last)
+        check(self, best is None or (isinstance(best, str) and best != ""), "give a metric's name, or None", best=best)
+        check(self, on_error in ("stop", "warn"), "give stop or warn", on_error=on_error)
         self.every = every
         self.keep_last = keep_last
         self.best = best

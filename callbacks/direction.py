@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from callbacks.arguments import check
+
 _LESS = re.compile(r"loss|error|perplexity|cross_?entropy|divergence|distance|neg(ative)?_?log_?likelihood")
 _MORE = re.compile(r"accuracy|precision|recall|reward|similarity|likelihood|correct|score")
 _LESS_WORDS = re.compile(
@@ -40,12 +42,7 @@ def sign(callback: object, argument: str, metric: str, mode: str) -> int:
     Raises:
         ValueError: there is no such mode, or the name doesn't tell.
     """
-    kind = type(callback).__name__
-    if mode not in ("auto", "min", "max"):
-        raise ValueError(f"{kind}(mode={mode!r}): give auto, min or max")
+    check(callback, mode in ("auto", "min", "max"), "give auto, min or max", mode=mode)
     less = mode == "min" if mode != "auto" else lower_is_better(metric)
-    if less is None:
-        raise ValueError(
-            f"{kind}({argument}={metric!r}): the name doesn't tell which way is better: give mode min or max"
-        )
+    check(callback, less is not None, "the name doesn't say what is better: give mode min or max", **{argument: metric})
     return 1 if less else -1

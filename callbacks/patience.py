@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from callbacks import direction
+from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Callback, Metrics, Run
 
 
@@ -23,11 +24,9 @@ class Patience(Callback):
     """
 
     def __init__(self, metric: str, patience: int, min_delta: float, mode: str) -> None:
-        if patience < 1 or min_delta < 0 or mode not in ("auto", "min", "max"):
-            raise ValueError(
-                f"{type(self).__name__}(patience={patience}, min_delta={min_delta}, mode={mode!r}): patience must be "
-                ">= 1, min_delta >= 0, mode auto, min or max"
-            )
+        check(self, isinstance(metric, str) and metric != "", "give the name of a metric", metric=metric)
+        check(self, is_whole(patience, 1), "give a whole number >= 1", patience=patience)
+        check(self, is_number(min_delta, 0), "give a number >= 0", min_delta=min_delta)
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
