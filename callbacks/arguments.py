@@ -9,7 +9,7 @@ from typing import Any
 
 def is_whole(value: Any, least: int, most: float = math.inf) -> bool:
     """Whether it is a whole number, of any kind but bool, within these bounds."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= value <= most
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 def is_number(value: Any, least: float, most: float = math.inf) -> bool:

@@ -81,7 +81,7 @@ class MLflowTracker(Callback):
         log_model: bool = False,
         register: str | None = None,
     ) -> None:
-        what = "give a URI such as sqlite:///mlflow.db or http://host:5000, or None for the default"
+        what = "give a URI such as sqlite:///mlflow.db or http://host:5000"
         check(self, uri is None or _is_store(uri), what, uri=redact(uri))
         check(self, is_number(wait, 0, 1e6), "give seconds, from 0 to 1000000", wait=wait)
         good = register is None or (isinstance(register, str) and register.strip() and not set("/:'\"") & set(register))

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,6 +97,31 @@ def locate(root: Path, text: str) -> Path:
         f"did you mean {printable(close[0])!r}?" if close else f"the latest is {max(there.values(), key=begun).name!r}"
     )
     raise UsageError(f"{shown}: no run of that name in {printable(str(root))}; {hint}")
+
+
+def named(text: str) -> Path:
+    """What is meant by a path, the name of a run in `runs/`, the beginning of one, or `latest`.
+
+    Raises:
+        UsageError: there are runs, and none of this name.
+    """
+    path = Path(text)
+    return path if path.exists() or "/" in text or not find(ROOT) else locate(ROOT, text)
+
+
+def checkpointed(path: Path, option: str = "") -> Path:
+    """The same path, if it is a checkpoint, or a run directory that has one.
+
+    Raises:
+        UsageError: it isn't.
+    """
+    from loop.checkpoint import MANIFEST, complete  # which loads NumPy
+
+    if not (path / MANIFEST).exists() and not complete(path / "checkpoints"):
+        raise UsageError(
+            f"{option}{printable(str(path))}: no checkpoint there: give a run directory or a directory step-<8 digits>"
+        )
+    return path
 
 
 # The table
@@ -286,15 +312,17 @@ def show(record: Record, metric: str | None = None) -> list[str]:
     lives = f" in {record.lives} lives" if record.lives > 1 else ""
     status = terminal.coloured(record.status or "?", _COLOURS.get(record.status), bold=True)
     why = f" ({record.reason})" if record.reason else ""
+    since = "" if record.started is None else f", from {terminal.when(record.started)} UTC"
     found = [
         terminal.coloured(record.name, None, bold=True),
-        f"{status}{why}: {done}; {terminal.duration(record.seconds)}{lives}, from {terminal.when(record.started)} UTC",
+        f"{status}{why}: {done}; {terminal.duration(record.seconds)}{lives}{since}",
     ]
+    places = _counted(record.replicas, "replica"), _counted(record.workers, "worker")
     changed = {name: each for name, each in record.options.items() if DEFAULTS.get(name) != each and name != "backend"}
     size = "" if record.parameters is None else f", {record.parameters:,} parameters"
     facts = {
         "task": f"{record.target or record.task}{size}",
-        "engine": f"{record.backend}, {_counted(record.replicas, 'replica')} on {_counted(record.workers, 'worker')}",
+        "engine": record.backend and f"{record.backend}, {places[0]} on {places[1]}",
         "fields": _pairs(record.hyperparameters),
         "options": _pairs(changed),
         "versions": _pairs(record.versions),
@@ -326,7 +354,7 @@ def show(record: Record, metric: str | None = None) -> list[str]:
 
 
 def _counted(count: int | None, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+    return f"{'?' if count is None else count} {what}{'s' * (count != 1)}"
 
 
 def _titled(text: list[str]) -> list[str]:
@@ -456,7 +484,7 @@ def tail(path: Path, last: int, follow: bool) -> Iterator[str]:
     """The events of a run as lines: the last so many that there are, then those that come, until the run ends."""
     alive = under_way(path)
     recent, offset = _news(path, 0)
-    yield from deque(recent, maxlen=last)
+    yield from deque(recent, maxlen=min(last, sys.maxsize))
     while follow and alive:
         time.sleep(_POLL)
         alive = under_way(path)  # asked before reading: what is written until then is read below

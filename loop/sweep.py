@@ -143,7 +143,7 @@ def direction(metric: str, asked: str | None) -> str:
     less = lower_is_better(metric)
     if asked is None and less is None:
         raise UsageError(
-            f"--metric {metric}: the name doesn't tell which way is better: give --direction minimize or maximize"
+            f"--metric {metric}: the name doesn't say what is better: give --direction minimize or maximize"
         )
     return asked or ("minimize" if less else "maximize")
 
