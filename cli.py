@@ -452,7 +452,10 @@ def verify(
     engine = "multiworker" if launch.horovod_missing() else "horovod"
 
     def job(directory: Path) -> str:
-        return launch.run(engine, 2, [*sys.argv[1:], "--record", str(directory)])[1]
+        code, problem, _ = launch.run(engine, 2, [*sys.argv[1:], "--record", str(directory)])
+        if code == PREEMPTED:
+            raise KeyboardInterrupt
+        return problem
 
     with os.fdopen(os.dup(2), "w") as stderr:
         stages = callbacks.progress.Stages(9 + processes, stderr)
@@ -1124,7 +1127,9 @@ def main() -> None:
             while step is not None:  # what led to the command says nothing
                 trace = step.tb_next if "typer" in Path(step.tb_frame.f_code.co_filename).parts else trace
                 step = step.tb_next
-            sys.stderr.write(mask("".join(traceback.format_exception(error.with_traceback(trace)))))
+            if trace is not None:
+                error = error.with_traceback(trace)
+            sys.stderr.write(mask("".join(traceback.format_exception(error))))
     sys.stderr.flush()
     sys.stdout.flush()
     sys.exit(code)

@@ -13,7 +13,8 @@ from loop.target import SHIPPED, classes
 def targets(incomplete: str) -> list[str]:
     """The shipped examples, and the classes in Python files whose path begins so."""
     found = list(SHIPPED)
-    for path in _beginning(incomplete.partition(":")[0], "*.py"):
+    start = incomplete.partition(":")[0]
+    for path in [Path(start)] if start.endswith(".py") else _beginning(start, "*.py"):
         found += [f"{path}:{kind}" for kind in classes(path)]
     return [each for each in found if each.startswith(incomplete)]
 

@@ -259,7 +259,8 @@ def _is_number(text: str) -> bool:
 def lines(records: Sequence[Record], metric: str | None) -> list[str]:
     """The table of runs."""
     head = ["run", "status", "engine", "steps", f"best {metric}" if metric else "best", "duration", "started (UTC)"]
-    return _titled(terminal.table([head, *([*_row(each, metric)] for each in records)], right=(3, 5)))
+    rows = [head, *([*_row(each, metric)] for each in records)]
+    return _titled(terminal.table(rows, right=(3, 5), spare=(6, 2, 5, 3, 4)))
 
 
 def _row(record: Record, metric: str | None) -> Iterator[str]:
@@ -308,7 +309,7 @@ def show(record: Record, metric: str | None = None) -> list[str]:
     if metric is not None:
         _known("--metric", metric, list(record.curves))
     of = f" of {record.total_steps:,}" if record.total_steps and record.total_steps != record.steps else ""
-    done = f"{record.steps:,}{of} steps, {record.epochs} epochs, {record.examples:,} examples"
+    done = f"{record.steps:,}{of} steps, {_counted(record.epochs, 'epoch')}, {record.examples:,} examples"
     lives = f" in {record.lives} lives" if record.lives > 1 else ""
     status = terminal.coloured(record.status or "?", _COLOURS.get(record.status), bold=True)
     why = f" ({record.reason})" if record.reason else ""
@@ -353,7 +354,7 @@ def show(record: Record, metric: str | None = None) -> list[str]:
     return found
 
 
-def _counted(count: int | None, what: str) -> str:
+def _counted(count: Any, what: str) -> str:
     return f"{'?' if count is None else count} {what}{'s' * (count != 1)}"
 
 
@@ -514,7 +515,7 @@ def told(entry: dict[str, Any]) -> str:
     if isinstance(metrics, dict):
         what = "  ".join(f"{name} {_short(each)}" for name, each in metrics.items())
     elif event == "fit_start" and isinstance(about, dict):
-        what = f"{about.get('task')} on {about.get('backend')}, {about.get('replicas')} replicas"
+        what = f"{about.get('task')} on {about.get('backend')}, {_counted(about.get('replicas'), 'replica')}"
     elif event == "restore":
         what = str(entry.get("checkpoint") or "from the start")
     else:
