@@ -1095,7 +1095,7 @@ def check_words(words: Sequence[str]) -> None:
     for before, word in zip(["", *words], words, strict=False):
         if "\0" in word:
             raise UsageError("an argument has a NUL character in it: leave it out")
-        if (before.startswith("--") and not word) or re.fullmatch(r"--[a-z-]+=", word):
+        if (re.fullmatch(r"--[a-z][a-z-]*", before) and not word) or re.fullmatch(r"--[a-z-]+=", word):
             raise UsageError(f"{(word or before).rstrip('=')}: the value is empty: give one, or leave the option out")
 
 
