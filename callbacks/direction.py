@@ -44,5 +44,7 @@ def sign(callback: object, argument: str, metric: str, mode: str) -> int:
     """
     check(callback, mode in ("auto", "min", "max"), "give auto, min or max", mode=mode)
     less = mode == "min" if mode != "auto" else lower_is_better(metric)
-    check(callback, less is not None, "the name doesn't say what is better: give mode min or max", **{argument: metric})
+    check(
+        callback, less is not None, "the name doesn't say what is better: check it, or give mode", **{argument: metric}
+    )
     return 1 if less else -1

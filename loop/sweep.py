@@ -142,9 +142,7 @@ def direction(metric: str, asked: str | None) -> str:
     """Which way the metric gets better: as asked for, or by its name."""
     less = lower_is_better(metric)
     if asked is None and less is None:
-        raise UsageError(
-            f"--metric {metric}: the name doesn't say what is better: give --direction minimize or maximize"
-        )
+        raise UsageError(f"--metric {metric}: the name doesn't say what is better: check it, or give --direction")
     return asked or ("minimize" if less else "maximize")
 
 
