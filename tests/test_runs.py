@@ -20,7 +20,7 @@ import callbacks
 import cli
 from callbacks import record
 from examples.digits import Digits
-from loop import fit, runs
+from loop import fit, runs, terminal
 from loop.errors import UsageError
 from loop.lock import locked
 from tests.conftest import ROOT, TFLOOP
@@ -346,6 +346,10 @@ def test_show_draws_a_run_in_plain_characters(root, command):
     found = json.loads(out)
     assert set(found) == {field.name for field in dataclasses.fields(record.Record)}
     assert found["curves"]["loss"] == [list(point) for point in record.read(root / "wide").curves["loss"]]
+
+
+def test_parts_of_the_time_have_the_names_that_the_report_and_the_options_have():
+    assert [line.split()[0] for line in terminal.bars({"all_reduce": 3.0, "data": 1.0})] == ["all-reduce", "data"]
 
 
 def test_compare_shows_what_differs_and_nothing_else(root, command):
