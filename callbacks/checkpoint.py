@@ -19,7 +19,6 @@ class Checkpoint(Callback):
             in the run it has no effect.
         mode: `"min"` or `"max"`: which value of `best` is better. `"auto"`: min for a name with "loss", "error" or
             "perplexity".
-
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
         on_error: `"stop"`: the run fails when a checkpoint can't be written, because the disk is full, say; `"warn"`:
             it goes on with a warning, except at its end. Earlier checkpoints are kept in any case.

@@ -277,7 +277,7 @@ def show(record: Record, metric: str | None = None) -> list[str]:
     if metric is not None:
         _known("--metric", metric, list(record.curves))
     of = f" of {record.total_steps:,}" if record.total_steps and record.total_steps != record.steps else ""
-    done = f"{record.steps:,}{of} steps, {record.epochs} epochs, {record.examples:,} examples"
+    done = f"{record.steps:,}{of} steps, {_counted(record.epochs, 'epoch')}, {record.examples:,} examples"
     lives = f" in {record.lives} lives" if record.lives > 1 else ""
     status = terminal.coloured(record.status or "?", _COLOURS.get(record.status), bold=True)
     why = f" ({record.reason})" if record.reason else ""
@@ -480,11 +480,11 @@ def told(entry: dict[str, Any]) -> str:
     if isinstance(metrics, dict):
         what = "  ".join(f"{name} {_short(each)}" for name, each in metrics.items())
     elif event == "fit_start" and isinstance(about, dict):
-        what = f"{about.get('task')} on {about.get('backend')}, {about.get('replicas')} replicas"
+        what = f"{about.get('task')} on {about.get('backend')}, {_counted(about.get('replicas'), 'replica')}"
     elif event == "restore":
         what = str(entry.get("checkpoint") or "from the start")
     else:
-        told_of = ("checkpoint", "status", "reason", "error", "worker", "how", "verdict")
+        told_of = ("checkpoint", "path", "status", "reason", "error", "worker", "how", "verdict")
         what = "  ".join(str(entry[name]) for name in told_of if entry.get(name))
     colour = {"exception": "red", "worker_gone": "red", "eval_end": "cyan"}.get(event)
     colour = _COLOURS.get(str(entry.get("status")), colour)
