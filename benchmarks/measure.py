@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.contenders import CONTENDERS
 from benchmarks.environments import command, there
 
@@ -62,6 +64,17 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def cpu(self) -> float:
+        """The CPU time, in seconds, that it and the processes which it has started have used up to now."""
+        seconds = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self._process.pid)
+            for process in [own, *own.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    seconds += times.user + times.system
+        return seconds
+
     def leave(self) -> None:
         """Tells it that there are no more commands."""
         assert self._process.stdin is not None
@@ -108,7 +121,8 @@ def measure(workload: str, names: Sequence[str], rounds: int, seconds: float) ->
     """Trains a workload by each contender, in rounds, each of which begins with another one.
 
     Returns:
-        By contender: `rates`, in steps per second, by round; `peak_mb`; and `note`.
+        By contender: `rates`, in steps per second, by round; `cpu_ms`, the CPU time of a step, which other work on
+        the machine hardly changes, by round; `peak_mb`; and `note`.
     """
     found: dict[str, dict[str, Any]] = {}
 
@@ -123,13 +137,17 @@ def measure(workload: str, names: Sequence[str], rounds: int, seconds: float) ->
     with working(names, workload) as workers:
         for name, worker in workers.items():
             if answer := ask(worker, WARM_UP):
-                found[name] = {"rates": [], "note": answer["note"]}
+                found[name] = {"rates": [], "cpu_ms": [], "note": answer["note"]}
                 say(f"{workload}: {name} is ready {answer['note']}")
         ready = list(found)
         for number in range(rounds if ready else 0):
             for name in ready[number % len(ready) :] + ready[: number % len(ready)]:
-                if name in found and (answer := ask(workers[name], seconds)):
+                if name not in found:
+                    continue
+                before = workers[name].cpu()
+                if answer := ask(workers[name], seconds):
                     found[name]["rates"].append(answer["steps"] / answer["seconds"])
+                    found[name]["cpu_ms"].append(1000 * (workers[name].cpu() - before) / answer["made"])
                     found[name]["peak_mb"] = answer["peak_mb"]
             row = ", ".join(f"{name} {each['rates'][-1]:,.1f}" for name, each in found.items())
             say(f"{workload}: round {number + 1} of {rounds}, steps/s: {row}")

@@ -147,14 +147,16 @@ def about(entry: Mapping[str, Any]) -> str:
 def speed_table(contenders: Mapping[str, Any]) -> str:
     """Steps per second of each contender, the fastest first, and how many times as fast ours is."""
     ours = next(iter(contenders))
-    lines = [f"| | steps/s | least to greatest | {ours}, times as fast | peak memory | |", "|---|---|---|---|---|---|"]
+    columns = ["", "steps/s", "least to greatest", f"{ours}, times as fast", "CPU ms a step", "peak memory", ""]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in sorted(contenders, key=lambda name: -spread(contenders[name]["rates"])[0]):
         rate, low, high = (f"{each:,.{0 if each >= 100 else 1 if each >= 10 else 2}f}"
                            for each in spread(contenders[name]["rates"]))  # fmt: skip
         times, memory = ratio(contenders, ours, name)[0], contenders[name]["peak_mb"]
-        lines.append(
-            f"| {name} | {rate} | {low} to {high} | {times:.2f} | {memory:,} MB | {contenders[name]['note']} |"
-        )
+        used = contenders[name].get("cpu_ms")
+        cells = [name, rate, f"{low} to {high}", f"{times:.2f}", f"{spread(used)[0]:.3g}" if used else "",
+                 f"{memory:,} MB", contenders[name]["note"]]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -164,7 +166,9 @@ def markdown(results: Results) -> str:
         "What `uv run --group bench python -m benchmarks run` has measured. Each contender is a live process; in each "
         "round each of them trains for a while, one at a time. Rates are medians of the rounds, start and compilation "
         "left out; a ratio is the median of the rounds' ratios. Ours is `fit` with its default options and the "
-        "standard callbacks, unless it says otherwise. Memory is that of the contender's own process."
+        "standard callbacks, unless it says otherwise. CPU time is that of the contender and of all processes that it "
+        "has started, start of an epoch included: the median of the rounds. Memory is that of the contender's own "
+        "process."
     ), "## Goals", goals_table(results)]  # fmt: skip
     for name in [name for name in WORKLOADS if name in results["workloads"]]:
         entry = results["workloads"][name]

@@ -37,11 +37,15 @@ class Port:
         line = self._commands.readline()
         return json.loads(line) if line else None
 
-    def answer(self, steps: int, seconds: float, loss: float) -> None:
-        """Answers a command. `note`, if the contender has set one, goes with it."""
+    def answer(self, steps: int, seconds: float, loss: float, made: int | None = None) -> None:
+        """Answers a command: steps and their time, and `made`, all steps since the one before, if there were more.
+
+        `note`, if the contender has set one, goes with it.
+        """
         # In kilobytes, but on macOS in bytes.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-        said = {"steps": steps, "seconds": seconds, "loss": loss, "peak_mb": round(peak), "note": self.note}
+        said = {"steps": steps, "made": made or steps, "seconds": seconds, "loss": loss, "peak_mb": round(peak),
+                "note": self.note}  # fmt: skip
         print(json.dumps(said), file=self._answers, flush=True)
 
 
@@ -68,12 +72,13 @@ def drive(port: Port, ways: dict[str, tuple[Run, int]], start_up: bool = False) 
             continue
         rate = rate or pace(run, unit)
         wanted = max(1, round(command["seconds"] * rate / unit)) * unit
-        seconds = 0.0
+        seconds, made = 0.0, 0
         while seconds <= 0:  # on a machine with other things to do, a short run may even take longer
             short = timed(run, max(1, wanted // (8 * unit)) * unit)[:2] if start_up else (0, 0.0)
             steps, seconds, loss = timed(run, wanted + short[0])
+            made += steps + short[0]
             steps, seconds = steps - short[0], seconds - short[1]
-        port.answer(steps, seconds, loss)
+        port.answer(steps, seconds, loss, made)
         rate = steps / seconds
 
 

@@ -33,6 +33,7 @@ def write(run: Run) -> Path:
         from mlflow.models import infer_signature
 
         logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
+        logging.getLogger("mlflow.utils.environment").setLevel(logging.ERROR)  # warns where there is no pip: with uv
         pyfunc.save_model(
             partial / NAME,
             loader_module="tfloop_loader",

@@ -54,9 +54,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return LINK.sub(turned, introduced(markdown)) if links(here) else markdown
 
 
-def on_page_content(html: str, page: Any, config: Any, files: Any) -> None:
-    """Tells MkDocs of the lines of a source: it looks for links' targets before code is put in."""
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Tells MkDocs of the lines of a source: it looks for links' targets before code is put in.
+
+    Long names of tests may be broken at each underscore: tables of them would be wider than the page.
+    """
     page.present_anchor_ids |= set(re.findall(r'id="(__codelineno-[\d-]+)"', html))
+    return re.sub(r"(?<=<code>)test_\w+(?=</code>)", lambda name: name[0].replace("_", "_<wbr>"), html)
 
 
 def introduced(markdown: str) -> str:

@@ -1,6 +1,6 @@
 """Contrastive learning (SimCLR): digits without their labels, and a loss that looks at the whole global batch.
 
-After 360 steps of `tfloop train contrastive` the nearest neighbour of 89 % of the held-out pictures shows the same
+After 360 steps of `tfloop train contrastive` the nearest neighbour of 91 % of the held-out pictures shows the same
 digit (seed 0, 17 s), with all of them changed at random. By the pixels of the changed pictures it does for 63 %.
 """
 

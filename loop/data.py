@@ -30,7 +30,8 @@ class ArrayData:
     One array gives bare examples, several give tuples, a dict of arrays gives dicts.
 
     Args:
-        *arrays: NumPy arrays or what NumPy can make one of; or one dict of them.
+        *arrays: NumPy arrays of shape [examples, ...] and of any dtype, or what NumPy can make one of; or a dict of
+            them.
 
     Raises:
         UsageError: no array, an array without a first axis, or first axes of unequal length.

@@ -124,8 +124,8 @@ def fit(
             to either: `TrainTask.build_callbacks`.
         run_dir: the run directory; a new one below `runs/`.
         resume: `auto` goes on from the newest good checkpoint in the run directory, also if a callback has stopped the
-            run; `never` refuses a directory that
-            has one; a path of a checkpoint or a run directory starts from there, in a run directory of its own.
+            run; `never` refuses a directory that has one; a path of a checkpoint or a run directory starts from there,
+            in a run directory of its own; `auto`.
         seed: of initial weights and of the data's order; 0.
         shuffle: whether `ArrayData` is permuted anew each epoch; True. A `tf.data.Dataset` has its own order.
         precision: `float32`, `float64`; or `bfloat16`, `mixed_float16`: layers compute in it, variables stay float32

@@ -169,6 +169,9 @@ def all_gather(x: Any) -> tf.Tensor:
 
     Returns:
         A tensor of the same dtype and of shape [rows of all replicas, ...], in the order of the global batch.
+
+    Raises:
+        UsageError: `x` is a scalar, or no numbers; or this is within a `tf.function` or `tf.cond` of the model's own.
     """
     x = tf.convert_to_tensor(x)
     if x.shape.rank == 0 or x.dtype in (tf.bool, tf.string):

@@ -519,7 +519,7 @@ def told(entry: dict[str, Any]) -> str:
     elif event == "restore":
         what = str(entry.get("checkpoint") or "from the start")
     else:
-        told_of = ("checkpoint", "status", "reason", "error", "worker", "how", "verdict")
+        told_of = ("checkpoint", "path", "status", "reason", "error", "worker", "how", "verdict")
         what = "  ".join(str(entry[name]) for name in told_of if entry.get(name))
     colour = {"exception": "red", "worker_gone": "red", "eval_end": "cyan"}.get(event)
     colour = _COLOURS.get(str(entry.get("status")), colour)

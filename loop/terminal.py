@@ -84,7 +84,10 @@ def bars(seconds: Mapping[str, float], size: int = 40) -> list[str]:
     whole = sum(seconds.values())
     found = sorted((item for item in seconds.items() if item[1] > whole / 1000), key=lambda item: -item[1])
     bar = "#" if plain() else "█"
-    rows = [[name, duration(some), f"{some / whole:.0%}", bar * round(size * some / whole)] for name, some in found]
+    rows = [
+        [name.replace("_", "-"), duration(some), f"{some / whole:.0%}", bar * round(size * some / whole)]
+        for name, some in found
+    ]
     return table(rows, right=(1, 2))
 
 

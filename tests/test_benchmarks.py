@@ -50,7 +50,7 @@ def test_results_are_merged_by_workload_and_judged(tmp_path, monkeypatch):
     assert "1.38 (1.25 to 1.50) | at least 2 | **not met**" in text
     assert "not measured" in text
     assert "| first-step | slowness | 1.10 (1.00 to 1.30) | at most 1.2 | met |" in text
-    assert "| ours | 20.0 | 10.0 to 30.0 | 1.00 | 1 MB |" in text
+    assert "| ours | 20.0 | 10.0 to 30.0 | 1.00 |  | 1 MB |" in text
     assert "| ours | 1.5 |" in text
     assert (tmp_path / "mlp.png").stat().st_size > 1000
 

@@ -175,13 +175,23 @@ def test_commands_on_the_pages_can_be_typed():
     assert {"train", "verify", "chaos", "tune"} <= seen
 
 
-def test_every_yes_of_ours_is_a_test():
-    rows = re.findall(r"^\| ([^|]+) \| (.*?) \|", (DOCS / "features.md").read_text(), re.MULTILINE)
+def test_every_yes_of_ours_is_a_test_and_every_yes_of_others_has_its_source():
+    text = (DOCS / "features.md").read_text()
+    rows = re.findall(r"^\| (\w[^|]*) \| (.*) \|$", text, re.MULTILINE)
     assert len(rows) > 30
-    for what, ours in rows:
-        link = re.fullmatch(r"\[yes\]\(\.\./(tests/test_\w+\.py)#(test_\w+)\)", ours)
-        assert link or ours == "no", what
-        assert not link or f"\ndef {link[2]}(" in (ROOT / link[1]).read_text(), what
+    sources, linked = dict(re.findall(r"^\[([\w-]+)\]: (https://\S+)$", text, re.MULTILINE)), set()
+    for what, cells in rows:
+        ours, *others = cells.split(" | ")
+        tests = re.findall(r"\[[^]]+\]\(\.\./(tests/test_\w+\.py)#(test_\w+)\)", ours)
+        assert tests or ours == "no", what
+        for file, test in tests:
+            assert f"\ndef {test}(" in (ROOT / file).read_text(), what
+        assert len(others) == 6, what
+        for other in others:
+            link = re.fullmatch(r"\[[^]]+\]\[([\w-]+)\]", other)
+            assert link or other in ("no", "?", "yours", "one device", "PyTorch"), (what, other)
+            linked |= {link[1]} if link else set()
+    assert linked == set(sources)
 
 
 def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):

@@ -23,7 +23,7 @@ import callbacks
 import cli
 from callbacks import record
 from examples.digits import Digits
-from loop import fit, runs
+from loop import fit, runs, terminal
 from loop.errors import UsageError
 from loop.lock import locked
 from tests.conftest import ROOT, TFLOOP
@@ -351,6 +351,19 @@ def test_show_draws_a_run_in_plain_characters(root, command):
     found = json.loads(out)
     assert set(found) == {field.name for field in dataclasses.fields(record.Record)}
     assert found["curves"]["loss"] == [list(point) for point in record.read(root / "wide").curves["loss"]]
+
+
+def test_parts_of_the_time_have_the_names_that_the_report_and_the_options_have():
+    assert [line.split()[0] for line in terminal.bars({"all_reduce": 3.0, "data": 1.0})] == ["all-reduce", "data"]
+
+
+def test_one_is_one_and_an_artifact_is_named(tmp_path):
+    journal(tmp_path / "r", {"event": "epoch_end", "step": 5, "epoch": 0, "metrics": {"loss": 3.0}})
+    one = dataclasses.replace(record.read(tmp_path / "r"), epochs=1)
+    assert ", 1 epoch, " in runs.show(one)[1]
+    entry = {"event": "fit_start", "step": 0, "time": 1e9, "about": {"task": "T", "backend": "single", "replicas": 1}}
+    assert runs.told(entry).endswith("T on single, 1 replica")
+    assert runs.told({"event": "artifact", "step": 5, "time": 1e9, "path": "model"}).endswith("artifact     model")
 
 
 def test_compare_shows_what_differs_and_nothing_else(root, command):
