@@ -26,7 +26,6 @@ from typer.core import TyperCommand
 import callbacks
 import callbacks.progress
 import callbacks.record
-from callbacks.checkpoint import lower_is_better
 from callbacks.journal import jsonable
 from callbacks.pruning import Pruning
 from callbacks.redact import HIDDEN, mask, redact
@@ -41,6 +40,8 @@ from loop.options import BACKENDS, nearest, with_defaults
 
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 """Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
+NO_DIRECTORY = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
+"""The endings of names that nobody gives a directory, in small letters."""
 
 app = typer.Typer(
     help="Trains TensorFlow models: the same task, and the same numbers, on one device or many.",
@@ -58,8 +59,14 @@ Target = Annotated[
     ),
 ]
 RunDir = Annotated[
-    Path, typer.Argument(help="A run directory, or a checkpoint in it.", autocompletion=completion.run_dirs)
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run: its directory, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
+        autocompletion=completion.runs,
+    ),
 ]
+TaskTarget = Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the training data.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")]
@@ -215,15 +222,18 @@ def train(
     saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
     tracker = tracking(track, track_wait, tag or [], log_model, register)
     target.check(target_)
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads {threads}: give a whole number >= 1")
+    if threads is not None and not 1 <= threads <= launch.MOST_WORKERS:
+        raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {launch.MOST_WORKERS}")
     if trial is not None or prunable:
         launch.die_with_parent()
     if start_timeout is not None:
-        if not start_timeout > 0:
+        if not 0 < start_timeout < float("inf"):
             raise UsageError(f"--start-timeout {start_timeout}: give a number of seconds > 0")
         os.environ[launch.START_TIMEOUT] = str(start_timeout)
     launch.start_timeout()
+    fresh = run_dir is None or not (run_dir / "checkpoints").is_dir()  # else it goes on from those
+    if fresh and resume not in (None, "auto", "never") and not hosts_ and launch.job_size() is None:
+        runs.checkpointed(Path(resume), "--resume ")
     if tpu is not None:
         os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
     places = hosts.read(hosts_, workers, backend or "auto", interface, remote_python)
@@ -357,25 +367,29 @@ def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) 
 
 @app.command()
 def evaluate(
-    run_dir: RunDir,
-    task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
+    run: RunDir,
+    task_target: TaskTarget = None,
     backend: Annotated[str | None, typer.Option(help="single, mirrored or central; in a job: auto.")] = None,
     workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored or central.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="The global batch.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint on the whole evaluation data."""
+    with_defaults(_NoDefaults, {"batch_size": batch_size, "backend": backend})
+    path = runs.checkpointed(runs.named(run))
+    if task_target is not None:
+        target.check(task_target)
     engine = place(backend or "auto", workers)
     if engine in ("horovod", "multiworker") and launch.job_size() is None:
         finish_evaluation(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
     with launch.reporting() as report, quiet_start():
-        task, manifest = task_of(run_dir, task_target)
+        task, manifest = task_of(path, task_target)
         from loop import backends
         from loop.evaluate import evaluate as evaluate_
 
         made = backends.create(engine, workers)
         precision = manifest["run"]["options"]["precision"]
-        metrics = evaluate_(task, run_dir, batch_size=batch_size, backend=made, precision=precision)
+        metrics = evaluate_(task, path, batch_size=batch_size, backend=made, precision=precision)
         report(0, None, metrics)
     if launch.JOB not in os.environ and made.is_chief:
         finish_evaluation(0, "", metrics, as_json)
@@ -391,18 +405,23 @@ def finish_evaluation(code: int, error: str, metrics: dict[str, float] | None, a
 
 @app.command()
 def export(
-    run_dir: RunDir,
+    run: RunDir,
     out: Annotated[
         Path, typer.Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")
     ],
-    task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
+    task_target: TaskTarget = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
     ] = True,
 ) -> None:
     """Export the model of a run."""
-    if out.exists() and out.suffix in (".npz", ".keras"):
+    path = runs.checkpointed(runs.named(run))
+    if task_target is not None:
+        target.check(task_target)
+    if out.exists():
         raise UsageError(f"{out} exists already: remove it, or give another name")
+    if out.suffix not in (".npz", ".keras") and out.suffix.lower() in NO_DIRECTORY:
+        raise UsageError(f"{out}: there is no such format: give OUT.npz, OUT.keras, or a directory for a SavedModel")
     with (
         os.fdopen(os.dup(2), "w") as stderr,
         contextlib.closing(callbacks.progress.Stages(3, stderr)) as stages,
@@ -410,8 +429,8 @@ def export(
     ):
         from loop.export import export as export_
 
-        task = None if out.suffix == ".npz" else task_of(run_dir, task_target)[0]  # weights need no model
-        shown = export_(task, run_dir, out, check, stages.next)
+        task = None if out.suffix == ".npz" else task_of(path, task_target)[0]  # weights need no model
+        shown = export_(task, path, out, check, stages.next)
     print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
 
 
@@ -433,7 +452,10 @@ def verify(
     engine = "multiworker" if launch.horovod_missing() else "horovod"
 
     def job(directory: Path) -> str:
-        return launch.run(engine, 2, [*sys.argv[1:], "--record", str(directory)])[1]
+        code, problem, _ = launch.run(engine, 2, [*sys.argv[1:], "--record", str(directory)])
+        if code == PREEMPTED:
+            raise KeyboardInterrupt
+        return problem
 
     with os.fdopen(os.dup(2), "w") as stderr:
         stages = callbacks.progress.Stages(9 + processes, stderr)
@@ -458,11 +480,21 @@ def verify(
 
 @app.command()
 def replay(
-    path: Annotated[Path, typer.Argument(help="RUN_DIR/bad/step-..., or a run directory: its newest one.")],
-    task_target: Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")] = None,
+    kept: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs
+        ),
+    ],
+    task_target: TaskTarget = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a step whose loss or gradient was not finite once more, and show its values and gradients."""
+    path = runs.named(kept)
+    if not (path / "bad").is_dir():
+        runs.checkpointed(path)
+    if task_target is not None:
+        target.check(task_target)
     with quiet_start():
         from loop import replay as replay_
 
@@ -660,8 +692,8 @@ def sweep(
         typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
         plan = sweep_.Plan(
             target=target.absolute(target_), grid=swept, random=drawn, metric=metric,
-            direction=direction or ("minimize" if lower_is_better(metric) else "maximize"), sampler=sampler,
-            pruner=pruner, seed=seed or 0, place=str(Path.cwd()),
+            direction=sweep_.direction(metric, direction), sampler=sampler, pruner=pruner, seed=seed or 0,
+            place=str(Path.cwd()),
             arguments=train_arguments(typed, set_ or (), config_ or (), [*swept, *drawn]),
         )  # fmt: skip
     if launch.job_size() is not None:
@@ -785,12 +817,15 @@ def ui(
 
 @app.command()
 def sync(
-    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Name,
     track: Annotated[str | None, typer.Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
 ) -> None:
     """Deliver to MLflow what a run that is over has not delivered."""
     from callbacks import delivery, journal, mlflow
 
+    run_dir = runs.named(run)
+    if tracking(track) is None:
+        raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
     if not (run_dir / journal.NAME).exists() or "task" not in journal.read_json(run_dir / "run.json"):
         raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
     uri = track or journal.read_json(run_dir / mlflow.STATE).get("uri")
@@ -823,8 +858,9 @@ def sync(
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
 app.add_typer(runs_app, name="runs")
 Root = Annotated[Path | None, typer.Option(help="Where the runs are; runs/ if not given.", show_default=False)]
-Name = Annotated[str, typer.Argument(metavar="RUN", help="A name, the beginning of one, a path, or latest.")]
-Names = Annotated[list[str], typer.Argument(metavar="RUN", help=Name.__metadata__[0].help)]
+_ONE = "A name, the beginning of one, a path, or latest."
+Name = Annotated[str, typer.Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
+Names = Annotated[list[str], typer.Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
 Metric = Annotated[str | None, typer.Option(help="The metric to show; the loss if not given.")]
 
 
@@ -971,7 +1007,11 @@ def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]
 
 
 def tracking(
-    track: str | None, wait: float, tags: list[str], log_model: bool, register: str | None
+    track: str | None,
+    wait: float = 60.0,
+    tags: Sequence[str] = (),
+    log_model: bool = False,
+    register: str | None = None,
 ) -> callbacks.MLflowTracker | None:
     """What was typed of MLflow."""
     typed = {"--tag": tags, "--log-model": log_model, "--register": register}
@@ -988,8 +1028,9 @@ def tracking(
             track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
         )
     except ValueError as error:
-        option = f"--register {register}" if "register" in str(error) else f"--track-wait {wait}"
-        raise UsageError(f"{option}: {error}") from None
+        what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
+        names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
+        raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
 
 
 def schedule(text: str) -> int | str:
@@ -1049,11 +1090,19 @@ def wrong_usage(error: Any) -> str:
     return f"tfloop: error: {' '.join(mask(text).split())}"
 
 
+def check_words(words: Sequence[str]) -> None:
+    """Refuses what no option can mean: an empty value is a variable of the shell that isn't set."""
+    for before, word in zip(["", *words], words, strict=False):
+        if "\0" in word:
+            raise UsageError("an argument has a NUL character in it: leave it out")
+        if (re.fullmatch(r"--[a-z][a-z-]*", before) and not word) or re.fullmatch(r"--[a-z-]+=", word):
+            raise UsageError(f"{(word or before).rstrip('=')}: the value is empty: give one, or leave the option out")
+
+
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     try:
-        if any("\0" in text for text in sys.argv):
-            raise UsageError("an argument has a NUL character in it: leave it out")
+        check_words(sys.argv[1:])
         code = typer.main.get_command(app).main(standalone_mode=False) or 0
     except UsageError as error:
         if launch.JOB not in os.environ:  # else the launcher tells it, once for all workers
@@ -1074,7 +1123,13 @@ def main() -> None:
             print(f"tfloop: error: {reprlib.repr(error.filename)}: the name is too long", file=sys.stderr)
             code = BAD_INPUT
         else:
-            sys.stderr.write(mask(traceback.format_exc()))
+            trace = step = error.__traceback__
+            while step is not None:  # what led to the command says nothing
+                trace = step.tb_next if "typer" in Path(step.tb_frame.f_code.co_filename).parts else trace
+                step = step.tb_next
+            if trace is not None:
+                error = error.with_traceback(trace)
+            sys.stderr.write(mask("".join(traceback.format_exception(error))))
     sys.stderr.flush()
     sys.stdout.flush()
     sys.exit(code)

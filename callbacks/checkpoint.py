@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from callbacks import direction
+from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
 
 
@@ -17,8 +19,7 @@ class Checkpoint(Callback):
         keep_last: how many of the newest checkpoints are kept, >= 1.
         best: the metric by which the best checkpoint is kept too; None keeps only the last ones. Without such a metric
             in the run it has no effect.
-        mode: `"min"` or `"max"`: which value of `best` is better. `"auto"`: min for a name with "loss", "error" or
-            "perplexity".
+        mode: `"min"` or `"max"`: which value of `best` is better; or `"auto"`: by its name, where that tells.
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
         on_error: `"stop"`: the run fails when a checkpoint can't be written, because the disk is full, say; `"warn"`:
             it goes on with a warning, except at its end. Earlier checkpoints are kept in any case.
@@ -35,16 +36,13 @@ class Checkpoint(Callback):
         background: bool = True,
         on_error: str = "stop",
     ) -> None:
-        if keep_last < 1:
-            raise ValueError(f"Checkpoint(keep_last={keep_last}): at least 1 checkpoint must be kept")
-        if mode not in ("auto", "min", "max"):
-            raise ValueError(f"Checkpoint(mode={mode!r}): give auto, min or max")
-        if on_error not in ("stop", "warn"):
-            raise ValueError(f"Checkpoint(on_error={on_error!r}): give stop or warn")
+        check(self, is_whole(keep_last, 1), "give a whole number >= 1 of checkpoints", keep_last=keep_last)
+        check(self, best is None or (isinstance(best, str) and best != ""), "give a metric's name, or None", best=best)
+        check(self, on_error in ("stop", "warn"), "give stop or warn", on_error=on_error)
         self.every = every
         self.keep_last = keep_last
         self.best = best
-        self.sign = 1 if mode == "min" or (mode == "auto" and lower_is_better(best or "")) else -1
+        self.sign = direction.sign(self, "best", best or "loss", mode)
         self.background = background
         self.on_error = on_error
         self.best_value: float | None = None
@@ -99,8 +97,3 @@ class Checkpoint(Callback):
 def step_of(path: Path) -> int:
     """The step of a checkpoint, by its name."""
     return int(path.name.removeprefix("step-"))
-
-
-def lower_is_better(metric: str) -> bool:
-    """Whether a metric of this name is usually minimised."""
-    return any(word in metric for word in ("loss", "error", "perplexity"))

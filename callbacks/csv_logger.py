@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from callbacks.arguments import check
 from callbacks.base import Callback, Metrics, Run
 
 
@@ -18,6 +19,7 @@ class CSVLogger(Callback):
     """
 
     def __init__(self, path: str | Path = "metrics.csv") -> None:
+        check(self, isinstance(path, str | Path) and Path(path).name != "", "give the path of a file", path=path)
         self.path = Path(path)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:

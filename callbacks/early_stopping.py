@@ -13,7 +13,7 @@ class EarlyStopping(Patience):
         metric: a metric of the evaluation (`eval_...`) or of the training epoch.
         patience: how many measurements without improvement are borne, >= 1.
         min_delta: the least change that counts as an improvement, >= 0.
-        mode: `"min"`, `"max"` or `"auto"` (min for a name with "loss", "error" or "perplexity").
+        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
 
     Raises:
         ValueError: when the metric is first due, if the run has no such metric.

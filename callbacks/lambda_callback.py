@@ -26,7 +26,10 @@ class LambdaCallback(Callback):
     def __init__(self, *, runs_on: str = "chief", every: Every = "epoch", **hooks: Callable[..., Any]) -> None:
         if runs_on not in ("chief", "all"):
             raise ValueError(f"LambdaCallback(runs_on={runs_on!r}): give chief or all")
-        Schedule(every)
+        try:
+            Schedule(every)
+        except ValueError as error:
+            raise ValueError(f"LambdaCallback: {error}") from None
         for event, hook in hooks.items():
             if event not in EVENTS:
                 raise ValueError(f"LambdaCallback({event}=...): there is no such event{nearest(event, EVENTS)}")

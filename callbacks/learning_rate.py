@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar, Literal
 
+from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Callback, Run
 
 
@@ -36,12 +37,12 @@ class LearningRateScaling(Callback):
         warmup_epochs: float = 5.0,
         warmup_steps: int | None = None,
     ) -> None:
-        if reference_batch_size < 1 or rule not in ("linear", "sqrt") or warmup_epochs < 0 or (warmup_steps or 0) < 0:
-            raise ValueError(
-                f"LearningRateScaling(reference_batch_size={reference_batch_size}, rule={rule!r}, warmup_epochs="
-                f"{warmup_epochs}, warmup_steps={warmup_steps}): the batch must be >= 1, the rule linear or sqrt, "
-                "the warm-up >= 0"
-            )
+        whole = is_whole(reference_batch_size, 1)
+        check(self, whole, "give a whole number >= 1", reference_batch_size=reference_batch_size)
+        check(self, rule in ("linear", "sqrt"), "give linear or sqrt", rule=rule)
+        check(self, is_number(warmup_epochs, 0), "give a number >= 0", warmup_epochs=warmup_epochs)
+        whole = warmup_steps is None or is_whole(warmup_steps, 0)
+        check(self, whole, "give a whole number >= 0, or None", warmup_steps=warmup_steps)
         self.reference_batch_size = reference_batch_size
         self.rule = rule
         self.warmup_epochs = warmup_epochs

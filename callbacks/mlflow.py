@@ -7,16 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from callbacks import journal, logged_model
+from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Run
 from callbacks.redact import redact
 
 STATE = "mlflow.json"
 """The file in the run directory that says which store, experiment and MLflow run this is."""
 _ROOT = Path(__file__).resolve().parent.parent
+_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks", "file")
 _GRACE = 5.0  # seconds beyond the wait after which a process that doesn't say anything is killed
 
 
@@ -26,6 +29,17 @@ def default_uri() -> str:
     Always explicit: MLflow's own default changes silently when an old `./mlruns` lies about.
     """
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('runs').resolve() / 'mlflow.db'}"
+
+
+def _is_store(uri: Any) -> bool:
+    """Whether MLflow can have a store there: what has no scheme that it knows is a slip, `of` for `off` say."""
+    if not isinstance(uri, str) or uri.strip() in ("", "http://", "https://"):
+        return False
+    scheme, colon, _ = uri.partition(":")
+    if not colon:
+        return uri == "databricks" or "MLFLOW_ALLOW_FILE_STORE" in os.environ
+    plugins = {each.name for each in entry_points(group="mlflow.tracking_store")}
+    return scheme.partition("+")[0] in _SCHEMES or scheme in plugins
 
 
 def store(uri: str | None) -> str:
@@ -67,12 +81,13 @@ class MLflowTracker(Callback):
         log_model: bool = False,
         register: str | None = None,
     ) -> None:
-        if not 0 <= wait <= 1e6:
-            raise ValueError(f"MLflowTracker(wait={wait}): give seconds, from 0 to 1000000")
-        if register is not None and (not register.strip() or set("/:'\"") & set(register)):
-            raise ValueError(f"MLflowTracker(register={register!r}): give a name without / : and quotes")
-        if not all(isinstance(name, str) and name for name in tags or ()):
-            raise ValueError(f"MLflowTracker(tags={tags!r}): each tag needs a name, a text")
+        what = "give a URI such as sqlite:///mlflow.db or http://host:5000"
+        check(self, uri is None or _is_store(uri), what, uri=redact(uri))
+        check(self, is_number(wait, 0, 1e6), "give seconds, from 0 to 1000000", wait=wait)
+        good = register is None or (isinstance(register, str) and register.strip() and not set("/:'\"") & set(register))
+        check(self, bool(good), "give a name without / : and quotes", register=register)
+        named = isinstance(tags or {}, Mapping) and all(isinstance(name, str) and name for name in tags or ())
+        check(self, named, "each tag needs a name, a text", tags=tags)
         self.uri = uri
         self.experiment = experiment
         self.wait = wait

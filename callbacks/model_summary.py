@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
+from callbacks.arguments import check
 from callbacks.base import Callback, Run
 
 _HEAD = ("layer", "shape", "trained", "not trained", "bytes")
@@ -23,6 +24,8 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
+        good = stream is None or hasattr(stream, "write")
+        check(self, good, "give a stream that can be written to, or None", stream=stream)
         self.stream = stream
 
     def on_setup(self, run: Run) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from urllib.parse import unquote, urlsplit
 
 from callbacks import redact
+from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Run
 from callbacks.journal import jsonable
 from callbacks.nearest import nearest
@@ -44,14 +45,15 @@ class Notify(Callback):
     """
 
     def __init__(self, url: str, on: str | Iterable[str] = ("end", "failure"), timeout: float = 10.0) -> None:
+        check(self, isinstance(on, Iterable), f"give some of {', '.join(KINDS)}", on=on)
         self.on = (on,) if isinstance(on, str) else tuple(on)
         for kind in self.on:
             if kind not in KINDS:
                 raise ValueError(f"Notify(on={kind!r}): that can't be told{nearest(str(kind), KINDS)}")
         if not self.on:
             raise ValueError(f"Notify(on=()): give at least one of {', '.join(KINDS)}")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 3600:
-            raise ValueError(f"Notify(timeout={timeout!r}): give seconds > 0, at most 3600")
+        good = is_number(timeout, 0, 3600) and timeout > 0
+        check(self, good, "give seconds > 0, at most 3600", timeout=timeout)
         self.timeout = timeout
         self.place = _place(url)
         parts = urlsplit(url)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from callbacks import direction
+from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Callback, Metrics, Run
-from callbacks.checkpoint import lower_is_better
 
 
 class Patience(Callback):
@@ -16,22 +17,20 @@ class Patience(Callback):
         metric: a metric of the evaluation (`eval_...`) or of the training epoch.
         patience: how many measurements without improvement are borne, >= 1.
         min_delta: the least change that counts as an improvement, >= 0.
-        mode: `"min"`, `"max"` or `"auto"` (min for a name with "loss", "error" or "perplexity").
+        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
 
     Raises:
         ValueError: when the metric is first due, if the run has no such metric.
     """
 
     def __init__(self, metric: str, patience: int, min_delta: float, mode: str) -> None:
-        if patience < 1 or min_delta < 0 or mode not in ("auto", "min", "max"):
-            raise ValueError(
-                f"{type(self).__name__}(patience={patience}, min_delta={min_delta}, mode={mode!r}): patience must be "
-                ">= 1, min_delta >= 0, mode auto, min or max"
-            )
+        check(self, isinstance(metric, str) and metric != "", "give the name of a metric", metric=metric)
+        check(self, is_whole(patience, 1), "give a whole number >= 1", patience=patience)
+        check(self, is_number(min_delta, 0), "give a number >= 0", min_delta=min_delta)
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
-        self.sign = 1 if mode == "min" or (mode == "auto" and lower_is_better(metric)) else -1
+        self.sign = direction.sign(self, "metric", metric, mode)
         self.best: float | None = None
         self.waited = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar, Literal
 
+from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
 
 
@@ -23,8 +24,8 @@ class Profiler(Callback):
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
     def __init__(self, first: int, last: int) -> None:
-        if not 1 <= first <= last:
-            raise ValueError(f"Profiler({first}, {last}): give the first and the last step, from 1")
+        good = is_whole(first, 1) and is_whole(last, first)
+        check(self, good, "give the first and the last step, from 1", first=first, last=last)
         self.first, self.last = first, last
         self.every = (first - 1, last)
         self._begun = self._ended = 0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
+from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Every, Metrics, Run
 
 RELAY = "TFLOOP_PROGRESS"
@@ -27,6 +28,7 @@ class Progress(Callback):
     """
 
     def __init__(self, every: Every = "0.2s", log_seconds: float = 10.0) -> None:
+        check(self, is_number(log_seconds, 0), "give a number of seconds >= 0", log_seconds=log_seconds)
         self.every = every
         self._started = False
         self._show: Display | Relay = Relay() if os.environ.get(RELAY) == "relay" else Display(log_seconds=log_seconds)

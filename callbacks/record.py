@@ -16,7 +16,7 @@ from time import strptime
 from typing import Any
 
 from callbacks import journal
-from callbacks.checkpoint import lower_is_better
+from callbacks.direction import lower_is_better
 
 ABOUT, LOCK = "run.json", "lock"
 STATUSES = ("finished", "stopped", "preempted", "failed", "running", "killed")
@@ -130,10 +130,11 @@ class Record:
     faults: list[Fault] = dataclasses.field(default_factory=list)
 
     def best(self, metric: str) -> tuple[int, float] | None:
-        """The step and value at which a metric was best: see `callbacks.checkpoint.lower_is_better`."""
+        """The step and value at which a metric was best; None where its name doesn't tell what that is."""
         points = [(step, value) for step, value in self.curves.get(metric, ()) if math.isfinite(value)]
-        sign = 1 if lower_is_better(metric) else -1
-        return min(points, key=lambda point: sign * point[1], default=None)
+        less = lower_is_better(metric)
+        sign = 1 if less else -1
+        return None if less is None else min(points, key=lambda point: sign * point[1], default=None)
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric, whatever it is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar, Literal
 
+from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Metrics, Run
 from callbacks.learning_rate import optimizers_of, rate_of
 from callbacks.patience import Patience
@@ -23,7 +24,7 @@ class ReduceOnPlateau(Patience):
         min_delta: the least change that counts as an improvement, >= 0.
         cooldown: how many measurements after a reduction don't count against the patience, >= 0.
         min_lr: the rate isn't made lower than this, >= 0.
-        mode: `"min"`, `"max"` or `"auto"` (min for a name with "loss", "error" or "perplexity").
+        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
 
     Raises:
         ValueError: at the start, if an optimizer has a schedule; when the metric is first due, if there is none.
@@ -42,11 +43,9 @@ class ReduceOnPlateau(Patience):
         mode: str = "auto",
     ) -> None:
         super().__init__(metric, patience, min_delta, mode)
-        if not 0 < factor < 1 or cooldown < 0 or min_lr < 0:
-            raise ValueError(
-                f"ReduceOnPlateau(factor={factor}, cooldown={cooldown}, min_lr={min_lr}): the factor must be between 0 "
-                "and 1, cooldown and min_lr >= 0"
-            )
+        check(self, is_number(factor, 0, 1) and 0 < factor < 1, "give a number between 0 and 1", factor=factor)
+        check(self, is_whole(cooldown, 0), "give a whole number >= 0 of measurements", cooldown=cooldown)
+        check(self, is_number(min_lr, 0), "give a learning rate >= 0", min_lr=min_lr)
         self.factor = factor
         self.cooldown = cooldown
         self.min_lr = min_lr

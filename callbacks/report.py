@@ -131,6 +131,8 @@ def _headline(of: Record) -> Iterator[tuple[str, str, str]]:
                 _number(found[1]),
                 f"at step {found[0]:,}" + f"; last {last}" * (found[1] != of.last(name)),
             )
+        else:
+            yield name, _number(of.last(name)), "last"
 
 
 def _tile(name: str, value: str, remark: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from callbacks import journal
+from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
 
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ-+.,:>/_%? "
@@ -33,8 +34,7 @@ class SamplePredictions(Callback):
     """
 
     def __init__(self, examples: int = 16) -> None:
-        if not 1 <= examples <= 1024:
-            raise ValueError(f"SamplePredictions(examples={examples}): give a number from 1 to 1024")
+        check(self, is_whole(examples, 1, 1024), "give a whole number from 1 to 1024", examples=examples)
         self.examples = examples
         self._batch: Any = None
         self._evaluates = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
 
 
@@ -21,8 +22,8 @@ class Sentinel(Callback):
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
     def __init__(self, every: int | str = "checkpoint") -> None:
-        if every != "checkpoint" and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ValueError(f'Sentinel(every={every!r}): give "checkpoint" or a number of steps >= 1')
+        good = every == "checkpoint" or is_whole(every, 1)
+        check(self, good, 'give "checkpoint" or a number of steps >= 1', every=every)
         self.steps = None if every == "checkpoint" else every
         self.every = self.steps or "epoch"
 

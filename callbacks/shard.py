@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from callbacks.arguments import check
 from callbacks.base import Callback, Run
 
 
@@ -28,8 +29,7 @@ class ShardData(Callback):
     POLICIES = ("auto", "example", "file", "none")
 
     def __init__(self, policy: str = "auto") -> None:
-        if policy not in self.POLICIES:
-            raise ValueError(f"ShardData(policy={policy!r}): give one of {', '.join(self.POLICIES)}")
+        check(self, policy in self.POLICIES, f"give one of {', '.join(self.POLICIES)}", policy=policy)
         self.policy = "example" if policy == "auto" else policy
 
     def on_data(self, run: Run, data: Any) -> Any:

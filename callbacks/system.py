@@ -10,6 +10,7 @@ import time
 from typing import Any, ClassVar, Literal
 
 from callbacks import journal
+from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Metrics, Run
 
 _MEGA = 1e6
@@ -32,8 +33,7 @@ class SystemMetrics(Callback):
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
     def __init__(self, interval: float = 10.0) -> None:
-        if not 0.1 <= interval <= 1e6:
-            raise ValueError(f"SystemMetrics(interval={interval}): give seconds, from 0.1 to 1000000")
+        check(self, is_number(interval, 0.1, 1e6), "give seconds, from 0.1 to 1000000", interval=interval)
         self.interval = interval
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()

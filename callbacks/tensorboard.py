@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
 
 BUCKETS = 30
@@ -34,8 +35,8 @@ class TensorBoard(Callback):
         histograms: int = 0,
         graph: bool = True,
     ) -> None:
-        if not isinstance(histograms, int) or isinstance(histograms, bool) or histograms < 0:
-            raise ValueError(f"TensorBoard(histograms={histograms!r}): give a number of epochs, or 0 for none")
+        check(self, isinstance(directory, str | Path) and directory != "", "give a directory", directory=directory)
+        check(self, is_whole(histograms, 0), "give a number of epochs, or 0 for none", histograms=histograms)
         self.directory = Path(directory)
         self.every = every
         self.histograms = histograms

@@ -111,5 +111,8 @@ class _Listener:
 
     def __init__(self, callback: Callback) -> None:
         self.callback = callback
-        self.schedule = Schedule(callback.every)
+        try:
+            self.schedule = Schedule(callback.every)
+        except ValueError as error:
+            raise UsageError(f"{type(callback).__name__}: {error}") from None
         self.totals = np.zeros(())

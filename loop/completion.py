@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
-import re
 from pathlib import Path
 
 from loop import plugins
 from loop.options import BACKENDS
-from loop.target import SHIPPED
+from loop.target import SHIPPED, classes
 
 
 def targets(incomplete: str) -> list[str]:
     """The shipped examples, and the classes in Python files whose path begins so."""
     found = list(SHIPPED)
-    for path in _beginning(incomplete.partition(":")[0], "*.py"):
-        with contextlib.suppress(OSError):
-            kinds = re.findall(r"^class ([^\W_]\w*)\(", path.read_text(errors="replace"), re.M)
-            found += [f"{path}:{kind}" for kind in kinds]
+    start = incomplete.partition(":")[0]
+    for path in [Path(start)] if start.endswith(".py") else _beginning(start, "*.py"):
+        found += [f"{path}:{kind}" for kind in classes(path)]
     return [each for each in found if each.startswith(incomplete)]
 
 

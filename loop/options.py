@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import operator
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from loop.errors import UsageError
 
 BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
 """The engines that are ours; see `loop.plugins` for others."""
+
+_LARGEST = 2**53  # steps, examples and the like are counted in 64 bits, and multiplied
 
 DEFAULTS: dict[str, Any] = {
     "epochs": 1,
@@ -70,8 +73,11 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if options["overfit"] is not None:
         options["shuffle"] = passed.get("shuffle", False)
     for name, (allowed, fix) in _RULES.items():
-        if not allowed(options[name]):
-            raise UsageError(f"{name}={options[name]!r}: {fix}")
+        value = options[name]
+        if isinstance(value, int) and value >= _LARGEST:
+            raise UsageError(f"{name}={reprlib.repr(value)}: give a smaller number")
+        if not allowed(value):
+            raise UsageError(f"{name}={value!r}: {fix}")
     if options["clip_norm"] is not None and options["clip_value"] is not None:
         raise UsageError(
             f"clip_norm={options['clip_norm']} and clip_value={options['clip_value']}: give one of the two"
@@ -87,7 +93,8 @@ def whole(value: Any) -> Any:
 def near_file(path: Path) -> str:
     """The same for a path at which there is no file: a file beside it with almost that name, or nothing."""
     with contextlib.suppress(OSError, ValueError):
-        found = difflib.get_close_matches(path.name, sorted(each.name for each in path.parent.iterdir()), 1)
+        names = sorted(each.name for each in path.parent.iterdir() if not path.exists())
+        found = difflib.get_close_matches(path.name, names, 1)
         return f"; did you mean {str(path.parent / found[0])!r}?" if found else ""
     return ""
 

@@ -9,13 +9,14 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks.checkpoint import lower_is_better
+from callbacks.direction import lower_is_better
 from callbacks.journal import jsonable
 from callbacks.record import (
     ABOUT,
@@ -98,6 +99,31 @@ def locate(root: Path, text: str) -> Path:
     raise UsageError(f"{shown}: no run of that name in {printable(str(root))}; {hint}")
 
 
+def named(text: str) -> Path:
+    """What is meant by a path, the name of a run in `runs/`, the beginning of one, or `latest`.
+
+    Raises:
+        UsageError: there are runs, and none of this name.
+    """
+    path = Path(text)
+    return path if path.exists() or "/" in text or not find(ROOT) else locate(ROOT, text)
+
+
+def checkpointed(path: Path, option: str = "") -> Path:
+    """The same path, if it is a checkpoint, or a run directory that has one.
+
+    Raises:
+        UsageError: it isn't.
+    """
+    from loop.checkpoint import MANIFEST, complete  # which loads NumPy
+
+    if not (path / MANIFEST).exists() and not complete(path / "checkpoints"):
+        raise UsageError(
+            f"{option}{printable(str(path))}: no checkpoint there: give a run directory or a directory step-<8 digits>"
+        )
+    return path
+
+
 # The table
 
 
@@ -132,15 +158,20 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
 
 
 def value(record: Record, key: str) -> Any:
-    """What a run has of this name: a field, a hyperparameter, an option, or the best value of a metric; else None."""
+    """What a run has of this name: a field, a hyperparameter, an option, or `_best` of a metric; else None."""
     if key in _FIELDS:
         found = getattr(record, key)
         return found if found != "" else None
     for values in (record.hyperparameters, record.options):
         if key in values:
             return values[key]
-    best = record.best(key)
-    return best[1] if best else record.last(key)
+    return _best(record, key)
+
+
+def _best(record: Record, metric: str) -> float | None:
+    """The best value of a metric, or the last one where it isn't known what is best."""
+    best = record.best(metric)
+    return best[1] if best else record.last(metric)
 
 
 def _keys(records: Iterable[Record]) -> list[str]:
@@ -228,19 +259,20 @@ def _is_number(text: str) -> bool:
 def lines(records: Sequence[Record], metric: str | None) -> list[str]:
     """The table of runs."""
     head = ["run", "status", "engine", "steps", f"best {metric}" if metric else "best", "duration", "started (UTC)"]
-    return _titled(terminal.table([head, *([*_row(each, metric)] for each in records)], right=(3, 5)))
+    rows = [head, *([*_row(each, metric)] for each in records)]
+    return _titled(terminal.table(rows, right=(3, 5), spare=(6, 2, 5, 3, 4)))
 
 
 def _row(record: Record, metric: str | None) -> Iterator[str]:
     name = metric or record.metric
-    best = record.best(name)
+    best = _best(record, name)
     yield terminal.cut(record.name, 60)
     yield terminal.coloured(record.status, _COLOURS.get(record.status))
     yield record.backend + ("" if record.replicas is None else f" x{record.replicas}")
     yield f"{record.steps:,}" + (
         f"/{record.total_steps:,}" if record.status != "finished" and record.total_steps else ""
     )
-    yield "" if best is None else f"{best[1]:.4g}" + ("" if metric else f" {name}")
+    yield "" if best is None else f"{best:.4g}" + ("" if metric else f" {name}")
     yield terminal.duration(record.seconds)
     yield terminal.when(record.started)[:16]
 
@@ -281,15 +313,17 @@ def show(record: Record, metric: str | None = None) -> list[str]:
     lives = f" in {record.lives} lives" if record.lives > 1 else ""
     status = terminal.coloured(record.status or "?", _COLOURS.get(record.status), bold=True)
     why = f" ({record.reason})" if record.reason else ""
+    since = "" if record.started is None else f", from {terminal.when(record.started)} UTC"
     found = [
         terminal.coloured(record.name, None, bold=True),
-        f"{status}{why}: {done}; {terminal.duration(record.seconds)}{lives}, from {terminal.when(record.started)} UTC",
+        f"{status}{why}: {done}; {terminal.duration(record.seconds)}{lives}{since}",
     ]
+    places = _counted(record.replicas, "replica"), _counted(record.workers, "worker")
     changed = {name: each for name, each in record.options.items() if DEFAULTS.get(name) != each and name != "backend"}
     size = "" if record.parameters is None else f", {record.parameters:,} parameters"
     facts = {
         "task": f"{record.target or record.task}{size}",
-        "engine": f"{record.backend}, {_counted(record.replicas, 'replica')} on {_counted(record.workers, 'worker')}",
+        "engine": record.backend and f"{record.backend}, {places[0]} on {places[1]}",
         "fields": _pairs(record.hyperparameters),
         "options": _pairs(changed),
         "versions": _pairs(record.versions),
@@ -301,8 +335,9 @@ def show(record: Record, metric: str | None = None) -> list[str]:
         rows = [["metric", "last", "best", "at step"]]
         for name in record.curves:
             if not name.startswith(STEP):
-                step, best = record.best(name) or ("", math.nan)
-                rows.append([name, f"{record.last(name):.6g}", f"{best:.6g}", f"{step}"])
+                step, best = record.best(name) or ("", None)
+                numbers = ["" if each is None else f"{each:.6g}" for each in (record.last(name), best)]
+                rows.append([name, *numbers, f"{step}"])
         found += ["", *_titled(terminal.table(rows, right=(1, 2, 3)))]
     if record.checkpoints:
         rows = [["checkpoint", "saved for", "size", "time"]]
@@ -319,8 +354,8 @@ def show(record: Record, metric: str | None = None) -> list[str]:
     return found
 
 
-def _counted(count: int | None, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _counted(count: Any, what: str) -> str:
+    return f"{'?' if count is None else count} {what}{'s' * (count != 1)}"
 
 
 def _titled(text: list[str]) -> list[str]:
@@ -367,9 +402,9 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[str]:
     rows = [["best", *letters]]
     for name in _metrics(records):
         if not name.startswith(STEP) or name == metric:
-            values = [best[1] if (best := each.best(name)) else None for each in records]
-            having = [each for each in values if each is not None]
-            top = (min if lower_is_better(name) else max)(having, default=None)
+            values, less = [_best(each, name) for each in records], lower_is_better(name)
+            having = [each for each in values if each is not None and math.isfinite(each)]
+            top = None if less is None else (min if less else max)(having, default=None)
             cells = ["-" if each is None else f"{each:.6g}" + ("*" if each == top else " ") for each in values]
             rows.append([name, *cells])
     found += ["", *_titled(terminal.table(rows, right=range(1, len(rows[0]))))]
@@ -450,7 +485,7 @@ def tail(path: Path, last: int, follow: bool) -> Iterator[str]:
     """The events of a run as lines: the last so many that there are, then those that come, until the run ends."""
     alive = under_way(path)
     recent, offset = _news(path, 0)
-    yield from deque(recent, maxlen=last)
+    yield from deque(recent, maxlen=min(last, sys.maxsize))
     while follow and alive:
         time.sleep(_POLL)
         alive = under_way(path)  # asked before reading: what is written until then is read below

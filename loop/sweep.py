@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from callbacks import journal, pruning
+from callbacks.direction import lower_is_better
 from callbacks.journal import read_json
 from callbacks.mlflow import MLflowTracker
 from callbacks.redact import HIDDEN, mask, redact
@@ -135,6 +136,14 @@ class Plan:
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
         digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
         return Path("runs") / f"sweep-{name}-{digest}"
+
+
+def direction(metric: str, asked: str | None) -> str:
+    """Which way the metric gets better: as asked for, or by its name."""
+    less = lower_is_better(metric)
+    if asked is None and less is None:
+        raise UsageError(f"--metric {metric}: the name doesn't say what is better: check it, or give --direction")
+    return asked or ("minimize" if less else "maximize")
 
 
 def is_directory(target: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,9 +35,10 @@ def check(target: str) -> None:
         return
     place, colon, name = target.partition(":")
     if not colon or not name.isidentifier():
+        there = [f"{place}:{kind}" for kind in classes(Path(place))]
         raise UsageError(
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
-            f"{nearest(target, SHIPPED)}"
+            + (nearest(target, there) if there else nearest(target, SHIPPED))
         )
     if place.endswith(".py"):
         path = Path(place)
@@ -44,6 +47,14 @@ def check(target: str) -> None:
         check_shadows(path.resolve().parent)
     else:
         check_shadows(Path.cwd())
+
+
+def classes(path: Path) -> list[str]:
+    """The names of the classes in a Python file that may be tasks: it isn't run, and may be any file at all."""
+    with contextlib.suppress(OSError, ValueError):
+        if path.suffix == ".py" and path.is_file():
+            return re.findall(r"^class ([^\W_]\w*)\(", path.read_text(errors="replace"), re.M)
+    return []
 
 
 def check_shadows(directory: Path) -> None:
@@ -68,9 +79,9 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
     try:
         return kind(**values)
     except TypeError as error:
-        raise UsageError(
-            f"TARGET {target!r}: {kind.__name__} can't be made from its defaults ({error}): give its fields by --set"
-        ) from None
+        how = "its defaults" if fields is None else "the fields of the run"
+        fix = "give its fields by --set" if fields is None else "give the task that the run is of"
+        raise UsageError(f"TARGET {target!r}: {kind.__name__} can't be made from {how} ({error}): {fix}") from None
 
 
 def find(target: str) -> type[TrainTask]:
@@ -94,6 +105,12 @@ def find(target: str) -> type[TrainTask]:
         sys.modules[path.stem] = module  # dataclasses and type hints look their module up
         try:
             spec.loader.exec_module(module)
+        except (SyntaxError, ValueError) as error:
+            if isinstance(error, SyntaxError) and error.filename == str(path):
+                raise UsageError(f"TARGET {target!r}: {place}, line {error.lineno}: {error.msg}") from None
+            if "\0" in path.read_text(errors="replace"):
+                raise UsageError(f"TARGET {target!r}: {place} is no text: give a Python file") from None
+            raise
         except ModuleNotFoundError as error:
             if shipped is None:
                 raise

@@ -44,16 +44,26 @@ def coloured(text: str, colour: str | None, **more: bool) -> str:
     return text if plain() else typer.style(text, fg=colour, **more)
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), longest: int | None = None) -> list[str]:
-    """Rows as lines with columns; those of the numbers in `right` end flush. Cells are cut at `longest` characters."""
+def table(
+    rows: Sequence[Sequence[str]], right: Sequence[int] = (), longest: int | None = None, spare: Sequence[int] = ()
+) -> list[str]:
+    """Rows as lines with columns; those of the numbers in `right` end flush. Cells are cut at `longest` characters.
+
+    On a terminal that is too narrow for all columns those of the numbers in `spare` are left out, the first one first.
+    """
     cells = [[cut(cell, longest) if longest else cell for cell in row] for row in rows]
     widths = [max(map(_shown, column)) for column in zip(*cells, strict=True)]
+    for index in spare:
+        if sys.stdout.isatty() and sum(size + 2 for size in widths if size) - 2 > width():
+            cells = [[*row[:index], "", *row[index + 1 :]] for row in cells]
+            widths[index] = 0
     text = []
     for row in cells:
         pads = [" " * (size - _shown(cell)) for cell, size in zip(row, widths, strict=True)]
         padded = [
             pad + cell if index in right else cell + pad
             for index, (cell, pad) in enumerate(zip(row, pads, strict=True))
+            if widths[index]
         ]
         text.append("  ".join(padded).rstrip())
     return text

@@ -14,6 +14,7 @@ import pytest
 import callbacks
 from callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping, LearningRateScaling, MLflowTracker, Schedule
 from callbacks import journal as journal_module
+from callbacks.direction import lower_is_better
 from callbacks.progress import Display, Progress
 from callbacks.redact import redact
 from loop import TrainingError, UsageError, fit
@@ -171,7 +172,7 @@ def test_early_stopping(quiet):
 
 def test_early_stopping_names_the_metrics_that_there_are(quiet):
     with pytest.raises(ValueError, match=r"metric='eval_los'\): this run has only eval_loss"):
-        fit(Plain(), epochs=2, callbacks=quiet() + [EarlyStopping("eval_los")])
+        fit(Plain(), epochs=2, callbacks=quiet() + [EarlyStopping("eval_los", mode="min")])
 
 
 @pytest.mark.parametrize("kind", [Plain, Legacy])
@@ -396,16 +397,82 @@ def test_progress_that_nobody_reads_stops_nothing(quiet):
     show(Gone(), quiet, epochs=2, batch_size=20)
 
 
-def test_bad_arguments_are_refused():
-    for make in (
-        lambda: Checkpoint(keep_last=0),
-        lambda: Checkpoint(mode="best"),
-        lambda: EarlyStopping(patience=0),
-        lambda: LearningRateScaling(0),
-        lambda: LearningRateScaling(8, "cubic"),
-        lambda: callbacks.ShardData("auto-ish"),
-    ):
-        with pytest.raises(ValueError, match=r"\("):
+BAD = [
+    ("Checkpoint", "keep_last", [0, "3", None, 1.5]),
+    ("Checkpoint", "best", ["", 3]),
+    ("Checkpoint", "mode", ["best", None]),
+    ("Checkpoint", "on_error", ["x", None]),
+    ("EarlyStopping", "metric", ["", None]),
+    ("EarlyStopping", "patience", [0, "3", None, math.nan]),
+    ("EarlyStopping", "min_delta", [-1, "x", math.nan]),
+    ("ReduceOnPlateau", "factor", [0, 1, "x"]),
+    ("ReduceOnPlateau", "patience", [0, None]),
+    ("ReduceOnPlateau", "cooldown", [-1, 1.5, "x"]),
+    ("ReduceOnPlateau", "min_lr", [-1, "x"]),
+    ("CSVLogger", "path", ["", None, 3]),
+    ("EMA", "decay", [0, 1, "x", None, math.nan]),
+    ("LearningRateScaling", "reference_batch_size", [0, "x", 1.5]),
+    ("LearningRateScaling", "rule", ["cubic", None]),
+    ("LearningRateScaling", "warmup_steps", [-1, 1.5]),
+    ("LearningRateScaling", "warmup_epochs", [-1, "x", math.inf]),
+    ("ModelSummary", "stream", ["x", 3, []]),
+    ("MLflowTracker", "uri", ["", 3, "of", "htp://x", "http://"]),
+    ("MLflowTracker", "wait", [-1, "x", math.nan]),
+    ("MLflowTracker", "register", ["a/b", 3]),
+    ("MLflowTracker", "tags", ["x", {"": 1}, {1: 2}]),
+    ("Notify", "url", ["", None, "ftp://x"]),
+    ("Notify", "on", ["x", [], None]),
+    ("Notify", "timeout", [0, "x", math.inf]),
+    ("Profiler", "first", [0, "x", 1.5]),
+    ("Profiler", "last", [1, None, math.nan]),
+    ("Progress", "log_seconds", [-1, "x", math.nan]),
+    ("SamplePredictions", "examples", [0, "x", 1.5]),
+    ("Sentinel", "every", [0, "x", True]),
+    ("ShardData", "policy", ["auto-ish", None, 3]),
+    ("SystemMetrics", "interval", [0, "x", math.inf]),
+    ("TensorBoard", "directory", ["", None, 3]),
+    ("TensorBoard", "histograms", [-1, "x", 1.5]),
+    ("Timer", "max_duration", ["", None, 3]),
+    ("LambdaCallback", "runs_on", ["x", None]),
+    ("LambdaCallback", "every", [0, "x", None]),
+    ("LambdaCallback", "epoch_end", [3, None]),
+    ("LambdaCallback", "epochs_end", [print]),
+]
+NEEDED = {
+    "LearningRateScaling": {"reference_batch_size": 8}, "Notify": {"url": "http://x/y"},
+    "Profiler": {"first": 2, "last": 5}, "Timer": {"max_duration": "1h"}, "LambdaCallback": {"fit_end": print},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "argument", "values"), BAD)
+def test_bad_arguments_are_refused_by_name(name, argument, values):
+    kind, needed = getattr(callbacks, name), NEEDED.get(name, {})
+    kind(**needed)
+    for value in values:
+        with pytest.raises(ValueError, match=rf"{name}.*{argument}"):
+            kind(**{**needed, argument: value})
+
+
+@pytest.mark.parametrize("kind", [Checkpoint, callbacks.Journal, callbacks.TensorBoard])
+def test_a_schedule_that_is_none_names_its_callback(kind, quiet):
+    with pytest.raises(UsageError, match=rf"{kind.__name__}: every='often' is no schedule"):
+        fit(Plain(), callbacks=quiet() + [kind(every="often")])
+
+
+def test_the_name_of_a_metric_says_what_is_better_or_it_is_asked_for():
+    less = """loss step/loss eval_loss error mae eval_MAE mse rmse perplexity ppl nll wer cer fid eval_fid_score kid
+        log_loss categorical_crossentropy mean_squared_error kl_divergence brier_score dice_loss false_positives"""
+    more = """accuracy acc top5_accuracy auc roc_auc f1 eval_F1_score bleu4 rougeL r2 mean_io_u miou dice precision
+        recall@5 mAP map50 ndcg psnr cosine_similarity log_likelihood reward"""
+    neither = "learning_rate skipped_steps custom discriminator"
+    assert [lower_is_better(name) for name in less.split()] == [True] * len(less.split())
+    assert [lower_is_better(name) for name in more.split()] == [False] * len(more.split())
+    assert [lower_is_better(name) for name in neither.split()] == [None] * 4
+    assert [EarlyStopping("eval_mae").sign, EarlyStopping("eval_f1").sign] == [1, -1]
+    assert EarlyStopping("eval_custom", mode="max").sign == -1
+    assert Checkpoint(best="eval_mae").sign == 1
+    for make in (lambda: EarlyStopping("eval_custom"), lambda: Checkpoint(best="eval_custom")):
+        with pytest.raises(ValueError, match=r"'eval_custom'\): the name doesn't say what is better: check it, or"):
             make()
 
 

@@ -52,16 +52,22 @@ def command(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["train", "digits", "--batch-size", "0"], ["train"]]
-)
+    "arguments",
+    [
+        ["--help"], ["train", "--help"], ["train", "digits", "--batch-size", "0"], ["train"], ["train", "t.py"],
+        ["train", "digits", "--resume", "nowhere"], ["evaluate", "nowhere"], ["export", "nowhere", "x"],
+        ["replay", "nowhere"], ["sync", "nowhere"],
+    ],
+)  # fmt: skip
 def test_help_and_wrong_arguments_load_no_tensorflow(arguments):
     code = (
         f"import sys; sys.argv = ['tfloop', *{arguments!r}]; import cli\n"
+        "print('numpy' in sys.modules, file=sys.stderr)\n"
         "try: cli.main()\nexcept SystemExit: pass\n"
-        "print(sorted({'tensorflow', 'keras', 'mlflow', 'horovod', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+        "print(sorted({'tensorflow', 'keras', 'mlflow', 'horovod'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.stderr.splitlines()[-1] == "[]"
+    assert (done.stderr.splitlines()[0], done.stderr.splitlines()[-1]) == ("False", "[]")
 
 
 BEFORE_TENSORFLOW = [
@@ -99,12 +105,46 @@ BEFORE_TENSORFLOW = [
     (["evaluate", "nowhere", "--backend", "mirored"], "backend='mirored': give one of auto"),
     (["evaluate", "x" * 300], "xxx.*: the name is too long"),
     (["export", "nowhere", "out.npz"], "nowhere: no checkpoint there"),
+    (["export", "trained", "mine.py"], "mine.py exists already: remove it, or give another name"),
+    (["export", "trained", ""], r"\. exists already"),
+    (["export", "trained", "model.h5"], "model.h5: there is no such format: give OUT.npz, OUT.keras, or a directory"),
+    (["export", "trained", "model.NPZ"], "model.NPZ: there is no such format"),
+    (["export", "trained", "x.keras", "--target", "digist"], "TARGET 'digist': .* did you mean 'digits'"),
+    (["evaluate", "trained", "--batch-size", "0"], "batch_size=0: the global batch must hold"),
+    (["replay", "nowhere"], "nowhere: no checkpoint there"),
+    (["sync", "trained", "--track", "nonsense"], "--track nonsense: give a URI such as sqlite:///mlflow.db or http://"),
+    (["sync", "trained", "--track", "off"], "--track off: there is nothing to deliver to"),
+    (["train", "digits", "--track", "of"], "--track of: give a URI such as .*, or off"),
+    (["train", "digits", "--track", "htp://user:secret@h"], r"--track htp://\*\*\*@h: give a URI"),
+    (["train", "digits", "--track-wait", "nan"], "--track-wait nan: give seconds, from 0"),
+    (["train", "digits", "--register", "a/b"], "--register a/b: give a name without /"),
+    (["train", "digits", "--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
+    (["train", "digits", "--run-dir", ""], "--run-dir: the value is empty"),
+    (["train", "digits", "--run-dir="], "--run-dir: the value is empty"),
+    (["train", "digits", "--batch-size", "9" * 20], "batch_size=9+: give a smaller number"),
+    (["train", "digits", "--steps", "9" * 4000], r"steps=9+\.\.\.9+: give a smaller number"),
+    (["train", "digits", "--threads", "9" * 20], "--threads 9+: give a whole number >= 1, at most 1024"),
+    (["train", "digits", "--start-timeout", "inf"], "--start-timeout inf: give a number of seconds > 0"),
+    (["train", "digits", "--config", "."], r"--config \.: Is a directory$"),
+    (["train", "mine.py"], "TARGET 'mine.py': .*; did you mean 'mine.py:Mine'"),
+    (["train", "mine.py:"], "TARGET 'mine.py:': .*; did you mean 'mine.py:Mine'"),
+    (["train", "wrong.py:Mine"], "TARGET 'wrong.py:Mine': wrong.py, line 2: "),
+    (["train", "binary.py:Mine"], "TARGET 'binary.py:Mine': binary.py is no text: give a Python file"),
+    (
+        ["sweep", "digits", "--grid", "hidden=8,16", "--metric", "quality"],
+        "--metric quality: the name doesn't say",
+    ),
     (["evaluate", "nowhere"], "nowhere: no checkpoint there"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), BEFORE_TENSORFLOW)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, command):
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, command, tmp_path):
+    (tmp_path / "wrong.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "binary.py").write_bytes(b"\0\1")
+    (tmp_path / "trained" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    for name, text in (("run.json", '{"task": "Mine"}'), ("journal.jsonl", "")):
+        (tmp_path / "trained" / name).write_text(text)
     code, out, err = command(*arguments)
     assert code == 2
     assert out == ""
@@ -201,6 +241,17 @@ def test_train_evaluate_export(command, tmp_path):
     inputs = np.random.default_rng(0).normal(size=(3, 5)).astype("float32")
     loaded = tf.saved_model.load("saved")
     np.testing.assert_allclose(loaded.serve(inputs), model(inputs), atol=1e-6)
+    code, _, err = command("evaluate", "run", "--target", "mine.py:Scalar")
+    assert code == 2
+    assert "Scalar can't be made from the fields of the run" in err
+    (tmp_path / "run").rename(tmp_path / "away")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "away").rename(tmp_path / "runs" / "run")
+    code, again, _ = command("evaluate", "latest", "--json")
+    assert (code, again) == (0, out)
+    assert command("export", "ru", "again.npz")[0] == 0
+    code, _, err = command("evaluate", "rnu")
+    assert (code, err) == (2, "tfloop: error: rnu: no run of that name in runs; did you mean 'run'?\n")
     code, _, err = command("export", "run", "weights.npz")
     assert code == 2
     assert "weights.npz exists already" in err
@@ -317,6 +368,7 @@ def test_a_mistake_in_the_users_code_keeps_its_traceback(command, tmp_path):
     assert code == 1
     assert "RuntimeError: planted" in err
     assert "mine.py" in err
+    assert "typer" not in err
 
 
 def test_doctor(command):

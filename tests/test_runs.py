@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pty
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 from pathlib import Path
 
@@ -286,6 +289,8 @@ def test_filters_and_columns(root, command, arguments, names):
         (["runs", "rm", "small"], "there is no terminal: give --yes"),
         (["runs", "rm", "small", "smal1", "--yes"], "did you mean 'small'?"),
         (["tail", "wid3"], "did you mean 'wide'?"),
+        (["sync", "wid3"], "did you mean 'wide'?"),
+        (["replay", "wid3"], "did you mean 'wide'?"),
     ],
 )
 def test_what_is_not_there_is_one_line_with_the_nearest_right_name(root, command, arguments, message):
@@ -479,6 +484,47 @@ def test_rm_asks_on_a_terminal(root):
         assert asking.returncode == 0
         assert "small" in out
         assert (root / "small").exists() is there
+
+
+@pytest.mark.parametrize(("columns", "head"), [(40, "run status"), (80, "run status steps best duration")])
+def test_the_table_fits_a_narrow_terminal(root, columns, head):
+    (root / "small").rename(root / "Digits-20261121T201028Z-71c1e4")
+    main, terminal = pty.openpty()
+    fcntl.ioctl(main, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    environment.pop("COLUMNS", None)
+    with subprocess.Popen([*TFLOOP, "runs"], stdout=terminal, env=environment) as process:
+        pass
+    lines = os.read(main, 9999).decode().splitlines()
+    os.close(main)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert lines[0].split() == head.split()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= columns
+
+
+def test_what_is_best_follows_from_the_name_of_a_metric_or_is_not_told(root, command):
+    for name, values in (("small", (3.0, 1.0, 2.0)), ("wide", (6.0, 4.0, 5.0))):
+        with (root / name / "journal.jsonl").open("a") as file:
+            for step, value in enumerate(values):
+                metrics = {"eval_mae": value, "eval_f1": value, "eval_odd": value}
+                file.write(
+                    json.dumps({"time": 2e9, "event": "eval_end", "step": 900 + step, "metrics": metrics}) + "\n"
+                )
+    about = json.loads(command("runs", "--json", "--filter", "name=small")[1])[0]
+    assert [about["best"].get(name) for name in ("eval_mae", "eval_f1", "eval_odd")] == [
+        {"step": 901, "value": 1.0}, {"step": 900, "value": 3.0}, None,
+    ]  # fmt: skip
+
+    def table(*arguments):
+        words = [line.split() for line in command(*arguments)[1].splitlines() if line]
+        return {first: rest for first, *rest in words}
+
+    rows = table("runs", "show", "small")
+    assert [rows[name] for name in ("eval_mae", "eval_odd")] == [["2", "1", "901"], ["2"]]
+    rows = table("runs", "compare", "small", "wide")
+    assert [rows[name] for name in ("eval_mae", "eval_f1", "eval_odd")] == [["1*", "4"], ["3", "6*"], ["2", "5"]]
 
 
 def test_none_of_this_loads_what_is_slow(root):

@@ -1,10 +1,14 @@
 """`tfloop verify`: good tasks pass, and each planted mistake is found and named."""
 
 import json
+import os
+import signal
+import subprocess
 from dataclasses import dataclass
 
 import keras
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
 import tf_keras
@@ -12,7 +16,7 @@ import tf_keras
 import loop
 from loop import ArrayData, UsageError
 from loop.verify import lines, verify
-from tests.conftest import needs_horovod, tfloop
+from tests.conftest import TFLOOP, needs_horovod, tfloop
 from tests.tasks import Conv, Plain, Unweighted, Weighted, regression
 from tests.test_optimizers import Adversarial
 
@@ -273,6 +277,19 @@ def test_a_mistake_that_only_real_processes_show(tmp_path):
     assert "or on the rank" in done.stdout
     assert "Traceback" not in done.stderr
     assert tfloop("verify", "nonsense", cwd=tmp_path).returncode == 2
+
+
+def test_ctrl_c_among_real_processes_leaves_no_traceback_and_no_process(tmp_path):
+    command = [*TFLOOP, "verify", "digits"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+        while not psutil.Process(process.pid).children():
+            assert process.poll() is None
+        workers = psutil.Process(process.pid).children()
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert not [worker for worker in workers if worker.is_running()]
 
 
 def test_charlm_passes(tmp_path):
