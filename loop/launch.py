@@ -734,7 +734,7 @@ class _Output:
 
     def line(self, text: str) -> None:
         """Prints a line."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # a terminal that is gone: workers would wait for ever
             self._display.line(text)
 
     def follow(self, process: Worker, label: str) -> None:
@@ -754,7 +754,7 @@ class _Output:
         text = line.rstrip("\r\n")
         if re.match(CHATTER, text):
             return
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             if text.startswith(MARK):
                 self._display.update(json.loads(text[len(MARK) :]))
             elif text:

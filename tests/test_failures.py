@@ -242,6 +242,20 @@ def test_what_a_worker_has_started_may_live_on_with_its_streams():
     worker.communicate()
 
 
+def test_a_launcher_whose_terminal_is_gone_still_takes_what_workers_print():
+    """Else they would wait for ever, when their pipe is full."""
+    code = (
+        "import os, sys\nfrom loop import launch\noutput = launch._Output()\n"
+        "command = [sys.executable, '-c', 'for i in range(20000): print(str(i) * 50)']\n"
+        "worker = launch.start_worker(command, dict(os.environ))\n"
+        "output.follow(worker, '0')\noutput.line('a line of its own')\nsys.exit(worker.wait())"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=60, cwd=ROOT).returncode == 0
+    os.close(writer)
+
+
 def test_an_orphan_that_hangs_is_killed_with_what_it_has_started():
     orphan = (
         "import signal, subprocess, sys, time\nfrom loop import launch\n"

@@ -404,7 +404,8 @@ def test_changed_settings_are_shown_and_refused_unless_accepted(quiet, capfd):
     found = record.read(Path("run"))
     assert (found.status, found.steps, found.hyperparameters["rate"]) == ("stopped", 4, 0.05)
     page = Path("run/report.html").read_text()
-    assert "stopped</" in page and "failed</" not in page
+    assert "stopped</" in page
+    assert "failed</" not in page
     capfd.readouterr()
     result = run(batch_size=10, rate=0.5, accept_changes=True)
     assert "note: goes on with another setting: batch_size was 20, now 10" in capfd.readouterr().err
