@@ -820,14 +820,34 @@ def sync(
     run: Name,
     track: Annotated[str | None, typer.Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
 ) -> None:
-    """Deliver to MLflow what a run that is over has not delivered."""
-    from callbacks import delivery, journal, mlflow
+    """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
+    from callbacks import journal
 
     run_dir = runs.named(run)
     if tracking(track) is None:
         raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
-    if not (run_dir / journal.NAME).exists() or "task" not in journal.read_json(run_dir / "run.json"):
+    if not is_deliverable(run_dir):
         raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
+    store = deliver_rest(run_dir, track)
+    if "sweep" in journal.read_json(run_dir / "run.json"):
+        for trial in filter(is_deliverable, sorted(run_dir.glob("trial-*"))):
+            try:
+                deliver_rest(trial, store)
+            except UsageError as error:  # it lives on, though the sweep was killed
+                print(f"warning: {error}", file=sys.stderr)
+
+
+def is_deliverable(run_dir: Path) -> bool:
+    """Whether a directory is a run's that has something to tell."""
+    from callbacks import journal
+
+    return (run_dir / journal.NAME).exists() and "task" in journal.read_json(run_dir / "run.json")
+
+
+def deliver_rest(run_dir: Path, track: str | None) -> str:
+    """Delivers what MLflow hasn't of a run, and returns the store; ends the command where that fails."""
+    from callbacks import delivery, journal, mlflow
+
     uri = track or journal.read_json(run_dir / mlflow.STATE).get("uri")
     if not track and uri and HIDDEN in uri and not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
         raise UsageError(f"{run_dir / mlflow.STATE} has the store's URI without its secrets: give it as --track URI")
@@ -853,6 +873,7 @@ def sync(
         print(f"warning: {text}", file=sys.stderr)
     files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
     print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
+    return store
 
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
@@ -1122,6 +1143,11 @@ def main() -> None:
         elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             print(f"tfloop: error: {reprlib.repr(error.filename)}: the name is too long", file=sys.stderr)
             code = BAD_INPUT
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if launch.JOB not in os.environ:
+                where = error.filename or "a file"
+                text = f"{where} can't be written ({error.strerror}): make room there, and start the same command again"
+                print(f"tfloop: error: {text}", file=sys.stderr)
         else:
             trace = step = error.__traceback__
             while step is not None:  # what led to the command says nothing

@@ -37,6 +37,8 @@ from callbacks.report import NAME as REPORT
 
 ID = "tfloop.id"
 """The tag by which a run is found again in its experiment."""
+DIRECTORY = "tfloop.run_directory"
+"""The tag that says where the run is."""
 PARENT = "mlflow.parentRunId"
 """MLflow's tag for a run within another."""
 SENT = "tfloop.artifacts"
@@ -234,10 +236,16 @@ class Delivery:
             parent = run  # has another training's points already: one run has no place for two
         elif state.get("run_id"):
             try:
-                return client.get_run(state["run_id"])
+                run = client.get_run(state["run_id"])
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
+            else:
+                other = Path(run.data.tags.get(DIRECTORY, self.directory))
+                if other == self.directory or read_json(other / STATE).get("run_id") != state["run_id"]:
+                    return run
+                # This is a copy of a directory that is still there, and a run of its own.
+                self._id = hashlib.sha256(first + os.fsencode(self.directory)).hexdigest()[:32]
         if self._parent or state.get("parent"):
             parent = client.get_run(self._parent or state["parent"])
         experiment = parent.info.experiment_id if parent else self._experiment_id(client)
@@ -271,7 +279,7 @@ class Delivery:
             "mlflow.user": _user(),
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": about["target"],
-            "tfloop.run_directory": self.directory,
+            DIRECTORY: self.directory,
             "tfloop.parameters": about.get("parameters"),
             **{f"version.{name}": version for name, version in about["versions"].items()},
             **{name: about.get(name) for name in ("backend", "replicas", "workers")},

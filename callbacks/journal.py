@@ -30,6 +30,7 @@ class Journal(Callback):
     def __init__(self, every: Every = "1s") -> None:
         self.every = every
         self._file: Any = None
+        self._torn = self._silent = False  # whether the last line found no room; whether nothing is told yet
         self._last = 0  # the step at which metrics were last on offer
 
     def on_setup(self, run: Run) -> None:
@@ -37,10 +38,11 @@ class Journal(Callback):
         if self._file:  # the workers of an elastic job form anew
             self._file.close()
         self._file = path.open("ab", buffering=0)  # a line is one write: lines of other writers don't mix with it
-        if torn(path):
-            self._file.write(b"\n")
+        self._torn = torn(path)
+        self._silent = path.stat().st_size > 0  # what ends before `on_restore` is no life of the run that is told here
 
     def on_restore(self, run: Run, path: Path | None) -> None:
+        self._silent = False
         for event in run.backend.member.events if run.backend.member else ():
             self._write(run, event["event"], worker=event["worker"], how=event.get("how", ""))
         self._write(run, "restore", checkpoint=path.name if path else None)
@@ -81,11 +83,19 @@ class Journal(Callback):
             self._file.close()
 
     def _write(self, run: Run, event: str, **more: Any) -> None:
-        if self._file is None:  # the run ended before on_setup
+        if self._file is None or self._silent:  # or the run ended before on_setup
             return
         if "metrics" in more:
             more["metrics"] = jsonable(more["metrics"])
-        self._file.write(_line(run, event, more))
+        line = b"\n" * self._torn + _line(run, event, more)
+        self._torn = True
+        try:
+            while line:  # a disk that is nearly full takes a part of it
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            error.filename = str(run.directory / NAME)
+            raise
+        self._torn = False
 
 
 def append(run: Run, event: str, **more: Any) -> None:

@@ -41,6 +41,8 @@ class Report(Callback):
 
     def on_fit_end(self, run: Run, status: str) -> None:
         try:
+            told = record.read_about(run.directory).get("status")  # of a life that was refused, that of the one before
+            status = status if told == "running" else told or status
             write(run.directory / NAME, dataclasses.replace(record.read(run.directory, quick=True), status=status))
         except Exception as error:  # whatever it is, it is no reason for a run to fail
             print(f"warning: {NAME} could not be written ({type(error).__name__}: {error})", file=sys.stderr)
@@ -49,8 +51,11 @@ class Report(Callback):
 def write(path: Path, of: Record) -> None:
     """Writes the page of a run, whole."""
     partial = path.with_name(path.name + ".tmp")
-    partial.write_text(html(of), encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(html(of), encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def is_report(path: Path) -> bool:

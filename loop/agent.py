@@ -112,7 +112,7 @@ class _Job:
         for rank, place in places.items():
             worker = launch.start_worker(command, {**os.environ, **environment, **own, **place})
             for stream in (worker.stdout, worker.stderr):
-                self._copies.append(threading.Thread(target=_copy, args=(stream, int(rank)), daemon=True))
+                self._copies.append(threading.Thread(target=_copy, args=(worker, stream, int(rank)), daemon=True))
                 self._copies[-1].start()
             self._workers[int(rank)] = worker
 
@@ -139,9 +139,9 @@ class _Job:
         os._exit(code)
 
 
-def _copy(stream: IO[bytes], rank: int) -> None:
-    for line in stream:
-        say(line=line.decode(errors="replace"), rank=rank)
+def _copy(worker: launch.Worker, stream: IO[bytes], rank: int) -> None:
+    for line in launch.printed(worker, stream):
+        say(line=line, rank=rank)
 
 
 # What a host has; asked on both ends, and compared

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 PLAN = "plan.json"
 MOST_STARTS, WITHIN = 10, 600.0
-"""So many workers are started again at most within so many seconds: something else is wrong then."""
+"""So often workers are started again at most within so many seconds: something else is wrong then."""
 _PAUSE = 1.0  # seconds before a worker is started again
-_GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed, or has finished
+_GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed, has finished, or is gone
 
 
 @dataclasses.dataclass
@@ -264,12 +264,14 @@ class _Worker:
         process: its process.
         host: where it is; None: on this machine.
         place: the last generation in which it was given a place; -1: none.
+        before: the one before that.
     """
 
     name: str
     process: launch.Worker | Remote
     host: Host | None = None
     place: int = -1
+    before: int = -1
 
     @property
     def address(self) -> str:
@@ -305,6 +307,7 @@ class _Job:
         self._events: list[dict[str, Any]] = []
         self._not_before = 0.0  # when a worker may be started again
         self._short_since = time.monotonic()  # since when there are too few, or as long as none has trained
+        self._formed = 0.0  # when the generation was planned
         self._over_by = float("inf")  # when all must have ended
         self._reports: list[dict[str, Any]] = []
         self._problem = ""
@@ -401,7 +404,7 @@ class _Job:
         now = time.monotonic()
         self._restarts = [each for each in self._restarts if now - each < WITHIN]
         while len(self._workers) < self._wanted and now >= self._not_before:
-            if self._started >= self._wanted:
+            if self._started >= self._wanted and now not in self._restarts:  # those that died together count once
                 if len(self._restarts) >= MOST_STARTS:
                     return
                 self._restarts.append(now)
@@ -428,6 +431,8 @@ class _Job:
             self._broken = self._generation  # a connection was lost, but nobody died
         intact = self._broken < self._generation
         if intact and any(self._number(worker, "joined") < self._generation for worker in members):
+            if time.monotonic() - self._formed > _GRACE:
+                self._end_stuck(members)
             return  # it hasn't met yet, and can't be called back
         ready = [
             worker
@@ -451,6 +456,14 @@ class _Job:
             return
         self._form(chosen, [worker for worker in members if worker not in chosen])
 
+    def _end_stuck(self, members: list[_Worker]) -> None:
+        """Ends those that still connect in a generation of which somebody died: Horovod would, after minutes."""
+        for worker in members:
+            if max(self._number(worker, "waits"), self._number(worker, "joined")) < worker.before:
+                self._tell(f"{worker} still waits in Horovod for one that is gone, and can't be called back: ended")
+                worker.before = -1
+                worker.process.kill()
+
     def _form(self, chosen: list[_Worker], dropped: list[_Worker]) -> None:
         from loop.horovodrun import rendezvous
 
@@ -463,7 +476,7 @@ class _Job:
                 self._tell(f"{worker} joins: {len(chosen)} workers from the next boundary on")
             if worker.place < 0:
                 self._event("worker_joined", worker)
-            worker.place = self._generation
+            worker.before, worker.place = worker.place, self._generation
         for worker in dropped:
             self._tell(f"{worker} is sent away")
             self._event("worker_gone", worker, how="sent away")
@@ -473,7 +486,7 @@ class _Job:
             places={worker.name: place for worker, place in zip(chosen, places, strict=True)},
             dropped=[worker.name for worker in dropped],
         )
-        self._short_since = time.monotonic()
+        self._short_since = self._formed = time.monotonic()
 
     def _end(self, reason: str, keeper: str = "") -> None:
         """Tells all workers that wait for a place that there will be none."""

@@ -239,6 +239,7 @@ def set_up(run: Run, bus: Bus, sources: Data) -> None:
         path = rundir.restore(run)
     bus.fire("restore", path)
     with run.guard(), run.watchdog.phase("opening the data"):
+        run.begun = True
         run.write_status("running")
         run.open_data()
     run.agree()

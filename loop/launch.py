@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -56,6 +57,10 @@ MOST_SERVERS = 64
 """So many parameter servers make sense at most."""
 MOST_RESTARTS = 10
 """So often the launcher starts each worker of a `parameter_server` job again."""
+orphan_grace = 600.0
+"""Seconds that a worker has to save and end when its launcher is gone."""
+_LAST_WORDS = 2.0  # seconds in which what a worker has started may still print when it has ended
+_LONGEST = 1 << 20  # bytes that are printed as a line, and read at once
 _GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed
 _EARLY_GRACE = 3.0  # the same while some have not started: the others wait for them, and do nothing else
 
@@ -406,7 +411,10 @@ def gone(error: BaseException) -> bool:
 
 
 def die_with_parent() -> None:
-    """Ends this process politely, as SIGTERM does, when the one that started it is gone: killed, it can't say so."""
+    """Ends this process politely, as SIGTERM does, when the one that started it is gone: killed, it can't say so.
+
+    One that hangs, and so doesn't end, is killed with all that it has started: nobody else would.
+    """
     # It may have gone before we came to this line.
     parent = int(os.environ.get(LAUNCHER, os.getppid()))
 
@@ -414,6 +422,10 @@ def die_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(orphan_grace)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)  # it leads no group
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
@@ -551,6 +563,28 @@ def start_worker(command: list[str], environment: dict[str, str]) -> Worker:
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
+
+
+def printed(worker: Worker, stream: IO[bytes]) -> Iterator[str]:
+    """The lines that a worker prints, until it has ended: what it has started may live on, and hold the stream open."""
+    poll, rest, until = select.poll(), b"", float("inf")
+    poll.register(stream, select.POLLIN)
+    over = False
+    while not over:
+        if worker.poll() is not None:
+            until = min(until, time.monotonic() + _LAST_WORDS)
+        over = time.monotonic() > until
+        if not poll.poll(0 if over else 1000):
+            continue
+        piece = os.read(stream.fileno(), _LONGEST)
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.decode(errors="replace") for line in lines)
+        if len(rest) > _LONGEST:  # no line, and no memory has room for what never ends
+            yield rest.decode(errors="replace")
+            rest = b""
+        over = over or not piece
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 class _Job:
@@ -700,27 +734,27 @@ class _Output:
 
     def line(self, text: str) -> None:
         """Prints a line."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # a terminal that is gone: workers would wait for ever
             self._display.line(text)
 
     def follow(self, process: Worker, label: str) -> None:
         """Follows both streams of a process; each line has the label in front."""
         for stream in (process.stdout, process.stderr):
             assert stream is not None
-            thread = threading.Thread(target=self._copy, args=(stream, label), daemon=True)
+            thread = threading.Thread(target=self._copy, args=(process, stream, label), daemon=True)
             thread.start()
             self.threads.append(thread)
 
-    def _copy(self, stream: IO[bytes], label: str) -> None:
-        for line in stream:
-            self.take(line.decode(errors="replace"), label)
+    def _copy(self, process: Worker, stream: IO[bytes], label: str) -> None:
+        for line in printed(process, stream):
+            self.take(line, label)
 
     def take(self, line: str, who: str) -> None:
         """Shows a line that somebody has printed."""
         text = line.rstrip("\r\n")
         if re.match(CHATTER, text):
             return
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             if text.startswith(MARK):
                 self._display.update(json.loads(text[len(MARK) :]))
             elif text:

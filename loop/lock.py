@@ -39,18 +39,30 @@ def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
             "namespace": _namespace(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        file.truncate(0)
-        file.write(json.dumps(owner).encode())
         try:
+            with _writing(directory):
+                file.truncate(0)
+                file.write(json.dumps(owner).encode())
             yield
         finally:
             if _is(path, file):
                 path.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"the run directory {directory} can't be written ({error.strerror}): make room in it, or give another one"
+        ) from None
+
+
 def _taken(path: Path, deadline: float) -> IO[bytes]:
     while True:
-        file = path.open("ab", buffering=0)
+        with _writing(path.parent):
+            file = path.open("ab", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

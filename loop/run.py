@@ -18,8 +18,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled  # nothing public tells it
 
+from callbacks.journal import read_json
 from callbacks.redact import redact
-from loop import build, checkpoint, fault, state
+from loop import build, checkpoint, fault, launch, state
 from loop.backends.base import Backend, fingerprint
 from loop.errors import PeerError, TrainingError, UsageError
 from loop.pace import Pace
@@ -81,6 +82,7 @@ class Run:
         self.saving = self.saves_wait = self.checks = self.stopping = self.keeping = self.regrouping = False
         self._keep_at, self._keeps = 0.0, 0  # when the next snapshot is due, and how many there were
         self.status = "finished"
+        self.begun = False  # whether this life stands where it starts: until then, run.json is of the life before
         self._save_reason = self.stop_reason = self.saved = ""
         self._save_at_once = False
         self._saves: list[tuple[str, int]] = []
@@ -533,7 +535,8 @@ class Run:
     def signals(self) -> Iterator[None]:
         """Within it, SIGTERM and SIGINT end the run politely at the next boundary; a second one at once.
 
-        SIGUSR1 asks for a checkpoint.
+        SIGUSR1 asks for a checkpoint. A launcher of ours hands on what it hears, and ends this process itself at a
+        second signal: what comes twice here may have been sent once, to all processes of a service or a Slurm step.
         """
 
         def save(number: int, frame: Any) -> None:
@@ -542,6 +545,8 @@ class Run:
 
         def hear(number: int, frame: Any) -> None:
             self._signals += 1
+            if os.environ.get(launch.LAUNCHER) == str(os.getppid()):
+                return
             for each in heard:  # the next one is deadly
                 signal.signal(each, signal.SIG_DFL)
 
@@ -559,13 +564,13 @@ class Run:
                 signal.signal(number, handler)
 
     def write_status(self, status: str) -> None:
-        """Writes `run.json` (chief only)."""
-        if self.backend.is_chief:
-            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            about = {
-                "status": status,
-                "updated": now,
-                "pid": os.getpid(),
-                "progress": dataclasses.asdict(self.progress),
-            }
-            checkpoint.write_json(self.directory / "run.json", {**redact(self.info), **about})
+        """Writes `run.json` (chief only). A life that was refused before it began leaves there what is told."""
+        if not self.backend.is_chief:
+            return
+        path = self.directory / "run.json"
+        about = {} if self.begun else read_json(path)
+        if about and about.get("status") != "running":
+            return
+        about = about or {**redact(self.info), "progress": dataclasses.asdict(self.progress)}
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        checkpoint.write_json(path, {**about, "status": status, "updated": now, "pid": os.getpid()})

@@ -36,6 +36,8 @@ class Writer:
                 checkpoint.write(directory, step, arrays(tensors), state)
                 self._outcomes.append(None)
             except Exception as error:
+                if isinstance(error, OSError):  # a full disk doesn't say which
+                    error.filename = error.filename or str(directory)
                 self._outcomes.append(error)
 
         self.wait()

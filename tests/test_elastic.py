@@ -1,5 +1,6 @@
 """Elastic jobs: real workers that are killed, and come back; and what is refused."""
 
+import re
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import callbacks
 from callbacks.witness import Witness, differences, used
 from loop import UsageError, elastic, fit, target
+from tests.campaigns import elastic as campaign
 from tests.campaigns.elastic import TASK, Job, distance
 from tests.conftest import needs_horovod
 
@@ -43,6 +45,36 @@ def test_workers_that_are_killed_change_nothing(tmp_path):
     said = job.errors()
     for text in ("worker 0 is gone: killed by signal 9", "worker 2 joins: 2 workers", "going on with 1 worker"):
         assert f"elastic: {text}" in said
+
+
+DYING = """
+import horovod.tensorflow as hvd
+
+def init(start=hvd.init):
+    if os.environ["TFLOOP_WORKER"] == "1":  # the others are in it, and wait for this one
+        time.sleep(1)
+        os._exit(9)
+    start()
+
+hvd.init = init
+"""
+
+
+@needs_horovod
+def test_a_death_while_the_others_connect_has_the_job_start_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(campaign, "TASK", TASK + DYING)
+    monkeypatch.setattr(campaign, "OPTIONS", ["--steps=3", "--track=off", "--json"])
+    job = Job(tmp_path, 2, "--elastic=1:2")
+    try:
+        assert job.result()["status"] == "finished"
+    finally:
+        job.close()
+    said = job.errors()
+    assert "elastic: worker 1 is gone: exit code 9" in said
+    # Horovod ends it or, by chance, waits for minutes.
+    assert re.search(
+        "elastic: worker 0 (still waits in Horovod for one that is gone|is gone: killed by signal 6)", said
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import cli
 from loop import TrainingError, UsageError, launch
 from loop.backends import strategy
-from tests.conftest import TFLOOP, needs_horovod
+from tests.conftest import ROOT, TFLOOP, needs_horovod
 
 HOROVOD = pytest.param("horovod", marks=needs_horovod)
 TASK = '''
@@ -225,6 +225,51 @@ def test_sigusr1_harms_nobody_who_is_young_and_a_second_signal_ends_at_once(star
 def tf_config(*ports, index=0):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     return json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+
+
+def test_what_a_worker_has_started_may_live_on_with_its_streams():
+    # In a session of its own, so that it isn't killed with the worker.
+    code = (
+        "import subprocess, sys\n"
+        "one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(one.pid)\nprint('x' * 3_000_000, end='', flush=True)"
+    )
+    worker = launch.start_worker([sys.executable, "-c", code], dict(os.environ))
+    pid, *rest = launch.printed(worker, worker.stdout)
+    os.kill(int(pid), signal.SIGKILL)  # it was there
+    assert "".join(rest) == "x" * 3_000_000
+    assert max(map(len, rest)) <= 1 << 21  # what never ends is shown in pieces
+    worker.communicate()
+
+
+def test_a_launcher_whose_terminal_is_gone_still_takes_what_workers_print():
+    """Else they would wait for ever, when their pipe is full."""
+    code = (
+        "import os, sys\nfrom loop import launch\noutput = launch._Output()\n"
+        "command = [sys.executable, '-c', 'for i in range(20000): print(str(i) * 50)']\n"
+        "worker = launch.start_worker(command, dict(os.environ))\n"
+        "output.follow(worker, '0')\noutput.line('a line of its own')\nsys.exit(worker.wait())"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=60, cwd=ROOT).returncode == 0
+    os.close(writer)
+
+
+def test_an_orphan_that_hangs_is_killed_with_what_it_has_started():
+    orphan = (
+        "import signal, subprocess, sys, time\nfrom loop import launch\n"
+        "launch.orphan_grace = 0.1\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nlaunch.die_with_parent()\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('there', file=sys.stderr, flush=True)\ntime.sleep(600)"
+    )
+    parent = (
+        "import subprocess, sys\n"
+        "one = subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True, stderr=subprocess.PIPE)\n"
+        "print(one.stderr.readline().decode())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent, orphan], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.communicate(timeout=60)[0] == "there\n\n"  # which ends when nobody has it open any more
 
 
 def test_peers_that_never_come_are_named(monkeypatch):

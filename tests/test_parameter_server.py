@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import callbacks
-from loop import UsageError, fit, launch
+from loop import UsageError, fit, launch, target
+from loop.backends.parameter_server import answers
 from tests import conformance
 from tests.conftest import ROOT, TFLOOP, tfloop
 from tests.exactness import SETTINGS, Prime, by_hand, largest_difference, weights_of
@@ -123,50 +124,82 @@ def wait_for(what, process, seconds=240):
     return found
 
 
-def test_killed_workers_cost_nothing_and_a_killed_server_is_named_with_the_checkpoint(tmp_path):
-    command = ["train", "digits", "--backend", "parameter_server", "--workers", 2, "--ps", 2, "--run-dir", "run"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+HELD = """
+import pathlib, time
+from callbacks import Callback
+from digits import Digits
+
+class Hold(Callback):
+    def on_epoch_start(self, run):
+        while not pathlib.Path(f"epoch-{run.progress.epoch}").exists():
+            time.sleep(0.05)
+
+class Held(Digits):  # no epoch begins before its file is there
+    def build_callbacks(self):
+        return [Hold()]
+"""
+
+
+def test_a_worker_that_is_killed_twice_costs_nothing_and_a_killed_server_is_named_with_the_checkpoint(tmp_path):
+    (tmp_path / "digits.py").write_text(target.shipped_path("digits").read_text())
+    (tmp_path / "held.py").write_text(HELD)
+    command = ["train", "held.py:Held", "--backend", "parameter_server", "--workers", 2, "--ps", 1, "--run-dir", "run"]
+    command += ["--track", "off", "--json"]
     with (tmp_path / "stderr").open("w") as stderr:
-        job = subprocess.Popen(
-            [*TFLOOP, *map(str, command), "--epochs", "9999", "--track", "off"], cwd=tmp_path, env=environment,
-            stdout=subprocess.PIPE, stderr=stderr, text=True,
-        )  # fmt: skip
+        job = start(tmp_path, command, "--epochs", 6, stderr=stderr)
 
-    def pid(rank):
-        [place] = tmp_path.glob("tfloop-*")
-        return int((place / f"rank-{rank}.pid").read_text())
+        def killed():
+            return (tmp_path / "stderr").read_text().count("worker 0 ended without a word: killed by signal 9")
 
-    def step():
-        journal = tmp_path / "run" / "journal.jsonl"
-        found = re.findall(r'"step": ?(\d+)', journal.read_text()) if journal.exists() else []
-        return max(map(int, found), default=0)
-
-    def told():
-        return (tmp_path / "stderr").read_text()
-
-    wait_for(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")), job)
-    for rank in (1, 2):  # in the end both workers are others than in the beginning
-        before, at = pid(rank), step()
-        os.kill(before, signal.SIGKILL)
-        line = f"worker {rank - 1} ended without a word: killed by signal 9"
-        wait_for(lambda line=line: line in told(), job)
-        wait_for(lambda at=at: step() > at + 90, job)
-        wait_for(lambda rank=rank, before=before: pid(rank) != before, job)
-    os.kill(pid(3), signal.SIGKILL)
-    job.communicate(timeout=120)
-    assert job.returncode == 1
-    [error] = [line for line in told().splitlines() if line.startswith("tfloop: error:")]
-    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert re.search(r"chief 0: parameter server gone: ps 0 \(127\.0\.0\.1:\d+\), and the variables in it", error)
-    assert f"to go on from {newest}" in error
-    assert "Traceback" not in told()
-
-    epochs = int(newest.name.removeprefix("step-")) // 45 + 1
-    done = tfloop(*command, "--epochs", epochs, "--track", "off", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert (result["status"], result["steps"], result["examples"]) == ("finished", 45 * epochs, 1437 * epochs)
+        for epoch in range(2):
+            (tmp_path / f"epoch-{epoch}").touch()
+            wait_for((tmp_path / "run" / "checkpoints" / f"step-{45 * (epoch + 1):08d}").exists, job)
+            before = pid(tmp_path, 1)
+            os.kill(before, signal.SIGKILL)
+            wait_for(lambda epoch=epoch: killed() == epoch + 1, job)
+            if not epoch:
+                wait_for(lambda before=before: pid(tmp_path, 1) != before and serves(tmp_path, 1), job)
+        for epoch in range(2, 7):
+            (tmp_path / f"epoch-{epoch}").touch()
+        out, _ = job.communicate(timeout=240)
+    assert job.returncode == 0, (tmp_path / "stderr").read_text()
+    result = json.loads(out)
+    assert (result["status"], result["steps"], result["examples"]) == ("finished", 45 * 6, 1437 * 6)
     assert result["metrics"]["eval_accuracy"] >= 0.93
+
+    (tmp_path / "epoch-6").unlink()
+    with (tmp_path / "more").open("w") as stderr:
+        job = start(tmp_path, command, "--epochs", 7, stderr=stderr)
+        wait_for(lambda: "going on from step 270" in (tmp_path / "more").read_text(), job)
+        os.kill(pid(tmp_path, 3), signal.SIGKILL)
+        (tmp_path / "epoch-6").touch()
+        job.communicate(timeout=120)
+    told = (tmp_path / "more").read_text()
+    assert job.returncode == 1
+    [error] = [line for line in told.splitlines() if line.startswith("tfloop: error:")]
+    assert re.search(r"chief 0: parameter server gone: ps 0 \(127\.0\.0\.1:\d+\), and the variables in it", error)
+    assert f"to go on from {tmp_path / 'run' / 'checkpoints' / 'step-00000270'}" in error
+    assert "Traceback" not in told
+
+
+def start(directory, command, *more, stderr):
+    environment = {**os.environ, "TMPDIR": str(directory)}
+    return subprocess.Popen(
+        [*TFLOOP, *map(str, [*command, *more])], cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=stderr,
+        text=True,
+    )  # fmt: skip
+
+
+def pid(directory, rank):
+    [place] = directory.glob("tfloop-*")
+    return int((place / f"rank-{rank}.pid").read_text() or 0)
+
+
+def serves(directory, rank):
+    """Whether this process listens at its port."""
+    variables = Path(f"/proc/{pid(directory, rank)}/environ").read_text().split("\0")
+    [text] = [each.partition("=")[2] for each in variables if each.startswith("TF_CONFIG=")]
+    return answers(list(launch.tf_cluster(text)[1].values())[rank])
 
 
 if __name__ == "__main__":

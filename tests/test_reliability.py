@@ -3,19 +3,21 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from callbacks import Callback, Checkpoint
-from loop import checkpoint, fit, rundir
+from callbacks import Callback, Checkpoint, record
+from loop import checkpoint, fit, launch, rundir
 from loop import replay as replaying
 from loop.backends import create
 from loop.errors import TrainingError, UsageError
@@ -215,6 +217,14 @@ class SignalledInFirstCompile(Plain):
         return super().compute(model, batch, training)
 
 
+def test_a_signal_that_the_launcher_hands_on_too_is_not_a_second_one(quiet, monkeypatch):
+    """As where it is sent to all processes: by systemd, or in a step of Slurm."""
+    monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
+    again = [At(3, lambda run: os.kill(os.getpid(), signal.SIGTERM)) for _ in range(2)]
+    result = fit(Plain(), epochs=2, batch_size=20, steps_per_call=1, callbacks=quiet() + again)
+    assert result.status == "preempted"
+
+
 def test_signal_within_the_first_compile_saves_after_it(quiet):
     cut = fit(SignalledInFirstCompile(), epochs=2, batch_size=20, callbacks=quiet(), run_dir="run")
     assert cut.status == "preempted"
@@ -386,8 +396,16 @@ def test_changed_settings_are_shown_and_refused_unless_accepted(quiet, capfd):
     )  # fmt: skip
     assert first.steps == 4
     message = "batch_size was 20, now 10; seed was 0, now 3; the field rate was 0.05, now 0.5.*--accept-changes"
+    told = [Path("run", name).read_text() for name in ("run.json", "journal.jsonl")]
     with pytest.raises(UsageError, match=message):
         run(batch_size=10, seed=3, rate=0.5)
+    # What is told of the run is still that of the life before.
+    assert [Path("run", name).read_text() for name in ("run.json", "journal.jsonl")] == told
+    found = record.read(Path("run"))
+    assert (found.status, found.steps, found.hyperparameters["rate"]) == ("stopped", 4, 0.05)
+    page = Path("run/report.html").read_text()
+    assert "stopped</" in page
+    assert "failed</" not in page
     capfd.readouterr()
     result = run(batch_size=10, rate=0.5, accept_changes=True)
     assert "note: goes on with another setting: batch_size was 20, now 10" in capfd.readouterr().err
@@ -543,6 +561,44 @@ def test_lock_is_free_after_its_owner_though_a_child_has_inherited_it(tmp_path):
         pass
     owner.stdin.close()
     owner.stdout.close()
+
+
+@contextlib.contextmanager
+def files_no_longer_than(size):
+    """As a disk that is full then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_lock_that_finds_no_room_is_one_line(quiet):
+    with files_no_longer_than(0), pytest.raises(UsageError, match=r"run directory .*/run can't be written \(File too"):
+        fit(Plain(), callbacks=quiet(), run_dir="run")
+    assert fit(Plain(), callbacks=quiet(), run_dir="run").status == "finished"
+
+
+def test_a_line_of_the_journal_that_finds_no_room_takes_none_with_it(quiet):
+    class Filling(Callback):
+        every = "epoch"
+
+        def on_setup(self, run):
+            self.journal = run.callbacks["Journal"]
+
+        def on_epoch_start(self, run):
+            if run.progress.epoch == 1:
+                with files_no_longer_than(Path("run/journal.jsonl").stat().st_size + 20):
+                    self.journal.on_epoch_start(run)
+
+    with pytest.raises(OSError, match=r"File too large: '.*/run/journal.jsonl'"):
+        fit(Plain(), epochs=3, batch_size=20, callbacks=quiet() + [Filling()], run_dir="run")
+    lines = Path("run/journal.jsonl").read_text().splitlines()
+    torn = [place for place, line in enumerate(lines) if len(line) == 20]
+    assert len(torn) == 1
+    behind = [json.loads(line)["event"] for line in lines[torn[0] + 1 :]]
+    assert behind[-2:] == ["exception", "fit_end"]
 
 
 # The watchdog

@@ -300,3 +300,45 @@ def test_what_has_been_deleted_there_is_told(database, tmp_path, command):
     assert code == 1
     assert "must be in the 'active' state" in error
     assert Delivery(directory, uri).run_id == ""
+
+
+def test_a_copy_is_a_run_of_its_own_and_what_was_moved_is_not(database, tmp_path, command):
+    uri = f"sqlite:///{database}"
+    first = run_directory(tmp_path / "first", [line("epoch_end", 1, loss=1)])
+    assert command("sync", first, "--track", uri)[0] == 0
+    own = only_run(uri).info.run_id
+    (tmp_path / "elsewhere").mkdir()
+    copies = [shutil.copytree(first, path) for path in (tmp_path / "second", tmp_path / "elsewhere" / "first")]
+    for step, directory in enumerate((first, *copies), 2):  # each goes on in its own way
+        write(directory, [line("epoch_end", 2, loss=step)])
+        assert command("sync", directory)[0] == 0
+    client = mlflow.MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("Mine").experiment_id])
+    found = {run.data.tags["tfloop.run_directory"]: client.get_metric_history(run.info.run_id, "loss") for run in runs}
+    assert {directory: [point.value for point in points] for directory, points in found.items()} == {
+        str(first): [1, 2], str(copies[0]): [1, 3], str(copies[1]): [1, 4],
+    }  # fmt: skip
+    moved = first.rename(tmp_path / "third")
+    write(moved, [line("epoch_end", 3, loss=5)])
+    assert command("sync", moved)[1].endswith(f"run {own}\n")
+
+
+def test_sync_of_a_sweep_delivers_its_trials(database, tmp_path, command):
+    uri = f"sqlite:///{database}"
+    sweep = run_directory(tmp_path / "sweep", [line("eval_end", 1, best_loss=1)], sweep={})
+    (sweep / "trial-003").mkdir()  # has not begun
+    for number in range(3):
+        run_directory(sweep / f"trial-{number:03d}", [line("epoch_end", 1, loss=number)])
+    with (sweep / "trial-002" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # lives on, though the sweep was killed
+        code, told, error = command("sync", sweep, "--track", uri)
+    assert code == 0
+    assert "trial-002: the run is under way" in error
+    assert len(told.splitlines()) == 3
+    command("sync", sweep)
+    client = mlflow.MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("Mine").experiment_id])
+    [parent] = [run.info.run_id for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    children = {run.data.metrics["loss"] for run in runs if run.data.tags.get("mlflow.parentRunId") == parent}
+    assert (len(runs), children) == (4, {0, 1, 2})
+    assert sorted(row for rows in stored(database).values() for row in rows) == [(1, 0), (1, 1), (1, 1), (1, 2)]

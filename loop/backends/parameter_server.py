@@ -73,7 +73,7 @@ class ParameterServer(StrategyBackend):
             partition(min_shard_bytes, len(self._servers)) if min_shard_bytes else None,
         )
         _update_shards(self.strategy.extended)
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        self._coordinator = _Coordinator(self.strategy)
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put one of its own there
@@ -148,6 +148,13 @@ class ParameterServer(StrategyBackend):
             return ""
         gone = [f"{name} ({address})" for name, address in self._servers.items() if not answers(address)]
         return f"parameter server gone: {', '.join(gone)}, and the variables in it" if gone else ""
+
+
+class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
+    """TensorFlow's, but that it ends with its process, and not by a call that waits for a worker that is gone."""
+
+    def __del__(self) -> None:
+        pass
 
 
 def serve(threads: int = 0) -> None:
