@@ -57,7 +57,7 @@ MOST_SERVERS = 64
 """So many parameter servers make sense at most."""
 MOST_RESTARTS = 10
 """So often the launcher starts each worker of a `parameter_server` job again."""
-orphan_grace = 600.0
+ORPHAN_GRACE = 600.0
 """Seconds that a worker has to save and end when its launcher is gone."""
 _LAST_WORDS = 2.0  # seconds in which what a worker has started may still print when it has ended
 _LONGEST = 1 << 20  # bytes that are printed as a line, and read at once
@@ -422,7 +422,7 @@ def die_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(orphan_grace)
+        time.sleep(ORPHAN_GRACE)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)  # it leads no group

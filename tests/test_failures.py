@@ -259,7 +259,7 @@ def test_a_launcher_whose_terminal_is_gone_still_takes_what_workers_print():
 def test_an_orphan_that_hangs_is_killed_with_what_it_has_started():
     orphan = (
         "import signal, subprocess, sys, time\nfrom loop import launch\n"
-        "launch.orphan_grace = 0.1\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nlaunch.die_with_parent()\n"
+        "launch.ORPHAN_GRACE = 0.1\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nlaunch.die_with_parent()\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('there', file=sys.stderr, flush=True)\ntime.sleep(600)"
     )
