@@ -222,3 +222,24 @@ def test_keras_task_takes_keras_metrics(replicas, quiet):
     auc.update_state(labels, result.model(inputs))
     assert result.metrics["eval_auc"] == pytest.approx(float(auc.result()), abs=1e-6)
     assert result.metrics["eval_error"] == pytest.approx(np.abs(labels - result.model(inputs)).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("ignored", [None, 2])
+def test_keras_task_weighs_what_keras_masks_as_keras_does(replicas, ignored, quiet):
+    random = np.random.default_rng(0)
+    words, labels = random.integers(0, 3, (23, 6)), random.integers(0, 4, (23, 6))
+
+    def model():
+        layers = [keras.layers.Embedding(3, 4, mask_zero=ignored is None), keras.layers.Dense(4)]
+        return keras.Sequential([keras.Input((6,), dtype="int64"), *layers])
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
+    task = loop.KerasTask(model, lambda: keras.optimizers.SGD(0.5), loss, ArrayData(words, labels))
+    result = fit(task, epochs=1, batch_size=8, shuffle=False, backend=engine(replicas), callbacks=quiet())
+    keras.utils.set_random_seed(0)
+    witness = model()
+    witness.compile(keras.optimizers.SGD(0.5), loss)
+    witness.fit(words, labels, batch_size=8, shuffle=False, verbose=0)
+    for found, expected in zip(result.model.get_weights(), witness.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
