@@ -117,11 +117,11 @@ def test_own_metric_with_a_matrix_as_its_result(quiet):
 
 
 class Largest(keras.metrics.Metric):
-    """No sum."""
+    """No sum; as Keras makes its state if nothing else is said, it claims to be one."""
 
-    def __init__(self):
+    def __init__(self, aggregation="sum"):
         super().__init__(name="largest")
-        self.largest = self.add_variable((), "zeros", name="largest", aggregation="none")
+        self.largest = self.add_variable((), "zeros", name="largest", aggregation=aggregation)
 
     def update_state(self, value, sample_weight=None):
         self.largest.assign(tf.maximum(self.largest, tf.reduce_max(value)))
@@ -134,6 +134,7 @@ class Largest(keras.metrics.Metric):
     ("metrics", "message"),
     [
         ({"largest": Largest()}, "the state 'largest' of 'largest' is no sum that starts from 0"),
+        ({"largest": Largest("none")}, "the state 'largest' of 'largest' is no sum that starts from 0"),
         ({"auc": keras.metrics.AUC()}, r"has 'auc', but compute\(\) returns no value of that name"),
         ({"loss": keras.metrics.Mean()}, "that name is taken"),
         ({"x": print}, "return a metric of Keras 3"),
