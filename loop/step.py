@@ -453,7 +453,8 @@ class Step:
         )
         means = tf.math.divide_no_nan(sums[SUMS::2], sums[SUMS + 1 :: 2])
         if optimizer in self._sums:
-            sums, finite = sums + self._sums[optimizer], finite & self._finite[optimizer]
+            before, finite = self._sums[optimizer], finite & self._finite[optimizer]
+            sums = tf.concat([before[:SUMS], before[SUMS:] + sums[SUMS:]], 0)  # the same examples, once more
             states = backend.run(tf.add, states, self._states[optimizer])
         self._sums[optimizer], self._states[optimizer], self._finite[optimizer] = sums, states, finite
         return {name: tf.cast(means[i], self.dtype) for i, name in enumerate(known.names)}
