@@ -182,6 +182,11 @@ def _assigned(task: TrainTask, model: Any, optimizer: Any) -> dict[str, tuple[An
                 f"{what}: it would look at gradients that are not reduced. Return the optimizer within it, and use "
                 "precision='mixed_float16', which scales the loss, or 'bfloat16', which needs no scale"
             )
+        if getattr(each, "use_ema", False) and not each.ema_overwrite_frequency:
+            raise UsageError(
+                f"{what} with use_ema=True, whose averages Keras's own fit would give to the model at its end: leave "
+                f"it out, and use ema={each.ema_momentum} (--ema), which is evaluated, saved and returned"
+            )
         family = type(each).__module__.startswith("tf_keras")
         if type(model).__module__.startswith("tf_keras") != family and isinstance(model, keras_models()):
             raise UsageError(

@@ -186,6 +186,25 @@ def test_loss_scale_optimizer_is_refused(quiet):
         fit(Scaled(), callbacks=quiet())
 
 
+def test_keras_averages_that_nobody_would_take_are_refused(quiet):
+    class Averaged(Plain):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+
+    with pytest.raises(UsageError, match=r"returned SGD with use_ema=True.* use ema=0.9"):
+        fit(Averaged(), callbacks=quiet())
+
+
+def test_values_that_are_no_numbers_are_refused(quiet):
+    class Text(Plain):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"word": tf.strings.as_string(values["loss"])}
+
+    with pytest.raises(UsageError, match='returned "word" of string: return numbers'):
+        fit(Text(), callbacks=quiet())
+
+
 class Branching(Plain):
     """Python over tensors, as AutoGraph reads it: in `compute`, in a function that it calls, and in `train_step`."""
 
