@@ -295,6 +295,12 @@ def optimizer_variables(optimizer: Any) -> list[tf.Variable]:
     return found
 
 
+def updates_rows(optimizer: Any) -> bool:
+    """Whether an optimizer leaves rows alone whose gradient is 0: Keras 3's plain SGD."""
+    own = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
+    return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in own)
+
+
 def learning_rates(optimizer: Any) -> list[float | None]:
     """The learning rate of an optimizer, or of each of a dict of them; None for a schedule."""
     each = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]

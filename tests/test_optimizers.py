@@ -202,6 +202,59 @@ def test_moving_average_is_evaluated_saved_exported_and_returned(quiet, tmp_path
     assert largest_difference(weights(three), weights(result)) <= 5e-6
 
 
+class Words(Plain):
+    """A large table of which each batch needs a few rows, many of them more than once."""
+
+    optimizer = keras.optimizers.SGD
+
+    def build_model(self):
+        layers = keras.layers
+        return keras.Sequential([keras.Input((16,), dtype="int32"), layers.Embedding(5000, 32), layers.Flatten(),
+                                 layers.Dense(10)])  # fmt: skip
+
+    def build_optimizer(self):
+        return type(self).optimizer(0.3)
+
+    def train_data(self):
+        random = np.random.default_rng(0)
+        return ArrayData(random.integers(0, 60, (101, 16)) ** 2, random.integers(0, 10, 101))
+
+    def eval_data(self):
+        return None
+
+    def compute(self, model, batch, training):
+        logits = model(batch[0], training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch[1], logits, from_logits=True)}
+
+
+class WholeTable(Words):
+    class optimizer(keras.optimizers.SGD):
+        """Of which nobody knows whether it leaves rows alone."""
+
+
+class Operations(Callback):
+    def on_fit_end(self, run, status):
+        graph = run.graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        self.kinds = {node.op for node in nodes}
+
+
+@pytest.mark.parametrize(
+    ("options", "by_rows"),
+    [({}, True), ({"ema": 0.9, "on_nonfinite": "skip"}, True), ({"precision": "bfloat16"}, True),
+     ({"clip_norm": 0.1}, False), ({"accumulate": 2}, False), ({"compile": "xla"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_an_embedding_is_updated_by_rows_to_the_same_bits(options, by_rows, quiet):
+    found = {}
+    for task in (Words(), WholeTable()):
+        seen = Operations()
+        result = fit(task, epochs=2, batch_size=20, callbacks=quiet() + [seen], **options)
+        found[type(task)] = result.weights_sha256, "ResourceScatterSub" in seen.kinds
+    assert found[Words] == (found[WholeTable][0], by_rows)
+    assert not found[WholeTable][1]
+
+
 def test_weight_decay_is_not_scaled_by_the_weight_of_the_loss(quiet):
     class Decayed(Weighted):
         factor = 1.0
