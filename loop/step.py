@@ -597,6 +597,7 @@ class Step:
                     objective, weight = tf.where(real, objective, 0), tf.where(real, weight, 0)
                 penalties = losses(self.model)
                 if penalties:
+                    self._check_penalties()
                     objective += weight * tf.add_n([tf.cast(penalty, self.dtype) for penalty in penalties])
                 if self.scale is not None:
                     objective *= self.scale.scale
@@ -662,6 +663,16 @@ class Step:
             )
         if lost:
             warnings.warn(f"the loss doesn't depend on {', '.join(lost)}: not trained", stacklevel=2)
+
+    def _check_penalties(self) -> None:
+        replicas, parts = self.backend.replicas, self.options["accumulate"]
+        if self.built.penalty_grows and (replicas > 1 or parts > 1):
+            raise UsageError(
+                "a loss that the model adds (add_loss, model.losses) is a sum over the examples of a batch: of "
+                f"{replicas} replica(s) with accumulate={parts}, each knows the sum of its own "
+                "rows alone. Make it a mean over the examples, as by tf.reduce_mean(...); or a value of each example, "
+                'added to the "loss" of compute()'
+            )
 
     def _reduced(self, optimizer: str, gradients: list[tf.Tensor], sums: tf.Tensor) -> Any:
         """The gradients of the global batch, divided and clipped; its sums; and what is finite: see `_checked`."""
