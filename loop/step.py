@@ -142,14 +142,14 @@ class Step:
         """The variables that take the gradient of an embedding as the rows that it has, to the same bits.
 
         Everything but a plain step needs the whole gradient: other replicas and micro-batches, clipping, and optimizers
-        that change all rows, as with momentum.
+        that change all rows, as with momentum. Not on a GPU, where it has not been measured.
         """
         options = self.options
         clips = options["clip_norm"] is not None or options["clip_value"] is not None
         by_array = isinstance(self.data.train, Addressed)  # others must choose between a gradient and none
         if clips or not (self._divided_at_once and self.backend.name == "single" and by_array):
             return set()
-        if options["compile"] != "graph":
+        if options["compile"] != "graph" or tf.config.list_logical_devices("GPU"):
             return set()
         return {index for each, of in self.built.optimizers.values() if updates_rows(each) for index in of}
 
