@@ -729,7 +729,10 @@ class Step:
         for name, (each, indices) in self.built.optimizers.items():
             own = [index for index in indices if index in by_index]
             if own and optimizer in ("", name):
-                self.backend.apply(each, [by_index[index] for index in own], [self._variables[index] for index in own])
+                try:
+                    self.backend.apply(each, [by_index[i] for i in own], [self._variables[i] for i in own])
+                except UsageError as problem:
+                    raise self.computing.fail(problem) from None
         self.averages.follow(self._of(optimizer))
 
     def _checked(self) -> list[str]:

@@ -164,6 +164,19 @@ def test_what_does_not_fit_together_is_refused(change, message, quiet):
         fit(wrong(), callbacks=quiet())
 
 
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_overwrite_frequency": 3}], ids=str
+)
+def test_what_keras_cannot_do_with_replicas_is_refused(options, quiet):
+    class Deciding(Plain):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1, **options)
+
+    assert fit(Deciding(), epochs=1, batch_size=20, callbacks=quiet()).steps == 6
+    with pytest.raises(UsageError, match=r"SGD decides at each step whether to update .* with backend='mirrored'"):
+        fit(Deciding(), epochs=1, batch_size=20, callbacks=quiet(), backend=engine(2))
+
+
 def test_moving_average_is_evaluated_saved_exported_and_returned(quiet, tmp_path):
     def run(epochs, directory, **more):
         return fit(
