@@ -60,6 +60,7 @@ class Built:
         phases: the names of the values of each `step.minimize` of a training step, by the optimizer's name; "" is all.
         values: the names of the values of `compute`, the loss first.
         metrics: Keras metrics by the name of the value that they are updated with.
+        penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
     """
 
     model: Any
@@ -68,6 +69,7 @@ class Built:
     phases: dict[str, list[str]]
     values: list[str]
     metrics: dict[str, Any]
+    penalty_grows: bool = False
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -96,7 +98,15 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
     metrics = checked_metrics(task.build_metrics())
     with backend.scope(), keras_precision(precision):
         # A model without an input shape makes its variables at the first call: this one.
-        names = _tried(lambda batch: task.compute(model, batch, training=False), example, metrics)
+        penalties: list[list[float]] = []
+
+        def tried(batch: Any) -> Any:
+            values = task.compute(model, batch, training=False)
+            penalties.append([float(tf.reduce_sum(each)) for each in losses(model) if not tf.is_symbolic_tensor(each)])
+            return values
+
+        names = _tried(tried, example, metrics)
+        grows = penalties[0] != penalties[-1] and _grow(tried, example, penalties)
         optimizer = task.build_optimizer()
         phases = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
@@ -110,7 +120,7 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
             each.build([variables[index] for index in indices])
         if lost := set(metrics) - set(names):
             raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
-    return Built(model, optimizer, optimizers, phases, names, metrics)
+    return Built(model, optimizer, optimizers, phases, names, metrics, grows)
 
 
 def _tried(compute: Callable[[Any], Any], example: Any, metrics: Mapping[str, Any]) -> list[str]:
@@ -124,6 +134,14 @@ def _tried(compute: Callable[[Any], Any], example: Any, metrics: Mapping[str, An
     with probing(1):
         check(compute(tf.nest.map_structure(lambda tensor: tensor[:1], example)), 1, names, tuple(metrics))
     return names
+
+
+def _grow(compute: Callable[[Any], Any], example: Any, penalties: list[list[float]]) -> bool:
+    """Whether a penalty doubles with the examples, of which a mean would be the same."""
+    with probing(2 * int(tf.shape(tf.nest.flatten(example)[0])[0])):
+        compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), example))
+    pairs = zip(penalties[0], penalties[-1], strict=False)
+    return any(once != 0 and np.isclose(twice, 2 * once, rtol=0.02) for once, twice in pairs)
 
 
 class _Trial:
@@ -181,6 +199,11 @@ def _assigned(task: TrainTask, model: Any, optimizer: Any) -> dict[str, tuple[An
             raise UsageError(
                 f"{what}: it would look at gradients that are not reduced. Return the optimizer within it, and use "
                 "precision='mixed_float16', which scales the loss, or 'bfloat16', which needs no scale"
+            )
+        if getattr(each, "use_ema", False) and not each.ema_overwrite_frequency:
+            raise UsageError(
+                f"{what} with use_ema=True, whose averages Keras's own fit would give to the model at its end: leave "
+                f"it out, and use ema={each.ema_momentum} (--ema), which is evaluated, saved and returned"
             )
         family = type(each).__module__.startswith("tf_keras")
         if type(model).__module__.startswith("tf_keras") != family and isinstance(model, keras_models()):
@@ -288,6 +311,12 @@ def optimizer_variables(optimizer: Any) -> list[tf.Variable]:
     if isinstance(rate, tf.Variable) and not any(rate is variable for variable in found):
         found.append(rate)
     return found
+
+
+def updates_rows(optimizer: Any) -> bool:
+    """Whether an optimizer leaves rows alone whose gradient is 0: Keras 3's plain SGD."""
+    own = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
+    return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in own)
 
 
 def learning_rates(optimizer: Any) -> list[float | None]:

@@ -40,10 +40,13 @@ class ArrayData:
     def __init__(self, *arrays: Any) -> None:
         if not arrays:
             raise UsageError("ArrayData() without arrays: give at least one")
-        self.arrays: Any = tuple(map(np.asarray, arrays))
-        if len(arrays) == 1:
-            named = isinstance(arrays[0], dict)
-            self.arrays = {name: np.asarray(a) for name, a in arrays[0].items()} if named else self.arrays[0]
+        named = len(arrays) == 1 and isinstance(arrays[0], dict)
+        if any(isinstance(each, dict) for each in (arrays[0].values() if named else arrays)):
+            raise UsageError("ArrayData: a dict within a dict, or beside other arrays: put all arrays into one dict")
+        if named:
+            self.arrays: Any = {name: np.asarray(array) for name, array in arrays[0].items()}
+        else:
+            self.arrays = tuple(map(np.asarray, arrays)) if len(arrays) > 1 else np.asarray(arrays[0])
         shapes = [array.shape for array in tf.nest.flatten(self.arrays)]
         if any(not shape for shape in shapes):
             raise UsageError("ArrayData: a scalar has no examples: give arrays of shape [n, ...]")
@@ -114,7 +117,7 @@ class Addressed:
         self._replicas, self._first, self._local, self._device = 1, 0, 1, ""
         # Host memory, captured by reference: never copied into a graph.
         with tf.device("CPU:0"):
-            self._tensors = tf.nest.map_structure(tf.constant, data.arrays)
+            self._tensors = tf.nest.map_structure(_constant, data.arrays)
         self.example = tf.nest.map_structure(lambda tensor: tensor[:3], self._tensors)
         self.batch_bytes = max(1, sum(array.nbytes for array in tf.nest.flatten(data.arrays)) * batch // size)
 
@@ -242,6 +245,16 @@ class Addressed:
         return Rows(own, first, epoch, number, index[begin:end])
 
 
+def _constant(array: np.ndarray) -> tf.Tensor:
+    try:
+        return tf.constant(array)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"ArrayData: an array of dtype {array.dtype}, shape {list(array.shape)}, is no tensor ({error}): give "
+            "numbers or text, all examples of one shape"
+        ) from None
+
+
 class Stream:
     """A `tf.data.Dataset` of examples, batched, with an iterator for each epoch; behind its end, batches are empty.
 
@@ -297,6 +310,12 @@ class Stream:
             raise UsageError(
                 f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "
                 'workers; use ShardData("example"), or ArrayData'
+            )
+        if by_example and backend.workers > 1 and not one_order(dataset):
+            raise UsageError(
+                "the data set is told that its order doesn't matter (deterministic=False): each of "
+                f"{backend.workers} workers would read another one, so that some examples are used twice and others "
+                'not at all; leave that out, or use ShardData("file")'
             )
         if not by_example and backend.workers > 1:
             if order.batch_size % backend.workers:
@@ -544,6 +563,13 @@ def rows(n: Any, part: Any, parts: int) -> tuple[Any, Any]:
 def count(batch: Any) -> Any:
     """The number of rows of a batch, as an int64 tensor."""
     return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
+
+
+def one_order(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline yields its examples in the same order each time, as far as its parts tell."""
+    if dataset.options().deterministic is False or getattr(dataset, "_deterministic", "") == "false":
+        return False
+    return all(map(one_order, dataset._inputs()))
 
 
 def one_order_an_epoch(dataset: tf.data.Dataset, within: bool = False) -> bool:

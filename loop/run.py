@@ -24,6 +24,7 @@ from loop import build, checkpoint, fault, launch, state
 from loop.backends.base import Backend, fingerprint
 from loop.errors import PeerError, TrainingError, UsageError
 from loop.pace import Pace
+from loop.scale import SMALLEST
 from loop.seeds import set_random_state
 from loop.split import COMPILING, Stopwatch
 from loop.state import Progress, plain
@@ -364,18 +365,21 @@ class Run:
             )
         if not self.progress.step_in_epoch:
             raise TrainingError(f"epoch {self.progress.epoch + 1} had no examples: the data has run dry")
-        if not self.epoch_totals[SUMS + 1] and self.epoch_totals[SKIPPED]:
+        metrics = {**self.means(self.epoch_totals), **self.eval_metrics}
+        # A loss scale that can still be halved has only not been found yet.
+        searching = metrics.get("loss_scale", 0.0) > SMALLEST
+        nothing, skipped = not self.epoch_totals[SUMS + 1], int(self.epoch_totals[SKIPPED])
+        if nothing and skipped and not searching:
             raise TrainingError(
-                f"epoch {self.progress.epoch + 1}: all {int(self.epoch_totals[SKIPPED])} steps were skipped, because "
+                f"epoch {self.progress.epoch + 1}: all {skipped} steps were skipped, because "
                 "the loss or its gradient was not finite: nothing was trained. Lower the learning rate, or look for "
                 "bad values in the data"
             )
-        if not self.epoch_totals[SUMS + 1]:
+        if nothing and not skipped:
             raise UsageError(
                 f"epoch {self.progress.epoch + 1}: the weights of all examples sum to zero, so that nothing was "
                 'trained: look at the "weight" that compute() returns'
             )
-        metrics = {**self.means(self.epoch_totals), **self.eval_metrics}
         done = self.progress
         row = {"epoch": done.epoch + 1, "step": done.step, "examples": done.examples, **metrics}
         # An epoch that was cut short by the end of a run, and goes on in a longer one, has one row.

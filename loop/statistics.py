@@ -41,9 +41,12 @@ def statistics(model: Any) -> list[tf.Variable]:
 
 
 def state(model: Any) -> list[tf.Variable]:
-    """The variables that aren't trained, but may change while training: not those of frozen layers."""
+    """The variables that aren't trained, but may change while training: not the weights of frozen layers.
+
+    The seeds of a frozen layer aren't among its weights: its dropout goes on drawing.
+    """
     fixed = {id(variable) for variable in as_tf(trainable_variables(model))}
-    fixed |= {id(v) for layer in layers(model) if not layer.trainable for v in as_tf(layer.variables)}
+    fixed |= {id(v) for layer in layers(model) if not layer.trainable for v in as_tf(layer.weights)}
     return [variable for variable in as_tf(all_variables(model)) if id(variable) not in fixed]
 
 

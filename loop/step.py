@@ -18,7 +18,7 @@ import tensorflow as tf
 from loop import communication, inexact, random
 from loop.averages import Averages
 from loop.backends.base import Backend
-from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, variable_names
+from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, updates_rows, variable_names
 from loop.computing import Computing, TraceAgainError
 from loop.data import Addressed, Data, Rows, Stream, count
 from loop.errors import TrainingError, UsageError
@@ -86,6 +86,7 @@ class Step:
         # each gradient by it after that.
         whole = backend.replicas == 1 and options["accumulate"] == 1
         self._divided_at_once = whole and options["precision"] != "mixed_float16"
+        self._by_rows = self._updated_by_rows()
         self._statistics = statistics(built.model) if backend.replicas > 1 else []
         self._state = state(built.model)
         communication.check(backend, options["compression"])
@@ -136,6 +137,21 @@ class Step:
         else:
             self._scans = False
         self._compile()
+
+    def _updated_by_rows(self) -> set[int]:
+        """The variables that take the gradient of an embedding as the rows that it has, to the same bits.
+
+        Everything but a plain step needs the whole gradient: other replicas and micro-batches, clipping, and optimizers
+        that change all rows, as with momentum. Not on a GPU, where it has not been measured.
+        """
+        options = self.options
+        clips = options["clip_norm"] is not None or options["clip_value"] is not None
+        by_array = isinstance(self.data.train, Addressed)  # others must choose between a gradient and none
+        if clips or not (self._divided_at_once and self.backend.name == "single" and by_array):
+            return set()
+        if options["compile"] != "graph" or tf.config.list_logical_devices("GPU"):
+            return set()
+        return {index for each, of in self.built.optimizers.values() if updates_rows(each) for index in of}
 
     def watch_gradients(self) -> None:
         """From now on `gradients` has the last gradient of each trainable variable: reduced, divided, clipped."""
@@ -453,7 +469,8 @@ class Step:
         )
         means = tf.math.divide_no_nan(sums[SUMS::2], sums[SUMS + 1 :: 2])
         if optimizer in self._sums:
-            sums, finite = sums + self._sums[optimizer], finite & self._finite[optimizer]
+            before, finite = self._sums[optimizer], finite & self._finite[optimizer]
+            sums = tf.concat([before[:SUMS], before[SUMS:] + sums[SUMS:]], 0)  # the same examples, once more
             states = backend.run(tf.add, states, self._states[optimizer])
         self._sums[optimizer], self._states[optimizer], self._finite[optimizer] = sums, states, finite
         return {name: tf.cast(means[i], self.dtype) for i, name in enumerate(known.names)}
@@ -580,6 +597,7 @@ class Step:
                     objective, weight = tf.where(real, objective, 0), tf.where(real, weight, 0)
                 penalties = losses(self.model)
                 if penalties:
+                    self._check_penalties()
                     objective += weight * tf.add_n([tf.cast(penalty, self.dtype) for penalty in penalties])
                 if self.scale is not None:
                     objective *= self.scale.scale
@@ -594,9 +612,14 @@ class Step:
             if self._is_to_be_apart():
                 replica.problem = TraceAgainError()
                 raise replica.problem
-            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+            gradients = [
+                each_row_once(gradient) if index in self._by_rows else tf.convert_to_tensor(gradient)
+                for index, gradient in zip(trained, gradients, strict=True)
+                if gradient is not None
+            ]
             for index, gradient in zip(self._connected[optimizer], gradients, strict=True):
-                gradient.set_shape(self._variables[index].shape)  # which is lost where rows are added up
+                if isinstance(gradient, tf.Tensor):
+                    gradient.set_shape(self._variables[index].shape)  # which is lost where rows are added up
             if real is not None:
                 gradients = [tf.where(real, gradient, tf.zeros_like(gradient)) for gradient in gradients]
             # Laid out as totals are, with the number of examples that are its own.
@@ -641,6 +664,16 @@ class Step:
         if lost:
             warnings.warn(f"the loss doesn't depend on {', '.join(lost)}: not trained", stacklevel=2)
 
+    def _check_penalties(self) -> None:
+        replicas, parts = self.backend.replicas, self.options["accumulate"]
+        if self.built.penalty_grows and (replicas > 1 or parts > 1):
+            raise UsageError(
+                "a loss that the model adds (add_loss, model.losses) is a sum over the examples of a batch: of "
+                f"{replicas} replica(s) with accumulate={parts}, each knows the sum of its own "
+                "rows alone. Make it a mean over the examples, as by tf.reduce_mean(...); or a value of each example, "
+                'added to the "loss" of compute()'
+            )
+
     def _reduced(self, optimizer: str, gradients: list[tf.Tensor], sums: tf.Tensor) -> Any:
         """The gradients of the global batch, divided and clipped; its sums; and what is finite: see `_checked`."""
         if self._adasum:
@@ -659,7 +692,7 @@ class Step:
             gradients = [tf.clip_by_value(gradient, -limit, limit) for gradient in gradients]
         if self.gradients:
             for index, gradient in zip(self._connected[optimizer], gradients, strict=True):
-                self.gradients[index].assign(gradient)
+                self.gradients[index].assign(tf.convert_to_tensor(gradient))
         return gradients, sums, checked
 
     def _divided(self, gradients: list[tf.Tensor], sums: tf.Tensor) -> list[tf.Tensor]:
@@ -683,7 +716,8 @@ class Step:
                 sign = each - each
                 self._signs[at] = self._signs[at] + sign if at in self._signs else sign
             return weight != 0.0, tf.ones([1 + len(own)], tf.bool)
-        sums = dict(zip(connected, map(tf.reduce_sum, gradients), strict=True))
+        values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+        sums = dict(zip(connected, map(tf.reduce_sum, values), strict=True))
         found = [tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss) for index in own]
         found = tf.math.is_finite(tf.stack([loss, *found]))
         # A batch whose weights sum to zero says nothing: the step changes nothing.
@@ -695,7 +729,10 @@ class Step:
         for name, (each, indices) in self.built.optimizers.items():
             own = [index for index in indices if index in by_index]
             if own and optimizer in ("", name):
-                self.backend.apply(each, [by_index[index] for index in own], [self._variables[index] for index in own])
+                try:
+                    self.backend.apply(each, [by_index[i] for i in own], [self._variables[i] for i in own])
+                except UsageError as problem:
+                    raise self.computing.fail(problem) from None
         self.averages.follow(self._of(optimizer))
 
     def _checked(self) -> list[str]:
@@ -734,6 +771,15 @@ class Step:
 def joined(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
     """The vectors, one behind the other."""
     return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
+
+
+def each_row_once(gradient: Any) -> Any:
+    """A gradient that holds some rows, with no row twice: added up in the order in which a dense one would be."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def weight_or_one(weight: tf.Tensor) -> tf.Tensor:

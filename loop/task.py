@@ -176,13 +176,13 @@ class KerasTask(TrainTask):
         return {name: metric for name, metric in self._metrics.items() if hasattr(metric, "update_state")}
 
     def compute(self, model: Any, batch: Any, training: bool) -> dict[str, Any]:
+        import keras
+
         inputs, labels, *weight = batch
         given = labels
         predictions = model(inputs, training=training)
         loss = self._loss_fn
         if isinstance(loss, str):
-            import keras
-
             loss = keras.losses.get(loss)
             if not loss.__name__.startswith("sparse") and len(labels.shape) == len(predictions.shape) - 1:
                 labels = keras.ops.expand_dims(labels, -1)  # what a Loss object does to labels without a last axis
@@ -191,6 +191,12 @@ class KerasTask(TrainTask):
         for name, metric in self._metrics.items():
             kept = hasattr(metric, "update_state")  # a metric with a state of its own: see `build_metrics`
             values[name] = (given, predictions) if kept else metric(labels, predictions)
+        # What Keras masks (padding; `ignore_class`) weighs nothing, as in Keras's own `fit`.
+        rank = len(values["loss"].shape)
+        for masked in (predictions, values["loss"]):
+            mask = getattr(masked, "_keras_mask", None)
+            if mask is not None and all(len(each.shape) == rank for each in (mask, *weight)):
+                weight = [keras.ops.cast(mask, "float32") * keras.ops.cast(each, "float32") for each in weight or [1]]
         return values | ({"weight": weight[0]} if weight else {})
 
 

@@ -135,7 +135,13 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
     if not isinstance(values, dict) or "loss" not in values:
         got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
-    shapes = {name: tf.convert_to_tensor(value).shape for name, value in values.items() if name not in metrics}
+    found_as = {name: tf.convert_to_tensor(value) for name, value in values.items() if name not in metrics}
+    for name, tensor in found_as.items():
+        if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+            raise UsageError(
+                f'compute() returned "{name}" of {tensor.dtype.name}: return numbers, of which there is a mean'
+            )
+    shapes = {name: tensor.shape for name, tensor in found_as.items()}
     for name, shape in shapes.items():
         if shape.rank == 0:
             raise UsageError(
@@ -161,7 +167,7 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
                     f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
                     "can't weigh: its shape must begin with that of the weight"
                 )
-    if not tf.convert_to_tensor(values["loss"]).dtype.is_floating:
+    if not found_as["loss"].dtype.is_floating:
         raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')
     found = ["loss", *(name for name in values if name not in ("loss", "weight"))]
     if names is not None and set(found) != set(names):
@@ -203,6 +209,9 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
             try:
                 metric.update_state(*arguments, **weight)
                 elements = _by_element(name, np.asarray(metric.result(), np.float64))
+                once = _states(metric)
+                metric.update_state(*arguments, **weight)
+                twice = _states(metric)
             except Exception as error:
                 shapes = ", ".join(str(list(each.shape)) for each in [*arguments, *weight.values()])
                 raise UsageError(
@@ -215,13 +224,21 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
                     f"compute() returns {taken[0]!r}, but that is an element of the metric {name!r}: rename it"
                 )
             metric.reset_state()
-        for variable in metric.variables:
-            if variable.aggregation != "sum" or np.any(np.asarray(variable.value)):
+            # What starts from 0 and has doubled after the same values once more; a maximum, say, has not.
+            adds = [np.allclose(2 * a, b, equal_nan=True) for a, b in zip(once, twice, strict=True)]
+        else:
+            adds = [True] * len(metric.variables)
+        for variable, added in zip(metric.variables, adds, strict=True):
+            if variable.aggregation != "sum" or not added or np.any(np.asarray(variable.value)):
                 raise UsageError(
                     f"build_metrics(): the state {variable.name!r} of {name!r} is no sum that starts from 0 "
                     f"(aggregation {variable.aggregation!r}): parts of it that replicas gather can't be put together. "
                     "Keep sums in it, and make the result of them in result()"
                 )
+
+
+def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:
+    return [np.asarray(variable.value, np.float64) for variable in metric.variables]
 
 
 def _arguments(

@@ -199,14 +199,33 @@ def test_stream_that_has_no_files_cannot_be_shared_by_file():
         Stream(tf.data.Dataset.range(4), Order(4)).sharded(Worker(0, 2), "file")
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(within):
+    stream = tf.data.Dataset.range(8).map(lambda x: x, num_parallel_calls=2, deterministic=not within).take(7)
+    if not within:
+        options = tf.data.Options()
+        options.deterministic = False
+        stream = stream.with_options(options)
+    alone = Stream(stream, Order(4)).sharded(Worker(0, 1), "example")
+    assert int(alone.start(0, 0).get_next().shape[0]) == 4
+    with pytest.raises(UsageError, match=r"deterministic=False.* each of 2 workers would read another one"):
+        Stream(stream, Order(4)).sharded(Worker(0, 2), "example")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ArrayData(), "give at least one"),
         (lambda: ArrayData(np.zeros(3), np.zeros(4)), r"unequal length \(3, 4 examples"),
         (lambda: ArrayData(np.float32(3)), "a scalar has no examples"),
+        (lambda: ArrayData({"x": np.zeros(3)}, np.zeros(3)), "a dict within a dict, or beside other arrays"),
+        (lambda: ArrayData({"x": {"y": np.zeros(3)}}), "a dict within a dict, or beside other arrays"),
         (lambda: source(ArrayData(np.zeros((0, 2))), Order(4), "train_data()"), r"train_data\(\) has no examples"),
         (lambda: source(tf.data.Dataset.range(0), Order(4), "eval_data()"), r"eval_data\(\) has no examples"),
+        (
+            lambda: source(ArrayData(np.array([np.zeros(1), np.zeros(2)], object)), Order(4), "x"),
+            r"dtype object, shape \[2\], is no tensor .* all examples of one shape",
+        ),
         (lambda: source([1, 2], Order(4), "train_data()"), r"returned list: return ArrayData"),
         (lambda: source(ArrayData(np.zeros(3)), Order(4, drop_remainder=True), "x"), "leaves nothing of 3 examples"),
     ],

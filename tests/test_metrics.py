@@ -117,11 +117,11 @@ def test_own_metric_with_a_matrix_as_its_result(quiet):
 
 
 class Largest(keras.metrics.Metric):
-    """No sum."""
+    """No sum; as Keras makes its state if nothing else is said, it claims to be one."""
 
-    def __init__(self):
+    def __init__(self, aggregation="sum"):
         super().__init__(name="largest")
-        self.largest = self.add_variable((), "zeros", name="largest", aggregation="none")
+        self.largest = self.add_variable((), "zeros", name="largest", aggregation=aggregation)
 
     def update_state(self, value, sample_weight=None):
         self.largest.assign(tf.maximum(self.largest, tf.reduce_max(value)))
@@ -134,6 +134,7 @@ class Largest(keras.metrics.Metric):
     ("metrics", "message"),
     [
         ({"largest": Largest()}, "the state 'largest' of 'largest' is no sum that starts from 0"),
+        ({"largest": Largest("none")}, "the state 'largest' of 'largest' is no sum that starts from 0"),
         ({"auc": keras.metrics.AUC()}, r"has 'auc', but compute\(\) returns no value of that name"),
         ({"loss": keras.metrics.Mean()}, "that name is taken"),
         ({"x": print}, "return a metric of Keras 3"),
@@ -222,3 +223,24 @@ def test_keras_task_takes_keras_metrics(replicas, quiet):
     auc.update_state(labels, result.model(inputs))
     assert result.metrics["eval_auc"] == pytest.approx(float(auc.result()), abs=1e-6)
     assert result.metrics["eval_error"] == pytest.approx(np.abs(labels - result.model(inputs)).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("ignored", [None, 2])
+def test_keras_task_weighs_what_keras_masks_as_keras_does(replicas, ignored, quiet):
+    random = np.random.default_rng(0)
+    words, labels = random.integers(0, 3, (23, 6)), random.integers(0, 4, (23, 6))
+
+    def model():
+        layers = [keras.layers.Embedding(3, 4, mask_zero=ignored is None), keras.layers.Dense(4)]
+        return keras.Sequential([keras.Input((6,), dtype="int64"), *layers])
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
+    task = loop.KerasTask(model, lambda: keras.optimizers.SGD(0.5), loss, ArrayData(words, labels))
+    result = fit(task, epochs=1, batch_size=8, shuffle=False, backend=engine(replicas), callbacks=quiet())
+    keras.utils.set_random_seed(0)
+    witness = model()
+    witness.compile(keras.optimizers.SGD(0.5), loss)
+    witness.fit(words, labels, batch_size=8, shuffle=False, verbose=0)
+    for found, expected in zip(result.model.get_weights(), witness.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -136,7 +136,7 @@ def test_a_step_may_minimise_twice_and_use_what_it_got(quiet):
             step.minimize(lambda batch: self.compute(model, batch, True))
 
     result = fit(Twice(), epochs=1, batch_size=20, callbacks=quiet())
-    assert int(result.steps) == 6
+    assert (result.steps, result.examples) == (6, 101)  # each example once, however often it is looked at
     assert result.metrics["loss"] > 0
 
 
@@ -162,6 +162,19 @@ def test_what_does_not_fit_together_is_refused(change, message, quiet):
     wrong = type("Wrong", (TwoRates,), change)
     with pytest.raises(UsageError, match=message):
         fit(wrong(), callbacks=quiet())
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_overwrite_frequency": 3}], ids=str
+)
+def test_what_keras_cannot_do_with_replicas_is_refused(options, quiet):
+    class Deciding(Plain):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1, **options)
+
+    assert fit(Deciding(), epochs=1, batch_size=20, callbacks=quiet()).steps == 6
+    with pytest.raises(UsageError, match=r"SGD decides at each step whether to update .* with backend='mirrored'"):
+        fit(Deciding(), epochs=1, batch_size=20, callbacks=quiet(), backend=engine(2))
 
 
 def test_moving_average_is_evaluated_saved_exported_and_returned(quiet, tmp_path):
@@ -200,6 +213,59 @@ def test_moving_average_is_evaluated_saved_exported_and_returned(quiet, tmp_path
     assert run(2, "b").weights_sha256 == result.weights_sha256
     three = run(2, "c", backend=engine(3))
     assert largest_difference(weights(three), weights(result)) <= 5e-6
+
+
+class Words(Plain):
+    """A large table of which each batch needs a few rows, many of them more than once."""
+
+    optimizer = keras.optimizers.SGD
+
+    def build_model(self):
+        layers = keras.layers
+        return keras.Sequential([keras.Input((16,), dtype="int32"), layers.Embedding(5000, 32), layers.Flatten(),
+                                 layers.Dense(10)])  # fmt: skip
+
+    def build_optimizer(self):
+        return type(self).optimizer(0.3)
+
+    def train_data(self):
+        random = np.random.default_rng(0)
+        return ArrayData(random.integers(0, 60, (101, 16)) ** 2, random.integers(0, 10, 101))
+
+    def eval_data(self):
+        return None
+
+    def compute(self, model, batch, training):
+        logits = model(batch[0], training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch[1], logits, from_logits=True)}
+
+
+class WholeTable(Words):
+    class optimizer(keras.optimizers.SGD):
+        """Of which nobody knows whether it leaves rows alone."""
+
+
+class Operations(Callback):
+    def on_fit_end(self, run, status):
+        graph = run.graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        self.kinds = {node.op for node in nodes}
+
+
+@pytest.mark.parametrize(
+    ("options", "by_rows"),
+    [({}, True), ({"ema": 0.9, "on_nonfinite": "skip"}, True), ({"precision": "bfloat16"}, True),
+     ({"clip_norm": 0.1}, False), ({"accumulate": 2}, False), ({"compile": "xla"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_an_embedding_is_updated_by_rows_to_the_same_bits(options, by_rows, quiet):
+    found = {}
+    for task in (Words(), WholeTable()):
+        seen = Operations()
+        result = fit(task, epochs=2, batch_size=20, callbacks=quiet() + [seen], **options)
+        found[type(task)] = result.weights_sha256, "ResourceScatterSub" in seen.kinds
+    assert found[Words] == (found[WholeTable][0], by_rows)
+    assert not found[WholeTable][1]
 
 
 def test_weight_decay_is_not_scaled_by_the_weight_of_the_loss(quiet):

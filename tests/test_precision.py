@@ -118,6 +118,24 @@ def test_skipping_everything_is_no_training(quiet):
         fit(Nan(), batch_size=20, on_nonfinite="skip", eval_every="never", callbacks=quiet())
 
 
+def test_an_epoch_may_end_before_a_scale_is_found(quiet):
+    """Of one step, even: full batches of large losses."""
+
+    class Large(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"loss": values["loss"] * 1e3}
+
+        def build_optimizer(self):
+            return keras.optimizers.SGD(1e-5)
+
+    result = fit(Large(), epochs=12, batch_size=101, precision="mixed_float16", eval_every="never", callbacks=quiet())
+    skipped = [row["skipped_steps"] for row in result.history]
+    assert (skipped[0], skipped[-1], result.steps) == (1, 0, 12)
+    assert np.isnan(result.history[0]["loss"])
+    assert np.isfinite(result.metrics["loss"])
+
+
 def test_error_names_step_and_variables(quiet):
     class Branch(Plain):
         """The gradient of `b` alone is infinite."""

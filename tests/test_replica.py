@@ -330,6 +330,24 @@ def test_power_iterations_go_on_without_rows(quiet):
     assert largest_difference(weights(three), weights(one)) <= 2e-5
 
 
+def test_a_frozen_layer_goes_on_drawing(quiet):
+    """The last batch of 101 has one example: all replicas but one have nothing, and must count up the seed, too."""
+
+    class Frozen(Unweighted):
+        def build_model(self):
+            frozen = keras.Sequential(
+                [keras.Input((5,)), keras.layers.Dense(4, use_bias=False), keras.layers.Dropout(0.5)]
+            )
+            frozen.trainable = False
+            return keras.Sequential([frozen, keras.layers.Dense(1)])
+
+    one, three = (fit(Frozen(), epochs=2, batch_size=20, backend=engine(n), callbacks=quiet()) for n in (1, 3))
+    assert largest_difference(weights(three), weights(one)) <= 5e-6
+    seeds = [variable for variable in three.model.variables if "float" not in variable.dtype]
+    assert len(seeds) == 1
+    assert len({value.numpy().tobytes() for value in seeds[0].value.values}) == 1
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_stand_in_that_is_not_finite_counts_nothing(replicas, quiet):
     """Example 0, which stands in for replicas without rows, is nan itself: one step of each epoch is skipped."""

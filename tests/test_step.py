@@ -11,7 +11,8 @@ from loop.build import build
 from loop.data import open_data
 from loop.options import with_defaults
 from loop.step import Step
-from tests.tasks import Alarm, Legacy, Plain, Streamed, Weighted, regression
+from tests.exactness import largest_difference
+from tests.tasks import Alarm, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 
 
 def test_bfloat16_computes_in_it_and_keeps_float32_variables(quiet):
@@ -184,6 +185,58 @@ def test_loss_scale_optimizer_is_refused(quiet):
 
     with pytest.raises(UsageError, match=r"returned LossScaleOptimizer: .* precision='mixed_float16'"):
         fit(Scaled(), callbacks=quiet())
+
+
+class Penalty(keras.layers.Layer):
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce = reduce
+
+    def call(self, inputs):
+        self.add_loss(0.1 * self.reduce(inputs**2))
+        return inputs
+
+
+def test_penalties_of_activations_are_means_or_refused(quiet):
+    class Penalised(Unweighted):
+        reduce = tf.reduce_mean
+
+        def build_model(self):
+            dense = keras.layers.Dense
+            return keras.Sequential([keras.Input((5,)), dense(4), Penalty(type(self).reduce), dense(1)])
+
+    class Summed(Penalised):
+        reduce = tf.reduce_sum
+
+    def trained(task, **options):
+        result = fit(task, epochs=1, batch_size=20, callbacks=quiet(), **options)
+        return [variable.numpy() for variable in result.model.trainable_variables]
+
+    mean = trained(Penalised())
+    for options in ({"backend": create("mirrored", 3)}, {"accumulate": 2}):
+        assert largest_difference(trained(Penalised(), **options), mean) <= 5e-6
+        with pytest.raises(UsageError, match=r"a loss that the model adds .* is a sum over the examples"):
+            trained(Summed(), **options)
+    assert largest_difference(trained(Summed()), mean) > 1e-3  # nothing is shared out: it is what it is
+
+
+def test_keras_averages_that_nobody_would_take_are_refused(quiet):
+    class Averaged(Plain):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+
+    with pytest.raises(UsageError, match=r"returned SGD with use_ema=True.* use ema=0.9"):
+        fit(Averaged(), callbacks=quiet())
+
+
+def test_values_that_are_no_numbers_are_refused(quiet):
+    class Text(Plain):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"word": tf.strings.as_string(values["loss"])}
+
+    with pytest.raises(UsageError, match='returned "word" of string: return numbers'):
+        fit(Text(), callbacks=quiet())
 
 
 class Branching(Plain):

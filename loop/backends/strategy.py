@@ -58,7 +58,16 @@ class StrategyBackend(Backend):
         while inner is not None and hasattr(inner, "_all_reduce_sum_gradients"):
             inner._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
             inner = getattr(inner, "inner_optimizer", None)
-        super().apply(optimizer, gradients, variables)
+        try:
+            super().apply(optimizer, gradients, variables)
+        except RuntimeError as error:
+            if "merge_call" not in str(error):
+                raise
+            raise UsageError(
+                f"{type(optimizer).__name__} decides at each step whether to update (gradient_accumulation_steps, "
+                f"ema_overwrite_frequency), which TensorFlow can't with backend={self.name!r}: leave that out, and use "
+                "a larger batch_size with accumulate, or ema; or backend='horovod'"
+            ) from None
 
     def snapshot(self, variable: tf.Variable) -> tf.Tensor | np.ndarray:
         return shared_value(self.strategy.experimental_local_results(variable)[0])
