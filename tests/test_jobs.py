@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loop import launch
+from loop import launch, schedulers
 from tests.conftest import TFLOOP, needs_horovod, tfloop
 
 ENGINES = {
@@ -108,7 +108,7 @@ TASK = '''
 import os
 import tensorflow as tf
 from examples_digits import Digits as Base
-from loop import launch
+from loop import launch, schedulers
 
 class Digits(Base):
     """Fails on one rank when it is told to."""
@@ -281,3 +281,13 @@ def test_workers_that_contradict_the_job_are_refused():
     done = tfloop("train", "digits", "--workers", "3", env=environment)
     assert done.returncode == 2
     assert "--workers 3, but this job has been started with 2 workers" in done.stderr
+
+
+@needs_horovod
+def test_a_horovod_job_without_a_place_to_meet_is_refused():
+    environment = {**os.environ, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+    if schedulers.horovod_has_mpi():
+        pytest.skip("MPI finds it")
+    done = tfloop("train", "digits", env=environment)
+    assert done.returncode == 2
+    assert "HOROVOD_SIZE=2 without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT" in done.stderr.splitlines()[-1]
