@@ -108,7 +108,7 @@ TASK = '''
 import os
 import tensorflow as tf
 from examples_digits import Digits as Base
-from loop import launch, schedulers
+from loop import launch
 
 class Digits(Base):
     """Fails on one rank when it is told to."""
@@ -118,6 +118,11 @@ class Failing(Base):
         if launch.job_rank() == 1:
             raise RuntimeError("planted on rank 1")
         return super().train_data()
+
+class Early(Base):
+    def __init__(self):
+        super().__init__()
+        self.one = tf.constant(1.0)
 
 class Refused(Base):
     def compute(self, model, batch, training):
@@ -162,6 +167,13 @@ def test_bad_input_in_a_job_is_one_line(task):
     done = tfloop("train", "task.py:Refused", *ENGINES["horovod"], "--track", "off", cwd=task)
     assert (done.returncode, done.stdout) == (2, "")
     assert len([line for line in done.stderr.splitlines() if "error: " in line]) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_task_that_uses_tensorflow_before_multiworker_starts_is_told(task):
+    done = tfloop("train", "task.py:Early", *ENGINES["multiworker"], "--track", "off", cwd=task)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "must start before anything else uses TensorFlow: " in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
