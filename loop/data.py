@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.seeds import random_state, set_random_state
 from loop.task import TrainTask
+
+_MOST_IN_GRAPH = 1 << 26  # bytes of a data set's tensors that are copied to look at its graph
 
 
 class ArrayData:
@@ -567,9 +570,24 @@ def count(batch: Any) -> Any:
 
 def one_order(dataset: tf.data.Dataset) -> bool:
     """Whether a pipeline yields its examples in the same order each time, as far as its parts tell."""
-    if dataset.options().deterministic is False or getattr(dataset, "_deterministic", "") == "false":
-        return False
-    return all(map(one_order, dataset._inputs()))
+    parts: list[Any] = [dataset]
+    tensors: list[Any] = []
+    for part in parts:  # which grows
+        if part.options().deterministic is False:
+            return False
+        parts += part._inputs()
+        tensors += getattr(part, "_tensors", [])
+        tensors += [each for function in part._functions() for each in function.function.captured_inputs]
+    if sum(each.dtype.size * (each.shape.num_elements() or 0) for each in tensors) > _MOST_IN_GRAPH:
+        return all(getattr(part, "_deterministic", "") != "false" for part in parts)
+    # Interleaving doesn't keep what it was told, nor do data sets within functions: the graph has it.
+    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    try:
+        graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=policy).numpy())
+    except tf.errors.OpError:
+        return True
+    nodes = itertools.chain(graph.node, *(function.node_def for function in graph.library.function))
+    return all(node.attr["deterministic"].s != b"false" for node in nodes)
 
 
 def one_order_an_epoch(dataset: tf.data.Dataset, within: bool = False) -> bool:

@@ -161,8 +161,11 @@ class Host:
                 [sys.executable, "-P", "-m", "loop.agent"] if self.here else command(name, python or sys.executable),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
-        except FileNotFoundError as error:
-            raise UsageError(f"--hosts needs {error.filename}, which isn't installed here") from None
+        except OSError as error:
+            raise UsageError(
+                f"--hosts needs {error.filename}, which can't be run here ({error.strerror}): install it, or say by "
+                f"{SSH} what to use for ssh"
+            ) from None
         self.threads = [
             threading.Thread(target=follow, name=f"{follow.__name__} {name}", daemon=True)
             for follow in (self._listen, self._errors)
@@ -373,5 +376,8 @@ def command(name: str, python: str) -> list[str]:
     # A connection of its own: one that is shared has the options of whoever made it.
     options = {"BatchMode": "yes", "ServerAliveInterval": 5, "ServerAliveCountMax": 3, "ControlPath": "none"}
     options["ConnectTimeout"] = math.ceil(launch.start_timeout())
-    ssh = shlex.split(os.environ.get(SSH, "ssh"))
+    try:
+        ssh = shlex.split(os.environ.get(SSH, "")) or ["ssh"]
+    except ValueError as error:
+        raise UsageError(f"{SSH}={os.environ[SSH]} can't be read ({error}): give a command as in a shell") from None
     return [*ssh, "-T", *(f"-o{option}={value}" for option, value in options.items()), "--", name, remote]

@@ -265,17 +265,34 @@ def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
 
 
 def job_size() -> int | None:
-    """How many workers the job has that this process was started in; None outside of one."""
-    if "HOROVOD_RANK" in os.environ:
-        return int(os.environ["HOROVOD_SIZE"])
-    return read_tf_config(os.environ["TF_CONFIG"])[1] if "TF_CONFIG" in os.environ else None
+    """How many workers the job has that this process was started in; None outside of one.
+
+    Raises:
+        UsageError: the launcher's variables can't be read.
+    """
+    return _place()[1]
 
 
 def job_rank() -> int:
-    """The rank of this process in the job that it was started in; 0 outside of one."""
+    """The rank of this process in the job that it was started in; 0 outside of one.
+
+    Raises:
+        UsageError: the launcher's variables can't be read.
+    """
+    return _place()[0]
+
+
+def _place() -> tuple[int, int | None]:
     if "HOROVOD_RANK" in os.environ:
-        return int(os.environ["HOROVOD_RANK"])
-    return read_tf_config(os.environ["TF_CONFIG"])[0] if "TF_CONFIG" in os.environ else 0
+        rank, size = os.environ["HOROVOD_RANK"], os.environ.get("HOROVOD_SIZE", "")
+        numbers = re.fullmatch(r"\d+ [1-9]\d*", f"{rank} {size}", re.ASCII)
+        if not numbers or (int(rank) >= int(size) and WORKER not in os.environ):  # whose first rank is but a name
+            raise UsageError(
+                f"HOROVOD_RANK={rank} with HOROVOD_SIZE={size or '(not set)'} is no place in a job: Horovod's launcher "
+                "sets both; unset them where it isn't meant"
+            )
+        return int(rank), int(size)
+    return read_tf_config(os.environ["TF_CONFIG"]) if "TF_CONFIG" in os.environ else (0, None)
 
 
 def start_timeout() -> float:

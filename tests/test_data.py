@@ -199,17 +199,29 @@ def test_stream_that_has_no_files_cannot_be_shared_by_file():
         Stream(tf.data.Dataset.range(4), Order(4)).sharded(Worker(0, 2), "file")
 
 
-@pytest.mark.parametrize("within", [False, True])
-def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(within):
-    stream = tf.data.Dataset.range(8).map(lambda x: x, num_parallel_calls=2, deterministic=not within).take(7)
-    if not within:
+@pytest.mark.parametrize("where", ["options", "map", "interleave", "within", "large"])
+def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(where, monkeypatch):
+    loose, numbers = {"num_parallel_calls": 2, "deterministic": False}, tf.data.Dataset.range(8)
+    stream = numbers.map(lambda x: x)
+    if where == "options":
         options = tf.data.Options()
         options.deterministic = False
         stream = stream.with_options(options)
+    elif where == "map":
+        stream = stream.map(lambda x: x, **loose).take(7)
+    elif where == "interleave":
+        stream = stream.interleave(tf.data.Dataset.from_tensors, **loose).take(7)
+    elif where == "within":
+        stream = stream.flat_map(lambda x: numbers.map(lambda y: x + y, **loose))
+    else:  # no graph is made of it
+        monkeypatch.setattr("loop.data._MOST_IN_GRAPH", 7)
+        stream = tf.data.Dataset.from_tensor_slices(np.arange(8)).map(lambda x: x, **loose)
     alone = Stream(stream, Order(4)).sharded(Worker(0, 1), "example")
     assert int(alone.start(0, 0).get_next().shape[0]) == 4
     with pytest.raises(UsageError, match=r"deterministic=False.* each of 2 workers would read another one"):
         Stream(stream, Order(4)).sharded(Worker(0, 2), "example")
+    ordered = numbers.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2)
+    Stream(ordered, Order(4)).sharded(Worker(0, 2), "example")
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,9 @@ class Hosts:
 
     def cable(self, state):
         run("ip", "-n", self.names[1], "link", "set", "cable", state)
+        if state == "up":  # the other end learns of it later
+            try_it = self.inside(0, "bash", "-c", f"exec 2>/dev/null; </dev/tcp/{THERE}/22")
+            wait_for(lambda: subprocess.run(try_it).returncode == 0)
 
     def processes(self, host):
         """What runs there, beside sshd."""
@@ -369,6 +372,22 @@ def test_bad_options(arguments, message):
     done = CliRunner().invoke(cli.app, ["train", "digits", *arguments])
     assert message in str(done.exception)
     assert isinstance(done.exception, UsageError)
+
+
+@pytest.mark.parametrize(
+    ("ssh", "message"),
+    [
+        ("'", "TFLOOP_SSH=' can't be read .No closing quotation"),
+        ("/dev/null", "--hosts needs /dev/null, which can't be run here .Permission denied"),
+        ("/no/ssh -4", "--hosts needs /no/ssh, which can't be run here .No such file"),
+    ],
+)
+def test_what_is_no_ssh(ssh, message, monkeypatch):
+    monkeypatch.setenv("TFLOOP_SSH", ssh)
+    with pytest.raises(UsageError, match=message):
+        hosts_.Host("h1", 1, None)
+    monkeypatch.setenv("TFLOOP_SSH", "")
+    assert hosts_.command("h1", "python")[:2] == ["ssh", "-T"]
 
 
 def fits(value, schema, definitions):

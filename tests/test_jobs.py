@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loop import launch
+from loop import launch, schedulers
 from tests.conftest import TFLOOP, needs_horovod, tfloop
 
 ENGINES = {
@@ -119,6 +119,11 @@ class Failing(Base):
             raise RuntimeError("planted on rank 1")
         return super().train_data()
 
+class Early(Base):
+    def __init__(self):
+        super().__init__()
+        self.one = tf.constant(1.0)
+
 class Refused(Base):
     def compute(self, model, batch, training):
         return {"loss": tf.constant(1.0)}
@@ -162,6 +167,13 @@ def test_bad_input_in_a_job_is_one_line(task):
     done = tfloop("train", "task.py:Refused", *ENGINES["horovod"], "--track", "off", cwd=task)
     assert (done.returncode, done.stdout) == (2, "")
     assert len([line for line in done.stderr.splitlines() if "error: " in line]) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_task_that_uses_tensorflow_before_multiworker_starts_is_told(task):
+    done = tfloop("train", "task.py:Early", *ENGINES["multiworker"], "--track", "off", cwd=task)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "must start before anything else uses TensorFlow: " in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
@@ -281,3 +293,13 @@ def test_workers_that_contradict_the_job_are_refused():
     done = tfloop("train", "digits", "--workers", "3", env=environment)
     assert done.returncode == 2
     assert "--workers 3, but this job has been started with 2 workers" in done.stderr
+
+
+@needs_horovod
+def test_a_horovod_job_without_a_place_to_meet_is_refused():
+    environment = {**os.environ, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+    if schedulers.horovod_has_mpi():
+        pytest.skip("MPI finds it")
+    done = tfloop("train", "digits", env=environment)
+    assert done.returncode == 2
+    assert "HOROVOD_SIZE=2 without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT" in done.stderr.splitlines()[-1]

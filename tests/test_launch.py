@@ -69,6 +69,16 @@ def test_rank_of_a_job_with_a_chief():
         assert launch.read_tf_config(text) == (rank, 3)
 
 
+@pytest.mark.parametrize("variables", [("0", None), ("", ""), ("x", "2"), ("-1", "2"), ("0", "0"), ("2", "2")])
+def test_horovods_variables_that_are_no_place(variables, monkeypatch):
+    for name, value in zip(("HOROVOD_RANK", "HOROVOD_SIZE"), variables, strict=True):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    for place in (launch.job_rank, launch.job_size):
+        with pytest.raises(UsageError, match=f"HOROVOD_RANK={variables[0]} with HOROVOD_SIZE={variables[1] or '.not'}"):
+            place()
+
+
 @pytest.mark.parametrize(("visible", "count"), [(None, 3), ("", 0), ("0,2", 2), ("-1", 0), ("0,-1,1", 1)])
 def test_gpus_are_counted_without_tensorflow(visible, count, monkeypatch):
     monkeypatch.setattr(launch.Path, "glob", lambda *_: [launch.Path(f"/dev/nvidia{i}") for i in (0, 1, 2, "ctl")])

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from loop import elastic, launch
 from loop.backends.base import Backend, of_one_dtype, use_gpus
-from loop.errors import RegroupError
+from loop.errors import RegroupError, UsageError
 
 
 class Horovod(Backend):
@@ -111,8 +111,18 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
 
     Args:
         check: is called while it waits, and may raise something.
+
+    Raises:
+        UsageError: there are others, but nothing says where to meet them.
     """
-    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ or "HOROVOD_ELASTIC" in os.environ:
+    if not {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"} <= os.environ.keys():
+        if (launch.job_size() or 1) > 1 and not hvd.mpi_built():  # Horovod would abort the process
+            raise UsageError(
+                f"HOROVOD_SIZE={launch.job_size()} without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, where its workers "
+                "meet: Horovod's launcher sets all of them; unset HOROVOD_RANK and HOROVOD_SIZE where it isn't meant"
+            )
+        return
+    if "HOROVOD_ELASTIC" in os.environ:
         return
 
     def ask(method: str, rank: int) -> bool:

@@ -133,12 +133,18 @@ class MultiWorker(StrategyBackend):
         gpus = use_gpus(int(os.environ["TFLOOP_LOCAL_RANK"]) if "TFLOOP_LOCAL_RANK" in os.environ else None)
         kind = tf.distribute.experimental.CommunicationImplementation
         _meet()
-        with in_time():  # should a peer go just now
-            self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
-                communication_options=tf.distribute.experimental.CommunicationOptions(
-                    implementation=kind.NCCL if gpus else kind.RING
-                )
-            )
+        options = tf.distribute.experimental.CommunicationOptions(implementation=kind.NCCL if gpus else kind.RING)
+        try:
+            with in_time():  # should a peer go just now
+                self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        except RuntimeError as error:
+            if "at program startup" not in str(error):
+                raise
+            raise UsageError(
+                "backend='multiworker' must start before anything else uses TensorFlow: tensors, data sets and metrics "
+                "that the task's file makes at its top, or the task when it is made, are too early. Make them in "
+                "train_data(), build_metrics() and the like; or use backend='horovod'"
+            ) from None
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put one of its own there
         resolver = self.strategy.cluster_resolver
