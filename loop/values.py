@@ -146,7 +146,7 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
         if shape.rank == 0:
             raise UsageError(
                 f'compute() returned a scalar for "{name}": return one value per example, never a mean (shape [n]). '
-                "For example keras.losses.mse(labels, predictions), the function, instead of "
+                "For example keras.losses.mean_squared_error(labels, predictions), the function, instead of "
                 "keras.losses.MeanSquaredError()(labels, predictions); or leave out tf.reduce_mean(...)"
             )
         if n is not None and shape[0] != n:
