@@ -336,3 +336,23 @@ def test_value_of_each_pair_of_examples_is_refused(quiet):
 
     with pytest.raises(UsageError, match=r"\[3, 3\] for 3 examples, and of shape \[1, 1\] for one.*squeeze"):
         fit(Paired(), steps=1, callbacks=quiet())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("more", None, '"more" as NoneType: return a tensor'),
+        ("weight", None, '"weight" as NoneType: return a tensor'),
+        ("more", (tf.zeros([3, 1]), tf.zeros([3, 2])), '"more" as tuple: return a tensor'),
+        (1, tf.zeros([3]), "a value named 1"),
+        ("epoch", tf.zeros([3]), "a value named 'epoch'"),  # would take the place of the counter in `history`
+        ("eval_loss", tf.zeros([3]), "a value named 'eval_loss'"),
+    ],
+)
+def test_values_that_are_no_tensors_and_names_that_are_taken_are_refused(name, value, message, quiet):
+    class Odd(Unweighted):
+        def compute(self, model, batch, training):
+            return super().compute(model, batch, training) | {name: value}
+
+    with pytest.raises(UsageError, match=message):
+        fit(Odd(), steps=1, callbacks=quiet())
