@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.errors import UsageError
-from loop.replica import probing
+from loop.replica import all_gathers, probing
 from loop.task import TrainTask
 from loop.values import check, checked_metrics, try_metrics
 
@@ -126,13 +126,22 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
 def _tried(compute: Callable[[Any], Any], example: Any, metrics: Mapping[str, Any]) -> list[str]:
     """Calls `compute` on a few examples and on one, and gives the names of its values, the loss first."""
     # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
-    n = int(tf.shape(tf.nest.flatten(example)[0])[0])
+    n, gathers = int(tf.shape(tf.nest.flatten(example)[0])[0]), all_gathers()
     with probing(n):
         values = compute(example)
         names = check(values, n, None, tuple(metrics))
         try_metrics(metrics, values)
     with probing(1):
-        check(compute(tf.nest.map_structure(lambda tensor: tensor[:1], example)), 1, names, tuple(metrics))
+        alone = compute(tf.nest.map_structure(lambda tensor: tensor[:1], example))
+        check(alone, 1, names, tuple(metrics))
+    for name in () if all_gathers() != gathers else set(values) - set(metrics):
+        shape, of_one = (list(tf.convert_to_tensor(each[name]).shape) for each in (values, alone))
+        if any(size == n != 1 == one for size, one in zip(shape[1:], of_one[1:], strict=False)):
+            raise UsageError(
+                f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: each '
+                "is paired with each other one, as by labels of shape [n] minus predictions of shape [n, 1]. Give both "
+                "one shape, as by tf.squeeze(predictions, -1); or take the other examples from loop.all_gather(...)"
+            )
     return names
 
 

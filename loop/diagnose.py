@@ -155,7 +155,7 @@ class _Probe:
             return (
                 "a mean inside the loss: all examples of a batch have the same loss, the batch's mean, which is that "
                 "of each replica's rows alone. Return one value per example: leave out tf.reduce_mean(...), or use the "
-                "function (keras.losses.mse) instead of the class"
+                "function (keras.losses.mean_squared_error) instead of the class"
             )
         return (
             "a mean inside the loss, or something else over the batch: the loss of an example depends on which others "

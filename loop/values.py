@@ -135,7 +135,13 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
     if not isinstance(values, dict) or "loss" not in values:
         got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
-    found_as = {name: tf.convert_to_tensor(value) for name, value in values.items() if name not in metrics}
+    for name in values:
+        if not isinstance(name, str) or name in ("epoch", "step", "examples") or name.startswith("eval_"):
+            raise UsageError(
+                f"compute() returned a value named {name!r}: that is what the loop itself counts or evaluates, or no "
+                "text; give it another name"
+            )
+    found_as = {name: _tensor(name, value) for name, value in values.items() if name not in metrics}
     for name, tensor in found_as.items():
         if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
             raise UsageError(
@@ -146,7 +152,7 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
         if shape.rank == 0:
             raise UsageError(
                 f'compute() returned a scalar for "{name}": return one value per example, never a mean (shape [n]). '
-                "For example keras.losses.mse(labels, predictions), the function, instead of "
+                "For example keras.losses.mean_squared_error(labels, predictions), the function, instead of "
                 "keras.losses.MeanSquaredError()(labels, predictions); or leave out tf.reduce_mean(...)"
             )
         if n is not None and shape[0] != n:
@@ -176,6 +182,16 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
             "always, with training=True too"
         )
     return found
+
+
+def _tensor(name: str, value: Any) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+        raise UsageError(
+            f'compute() returned "{name}" as {type(value).__name__}: return a tensor of one value per example, or '
+            "leave it out"
+        ) from None
 
 
 def checked_metrics(metrics: Any) -> dict[str, keras.metrics.Metric]:

@@ -244,3 +244,115 @@ def test_keras_task_weighs_what_keras_masks_as_keras_does(replicas, ignored, qui
     witness.fit(words, labels, batch_size=8, shuffle=False, verbose=0)
     for found, expected in zip(result.model.get_weights(), witness.get_weights(), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def mean_of_squares(labels, predictions):
+    return keras.ops.mean((labels - predictions) ** 2, -1)
+
+
+class OwnLoss(keras.losses.Loss):
+    def call(self, labels, predictions):
+        return mean_of_squares(labels, predictions)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "weights"),
+    [
+        (mean_of_squares, [21], None),  # labels [n], predictions [n, 1]: a difference would have the shape [n, n]
+        (keras.losses.binary_crossentropy, [21], None),
+        ("MeanSquaredError", [21, 1], None),  # the name of a class
+        (OwnLoss(), [21, 1], None),  # labels that are integers
+        (OwnLoss("x", "mean_with_sample_weight"), [21, 1], [21, 1]),
+    ],
+)
+def test_keras_task_hands_a_loss_what_keras_hands_it(loss, shape, weights, quiet):
+    inputs = regression(21)[0]
+    data = [inputs, (inputs[:, 0] > 0).astype("int64").reshape(shape)]
+    data += [np.arange(21.0).reshape(weights)] if weights else []
+
+    def model():
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
+
+    def compiled(loss):
+        keras.utils.set_random_seed(0)
+        model_ = model()
+        model_.compile(keras.optimizers.SGD(0.5), loss)
+        return model_
+
+    if callable(loss) and not isinstance(loss, OwnLoss):
+        data[1] = data[1].astype("float32")
+    task = loop.KerasTask(model, lambda: keras.optimizers.SGD(0.5), loss, ArrayData(*data))
+    result = fit(task, epochs=1, batch_size=8, shuffle=False, callbacks=quiet())
+    witness = compiled(loss)
+    witness.fit(*data[:2], sample_weight=data[2] if weights else None, batch_size=8, shuffle=False, verbose=0)
+    for found, expected in zip(result.model.get_weights(), witness.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_keras_task_computes_no_loss_in_16_bits(quiet):
+    inputs = regression(21)[0]
+    seen = []
+
+    def loss(labels, predictions):
+        seen.append(predictions.dtype)
+        return mean_of_squares(labels, predictions)
+
+    def model():
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+
+    task = loop.KerasTask(model, lambda: keras.optimizers.SGD(0.5), loss, ArrayData(inputs, inputs[:, 0]))
+    fit(task, steps=1, precision="bfloat16", callbacks=quiet())
+    assert set(seen) == {tf.float32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": ["accuracy"]}, r"metrics=\['accuracy'\]\): give a dict"),
+        ({"metrics": {"accuracy": "accuracy"}}, "give a dict of functions"),
+        ({"loss_fn": {"a": "mse"}}, "loss_fn=dict.*several outputs"),
+        ({"loss_fn": "mze"}, "'mze'.*no loss of that name"),
+        ({"optimizer_fn": "adam"}, "optimizer_fn=str.*lambda: keras.optimizers"),
+        ({"model_fn": keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])}, "model_fn=Sequential.*lambda"),
+        ({"train": ArrayData(np.zeros((4, 5), "float32"))}, r"these are of one EagerTensor.*ArrayData\(inputs, inputs"),
+    ],
+)
+def test_keras_task_refuses_what_only_compile_takes(changes, message, quiet):
+    given = {
+        "model_fn": lambda: keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)]),
+        "optimizer_fn": lambda: keras.optimizers.SGD(0.5),
+        "loss_fn": "mse",
+        "train": ArrayData(*regression(8)[:2]),
+    }
+    with pytest.raises(UsageError, match=message):
+        fit(loop.KerasTask(**given | changes), steps=1, callbacks=quiet())
+
+
+def test_value_of_each_pair_of_examples_is_refused(quiet):
+    class Paired(Unweighted):
+        def compute(self, model, batch, training):
+            inputs, labels = batch
+            return {"loss": (labels[:, 0] - model(inputs)[:, :1]) ** 2}
+
+    with pytest.raises(UsageError, match=r"\[3, 3\] for 3 examples, and of shape \[1, 1\] for one.*squeeze"):
+        fit(Paired(), steps=1, callbacks=quiet())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("more", None, '"more" as NoneType: return a tensor'),
+        ("weight", None, '"weight" as NoneType: return a tensor'),
+        ("more", (tf.zeros([3, 1]), tf.zeros([3, 2])), '"more" as tuple: return a tensor'),
+        (1, tf.zeros([3]), "a value named 1"),
+        ("epoch", tf.zeros([3]), "a value named 'epoch'"),  # would take the place of the counter in `history`
+        ("eval_loss", tf.zeros([3]), "a value named 'eval_loss'"),
+    ],
+)
+def test_values_that_are_no_tensors_and_names_that_are_taken_are_refused(name, value, message, quiet):
+    class Odd(Unweighted):
+        def compute(self, model, batch, training):
+            return super().compute(model, batch, training) | {name: value}
+
+    with pytest.raises(UsageError, match=message):
+        fit(Odd(), steps=1, callbacks=quiet())
