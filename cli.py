@@ -31,12 +31,12 @@ from callbacks.pruning import Pruning
 from callbacks.redact import HIDDEN, mask, redact
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import completion, config, dry_run, elastic, hosts, launch, runs, schedulers, target, terminal
+from loop import completion, config, dry_run, elastic, hosts, launch, runs, target, terminal
 from loop import new as new_
 from loop import sweep as sweep_
 from loop import tune as tune_
 from loop.errors import TrainingError, UsageError
-from loop.options import BACKENDS, nearest, with_defaults
+from loop.options import nearest, with_defaults
 
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 """Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
@@ -218,7 +218,7 @@ def train(
         "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,
         "prefetch": number_or_word(prefetch), "overfit": overfit,
     }  # fmt: skip
-    with_defaults(_NoDefaults, given)
+    with_defaults(None, given)
     saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
     tracker = tracking(track, track_wait, tag or [], log_model, register)
     target.check(target_)
@@ -246,7 +246,7 @@ def train(
         backend = "horovod"
     towers = launch.device_names(devices.split(",")) if devices is not None else None
     backend = backend or ("mirrored" if towers else "auto")
-    engine = place(backend, workers, asynchronous=True)
+    engine = launch.place(backend, workers, asynchronous=True)
     ended = functools.partial(finish_dry_run, launch.choose(backend, workers)[1]) if dry_run_ else finish
     if ps is not None:
         launch.check_servers(engine, ps)
@@ -274,12 +274,12 @@ def train(
             ended(code, problem, fields, as_json)
         if engine == "parameter_server" and launch.job_rank():
             with launch.reporting():
-                with quiet_start():
+                with launch.quiet_start():
                     from loop.backends.parameter_server import serve
                 serve(threads or 0)
             raise typer.Exit(0)
         with launch.reporting() as report:
-            with quiet_start():
+            with launch.quiet_start():
                 if threads is not None:  # before the task's module, which may have TensorFlow start working
                     import tensorflow as tf
 
@@ -334,26 +334,6 @@ def train_options() -> dict[str, config.Option]:
     return found
 
 
-def place(backend: str, workers: int | None, asynchronous: bool = False) -> str:
-    """The engine for this process, or for the workers that it is to start; says why where nobody asked for it."""
-    with_defaults(_NoDefaults, {"backend": backend})
-    if backend == "parameter_server" and not asynchronous:
-        raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
-    if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: give a whole number >= 1")
-    if workers is not None and workers > launch.MOST_WORKERS:
-        raise UsageError(f"--workers {workers}: give at most {launch.MOST_WORKERS}")
-    schedulers.join(backend)
-    size = launch.job_size()
-    if size is not None and workers not in (None, size) and launch.JOB not in os.environ:
-        raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")
-    with quiet_start():  # a plug-in may load TensorFlow
-        chosen, why = launch.choose(backend, None if size is not None else workers)
-    if backend == "auto" and size is None and ((workers or 1) > 1 or chosen not in BACKENDS):
-        print(f"backend: {chosen} ({why})", file=sys.stderr)
-    return chosen
-
-
 def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) -> NoReturn:
     """Prints how it ended, and ends."""
     if error:
@@ -375,16 +355,17 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint on the whole evaluation data."""
-    with_defaults(_NoDefaults, {"batch_size": batch_size, "backend": backend})
+    with_defaults(None, {"batch_size": batch_size, "backend": backend})
     path = runs.checkpointed(runs.named(run))
     if task_target is not None:
         target.check(task_target)
-    engine = place(backend or "auto", workers)
+    engine = launch.place(backend or "auto", workers)
     if engine in ("horovod", "multiworker") and launch.job_size() is None:
         finish_evaluation(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
-    with launch.reporting() as report, quiet_start():
-        task, manifest = task_of(path, task_target)
-        from loop import backends
+    with launch.reporting() as report, launch.quiet_start():
+        from loop import backends, rundir
+
+        task, manifest = rundir.task_of(path, task_target)
         from loop.evaluate import evaluate as evaluate_
 
         made = backends.create(engine, workers)
@@ -425,11 +406,12 @@ def export(
     with (
         os.fdopen(os.dup(2), "w") as stderr,
         contextlib.closing(callbacks.progress.Stages(3, stderr)) as stages,
-        quiet_start(),
+        launch.quiet_start(),
     ):
+        from loop import rundir
         from loop.export import export as export_
 
-        task = None if out.suffix == ".npz" else task_of(path, task_target)[0]  # weights need no model
+        task = None if out.suffix == ".npz" else rundir.task_of(path, task_target)[0]  # weights need no model
         shown = export_(task, path, out, check, stages.next)
     print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
 
@@ -444,7 +426,7 @@ def verify(
     record: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Show that a task has the same numbers on any number of replicas, or why not."""
-    with_defaults(_NoDefaults, {"batch_size": batch_size})
+    with_defaults(None, {"batch_size": batch_size})
     target.check(target_)
     if record is not None:
         _record(target_, set_ or (), batch_size, record)
@@ -460,7 +442,7 @@ def verify(
     with os.fdopen(os.dup(2), "w") as stderr:
         stages = callbacks.progress.Stages(9 + processes, stderr)
         try:
-            with quiet_start():
+            with launch.quiet_start():
                 task = target.load(target_, set_ or ())
                 from loop import verify as verify_
 
@@ -495,11 +477,12 @@ def replay(
         runs.checkpointed(path)
     if task_target is not None:
         target.check(task_target)
-    with quiet_start():
+    with launch.quiet_start():
         from loop import replay as replay_
+        from loop import rundir
 
         place_, _ = replay_.locate(path)
-        task, _ = task_of(place_, task_target)
+        task, _ = rundir.task_of(place_, task_target)
         found = replay_.replay(task, place_)
     print(replay_.as_json(found) if as_json else "\n".join(replay_.lines(found)))
 
@@ -507,7 +490,7 @@ def replay(
 def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | None, directory: Path) -> None:
     """What `verify` does in a worker of its job."""
     with launch.reporting() as report:
-        with quiet_start():
+        with launch.quiet_start():
             task = target.load(target_, assignments)
             from loop import backends, verify
 
@@ -537,11 +520,11 @@ def chaos(
 ) -> None:
     """Show that kill -9 at any moment loses nothing of a task's training."""
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(_NoDefaults, options)
+    with_defaults(None, options)
     if checkpoint_every is not None:
         schedule(checkpoint_every)
     target.check(target_)
-    place(backend or "auto", workers)
+    launch.place(backend or "auto", workers)
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
     typed = options | {"workers": workers}
@@ -589,7 +572,7 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest settings for a task on this machine, and write them to a file for train --config."""
-    with_defaults(_NoDefaults, {"batch_size": batch_size, "backend": backend})
+    with_defaults(None, {"batch_size": batch_size, "backend": backend})
     if not 0 < seconds < float("inf"):
         raise UsageError(f"--seconds {seconds}: give a number > 0")
     if unknown := [each for each in only or () if each not in tune_.TUNED]:
@@ -602,7 +585,7 @@ def tune(
         raise UsageError("tune starts its workers itself: call it once, with --workers")
     config.arguments(config_ or (), train_options(), ())
     target.check(target_)
-    place(backend or "auto", workers)
+    launch.place(backend or "auto", workers)
     typed = {"batch-size": batch_size, "backend": backend, "workers": workers}
     arguments = [f"--{name}={value}" for name, value in typed.items() if value is not None]
     arguments += [*(f"--set={each}" for each in set_ or ()), *(f"--config={each}" for each in config_ or ())]
@@ -673,7 +656,7 @@ def sweep(
 ) -> None:
     """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(_NoDefaults, options | {"eval_every": number_or_word(eval_every)})
+    with_defaults(None, options | {"eval_every": number_or_word(eval_every)})
     if sweep_.is_directory(target_):
         for name in context.params:
             source = context.get_parameter_source(name)
@@ -687,7 +670,7 @@ def sweep(
     else:
         directory = sweep_dir
         target.check(target_)
-        place(backend or "auto", workers, asynchronous=True)
+        launch.place(backend or "auto", workers, asynchronous=True)
         swept, drawn = sweep_.assigned("--grid", grid or ()), sweep_.assigned("--random", random or ())
         typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
         plan = sweep_.Plan(
@@ -699,7 +682,7 @@ def sweep(
     if launch.job_size() is not None:
         raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
     count = plan.trials(trials)
-    with quiet_start():
+    with launch.quiet_start():
         kind = target.find(plan.target)
     found = sweep_.sweep(plan, kind, count, jobs, directory)
     if as_json:
@@ -730,7 +713,7 @@ def find_lr(
 ) -> None:
     """Find a learning rate: train some steps with one that grows, and see where the loss falls fastest."""
     given = {"batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(_NoDefaults, given)
+    with_defaults(None, given)
     if not 0 < low < high < float("inf"):
         raise UsageError(f"--low {low} --high {high}: give learning rates > 0, the lower one first")
     if out is not None and out.suffix not in (".json", ".png", ".svg"):
@@ -738,10 +721,8 @@ def find_lr(
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise UsageError(f"--out {out}: it can't be written there")
     target.check(target_)
-    engine = place(backend or "auto", workers)
-    if engine in ("horovod", "multiworker") or launch.job_size() is not None:
-        raise UsageError(f"find-lr runs in one process, not on {engine}: give --backend mirrored, or no --workers")
-    with quiet_start():
+    engine = launch.place(backend or "auto", workers, alone="find-lr")
+    with launch.quiet_start():
         task = target.load(target_, set_ or ())
         from loop import backends
         from loop import find_lr as find_lr_
@@ -776,7 +757,7 @@ def train_arguments(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what works on this machine, what doesn't, and what to do about it."""
-    with quiet_start():
+    with launch.quiet_start():
         from loop.doctor import examine
 
         findings = examine()
@@ -1014,19 +995,6 @@ def sole_deliverer(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]]:
-    """The task of a run, with its hyperparameters, and the manifest of the checkpoint."""
-    from loop import rundir
-
-    path, manifest = rundir.locate(run_dir)
-    with rundir.of_a_run(path):
-        place_ = task_target or manifest["run"].get("target")
-        fields = {name: value for name, value in manifest["run"]["hyperparameters"].items() if value != HIDDEN}
-    if not place_:
-        raise UsageError(f"{run_dir}: nobody knows in which file its task is: give it as --target file.py:Class")
-    return target.load(place_, fields=fields), manifest
-
-
 def tracking(
     track: str | None,
     wait: float = 60.0,
@@ -1068,33 +1036,6 @@ def schedule(text: str) -> int | str:
 def number_or_word(text: str | None) -> int | str | None:
     """A typed value that may be a number."""
     return int(text) if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text) else text
-
-
-class _NoDefaults:
-    """Stands for the task while it isn't loaded yet."""
-
-    defaults: dict[str, Any] = {}
-
-
-@contextlib.contextmanager
-def quiet_start() -> Iterator[None]:
-    """TensorFlow's chatter while it is loaded goes nowhere; what else is written to stderr meanwhile is kept."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as kept:
-        launch.stderr = os.dup(2)
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            stderr, launch.stderr = launch.stderr, 2
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            kept.seek(0)
-            for line in kept.read().decode(errors="replace").splitlines():
-                if not re.match(launch.CHATTER, line):
-                    print(line, file=sys.stderr)
 
 
 def wrong_usage(error: Any) -> str:

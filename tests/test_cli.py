@@ -135,6 +135,7 @@ BEFORE_TENSORFLOW = [
         "--metric quality: the name doesn't say",
     ),
     (["evaluate", "nowhere"], "nowhere: no checkpoint there"),
+    (["find-lr", "digits", "--workers", "2"], "find-lr runs in one process, not on [a-z]+: give --backend mirrored"),
 ]
 
 
