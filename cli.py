@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import importlib.metadata
 import json
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import traceback
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -28,10 +27,10 @@ import callbacks.progress
 import callbacks.record
 from callbacks.journal import jsonable
 from callbacks.pruning import Pruning
-from callbacks.redact import HIDDEN, mask, redact
+from callbacks.redact import mask
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import completion, config, dry_run, elastic, hosts, launch, runs, target, terminal
+from loop import completion, config, dry_run, elastic, hosts, launch, runs, target, terminal, tracking
 from loop import new as new_
 from loop import sweep as sweep_
 from loop import tune as tune_
@@ -220,7 +219,7 @@ def train(
     }  # fmt: skip
     with_defaults(None, given)
     saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
-    tracker = tracking(track, track_wait, tag or [], log_model, register)
+    tracker = tracking.tracker(track, track_wait, tag or [], log_model, register)
     target.check(target_)
     if threads is not None and not 1 <= threads <= launch.MOST_WORKERS:
         raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {launch.MOST_WORKERS}")
@@ -802,59 +801,7 @@ def sync(
     track: Annotated[str | None, typer.Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
 ) -> None:
     """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
-    from callbacks import journal
-
-    run_dir = runs.named(run)
-    if tracking(track) is None:
-        raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
-    if not is_deliverable(run_dir):
-        raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
-    store = deliver_rest(run_dir, track)
-    if "sweep" in journal.read_json(run_dir / "run.json"):
-        for trial in filter(is_deliverable, sorted(run_dir.glob("trial-*"))):
-            try:
-                deliver_rest(trial, store)
-            except UsageError as error:  # it lives on, though the sweep was killed
-                print(f"warning: {error}", file=sys.stderr)
-
-
-def is_deliverable(run_dir: Path) -> bool:
-    """Whether a directory is a run's that has something to tell."""
-    from callbacks import journal
-
-    return (run_dir / journal.NAME).exists() and "task" in journal.read_json(run_dir / "run.json")
-
-
-def deliver_rest(run_dir: Path, track: str | None) -> str:
-    """Delivers what MLflow hasn't of a run, and returns the store; ends the command where that fails."""
-    from callbacks import delivery, journal, mlflow
-
-    uri = track or journal.read_json(run_dir / mlflow.STATE).get("uri")
-    if not track and uri and HIDDEN in uri and not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
-        raise UsageError(f"{run_dir / mlflow.STATE} has the store's URI without its secrets: give it as --track URI")
-    store = mlflow.store(uri)
-    sent = delivery.Delivery(run_dir.resolve(), store)
-    with sole_deliverer(run_dir):
-        for last in (False, True):  # a connection that was closed while idle is no reason to fail
-            try:
-                print(f"asking MLflow at {redact(store)} what it has", file=sys.stderr, flush=True)
-                count = sent.pending()
-                print(f"delivering {count:,} points", file=sys.stderr, flush=True)
-                with callbacks.progress.counted(count, "point", sys.stderr) as advance:
-                    sent.deliver(advance)
-                sent.close()
-                break
-            except Exception as error:  # whatever the store does
-                sent.disconnect()
-                if last:
-                    why = delivery.reason(error)
-                    text = f"MLflow at {redact(store)} did not take everything ({why}); try again later"
-                    finish(FAILED, text, None, False)
-    for text in sent.warnings():
-        print(f"warning: {text}", file=sys.stderr)
-    files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
-    print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
-    return store
+    tracking.deliver(runs.named(run), track)
 
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
@@ -976,50 +923,6 @@ def report(
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
     print(f"wrote {shown}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def sole_deliverer(run_dir: Path) -> Iterator[None]:
-    """Holds the lock of a run directory, if it has one: a run that is under way delivers by itself."""
-    path = run_dir / "lock"
-    if not path.exists():
-        yield
-        return
-    with path.open("r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = callbacks.journal.read_json(path)
-            who = f" (pid {holder['pid']}, host {holder['host']})" if {"pid", "host"} <= set(holder) else ""
-            raise UsageError(f"{run_dir}: the run is under way{who}: it delivers by itself") from None
-        yield
-
-
-def tracking(
-    track: str | None,
-    wait: float = 60.0,
-    tags: Sequence[str] = (),
-    log_model: bool = False,
-    register: str | None = None,
-) -> callbacks.MLflowTracker | None:
-    """What was typed of MLflow."""
-    typed = {"--tag": tags, "--log-model": log_model, "--register": register}
-    if track == "off":
-        for option, value in typed.items():
-            if value:
-                raise UsageError(f"--track off with {option}: leave one of them out")
-        return None
-    for text in tags:
-        if not re.fullmatch(r"[^=]+=.*", text, re.DOTALL):
-            raise UsageError(f"--tag {text}: give KEY=VALUE")
-    try:
-        return callbacks.MLflowTracker(
-            track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
-        )
-    except ValueError as error:
-        what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
-        names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
-        raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
 
 
 def schedule(text: str) -> int | str:

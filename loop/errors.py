@@ -6,7 +6,7 @@ class UsageError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """Training could not go on, for a reason that lies in the data or the numbers. Exit code 1."""
+    """Training, or a tool, could not go on, for a reason in the data, the numbers, or outside. Exit code 1."""
 
 
 class RegroupError(Exception):
