@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+
+loading = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT)
+if loading is signal.default_int_handler:  # Ctrl-C ends it without a word; when all is loaded, `main` does
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+
 import contextlib
-import errno
 import functools
 import importlib.metadata
 import json
-import os
-import re
-import reprlib
-import signal
 import sys
 import tempfile
-import traceback
 import typing
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -27,18 +28,15 @@ import callbacks.progress
 import callbacks.record
 from callbacks.journal import jsonable
 from callbacks.pruning import Pruning
-from callbacks.redact import mask
 from callbacks.trial import Trial
 from callbacks.witness import Witness
-from loop import completion, config, dry_run, elastic, hosts, launch, runs, target, terminal, tracking
+from loop import completion, config, dry_run, elastic, hosts, launch, runs, target, terminal, tracking, words
 from loop import new as new_
 from loop import sweep as sweep_
 from loop import tune as tune_
-from loop.errors import TrainingError, UsageError
+from loop.errors import FAILED, PREEMPTED, TrainingError, UsageError
 from loop.options import nearest, with_defaults
 
-FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
-"""Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
 NO_DIRECTORY = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
 """The endings of names that nobody gives a directory, in small letters."""
 
@@ -91,9 +89,9 @@ class Configurable(TyperCommand):
     """A command that takes options from files, as if they had been typed before all others."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        typed: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
-        names = {name.rstrip("_").replace("_", "-") for name in typed}
-        paths = [Path(each) for each in typed.get("config_") or ()]
+        given: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
+        names = {name.rstrip("_").replace("_", "-") for name in given}
+        paths = [Path(each) for each in given.get("config_") or ()]
         return super().parse_args(context, [*config.arguments(paths, train_options(), names), *args])
 
 
@@ -213,12 +211,12 @@ def train(
         "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
         "compression": compression, "groups": groups, "reduction": reduction, "local_steps": local_steps,
         "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
-        "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
-        "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,
-        "prefetch": number_or_word(prefetch), "overfit": overfit,
+        "compile": compile_, "steps_per_call": words.number_or_word(steps_per_call),
+        "eval_every": words.number_or_word(eval_every), "stall_timeout": stall_timeout, "profile": profile,
+        "accept_changes": accept_changes or None, "prefetch": words.number_or_word(prefetch), "overfit": overfit,
     }  # fmt: skip
     with_defaults(None, given)
-    saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
+    saving = callbacks.Checkpoint(every=words.schedule(checkpoint_every))
     tracker = tracking.tracker(track, track_wait, tag or [], log_model, register)
     target.check(target_)
     if threads is not None and not 1 <= threads <= launch.MOST_WORKERS:
@@ -336,7 +334,7 @@ def train_options() -> dict[str, config.Option]:
 def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) -> NoReturn:
     """Prints how it ended, and ends."""
     if error:
-        print(f"tfloop: error: {mask(error)}", file=sys.stderr)
+        words.say(error)
     if result is not None and as_json:
         print(json.dumps(jsonable(result)))
     if result is not None and "run_dir" in result and code == 0 and sys.stderr.isatty():
@@ -521,14 +519,12 @@ def chaos(
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
     with_defaults(None, options)
     if checkpoint_every is not None:
-        schedule(checkpoint_every)
+        words.schedule(checkpoint_every)
     target.check(target_)
     launch.place(backend or "auto", workers)
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
-    typed = options | {"workers": workers}
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in typed.items() if value is not None]
-    arguments += [f"--set={each}" for each in set_ or ()]
+    arguments = words.arguments(options | {"workers": workers}, set_ or ())
     from loop import chaos as chaos_
 
     stages = callbacks.progress.Stages(kills + 2, sys.stderr)
@@ -585,9 +581,8 @@ def tune(
     config.arguments(config_ or (), train_options(), ())
     target.check(target_)
     launch.place(backend or "auto", workers)
-    typed = {"batch-size": batch_size, "backend": backend, "workers": workers}
-    arguments = [f"--{name}={value}" for name, value in typed.items() if value is not None]
-    arguments += [*(f"--set={each}" for each in set_ or ()), *(f"--config={each}" for each in config_ or ())]
+    typed = {"batch_size": batch_size, "backend": backend, "workers": workers}
+    arguments = words.arguments(typed, set_ or (), config_ or ())
     # SIGTERM as Ctrl-C, which a shell has ignored where it starts a command in the background.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     stages = callbacks.progress.Stages(len(tune_.TUNED) * rounds * 2, sys.stderr)
@@ -655,7 +650,7 @@ def sweep(
 ) -> None:
     """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(None, options | {"eval_every": number_or_word(eval_every)})
+    with_defaults(None, options | {"eval_every": words.number_or_word(eval_every)})
     if sweep_.is_directory(target_):
         for name in context.params:
             source = context.get_parameter_source(name)
@@ -676,7 +671,7 @@ def sweep(
             target=target.absolute(target_), grid=swept, random=drawn, metric=metric,
             direction=sweep_.direction(metric, direction), sampler=sampler, pruner=pruner, seed=seed or 0,
             place=str(Path.cwd()),
-            arguments=train_arguments(typed, set_ or (), config_ or (), [*swept, *drawn]),
+            arguments=sweep_.arguments(typed, set_ or (), config_ or (), train_options(), [*swept, *drawn]),
         )  # fmt: skip
     if launch.job_size() is not None:
         raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
@@ -738,19 +733,6 @@ def find_lr(
         for line in find_lr_.lines(found):
             print(line)
     raise typer.Exit(FAILED if found.suggestion is None else 0)
-
-
-def train_arguments(
-    typed: dict[str, Any], assignments: Sequence[str], files: Sequence[Path], swept: Sequence[str]
-) -> list[str]:
-    """What `train` is to be given for what was typed to `sweep`, and for its files, but for the fields that vary."""
-    texts = {name.replace("_", "-"): value for name, value in typed.items() if value is not None}
-    fields = [text.partition("=")[0] for text in assignments]
-    return [
-        *config.arguments(files, train_options(), [*texts, *(f"set {name}" for name in (*fields, *swept))]),
-        *(f"--{name}={value}" for name, value in texts.items()),
-        *(f"--set={text}" for text in assignments),
-    ]
 
 
 @app.command()
@@ -883,7 +865,7 @@ def remove_runs(
             raise typer.Exit(0)
     left = [text for path in paths for text in runs.remove(path)]
     if left:
-        finish(FAILED, f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}", None, False)
+        raise TrainingError(f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}")
 
 
 @app.command()
@@ -925,85 +907,20 @@ def report(
     print(f"wrote {shown}", file=sys.stderr)
 
 
-def schedule(text: str) -> int | str:
-    """What was typed as `--checkpoint-every`."""
-    every = number_or_word(text)
-    assert every is not None
-    try:
-        callbacks.Schedule(every)
-    except ValueError as error:
-        raise UsageError(f"--checkpoint-every {text}: {error}") from None
-    return every
-
-
-def number_or_word(text: str | None) -> int | str | None:
-    """A typed value that may be a number."""
-    return int(text) if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text) else text
-
-
-def wrong_usage(error: Any) -> str:
-    """What typer finds wrong with the words typed, in one line, with the value; or the help, where there were none."""
-    text = error.format_message()
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return str(text)
-    if hasattr(error.__cause__, "errors"):  # why a value is none of its type
-        found = error.__cause__.errors()[0]
-        what = found["msg"].removeprefix("Input ").partition(",")[0]
-        text = f"{error.param.opts[0]} {found['input']}: {what}"
-    elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
-        text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
-    return f"tfloop: error: {' '.join(mask(text).split())}"
-
-
-def check_words(words: Sequence[str]) -> None:
-    """Refuses what no option can mean: an empty value is a variable of the shell that isn't set."""
-    for before, word in zip(["", *words], words, strict=False):
-        if "\0" in word:
-            raise UsageError("an argument has a NUL character in it: leave it out")
-        if (re.fullmatch(r"--[a-z][a-z-]*", before) and not word) or re.fullmatch(r"--[a-z-]+=", word):
-            raise UsageError(f"{(word or before).rstrip('=')}: the value is empty: give one, or leave the option out")
-
-
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     try:
-        check_words(sys.argv[1:])
+        words.check(sys.argv[1:])
         code = typer.main.get_command(app).main(standalone_mode=False) or 0
-    except UsageError as error:
-        if launch.JOB not in os.environ:  # else the launcher tells it, once for all workers
-            print(f"tfloop: error: {mask(str(error))}", file=sys.stderr)
-        code = BAD_INPUT
-    except TrainingError as error:
-        if launch.JOB not in os.environ:
-            print(f"tfloop: error: {mask(str(error))}", file=sys.stderr)
-        code = FAILED
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        code = FAILED
-        if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
-            print(wrong_usage(error), file=sys.stderr)
-            code = BAD_INPUT
-        elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            print(f"tfloop: error: {reprlib.repr(error.filename)}: the name is too long", file=sys.stderr)
-            code = BAD_INPUT
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            if launch.JOB not in os.environ:
-                where = error.filename or "a file"
-                text = f"{where} can't be written ({error.strerror}): make room there, and start the same command again"
-                print(f"tfloop: error: {text}", file=sys.stderr)
-        else:
-            trace = step = error.__traceback__
-            while step is not None:  # what led to the command says nothing
-                trace = step.tb_next if "typer" in Path(step.tb_frame.f_code.co_filename).parts else trace
-                step = step.tb_next
-            if trace is not None:
-                error = error.with_traceback(trace)
-            sys.stderr.write(mask("".join(traceback.format_exception(error))))
+        code = words.told(error)
     sys.stderr.flush()
-    sys.stdout.flush()
-    sys.exit(code)
+    sys.exit(code if words.flushed() else FAILED)
 
 
+if loading is signal.default_int_handler:
+    signal.signal(signal.SIGINT, loading)
 if __name__ == "__main__":
     main()

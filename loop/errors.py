@@ -1,5 +1,8 @@
 """The errors that tfloop raises by itself, and the exit code of each."""
 
+FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
+"""Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
+
 
 class UsageError(ValueError):
     """Something handed in is wrong: the message names the thing, the value and the fix. Exit code 2."""
