@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import sys
 import tempfile
+import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -27,12 +28,10 @@ import callbacks
 import callbacks.progress
 import callbacks.record
 from callbacks.journal import jsonable
-from callbacks.pruning import Pruning
-from callbacks.trial import Trial
-from callbacks.witness import Witness
-from loop import completion, config, dry_run, elastic, hosts, launch, runs, target, terminal, tracking, words
+from loop import completion, config, dry_run, launch, runs, target, terminal, tracking, words
 from loop import new as new_
 from loop import sweep as sweep_
+from loop import train as train_
 from loop import tune as tune_
 from loop.errors import FAILED, PREEMPTED, TrainingError, UsageError
 from loop.options import nearest, with_defaults
@@ -159,8 +158,8 @@ def train(
     clip_value: Annotated[float | None, typer.Option(help="Greatest absolute value in the gradient.")] = None,
     on_nonfinite: Annotated[str | None, typer.Option(help="stop or skip, when a gradient is not finite.")] = None,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on with other settings than the run had.")
-    ] = False,
+        bool | None, typer.Option("--accept-changes", help="Go on with other settings than the run had.")
+    ] = None,
     stall_timeout: Annotated[
         float | None, typer.Option(help="Seconds after which a run that hangs says where.")
     ] = None,
@@ -206,118 +205,10 @@ def train(
     prunable: Annotated[bool, typer.Option("--prunable", hidden=True)] = False,
 ) -> None:
     """Train a task."""
-    given: dict[str, Any] = {
-        "epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "resume": resume, "seed": seed,
-        "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
-        "compression": compression, "groups": groups, "reduction": reduction, "local_steps": local_steps,
-        "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
-        "compile": compile_, "steps_per_call": words.number_or_word(steps_per_call),
-        "eval_every": words.number_or_word(eval_every), "stall_timeout": stall_timeout, "profile": profile,
-        "accept_changes": accept_changes or None, "prefetch": words.number_or_word(prefetch), "overfit": overfit,
-    }  # fmt: skip
-    with_defaults(None, given)
-    saving = callbacks.Checkpoint(every=words.schedule(checkpoint_every))
-    tracker = tracking.tracker(track, track_wait, tag or [], log_model, register)
-    target.check(target_)
-    if threads is not None and not 1 <= threads <= launch.MOST_WORKERS:
-        raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {launch.MOST_WORKERS}")
-    if trial is not None or prunable:
-        launch.die_with_parent()
-    if start_timeout is not None:
-        if not 0 < start_timeout < float("inf"):
-            raise UsageError(f"--start-timeout {start_timeout}: give a number of seconds > 0")
-        os.environ[launch.START_TIMEOUT] = str(start_timeout)
-    launch.start_timeout()
-    fresh = run_dir is None or not (run_dir / "checkpoints").is_dir()  # else it goes on from those
-    if fresh and resume not in (None, "auto", "never") and not hosts_ and launch.job_size() is None:
-        runs.checkpointed(Path(resume), "--resume ")
-    if tpu is not None:
-        os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
-    places = hosts.read(hosts_, workers, backend or "auto", interface, remote_python)
-    workers = sum(places.values()) or workers
-    limits = elastic.limits(elastic_, discovery, backend or "auto", workers, hosts_)
-    if limits is not None:
-        for option, value in (("--profile", profile), ("--devices", devices), ("--tpu", tpu)):
-            if value is not None:
-                raise UsageError(f"--elastic {elastic_} with {option} {value}: leave one of them out")
-        backend = "horovod"
-    towers = launch.device_names(devices.split(",")) if devices is not None else None
-    backend = backend or ("mirrored" if towers else "auto")
-    engine = launch.place(backend, workers, asynchronous=True)
-    ended = functools.partial(finish_dry_run, launch.choose(backend, workers)[1]) if dry_run_ else finish
-    if ps is not None:
-        launch.check_servers(engine, ps)
-    if min_shard_bytes is not None and (engine != "parameter_server" or min_shard_bytes < 1):
-        raise UsageError(f"--min-shard-bytes {min_shard_bytes}: give a number >= 1, with --backend parameter_server")
-    for option, given_, meant in (("--tpu", tpu, ("tpu",)), ("--devices", devices, ("mirrored", "central"))):
-        if given_ is not None and engine not in meant:
-            raise UsageError(f"{option} {given_} with --backend {engine}: leave one out, or use {' or '.join(meant)}")
-    if towers and workers not in (None, len(towers)):
-        raise UsageError(f"--workers {workers} with {len(towers)} devices: leave --workers out")
-    with contextlib.ExitStack() as beginning:
-        beginning.enter_context(launch.before_training())
-        if engine in ("horovod", "multiworker", "parameter_server") and launch.job_size() is None:
-            cluster = None
-            if places:
-                files = hosts.files(target_, config_ or ())
-                connection = hosts.connect(places, engine, files, interface, remote_python)
-                cluster = beginning.enter_context(connection)
-            if limits is None:
-                code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:], ps or 1, cluster)
-            else:
-                code, problem, fields = elastic.run(limits, workers, sys.argv[1:], cluster)
-            if code == PREEMPTED and fields is None:
-                print(launch.STOPPED, file=sys.stderr)
-            ended(code, problem, fields, as_json)
-        if engine == "parameter_server" and launch.job_rank():
-            with launch.reporting():
-                with launch.quiet_start():
-                    from loop.backends.parameter_server import serve
-                serve(threads or 0)
-            raise typer.Exit(0)
-        with launch.reporting() as report:
-            with launch.quiet_start():
-                if threads is not None:  # before the task's module, which may have TensorFlow start working
-                    import tensorflow as tf
-
-                    tf.config.threading.set_intra_op_parallelism_threads(threads)
-                task = target.load(target_, set_ or ())
-                with_defaults(task, given)
-                from loop import backends
-
-                made = backends.create(engine, workers, towers, min_shard_bytes)
-            from loop.fit import fit
-
-            chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
-            if witness is not None:
-                chosen += [Witness(witness)]
-            if prunable:
-                chosen += [Pruning()]
-            if trial is not None:
-                chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(trial)]
-            if dry_run_:
-                fields = dry_run.dry_run(task, made, given)
-            else:
-                result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
-                fields = {name: value for name, value in vars(result).items() if name != "model"}
-                fields["run_dir"] = str(result.run_dir)
-            beginning.close()
-            made.close()
-            code = PREEMPTED if fields["status"] == "preempted" else 0
-            report(code, None, fields)
-    if launch.JOB not in os.environ and made.is_chief:
-        ended(code, "", fields, as_json)
-    # In a job of ours a saved run is no failure for which the others are to be ended: its code is in the report.
-    raise typer.Exit(code if launch.JOB not in os.environ else 0)
-
-
-def finish_dry_run(why: str, code: int, error: str, about: dict[str, Any] | None, as_json: bool) -> NoReturn:
-    """Prints what a dry run tells, and the reason for the engine, for people or as JSON; and ends."""
-    if about is not None:
-        about["why"] = why
-        if code == 0 and not as_json:
-            print("\n".join(dry_run.lines(about)))
-    finish(code, error, about, as_json)
+    code, problem, fields = train_.train(types.SimpleNamespace(**locals()), sys.argv[1:])
+    if dry_run_ and fields is not None and code == 0 and not as_json:
+        print("\n".join(dry_run.lines(fields)))
+    finish(code, problem, fields, as_json)
 
 
 @functools.cache
