@@ -18,10 +18,12 @@ import sys
 import tempfile
 import types
 import typing
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 import callbacks
@@ -46,9 +48,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+Line = str | tuple[str, bool | None]
+"""A line that a command prints, and whether it is good or bad news."""
 Target = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="TARGET",
         help="file.py:Class, package.module:Class, or a shipped example: digits, charlm, gan, ...",
         autocompletion=completion.targets,
@@ -56,29 +60,33 @@ Target = Annotated[
 ]
 RunDir = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="RUN",
         help="A run: its directory, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
         autocompletion=completion.runs,
     ),
 ]
-TaskTarget = Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the training data.")]
-Steps = Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")]
-BatchSize = Annotated[int | None, typer.Option(help="The global batch, over all replicas.")]
+TaskTarget = Annotated[str | None, Option("--target", help="The task, if not the one of the run.")]
+Set = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
+Epochs = Annotated[int | None, Option(help="Passes over the training data.")]
+Steps = Annotated[int | None, Option(help="Optimizer steps, instead of epochs.")]
+BatchSize = Annotated[int | None, Option(help="The global batch, over all replicas.")]
 Backend = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name.",
         autocompletion=completion.backends,
     ),
 ]
-Workers = Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored, central: replicas.")]
-AsJson = Annotated[bool, typer.Option("--json", help="The last line of stdout is the result as JSON.")]
+Workers = Annotated[int | None, Option(help="Processes on this machine; with mirrored, central: replicas.")]
+AsJson = Annotated[bool, Option("--json", help="The last line of stdout is the result as JSON.")]
+Seed = Annotated[int | None, Option(help="Of initial weights and of the data's order.")]
+EvalEvery = Annotated[str | None, Option(help="epoch, never, or a number of steps.")]
+Track = Annotated[str | None, Option(help="MLflow's tracking URI, or off.")]
+Replicas = Annotated[int | None, Option(help="Replicas, with mirrored or central.")]
 Config = Annotated[
     list[Path] | None,
-    typer.Option(
+    Option(
         "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
     ),
 ]
@@ -104,7 +112,7 @@ def print_version(asked: bool) -> None:
 @app.callback()
 def tfloop(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+        bool, Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Options of the command itself."""
@@ -118,97 +126,91 @@ def train(
     batch_size: BatchSize = None,
     backend: Backend = None,
     workers: Workers = None,
-    ps: Annotated[int | None, typer.Option(help="Parameter servers, with parameter_server; 1.")] = None,
+    ps: Annotated[int | None, Option(help="Parameter servers, with parameter_server; 1.")] = None,
     min_shard_bytes: Annotated[
-        int | None, typer.Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
+        int | None, Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
     ] = None,
     hosts_: Annotated[
-        str | None, typer.Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
+        str | None, Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
     ] = None,
     interface: Annotated[
-        str | None, typer.Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")
+        str | None, Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")
     ] = None,
-    remote_python: Annotated[
-        str | None, typer.Option(help="Python on the other hosts, if not at the same path.")
-    ] = None,
+    remote_python: Annotated[str | None, Option(help="Python on the other hosts, if not at the same path.")] = None,
     devices: Annotated[
-        str | None, typer.Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
+        str | None, Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
     ] = None,
-    tpu: Annotated[str | None, typer.Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")] = None,
+    tpu: Annotated[str | None, Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")] = None,
     elastic_: Annotated[
-        str | None, typer.Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
+        str | None, Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
     ] = None,
     discovery: Annotated[
-        Path | None, typer.Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
+        Path | None, Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
     ] = None,
     set_: Set = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The run directory; a new one below runs/ if not given.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial weights and of the data's order.")] = None,
-    shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or mixed_float16.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches in a global batch.")] = None,
-    compression: Annotated[str | None, typer.Option(help="Of gradients between replicas: none, fp16 or bf16.")] = None,
-    groups: Annotated[int | None, typer.Option(help="Collectives in which gradients are reduced.")] = None,
-    reduction: Annotated[str | None, typer.Option(help="Of gradients: sum; or adasum, which is inexact.")] = None,
+    run_dir: Annotated[Path | None, Option(help="The run directory; a new one below runs/ if not given.")] = None,
+    resume: Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")] = None,
+    seed: Seed = None,
+    shuffle: Annotated[bool | None, Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")] = None,
+    precision: Annotated[str | None, Option(help="float32, float64, bfloat16 or mixed_float16.")] = None,
+    accumulate: Annotated[int | None, Option(help="Micro-batches in a global batch.")] = None,
+    compression: Annotated[str | None, Option(help="Of gradients between replicas: none, fp16 or bf16.")] = None,
+    groups: Annotated[int | None, Option(help="Collectives in which gradients are reduced.")] = None,
+    reduction: Annotated[str | None, Option(help="Of gradients: sum; or adasum, which is inexact.")] = None,
     local_steps: Annotated[
-        int | None, typer.Option(help="Steps that replicas make between two averages: inexact; 1: exact.")
+        int | None, Option(help="Steps that replicas make between two averages: inexact; 1: exact.")
     ] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="Greatest global norm of the gradient.")] = None,
-    clip_value: Annotated[float | None, typer.Option(help="Greatest absolute value in the gradient.")] = None,
-    on_nonfinite: Annotated[str | None, typer.Option(help="stop or skip, when a gradient is not finite.")] = None,
+    clip_norm: Annotated[float | None, Option(help="Greatest global norm of the gradient.")] = None,
+    clip_value: Annotated[float | None, Option(help="Greatest absolute value in the gradient.")] = None,
+    on_nonfinite: Annotated[str | None, Option(help="stop or skip, when a gradient is not finite.")] = None,
     accept_changes: Annotated[
-        bool | None, typer.Option("--accept-changes", help="Go on with other settings than the run had.")
+        bool | None, Option("--accept-changes", help="Go on with other settings than the run had.")
     ] = None,
-    stall_timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which a run that hangs says where.")
-    ] = None,
+    stall_timeout: Annotated[float | None, Option(help="Seconds after which a run that hangs says where.")] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Trace steps A to B, and tell where the time goes.")
+        str | None, Option(metavar="A:B", help="Trace steps A to B, and tell where the time goes.")
     ] = None,
     sync_batch_norm: Annotated[
-        bool | None, typer.Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
+        bool | None, Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
     ] = None,
-    ema: Annotated[float | None, typer.Option(help="Decay of a moving average of the weights.")] = None,
-    compile_: Annotated[str | None, typer.Option("--compile", help="graph or xla.")] = None,
-    steps_per_call: Annotated[str | None, typer.Option(help="Steps in a compiled call, or auto.")] = None,
-    prefetch: Annotated[str | None, typer.Option(help="Batches that a stream is read ahead, or auto.")] = None,
-    threads: Annotated[int | None, typer.Option(help="TensorFlow's threads for an operation, in each worker.")] = None,
-    eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
+    ema: Annotated[float | None, Option(help="Decay of a moving average of the weights.")] = None,
+    compile_: Annotated[str | None, Option("--compile", help="graph or xla.")] = None,
+    steps_per_call: Annotated[str | None, Option(help="Steps in a compiled call, or auto.")] = None,
+    prefetch: Annotated[str | None, Option(help="Batches that a stream is read ahead, or auto.")] = None,
+    threads: Annotated[int | None, Option(help="TensorFlow's threads for an operation, in each worker.")] = None,
+    eval_every: EvalEvery = None,
     checkpoint_every: Annotated[
-        str, typer.Option(help="epoch, a number of steps, or a time such as 10m; an epoch's end is always saved.")
+        str, Option(help="epoch, a number of steps, or a time such as 10m; an epoch's end is always saved.")
     ] = "epoch",
-    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
-    track_wait: Annotated[float, typer.Option(help="How long the end may wait for MLflow, in seconds.")] = 60.0,
+    track: Track = None,
+    track_wait: Annotated[float, Option(help="How long the end may wait for MLflow, in seconds.")] = 60.0,
     tag: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")
+        list[str] | None, Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")
     ] = None,
     log_model: Annotated[
-        bool, typer.Option("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
+        bool, Option("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
     ] = False,
     register: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
+        str | None, Option(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
     ] = None,
     start_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
+        float | None, Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
     ] = None,
     overfit: Annotated[
-        int | None, typer.Option(metavar="N", help="Train and evaluate on the first N global batches alone.")
+        int | None, Option(metavar="N", help="Train and evaluate on the first N global batches alone.")
     ] = None,
     dry_run_: Annotated[
-        bool, typer.Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
+        bool, Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
     ] = False,
     config_: Config = None,
     as_json: AsJson = False,
-    witness: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    trial: Annotated[float | None, typer.Option(hidden=True)] = None,
-    prunable: Annotated[bool, typer.Option("--prunable", hidden=True)] = False,
+    witness: Annotated[Path | None, Option(hidden=True)] = None,
+    trial: Annotated[float | None, Option(hidden=True)] = None,
+    prunable: Annotated[bool, Option("--prunable", hidden=True)] = False,
 ) -> None:
     """Train a task."""
     code, problem, fields = train_.train(types.SimpleNamespace(**locals()), sys.argv[1:])
-    if dry_run_ and fields is not None and code == 0 and not as_json:
-        print("\n".join(dry_run.lines(fields)))
-    finish(code, problem, fields, as_json)
+    finish(code, problem, fields, as_json, dry_run.lines if dry_run_ and code == 0 else lambda fields: ())
 
 
 @functools.cache
@@ -222,34 +224,59 @@ def train_options() -> dict[str, config.Option]:
     return found
 
 
-def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) -> NoReturn:
+def finish(
+    code: int, error: str, result: Any, as_json: bool, lines: Callable[[Any], Iterable[Line]] = lambda result: ()
+) -> NoReturn:
     """Prints how it ended, and ends."""
     if error:
         words.say(error)
-    if result is not None and as_json:
-        print(json.dumps(jsonable(result)))
-    if result is not None and "run_dir" in result and code == 0 and sys.stderr.isatty():
-        print("see it in the browser: tfloop ui", file=sys.stderr)
+    if result is not None:
+        show(result, lines(result), as_json)
+        if "run_dir" in result and code == 0 and sys.stderr.isatty():
+            print("see it in the browser: tfloop ui", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
+    """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
+    if as_json:
+        print(result if isinstance(result, str) else json.dumps(jsonable(result)))
+        return
+    for line in lines:
+        text, good = (line, None) if isinstance(line, str) else line
+        typer.secho(text, fg={True: "green", False: "red"}[good]) if good is not None else print(text)
+
+
+@contextlib.contextmanager
+def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
+    """Yields what is to be told of each stage of a command; it is shown also where TensorFlow is made quiet."""
+    with os.fdopen(os.dup(2), "w") as stderr, contextlib.closing(callbacks.progress.Stages(total, stderr)) as stages:
+        yield stages.next
+
+
+def checkpointed(run: str, task_target: str | None) -> Path:
+    """The run that is meant, which has a checkpoint; TARGET is checked, too."""
+    path = runs.checkpointed(runs.named(run))
+    if task_target is not None:
+        target.check(task_target)
+    return path
 
 
 @app.command()
 def evaluate(
     run: RunDir,
     task_target: TaskTarget = None,
-    backend: Annotated[str | None, typer.Option(help="single, mirrored or central; in a job: auto.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored or central.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="The global batch.")] = None,
+    backend: Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")] = None,
+    workers: Replicas = None,
+    batch_size: Annotated[int | None, Option(help="The global batch.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint on the whole evaluation data."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
-    path = runs.checkpointed(runs.named(run))
-    if task_target is not None:
-        target.check(task_target)
+    path = checkpointed(run, task_target)
     engine = launch.place(backend or "auto", workers)
     if engine in ("horovod", "multiworker") and launch.job_size() is None:
-        finish_evaluation(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
+        finish(*launch.run(engine, workers or 1, sys.argv[1:]), as_json, metric_lines)
     with launch.reporting() as report, launch.quiet_start():
         from loop import backends, rundir
 
@@ -261,46 +288,35 @@ def evaluate(
         metrics = evaluate_(task, path, batch_size=batch_size, backend=made, precision=precision)
         report(0, None, metrics)
     if launch.JOB not in os.environ and made.is_chief:
-        finish_evaluation(0, "", metrics, as_json)
+        finish(0, "", metrics, as_json, metric_lines)
 
 
-def finish_evaluation(code: int, error: str, metrics: dict[str, float] | None, as_json: bool) -> NoReturn:
-    """Prints the metrics, a line each or as JSON, and ends."""
-    if metrics is not None and not as_json:
-        for name, value in metrics.items():
-            print(f"{name} {value:.6g}")
-    finish(code, error, metrics, as_json)
+def metric_lines(metrics: dict[str, float]) -> list[str]:
+    """Metrics, a line each."""
+    return [f"{name} {value:.6g}" for name, value in metrics.items()]
 
 
 @app.command()
 def export(
     run: RunDir,
-    out: Annotated[
-        Path, typer.Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")
-    ],
+    out: Annotated[Path, Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")],
     task_target: TaskTarget = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
+        bool, Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
     ] = True,
 ) -> None:
     """Export the model of a run."""
-    path = runs.checkpointed(runs.named(run))
-    if task_target is not None:
-        target.check(task_target)
+    path = checkpointed(run, task_target)
     if out.exists():
         raise UsageError(f"{out} exists already: remove it, or give another name")
     if out.suffix not in (".npz", ".keras") and out.suffix.lower() in NO_DIRECTORY:
         raise UsageError(f"{out}: there is no such format: give OUT.npz, OUT.keras, or a directory for a SavedModel")
-    with (
-        os.fdopen(os.dup(2), "w") as stderr,
-        contextlib.closing(callbacks.progress.Stages(3, stderr)) as stages,
-        launch.quiet_start(),
-    ):
+    with shown_stages(3) as progress, launch.quiet_start():
         from loop import rundir
         from loop.export import export as export_
 
         task = None if out.suffix == ".npz" else rundir.task_of(path, task_target)[0]  # weights need no model
-        shown = export_(task, path, out, check, stages.next)
+        shown = export_(task, path, out, check, progress)
     print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
 
 
@@ -308,10 +324,10 @@ def export(
 def verify(
     target_: Target,
     set_: Set = None,
-    batch_size: Annotated[int | None, typer.Option(help="The global batch; the task's own if not given.")] = None,
-    processes: Annotated[bool, typer.Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
+    batch_size: Annotated[int | None, Option(help="The global batch; the task's own if not given.")] = None,
+    processes: Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
     as_json: AsJson = False,
-    record: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    record: Annotated[Path | None, Option(hidden=True)] = None,
 ) -> None:
     """Show that a task has the same numbers on any number of replicas, or why not."""
     with_defaults(None, {"batch_size": batch_size})
@@ -327,24 +343,12 @@ def verify(
             raise KeyboardInterrupt
         return problem
 
-    with os.fdopen(os.dup(2), "w") as stderr:
-        stages = callbacks.progress.Stages(9 + processes, stderr)
-        try:
-            with launch.quiet_start():
-                task = target.load(target_, set_ or ())
-                from loop import verify as verify_
+    with shown_stages(9 + processes) as progress, launch.quiet_start():
+        task = target.load(target_, set_ or ())
+        from loop import verify as verify_
 
-                found = verify_.verify(
-                    task, batch_size, job=job if processes else None, job_engine=engine, progress=stages.next
-                )
-        finally:
-            stages.close()
-    if as_json:
-        print(verify_.as_json(found))
-    else:
-        for line, good in verify_.lines(found):
-            colour = {True: typer.colors.GREEN, False: typer.colors.RED, None: None}[good]
-            typer.secho(line, fg=colour)
+        found = verify_.verify(task, batch_size, job=job if processes else None, job_engine=engine, progress=progress)
+    show(verify_.as_json(found), verify_.lines(found), as_json)
     raise typer.Exit(0 if found.same else FAILED)
 
 
@@ -352,9 +356,7 @@ def verify(
 def replay(
     kept: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs
-        ),
+        Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs),
     ],
     task_target: TaskTarget = None,
     as_json: AsJson = False,
@@ -372,7 +374,7 @@ def replay(
         place_, _ = replay_.locate(path)
         task, _ = rundir.task_of(place_, task_target)
         found = replay_.replay(task, place_)
-    print(replay_.as_json(found) if as_json else "\n".join(replay_.lines(found)))
+    show(replay_.as_json(found), replay_.lines(found), as_json)
 
 
 def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | None, directory: Path) -> None:
@@ -392,7 +394,7 @@ def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | 
 @app.command()
 def chaos(
     target_: Target,
-    kills: Annotated[int, typer.Option(min=1, help="How many processes are killed, one after the other.")] = 6,
+    kills: Annotated[int, Option(min=1, help="How many processes are killed, one after the other.")] = 6,
     epochs: Epochs = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -400,10 +402,10 @@ def chaos(
     workers: Workers = None,
     set_: Set = None,
     checkpoint_every: Annotated[
-        str | None, typer.Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
+        str | None, Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the moments of the kills, and of the training.")] = 0,
-    keep: Annotated[Path | None, typer.Option(help="Where to keep all runs; they are removed if not given.")] = None,
+    seed: Annotated[int, Option(help="Of the moments of the kills, and of the training.")] = 0,
+    keep: Annotated[Path | None, Option(help="Where to keep all runs; they are removed if not given.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show that kill -9 at any moment loses nothing of a task's training."""
@@ -418,19 +420,9 @@ def chaos(
     arguments = words.arguments(options | {"workers": workers}, set_ or ())
     from loop import chaos as chaos_
 
-    stages = callbacks.progress.Stages(kills + 2, sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="tfloop-chaos-") as directory:
-        try:
-            found = chaos_.chaos(
-                [target_, *arguments], kills, keep or Path(directory), seed, checkpoint_every, progress=stages.next
-            )
-        finally:
-            stages.close()
-    if as_json:
-        print(json.dumps(vars(found) | {"exact": found.exact}))
-    else:
-        for line, good in chaos_.lines(found):
-            typer.secho(line, fg={True: typer.colors.GREEN, False: typer.colors.RED, None: None}[good])
+    with tempfile.TemporaryDirectory(prefix="tfloop-chaos-") as directory, shown_stages(kills + 2) as progress:
+        found = chaos_.chaos([target_, *arguments], kills, keep or Path(directory), seed, checkpoint_every, progress)
+    show(vars(found) | {"exact": found.exact}, chaos_.lines(found), as_json)
     raise typer.Exit(0 if found.exact else FAILED)
 
 
@@ -443,18 +435,18 @@ def tune(
     set_: Set = None,
     config_: Config = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"What to try, of {', '.join(tune_.TUNED)}; repeatable.")
+        list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(tune_.TUNED)}; repeatable.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long a trial measures, when it is warm.")] = 2.0,
-    rounds: Annotated[int, typer.Option(min=1, help="How often settings that are close are measured, in turns.")] = 3,
+    seconds: Annotated[float, Option(help="How long a trial measures, when it is warm.")] = 2.0,
+    rounds: Annotated[int, Option(min=1, help="How often settings that are close are measured, in turns.")] = 3,
     tune_batch_size: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--tune-batch-size", help="Take the fastest batch size, too: with another one, something else is learned."
         ),
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where to write the best settings, for --config.")] = Path("tune.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Write over the file.")] = False,
+    out: Annotated[Path, Option(help="Where to write the best settings, for --config.")] = Path("tune.toml"),
+    force: Annotated[bool, Option("--force", help="Write over the file.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest settings for a task on this machine, and write them to a file for train --config."""
@@ -476,28 +468,22 @@ def tune(
     arguments = words.arguments(typed, set_ or (), config_ or ())
     # SIGTERM as Ctrl-C, which a shell has ignored where it starts a command in the background.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    stages = callbacks.progress.Stages(len(tune_.TUNED) * rounds * 2, sys.stderr)
     try:
-        found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, stages.next)
+        with shown_stages(len(tune_.TUNED) * rounds * 2) as progress:
+            found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
     except KeyboardInterrupt:
-        stages.close()
         print("stopped: nothing is written, and nothing is left behind", file=sys.stderr)
         raise typer.Exit(PREEMPTED) from None
     finally:
-        stages.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     tune_.write(out, found)
-    if as_json:
-        print(json.dumps(tune_.as_json(found) | {"file": str(out)}))
-    else:
-        for line, best in tune_.lines(found):
-            typer.secho(line, fg=typer.colors.GREEN if best else None)
-        print(f"\nwrote {out}: tfloop train {target_} --config {out}")
+    lines: list[Line] = [*tune_.lines(found), f"\nwrote {out}: tfloop train {target_} --config {out}"]
+    show(tune_.as_json(found) | {"file": str(out)}, lines, as_json)
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without .py.")]) -> None:
+def new(name: Annotated[str, Argument(metavar="NAME", help="Of the file, without .py.")]) -> None:
     """Write a commented task file, NAME.py, that trains at once."""
     place_ = new_.new(name)
     print(f"wrote {place_.partition(':')[0]}; train it: tfloop train {place_}")
@@ -507,25 +493,25 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, w
 def sweep(
     context: typer.Context,
     target_: Annotated[
-        str, typer.Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
+        str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
     ],
     grid: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")
+        list[str] | None, Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")
     ] = None,
     random: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable."),
+        Option(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable."),
     ] = None,
-    trials: Annotated[int | None, typer.Option(help="How many; all combinations of the grid if not given.")] = None,
-    metric: Annotated[str, typer.Option(help="What is to be best, at the end of a trial.")] = "eval_loss",
-    direction: Annotated[str | None, typer.Option(help="minimize or maximize; by the metric's name.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=256, help="How many trials are under way at once.")] = 1,
-    sampler: Annotated[str, typer.Option(help="How --random draws: tpe (learns from the trials) or random.")] = "tpe",
+    trials: Annotated[int | None, Option(help="How many; all combinations of the grid if not given.")] = None,
+    metric: Annotated[str, Option(help="What is to be best, at the end of a trial.")] = "eval_loss",
+    direction: Annotated[str | None, Option(help="minimize or maximize; by the metric's name.")] = None,
+    jobs: Annotated[int, Option(min=1, max=256, help="How many trials are under way at once.")] = 1,
+    sampler: Annotated[str, Option(help="How --random draws: tpe (learns from the trials) or random.")] = "tpe",
     pruner: Annotated[
-        str, typer.Option(help="median ends trials that are worse than half of those before; or none.")
+        str, Option(help="median ends trials that are worse than half of those before; or none.")
     ] = "none",
     sweep_dir: Annotated[
-        Path | None, typer.Option(help="The directory of the sweep; if not given, one for this command below runs/.")
+        Path | None, Option(help="The directory of the sweep; if not given, one for this command below runs/.")
     ] = None,
     epochs: Epochs = None,
     steps: Steps = None,
@@ -533,9 +519,9 @@ def sweep(
     backend: Backend = None,
     workers: Workers = None,
     set_: Set = None,
-    seed: Annotated[int | None, typer.Option(help="Of what is drawn, and of the training.")] = None,
-    eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
-    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
+    seed: Annotated[int | None, Option(help="Of what is drawn, and of the training.")] = None,
+    eval_every: EvalEvery = None,
+    track: Track = None,
     config_: Config = None,
     as_json: AsJson = False,
 ) -> None:
@@ -570,11 +556,7 @@ def sweep(
     with launch.quiet_start():
         kind = target.find(plan.target)
     found = sweep_.sweep(plan, kind, count, jobs, directory)
-    if as_json:
-        print(json.dumps(jsonable(found.as_json())))
-    else:
-        for line in found.lines():
-            print(line)
+    show(found.as_json(), found.lines(), as_json)
     if found.stopped:
         print(f"stopped; tfloop sweep {found.directory} goes on", file=sys.stderr)
     raise typer.Exit(PREEMPTED if found.stopped else 0 if found.best else FAILED)
@@ -583,17 +565,15 @@ def sweep(
 @app.command("find-lr")
 def find_lr(
     target_: Target,
-    steps: Annotated[int, typer.Option(min=10, max=100_000, help="How many steps to make.")] = 100,
-    low: Annotated[float, typer.Option(help="The learning rate of the first step.")] = 1e-6,
-    high: Annotated[float, typer.Option(help="That of the last one.")] = 10.0,
+    steps: Annotated[int, Option(min=10, max=100_000, help="How many steps to make.")] = 100,
+    low: Annotated[float, Option(help="The learning rate of the first step.")] = 1e-6,
+    high: Annotated[float, Option(help="That of the last one.")] = 10.0,
     batch_size: BatchSize = None,
-    backend: Annotated[str | None, typer.Option(help="single, mirrored or central.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored or central.")] = None,
+    backend: Annotated[str | None, Option(help="single, mirrored or central.")] = None,
+    workers: Replicas = None,
     set_: Set = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial weights and of the data's order.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")
-    ] = None,
+    seed: Seed = None,
+    out: Annotated[Path | None, Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find a learning rate: train some steps with one that grows, and see where the loss falls fastest."""
@@ -618,11 +598,7 @@ def find_lr(
         found = find_lr_.find_lr(task, made, options, steps, low, high, advance)
     if out is not None:
         find_lr_.write(out, found)
-    if as_json:
-        print(json.dumps(find_lr_.as_json(found)))
-    else:
-        for line in find_lr_.lines(found):
-            print(line)
+    show(find_lr_.as_json(found), find_lr_.lines(found), as_json)
     raise typer.Exit(FAILED if found.suggestion is None else 0)
 
 
@@ -648,8 +624,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def ui(
-    port: Annotated[int, typer.Option(max=65535, min=1, help="The port; another one is taken if it is in use.")] = 5000,
-    host: Annotated[str, typer.Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
+    port: Annotated[int, Option(max=65535, min=1, help="The port; another one is taken if it is in use.")] = 5000,
+    host: Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
 ) -> None:
     """Start the MLflow UI on the default store, and print its address."""
     from callbacks.mlflow import default_uri
@@ -671,7 +647,7 @@ def ui(
 @app.command()
 def sync(
     run: Name,
-    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
+    track: Annotated[str | None, Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
 ) -> None:
     """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
     tracking.deliver(runs.named(run), track)
@@ -679,11 +655,11 @@ def sync(
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
 app.add_typer(runs_app, name="runs")
-Root = Annotated[Path | None, typer.Option(help="Where the runs are; runs/ if not given.", show_default=False)]
+Root = Annotated[Path | None, Option(help="Where the runs are; runs/ if not given.", show_default=False)]
 _ONE = "A name, the beginning of one, a path, or latest."
-Name = Annotated[str, typer.Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
-Names = Annotated[list[str], typer.Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
-Metric = Annotated[str | None, typer.Option(help="The metric to show; the loss if not given.")]
+Name = Annotated[str, Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
+Names = Annotated[list[str], Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
+Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
 
 
 @runs_app.callback(invoke_without_command=True)
@@ -691,12 +667,10 @@ def list_runs(
     context: typer.Context,
     filter_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."
-        ),
+        Option("--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."),
     ] = None,
     sort: Annotated[
-        str | None, typer.Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
+        str | None, Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
     ] = None,
     metric: Metric = None,
     as_json: AsJson = False,
@@ -740,7 +714,7 @@ def compare_runs(context: typer.Context, names: Names, metric: Metric = None, ro
 def remove_runs(
     context: typer.Context,
     names: Names,
-    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Don't ask.")] = False,
     root: Root = None,
 ) -> None:
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
@@ -762,8 +736,8 @@ def remove_runs(
 @app.command()
 def tail(
     run: Name,
-    count: Annotated[int, typer.Option("-n", min=0, help="How many events of before are shown first.")] = 10,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Show what comes until the run ends.")] = True,
+    count: Annotated[int, Option("-n", min=0, help="How many events of before are shown first.")] = 10,
+    follow: Annotated[bool, Option("--follow/--no-follow", help="Show what comes until the run ends.")] = True,
     root: Root = None,
 ) -> None:
     """Follow a run: a line for each event, until it ends."""
@@ -779,7 +753,7 @@ def tail(
 def report(
     run: Name,
     out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
+        Path | None, Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
     ] = None,
     root: Root = None,
 ) -> None:
@@ -808,7 +782,7 @@ def main() -> None:
     except Exception as error:
         code = words.told(error)
     sys.stderr.flush()
-    sys.exit(code if words.flushed() else FAILED)
+    sys.exit(code if words.flushed() else code or FAILED)
 
 
 if loading is signal.default_int_handler:

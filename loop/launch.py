@@ -125,14 +125,7 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
 def place(backend: str, workers: int | None, asynchronous: bool = False, alone: str = "") -> str:
     """The engine for this process, or for the workers that it is to start; says why where nobody asked for it.
 
-    Args:
-        backend: what was typed as `--backend`, or `auto`.
-        workers: what was typed as `--workers`.
-        asynchronous: whether it may be `parameter_server`.
-        alone: the name of the command, if it runs in one process.
-
-    Raises:
-        UsageError: see `choose`; or the command can't do with that.
+    It may be `parameter_server` if it may be `asynchronous`. `alone` is the name of a command that runs in one process.
     """
     from loop import schedulers
 

@@ -22,16 +22,7 @@ from loop.options import DEFAULTS, with_defaults
 
 
 class Place(NamedTuple):
-    """Where a task is trained.
-
-    Attributes:
-        engine: the engine.
-        why: the reason for it.
-        workers: how many; None: nobody said.
-        hosts: how many of them on each host; empty: all on this machine.
-        limits: of an elastic job, how many there may be.
-        devices: the devices that are named.
-    """
+    """Where a task is trained: the engine, why that one, and what it is to have."""
 
     engine: str
     why: str
@@ -63,7 +54,10 @@ def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any
         if place.engine in ("horovod", "multiworker", "parameter_server") and launch.job_size() is None:
             code, problem, fields = _launch(typed, place, arguments)
         elif place.engine == "parameter_server" and launch.job_rank():
-            _serve(typed.threads or 0)
+            with launch.reporting():
+                with launch.quiet_start():
+                    from loop.backends.parameter_server import serve
+                serve(typed.threads or 0)
             return 0, "", None
         else:
             chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
@@ -140,14 +134,6 @@ def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, st
     if done[0] == PREEMPTED and done[2] is None:
         print(launch.STOPPED, file=sys.stderr)
     return done
-
-
-def _serve(threads: int) -> None:
-    """What a worker or server of a `parameter_server` job does: what its chief tells it."""
-    with launch.reporting():
-        with launch.quiet_start():
-            from loop.backends.parameter_server import serve
-        serve(threads)
 
 
 def _work(
