@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
-loading = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT)
-if loading is signal.default_int_handler:  # Ctrl-C ends it without a word; when all is loaded, `main` does
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+
+def leave(number: int, frame: object) -> None:
+    """Ends the process without a word: on Ctrl-C while all is loaded; afterwards `main` minds it."""
+    os._exit(130)
+
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    try:  # noqa: SIM105 - nothing is loaded before it
+        signal.signal(signal.SIGINT, leave)
+    except ValueError:  # in a thread
+        pass
 
 import contextlib
 import functools
@@ -785,7 +792,7 @@ def main() -> None:
     sys.exit(code if words.flushed() else code or FAILED)
 
 
-if loading is signal.default_int_handler:
-    signal.signal(signal.SIGINT, loading)
+if signal.getsignal(signal.SIGINT) is leave:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if __name__ == "__main__":
     main()
