@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+
+def leave(number: int, frame: object) -> None:
+    """Ends the process without a word: on Ctrl-C while all is loaded; afterwards `main` minds it."""
+    os._exit(130)
+
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    try:  # noqa: SIM105 - nothing is loaded before it
+        signal.signal(signal.SIGINT, leave)
+    except ValueError:  # in a thread
+        pass
+
 import contextlib
-import errno
-import fcntl
 import functools
 import importlib.metadata
 import json
-import os
-import re
-import reprlib
-import signal
 import sys
 import tempfile
-import traceback
+import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 import callbacks
 import callbacks.progress
 import callbacks.record
 from callbacks.journal import jsonable
-from callbacks.pruning import Pruning
-from callbacks.redact import HIDDEN, mask, redact
-from callbacks.trial import Trial
-from callbacks.witness import Witness
-from loop import completion, config, dry_run, elastic, hosts, launch, runs, schedulers, target, terminal
+from loop import completion, config, dry_run, launch, runs, target, terminal, tracking, words
 from loop import new as new_
 from loop import sweep as sweep_
+from loop import train as train_
 from loop import tune as tune_
-from loop.errors import TrainingError, UsageError
-from loop.options import BACKENDS, nearest, with_defaults
+from loop.errors import FAILED, PREEMPTED, TrainingError, UsageError
+from loop.options import nearest, with_defaults
 
-FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
-"""Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
 NO_DIRECTORY = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
 """The endings of names that nobody gives a directory, in small letters."""
 
@@ -50,9 +55,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+Line = str | tuple[str, bool | None]
+"""A line that a command prints, and whether it is good or bad news."""
 Target = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="TARGET",
         help="file.py:Class, package.module:Class, or a shipped example: digits, charlm, gan, ...",
         autocompletion=completion.targets,
@@ -60,29 +67,33 @@ Target = Annotated[
 ]
 RunDir = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="RUN",
         help="A run: its directory, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
         autocompletion=completion.runs,
     ),
 ]
-TaskTarget = Annotated[str | None, typer.Option("--target", help="The task, if not the one of the run.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the training data.")]
-Steps = Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")]
-BatchSize = Annotated[int | None, typer.Option(help="The global batch, over all replicas.")]
+TaskTarget = Annotated[str | None, Option("--target", help="The task, if not the one of the run.")]
+Set = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
+Epochs = Annotated[int | None, Option(help="Passes over the training data.")]
+Steps = Annotated[int | None, Option(help="Optimizer steps, instead of epochs.")]
+BatchSize = Annotated[int | None, Option(help="The global batch, over all replicas.")]
 Backend = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name.",
         autocompletion=completion.backends,
     ),
 ]
-Workers = Annotated[int | None, typer.Option(help="Processes on this machine; with mirrored, central: replicas.")]
-AsJson = Annotated[bool, typer.Option("--json", help="The last line of stdout is the result as JSON.")]
+Workers = Annotated[int | None, Option(help="Processes on this machine; with mirrored, central: replicas.")]
+AsJson = Annotated[bool, Option("--json", help="The last line of stdout is the result as JSON.")]
+Seed = Annotated[int | None, Option(help="Of initial weights and of the data's order.")]
+EvalEvery = Annotated[str | None, Option(help="epoch, never, or a number of steps.")]
+Track = Annotated[str | None, Option(help="MLflow's tracking URI, or off.")]
+Replicas = Annotated[int | None, Option(help="Replicas, with mirrored or central.")]
 Config = Annotated[
     list[Path] | None,
-    typer.Option(
+    Option(
         "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
     ),
 ]
@@ -92,9 +103,9 @@ class Configurable(TyperCommand):
     """A command that takes options from files, as if they had been typed before all others."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        typed: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
-        names = {name.rstrip("_").replace("_", "-") for name in typed}
-        paths = [Path(each) for each in typed.get("config_") or ()]
+        given: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
+        names = {name.rstrip("_").replace("_", "-") for name in given}
+        paths = [Path(each) for each in given.get("config_") or ()]
         return super().parse_args(context, [*config.arguments(paths, train_options(), names), *args])
 
 
@@ -108,7 +119,7 @@ def print_version(asked: bool) -> None:
 @app.callback()
 def tfloop(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+        bool, Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Options of the command itself."""
@@ -122,205 +133,91 @@ def train(
     batch_size: BatchSize = None,
     backend: Backend = None,
     workers: Workers = None,
-    ps: Annotated[int | None, typer.Option(help="Parameter servers, with parameter_server; 1.")] = None,
+    ps: Annotated[int | None, Option(help="Parameter servers, with parameter_server; 1.")] = None,
     min_shard_bytes: Annotated[
-        int | None, typer.Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
+        int | None, Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
     ] = None,
     hosts_: Annotated[
-        str | None, typer.Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
+        str | None, Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
     ] = None,
     interface: Annotated[
-        str | None, typer.Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")
+        str | None, Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")
     ] = None,
-    remote_python: Annotated[
-        str | None, typer.Option(help="Python on the other hosts, if not at the same path.")
-    ] = None,
+    remote_python: Annotated[str | None, Option(help="Python on the other hosts, if not at the same path.")] = None,
     devices: Annotated[
-        str | None, typer.Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
+        str | None, Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
     ] = None,
-    tpu: Annotated[str | None, typer.Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")] = None,
+    tpu: Annotated[str | None, Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")] = None,
     elastic_: Annotated[
-        str | None, typer.Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
+        str | None, Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
     ] = None,
     discovery: Annotated[
-        Path | None, typer.Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
+        Path | None, Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
     ] = None,
     set_: Set = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The run directory; a new one below runs/ if not given.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto, never, or the path of a checkpoint.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial weights and of the data's order.")] = None,
-    shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or mixed_float16.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches in a global batch.")] = None,
-    compression: Annotated[str | None, typer.Option(help="Of gradients between replicas: none, fp16 or bf16.")] = None,
-    groups: Annotated[int | None, typer.Option(help="Collectives in which gradients are reduced.")] = None,
-    reduction: Annotated[str | None, typer.Option(help="Of gradients: sum; or adasum, which is inexact.")] = None,
+    run_dir: Annotated[Path | None, Option(help="The run directory; a new one below runs/ if not given.")] = None,
+    resume: Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")] = None,
+    seed: Seed = None,
+    shuffle: Annotated[bool | None, Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")] = None,
+    precision: Annotated[str | None, Option(help="float32, float64, bfloat16 or mixed_float16.")] = None,
+    accumulate: Annotated[int | None, Option(help="Micro-batches in a global batch.")] = None,
+    compression: Annotated[str | None, Option(help="Of gradients between replicas: none, fp16 or bf16.")] = None,
+    groups: Annotated[int | None, Option(help="Collectives in which gradients are reduced.")] = None,
+    reduction: Annotated[str | None, Option(help="Of gradients: sum; or adasum, which is inexact.")] = None,
     local_steps: Annotated[
-        int | None, typer.Option(help="Steps that replicas make between two averages: inexact; 1: exact.")
+        int | None, Option(help="Steps that replicas make between two averages: inexact; 1: exact.")
     ] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="Greatest global norm of the gradient.")] = None,
-    clip_value: Annotated[float | None, typer.Option(help="Greatest absolute value in the gradient.")] = None,
-    on_nonfinite: Annotated[str | None, typer.Option(help="stop or skip, when a gradient is not finite.")] = None,
+    clip_norm: Annotated[float | None, Option(help="Greatest global norm of the gradient.")] = None,
+    clip_value: Annotated[float | None, Option(help="Greatest absolute value in the gradient.")] = None,
+    on_nonfinite: Annotated[str | None, Option(help="stop or skip, when a gradient is not finite.")] = None,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on with other settings than the run had.")
-    ] = False,
-    stall_timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which a run that hangs says where.")
+        bool | None, Option("--accept-changes", help="Go on with other settings than the run had.")
     ] = None,
+    stall_timeout: Annotated[float | None, Option(help="Seconds after which a run that hangs says where.")] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Trace steps A to B, and tell where the time goes.")
+        str | None, Option(metavar="A:B", help="Trace steps A to B, and tell where the time goes.")
     ] = None,
     sync_batch_norm: Annotated[
-        bool | None, typer.Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
+        bool | None, Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
     ] = None,
-    ema: Annotated[float | None, typer.Option(help="Decay of a moving average of the weights.")] = None,
-    compile_: Annotated[str | None, typer.Option("--compile", help="graph or xla.")] = None,
-    steps_per_call: Annotated[str | None, typer.Option(help="Steps in a compiled call, or auto.")] = None,
-    prefetch: Annotated[str | None, typer.Option(help="Batches that a stream is read ahead, or auto.")] = None,
-    threads: Annotated[int | None, typer.Option(help="TensorFlow's threads for an operation, in each worker.")] = None,
-    eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
+    ema: Annotated[float | None, Option(help="Decay of a moving average of the weights.")] = None,
+    compile_: Annotated[str | None, Option("--compile", help="graph or xla.")] = None,
+    steps_per_call: Annotated[str | None, Option(help="Steps in a compiled call, or auto.")] = None,
+    prefetch: Annotated[str | None, Option(help="Batches that a stream is read ahead, or auto.")] = None,
+    threads: Annotated[int | None, Option(help="TensorFlow's threads for an operation, in each worker.")] = None,
+    eval_every: EvalEvery = None,
     checkpoint_every: Annotated[
-        str, typer.Option(help="epoch, a number of steps, or a time such as 10m; an epoch's end is always saved.")
+        str, Option(help="epoch, a number of steps, or a time such as 10m; an epoch's end is always saved.")
     ] = "epoch",
-    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
-    track_wait: Annotated[float, typer.Option(help="How long the end may wait for MLflow, in seconds.")] = 60.0,
+    track: Track = None,
+    track_wait: Annotated[float, Option(help="How long the end may wait for MLflow, in seconds.")] = 60.0,
     tag: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")
+        list[str] | None, Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")
     ] = None,
     log_model: Annotated[
-        bool, typer.Option("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
+        bool, Option("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
     ] = False,
     register: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
+        str | None, Option(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
     ] = None,
     start_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
+        float | None, Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
     ] = None,
     overfit: Annotated[
-        int | None, typer.Option(metavar="N", help="Train and evaluate on the first N global batches alone.")
+        int | None, Option(metavar="N", help="Train and evaluate on the first N global batches alone.")
     ] = None,
     dry_run_: Annotated[
-        bool, typer.Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
+        bool, Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
     ] = False,
     config_: Config = None,
     as_json: AsJson = False,
-    witness: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    trial: Annotated[float | None, typer.Option(hidden=True)] = None,
-    prunable: Annotated[bool, typer.Option("--prunable", hidden=True)] = False,
+    witness: Annotated[Path | None, Option(hidden=True)] = None,
+    trial: Annotated[float | None, Option(hidden=True)] = None,
+    prunable: Annotated[bool, Option("--prunable", hidden=True)] = False,
 ) -> None:
     """Train a task."""
-    given: dict[str, Any] = {
-        "epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "resume": resume, "seed": seed,
-        "shuffle": shuffle, "precision": precision, "accumulate": accumulate, "clip_norm": clip_norm,
-        "compression": compression, "groups": groups, "reduction": reduction, "local_steps": local_steps,
-        "clip_value": clip_value, "on_nonfinite": on_nonfinite, "sync_batch_norm": sync_batch_norm, "ema": ema,
-        "compile": compile_, "steps_per_call": number_or_word(steps_per_call), "eval_every": number_or_word(eval_every),
-        "stall_timeout": stall_timeout, "profile": profile, "accept_changes": accept_changes or None,
-        "prefetch": number_or_word(prefetch), "overfit": overfit,
-    }  # fmt: skip
-    with_defaults(_NoDefaults, given)
-    saving = callbacks.Checkpoint(every=schedule(checkpoint_every))
-    tracker = tracking(track, track_wait, tag or [], log_model, register)
-    target.check(target_)
-    if threads is not None and not 1 <= threads <= launch.MOST_WORKERS:
-        raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {launch.MOST_WORKERS}")
-    if trial is not None or prunable:
-        launch.die_with_parent()
-    if start_timeout is not None:
-        if not 0 < start_timeout < float("inf"):
-            raise UsageError(f"--start-timeout {start_timeout}: give a number of seconds > 0")
-        os.environ[launch.START_TIMEOUT] = str(start_timeout)
-    launch.start_timeout()
-    fresh = run_dir is None or not (run_dir / "checkpoints").is_dir()  # else it goes on from those
-    if fresh and resume not in (None, "auto", "never") and not hosts_ and launch.job_size() is None:
-        runs.checkpointed(Path(resume), "--resume ")
-    if tpu is not None:
-        os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
-    places = hosts.read(hosts_, workers, backend or "auto", interface, remote_python)
-    workers = sum(places.values()) or workers
-    limits = elastic.limits(elastic_, discovery, backend or "auto", workers, hosts_)
-    if limits is not None:
-        for option, value in (("--profile", profile), ("--devices", devices), ("--tpu", tpu)):
-            if value is not None:
-                raise UsageError(f"--elastic {elastic_} with {option} {value}: leave one of them out")
-        backend = "horovod"
-    towers = launch.device_names(devices.split(",")) if devices is not None else None
-    backend = backend or ("mirrored" if towers else "auto")
-    engine = place(backend, workers, asynchronous=True)
-    ended = functools.partial(finish_dry_run, launch.choose(backend, workers)[1]) if dry_run_ else finish
-    if ps is not None:
-        launch.check_servers(engine, ps)
-    if min_shard_bytes is not None and (engine != "parameter_server" or min_shard_bytes < 1):
-        raise UsageError(f"--min-shard-bytes {min_shard_bytes}: give a number >= 1, with --backend parameter_server")
-    for option, given_, meant in (("--tpu", tpu, ("tpu",)), ("--devices", devices, ("mirrored", "central"))):
-        if given_ is not None and engine not in meant:
-            raise UsageError(f"{option} {given_} with --backend {engine}: leave one out, or use {' or '.join(meant)}")
-    if towers and workers not in (None, len(towers)):
-        raise UsageError(f"--workers {workers} with {len(towers)} devices: leave --workers out")
-    with contextlib.ExitStack() as beginning:
-        beginning.enter_context(launch.before_training())
-        if engine in ("horovod", "multiworker", "parameter_server") and launch.job_size() is None:
-            cluster = None
-            if places:
-                files = hosts.files(target_, config_ or ())
-                connection = hosts.connect(places, engine, files, interface, remote_python)
-                cluster = beginning.enter_context(connection)
-            if limits is None:
-                code, problem, fields = launch.run(engine, workers or 1, sys.argv[1:], ps or 1, cluster)
-            else:
-                code, problem, fields = elastic.run(limits, workers, sys.argv[1:], cluster)
-            if code == PREEMPTED and fields is None:
-                print(launch.STOPPED, file=sys.stderr)
-            ended(code, problem, fields, as_json)
-        if engine == "parameter_server" and launch.job_rank():
-            with launch.reporting():
-                with quiet_start():
-                    from loop.backends.parameter_server import serve
-                serve(threads or 0)
-            raise typer.Exit(0)
-        with launch.reporting() as report:
-            with quiet_start():
-                if threads is not None:  # before the task's module, which may have TensorFlow start working
-                    import tensorflow as tf
-
-                    tf.config.threading.set_intra_op_parallelism_threads(threads)
-                task = target.load(target_, set_ or ())
-                with_defaults(task, given)
-                from loop import backends
-
-                made = backends.create(engine, workers, towers, min_shard_bytes)
-            from loop.fit import fit
-
-            chosen = callbacks.standard(checkpoint=saving, mlflow=tracker)
-            if witness is not None:
-                chosen += [Witness(witness)]
-            if prunable:
-                chosen += [Pruning()]
-            if trial is not None:
-                chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(trial)]
-            if dry_run_:
-                fields = dry_run.dry_run(task, made, given)
-            else:
-                result = fit(task, **given | {"backend": made}, run_dir=run_dir, callbacks=chosen)
-                fields = {name: value for name, value in vars(result).items() if name != "model"}
-                fields["run_dir"] = str(result.run_dir)
-            beginning.close()
-            made.close()
-            code = PREEMPTED if fields["status"] == "preempted" else 0
-            report(code, None, fields)
-    if launch.JOB not in os.environ and made.is_chief:
-        ended(code, "", fields, as_json)
-    # In a job of ours a saved run is no failure for which the others are to be ended: its code is in the report.
-    raise typer.Exit(code if launch.JOB not in os.environ else 0)
-
-
-def finish_dry_run(why: str, code: int, error: str, about: dict[str, Any] | None, as_json: bool) -> NoReturn:
-    """Prints what a dry run tells, and the reason for the engine, for people or as JSON; and ends."""
-    if about is not None:
-        about["why"] = why
-        if code == 0 and not as_json:
-            print("\n".join(dry_run.lines(about)))
-    finish(code, error, about, as_json)
+    code, problem, fields = train_.train(types.SimpleNamespace(**locals()), sys.argv[1:])
+    finish(code, problem, fields, as_json, dry_run.lines if dry_run_ and code == 0 else lambda fields: ())
 
 
 @functools.cache
@@ -334,57 +231,63 @@ def train_options() -> dict[str, config.Option]:
     return found
 
 
-def place(backend: str, workers: int | None, asynchronous: bool = False) -> str:
-    """The engine for this process, or for the workers that it is to start; says why where nobody asked for it."""
-    with_defaults(_NoDefaults, {"backend": backend})
-    if backend == "parameter_server" and not asynchronous:
-        raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
-    if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: give a whole number >= 1")
-    if workers is not None and workers > launch.MOST_WORKERS:
-        raise UsageError(f"--workers {workers}: give at most {launch.MOST_WORKERS}")
-    schedulers.join(backend)
-    size = launch.job_size()
-    if size is not None and workers not in (None, size) and launch.JOB not in os.environ:
-        raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")
-    with quiet_start():  # a plug-in may load TensorFlow
-        chosen, why = launch.choose(backend, None if size is not None else workers)
-    if backend == "auto" and size is None and ((workers or 1) > 1 or chosen not in BACKENDS):
-        print(f"backend: {chosen} ({why})", file=sys.stderr)
-    return chosen
-
-
-def finish(code: int, error: str, result: dict[str, Any] | None, as_json: bool) -> NoReturn:
+def finish(
+    code: int, error: str, result: Any, as_json: bool, lines: Callable[[Any], Iterable[Line]] = lambda result: ()
+) -> NoReturn:
     """Prints how it ended, and ends."""
     if error:
-        print(f"tfloop: error: {mask(error)}", file=sys.stderr)
-    if result is not None and as_json:
-        print(json.dumps(jsonable(result)))
-    if result is not None and "run_dir" in result and code == 0 and sys.stderr.isatty():
-        print("see it in the browser: tfloop ui", file=sys.stderr)
+        words.say(error)
+    if result is not None:
+        show(result, lines(result), as_json)
+        if "run_dir" in result and code == 0 and sys.stderr.isatty():
+            print("see it in the browser: tfloop ui", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
+    """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
+    if as_json:
+        print(result if isinstance(result, str) else json.dumps(jsonable(result)))
+        return
+    for line in lines:
+        text, good = (line, None) if isinstance(line, str) else line
+        typer.secho(text, fg={True: "green", False: "red"}[good]) if good is not None else print(text)
+
+
+@contextlib.contextmanager
+def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
+    """Yields what is to be told of each stage of a command; it is shown also where TensorFlow is made quiet."""
+    with os.fdopen(os.dup(2), "w") as stderr, contextlib.closing(callbacks.progress.Stages(total, stderr)) as stages:
+        yield stages.next
+
+
+def checkpointed(run: str, task_target: str | None) -> Path:
+    """The run that is meant, which has a checkpoint; TARGET is checked, too."""
+    path = runs.checkpointed(runs.named(run))
+    if task_target is not None:
+        target.check(task_target)
+    return path
 
 
 @app.command()
 def evaluate(
     run: RunDir,
     task_target: TaskTarget = None,
-    backend: Annotated[str | None, typer.Option(help="single, mirrored or central; in a job: auto.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored or central.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="The global batch.")] = None,
+    backend: Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")] = None,
+    workers: Replicas = None,
+    batch_size: Annotated[int | None, Option(help="The global batch.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint on the whole evaluation data."""
-    with_defaults(_NoDefaults, {"batch_size": batch_size, "backend": backend})
-    path = runs.checkpointed(runs.named(run))
-    if task_target is not None:
-        target.check(task_target)
-    engine = place(backend or "auto", workers)
+    with_defaults(None, {"batch_size": batch_size, "backend": backend})
+    path = checkpointed(run, task_target)
+    engine = launch.place(backend or "auto", workers)
     if engine in ("horovod", "multiworker") and launch.job_size() is None:
-        finish_evaluation(*launch.run(engine, workers or 1, sys.argv[1:]), as_json)
-    with launch.reporting() as report, quiet_start():
-        task, manifest = task_of(path, task_target)
-        from loop import backends
+        finish(*launch.run(engine, workers or 1, sys.argv[1:]), as_json, metric_lines)
+    with launch.reporting() as report, launch.quiet_start():
+        from loop import backends, rundir
+
+        task, manifest = rundir.task_of(path, task_target)
         from loop.evaluate import evaluate as evaluate_
 
         made = backends.create(engine, workers)
@@ -392,45 +295,35 @@ def evaluate(
         metrics = evaluate_(task, path, batch_size=batch_size, backend=made, precision=precision)
         report(0, None, metrics)
     if launch.JOB not in os.environ and made.is_chief:
-        finish_evaluation(0, "", metrics, as_json)
+        finish(0, "", metrics, as_json, metric_lines)
 
 
-def finish_evaluation(code: int, error: str, metrics: dict[str, float] | None, as_json: bool) -> NoReturn:
-    """Prints the metrics, a line each or as JSON, and ends."""
-    if metrics is not None and not as_json:
-        for name, value in metrics.items():
-            print(f"{name} {value:.6g}")
-    finish(code, error, metrics, as_json)
+def metric_lines(metrics: dict[str, float]) -> list[str]:
+    """Metrics, a line each."""
+    return [f"{name} {value:.6g}" for name, value in metrics.items()]
 
 
 @app.command()
 def export(
     run: RunDir,
-    out: Annotated[
-        Path, typer.Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")
-    ],
+    out: Annotated[Path, Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")],
     task_target: TaskTarget = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
+        bool, Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
     ] = True,
 ) -> None:
     """Export the model of a run."""
-    path = runs.checkpointed(runs.named(run))
-    if task_target is not None:
-        target.check(task_target)
+    path = checkpointed(run, task_target)
     if out.exists():
         raise UsageError(f"{out} exists already: remove it, or give another name")
     if out.suffix not in (".npz", ".keras") and out.suffix.lower() in NO_DIRECTORY:
         raise UsageError(f"{out}: there is no such format: give OUT.npz, OUT.keras, or a directory for a SavedModel")
-    with (
-        os.fdopen(os.dup(2), "w") as stderr,
-        contextlib.closing(callbacks.progress.Stages(3, stderr)) as stages,
-        quiet_start(),
-    ):
+    with shown_stages(3) as progress, launch.quiet_start():
+        from loop import rundir
         from loop.export import export as export_
 
-        task = None if out.suffix == ".npz" else task_of(path, task_target)[0]  # weights need no model
-        shown = export_(task, path, out, check, stages.next)
+        task = None if out.suffix == ".npz" else rundir.task_of(path, task_target)[0]  # weights need no model
+        shown = export_(task, path, out, check, progress)
     print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
 
 
@@ -438,13 +331,13 @@ def export(
 def verify(
     target_: Target,
     set_: Set = None,
-    batch_size: Annotated[int | None, typer.Option(help="The global batch; the task's own if not given.")] = None,
-    processes: Annotated[bool, typer.Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
+    batch_size: Annotated[int | None, Option(help="The global batch; the task's own if not given.")] = None,
+    processes: Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
     as_json: AsJson = False,
-    record: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    record: Annotated[Path | None, Option(hidden=True)] = None,
 ) -> None:
     """Show that a task has the same numbers on any number of replicas, or why not."""
-    with_defaults(_NoDefaults, {"batch_size": batch_size})
+    with_defaults(None, {"batch_size": batch_size})
     target.check(target_)
     if record is not None:
         _record(target_, set_ or (), batch_size, record)
@@ -457,24 +350,12 @@ def verify(
             raise KeyboardInterrupt
         return problem
 
-    with os.fdopen(os.dup(2), "w") as stderr:
-        stages = callbacks.progress.Stages(9 + processes, stderr)
-        try:
-            with quiet_start():
-                task = target.load(target_, set_ or ())
-                from loop import verify as verify_
+    with shown_stages(9 + processes) as progress, launch.quiet_start():
+        task = target.load(target_, set_ or ())
+        from loop import verify as verify_
 
-                found = verify_.verify(
-                    task, batch_size, job=job if processes else None, job_engine=engine, progress=stages.next
-                )
-        finally:
-            stages.close()
-    if as_json:
-        print(verify_.as_json(found))
-    else:
-        for line, good in verify_.lines(found):
-            colour = {True: typer.colors.GREEN, False: typer.colors.RED, None: None}[good]
-            typer.secho(line, fg=colour)
+        found = verify_.verify(task, batch_size, job=job if processes else None, job_engine=engine, progress=progress)
+    show(verify_.as_json(found), verify_.lines(found), as_json)
     raise typer.Exit(0 if found.same else FAILED)
 
 
@@ -482,9 +363,7 @@ def verify(
 def replay(
     kept: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs
-        ),
+        Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs),
     ],
     task_target: TaskTarget = None,
     as_json: AsJson = False,
@@ -495,19 +374,20 @@ def replay(
         runs.checkpointed(path)
     if task_target is not None:
         target.check(task_target)
-    with quiet_start():
+    with launch.quiet_start():
         from loop import replay as replay_
+        from loop import rundir
 
         place_, _ = replay_.locate(path)
-        task, _ = task_of(place_, task_target)
+        task, _ = rundir.task_of(place_, task_target)
         found = replay_.replay(task, place_)
-    print(replay_.as_json(found) if as_json else "\n".join(replay_.lines(found)))
+    show(replay_.as_json(found), replay_.lines(found), as_json)
 
 
 def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | None, directory: Path) -> None:
     """What `verify` does in a worker of its job."""
     with launch.reporting() as report:
-        with quiet_start():
+        with launch.quiet_start():
             task = target.load(target_, assignments)
             from loop import backends, verify
 
@@ -521,7 +401,7 @@ def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | 
 @app.command()
 def chaos(
     target_: Target,
-    kills: Annotated[int, typer.Option(min=1, help="How many processes are killed, one after the other.")] = 6,
+    kills: Annotated[int, Option(min=1, help="How many processes are killed, one after the other.")] = 6,
     epochs: Epochs = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -529,39 +409,27 @@ def chaos(
     workers: Workers = None,
     set_: Set = None,
     checkpoint_every: Annotated[
-        str | None, typer.Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
+        str | None, Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the moments of the kills, and of the training.")] = 0,
-    keep: Annotated[Path | None, typer.Option(help="Where to keep all runs; they are removed if not given.")] = None,
+    seed: Annotated[int, Option(help="Of the moments of the kills, and of the training.")] = 0,
+    keep: Annotated[Path | None, Option(help="Where to keep all runs; they are removed if not given.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show that kill -9 at any moment loses nothing of a task's training."""
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(_NoDefaults, options)
+    with_defaults(None, options)
     if checkpoint_every is not None:
-        schedule(checkpoint_every)
+        words.schedule(checkpoint_every)
     target.check(target_)
-    place(backend or "auto", workers)
+    launch.place(backend or "auto", workers)
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
-    typed = options | {"workers": workers}
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in typed.items() if value is not None]
-    arguments += [f"--set={each}" for each in set_ or ()]
+    arguments = words.arguments(options | {"workers": workers}, set_ or ())
     from loop import chaos as chaos_
 
-    stages = callbacks.progress.Stages(kills + 2, sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="tfloop-chaos-") as directory:
-        try:
-            found = chaos_.chaos(
-                [target_, *arguments], kills, keep or Path(directory), seed, checkpoint_every, progress=stages.next
-            )
-        finally:
-            stages.close()
-    if as_json:
-        print(json.dumps(vars(found) | {"exact": found.exact}))
-    else:
-        for line, good in chaos_.lines(found):
-            typer.secho(line, fg={True: typer.colors.GREEN, False: typer.colors.RED, None: None}[good])
+    with tempfile.TemporaryDirectory(prefix="tfloop-chaos-") as directory, shown_stages(kills + 2) as progress:
+        found = chaos_.chaos([target_, *arguments], kills, keep or Path(directory), seed, checkpoint_every, progress)
+    show(vars(found) | {"exact": found.exact}, chaos_.lines(found), as_json)
     raise typer.Exit(0 if found.exact else FAILED)
 
 
@@ -574,22 +442,22 @@ def tune(
     set_: Set = None,
     config_: Config = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"What to try, of {', '.join(tune_.TUNED)}; repeatable.")
+        list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(tune_.TUNED)}; repeatable.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long a trial measures, when it is warm.")] = 2.0,
-    rounds: Annotated[int, typer.Option(min=1, help="How often settings that are close are measured, in turns.")] = 3,
+    seconds: Annotated[float, Option(help="How long a trial measures, when it is warm.")] = 2.0,
+    rounds: Annotated[int, Option(min=1, help="How often settings that are close are measured, in turns.")] = 3,
     tune_batch_size: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--tune-batch-size", help="Take the fastest batch size, too: with another one, something else is learned."
         ),
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where to write the best settings, for --config.")] = Path("tune.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Write over the file.")] = False,
+    out: Annotated[Path, Option(help="Where to write the best settings, for --config.")] = Path("tune.toml"),
+    force: Annotated[bool, Option("--force", help="Write over the file.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest settings for a task on this machine, and write them to a file for train --config."""
-    with_defaults(_NoDefaults, {"batch_size": batch_size, "backend": backend})
+    with_defaults(None, {"batch_size": batch_size, "backend": backend})
     if not 0 < seconds < float("inf"):
         raise UsageError(f"--seconds {seconds}: give a number > 0")
     if unknown := [each for each in only or () if each not in tune_.TUNED]:
@@ -602,34 +470,27 @@ def tune(
         raise UsageError("tune starts its workers itself: call it once, with --workers")
     config.arguments(config_ or (), train_options(), ())
     target.check(target_)
-    place(backend or "auto", workers)
-    typed = {"batch-size": batch_size, "backend": backend, "workers": workers}
-    arguments = [f"--{name}={value}" for name, value in typed.items() if value is not None]
-    arguments += [*(f"--set={each}" for each in set_ or ()), *(f"--config={each}" for each in config_ or ())]
+    launch.place(backend or "auto", workers)
+    typed = {"batch_size": batch_size, "backend": backend, "workers": workers}
+    arguments = words.arguments(typed, set_ or (), config_ or ())
     # SIGTERM as Ctrl-C, which a shell has ignored where it starts a command in the background.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    stages = callbacks.progress.Stages(len(tune_.TUNED) * rounds * 2, sys.stderr)
     try:
-        found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, stages.next)
+        with shown_stages(len(tune_.TUNED) * rounds * 2) as progress:
+            found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
     except KeyboardInterrupt:
-        stages.close()
         print("stopped: nothing is written, and nothing is left behind", file=sys.stderr)
         raise typer.Exit(PREEMPTED) from None
     finally:
-        stages.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     tune_.write(out, found)
-    if as_json:
-        print(json.dumps(tune_.as_json(found) | {"file": str(out)}))
-    else:
-        for line, best in tune_.lines(found):
-            typer.secho(line, fg=typer.colors.GREEN if best else None)
-        print(f"\nwrote {out}: tfloop train {target_} --config {out}")
+    lines: list[Line] = [*tune_.lines(found), f"\nwrote {out}: tfloop train {target_} --config {out}"]
+    show(tune_.as_json(found) | {"file": str(out)}, lines, as_json)
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without .py.")]) -> None:
+def new(name: Annotated[str, Argument(metavar="NAME", help="Of the file, without .py.")]) -> None:
     """Write a commented task file, NAME.py, that trains at once."""
     place_ = new_.new(name)
     print(f"wrote {place_.partition(':')[0]}; train it: tfloop train {place_}")
@@ -639,25 +500,25 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, w
 def sweep(
     context: typer.Context,
     target_: Annotated[
-        str, typer.Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
+        str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
     ],
     grid: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")
+        list[str] | None, Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")
     ] = None,
     random: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable."),
+        Option(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable."),
     ] = None,
-    trials: Annotated[int | None, typer.Option(help="How many; all combinations of the grid if not given.")] = None,
-    metric: Annotated[str, typer.Option(help="What is to be best, at the end of a trial.")] = "eval_loss",
-    direction: Annotated[str | None, typer.Option(help="minimize or maximize; by the metric's name.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=256, help="How many trials are under way at once.")] = 1,
-    sampler: Annotated[str, typer.Option(help="How --random draws: tpe (learns from the trials) or random.")] = "tpe",
+    trials: Annotated[int | None, Option(help="How many; all combinations of the grid if not given.")] = None,
+    metric: Annotated[str, Option(help="What is to be best, at the end of a trial.")] = "eval_loss",
+    direction: Annotated[str | None, Option(help="minimize or maximize; by the metric's name.")] = None,
+    jobs: Annotated[int, Option(min=1, max=256, help="How many trials are under way at once.")] = 1,
+    sampler: Annotated[str, Option(help="How --random draws: tpe (learns from the trials) or random.")] = "tpe",
     pruner: Annotated[
-        str, typer.Option(help="median ends trials that are worse than half of those before; or none.")
+        str, Option(help="median ends trials that are worse than half of those before; or none.")
     ] = "none",
     sweep_dir: Annotated[
-        Path | None, typer.Option(help="The directory of the sweep; if not given, one for this command below runs/.")
+        Path | None, Option(help="The directory of the sweep; if not given, one for this command below runs/.")
     ] = None,
     epochs: Epochs = None,
     steps: Steps = None,
@@ -665,15 +526,15 @@ def sweep(
     backend: Backend = None,
     workers: Workers = None,
     set_: Set = None,
-    seed: Annotated[int | None, typer.Option(help="Of what is drawn, and of the training.")] = None,
-    eval_every: Annotated[str | None, typer.Option(help="epoch, never, or a number of steps.")] = None,
-    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI, or off.")] = None,
+    seed: Annotated[int | None, Option(help="Of what is drawn, and of the training.")] = None,
+    eval_every: EvalEvery = None,
+    track: Track = None,
     config_: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(_NoDefaults, options | {"eval_every": number_or_word(eval_every)})
+    with_defaults(None, options | {"eval_every": words.number_or_word(eval_every)})
     if sweep_.is_directory(target_):
         for name in context.params:
             source = context.get_parameter_source(name)
@@ -687,26 +548,22 @@ def sweep(
     else:
         directory = sweep_dir
         target.check(target_)
-        place(backend or "auto", workers, asynchronous=True)
+        launch.place(backend or "auto", workers, asynchronous=True)
         swept, drawn = sweep_.assigned("--grid", grid or ()), sweep_.assigned("--random", random or ())
         typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
         plan = sweep_.Plan(
             target=target.absolute(target_), grid=swept, random=drawn, metric=metric,
             direction=sweep_.direction(metric, direction), sampler=sampler, pruner=pruner, seed=seed or 0,
             place=str(Path.cwd()),
-            arguments=train_arguments(typed, set_ or (), config_ or (), [*swept, *drawn]),
+            arguments=sweep_.arguments(typed, set_ or (), config_ or (), train_options(), [*swept, *drawn]),
         )  # fmt: skip
     if launch.job_size() is not None:
         raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
     count = plan.trials(trials)
-    with quiet_start():
+    with launch.quiet_start():
         kind = target.find(plan.target)
     found = sweep_.sweep(plan, kind, count, jobs, directory)
-    if as_json:
-        print(json.dumps(jsonable(found.as_json())))
-    else:
-        for line in found.lines():
-            print(line)
+    show(found.as_json(), found.lines(), as_json)
     if found.stopped:
         print(f"stopped; tfloop sweep {found.directory} goes on", file=sys.stderr)
     raise typer.Exit(PREEMPTED if found.stopped else 0 if found.best else FAILED)
@@ -715,22 +572,20 @@ def sweep(
 @app.command("find-lr")
 def find_lr(
     target_: Target,
-    steps: Annotated[int, typer.Option(min=10, max=100_000, help="How many steps to make.")] = 100,
-    low: Annotated[float, typer.Option(help="The learning rate of the first step.")] = 1e-6,
-    high: Annotated[float, typer.Option(help="That of the last one.")] = 10.0,
+    steps: Annotated[int, Option(min=10, max=100_000, help="How many steps to make.")] = 100,
+    low: Annotated[float, Option(help="The learning rate of the first step.")] = 1e-6,
+    high: Annotated[float, Option(help="That of the last one.")] = 10.0,
     batch_size: BatchSize = None,
-    backend: Annotated[str | None, typer.Option(help="single, mirrored or central.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Replicas, with mirrored or central.")] = None,
+    backend: Annotated[str | None, Option(help="single, mirrored or central.")] = None,
+    workers: Replicas = None,
     set_: Set = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial weights and of the data's order.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")
-    ] = None,
+    seed: Seed = None,
+    out: Annotated[Path | None, Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find a learning rate: train some steps with one that grows, and see where the loss falls fastest."""
     given = {"batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(_NoDefaults, given)
+    with_defaults(None, given)
     if not 0 < low < high < float("inf"):
         raise UsageError(f"--low {low} --high {high}: give learning rates > 0, the lower one first")
     if out is not None and out.suffix not in (".json", ".png", ".svg"):
@@ -738,10 +593,8 @@ def find_lr(
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise UsageError(f"--out {out}: it can't be written there")
     target.check(target_)
-    engine = place(backend or "auto", workers)
-    if engine in ("horovod", "multiworker") or launch.job_size() is not None:
-        raise UsageError(f"find-lr runs in one process, not on {engine}: give --backend mirrored, or no --workers")
-    with quiet_start():
+    engine = launch.place(backend or "auto", workers, alone="find-lr")
+    with launch.quiet_start():
         task = target.load(target_, set_ or ())
         from loop import backends
         from loop import find_lr as find_lr_
@@ -752,31 +605,14 @@ def find_lr(
         found = find_lr_.find_lr(task, made, options, steps, low, high, advance)
     if out is not None:
         find_lr_.write(out, found)
-    if as_json:
-        print(json.dumps(find_lr_.as_json(found)))
-    else:
-        for line in find_lr_.lines(found):
-            print(line)
+    show(find_lr_.as_json(found), find_lr_.lines(found), as_json)
     raise typer.Exit(FAILED if found.suggestion is None else 0)
-
-
-def train_arguments(
-    typed: dict[str, Any], assignments: Sequence[str], files: Sequence[Path], swept: Sequence[str]
-) -> list[str]:
-    """What `train` is to be given for what was typed to `sweep`, and for its files, but for the fields that vary."""
-    texts = {name.replace("_", "-"): value for name, value in typed.items() if value is not None}
-    fields = [text.partition("=")[0] for text in assignments]
-    return [
-        *config.arguments(files, train_options(), [*texts, *(f"set {name}" for name in (*fields, *swept))]),
-        *(f"--{name}={value}" for name, value in texts.items()),
-        *(f"--set={text}" for text in assignments),
-    ]
 
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what works on this machine, what doesn't, and what to do about it."""
-    with quiet_start():
+    with launch.quiet_start():
         from loop.doctor import examine
 
         findings = examine()
@@ -795,8 +631,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def ui(
-    port: Annotated[int, typer.Option(max=65535, min=1, help="The port; another one is taken if it is in use.")] = 5000,
-    host: Annotated[str, typer.Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
+    port: Annotated[int, Option(max=65535, min=1, help="The port; another one is taken if it is in use.")] = 5000,
+    host: Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
 ) -> None:
     """Start the MLflow UI on the default store, and print its address."""
     from callbacks.mlflow import default_uri
@@ -818,71 +654,19 @@ def ui(
 @app.command()
 def sync(
     run: Name,
-    track: Annotated[str | None, typer.Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
+    track: Annotated[str | None, Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
 ) -> None:
     """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
-    from callbacks import journal
-
-    run_dir = runs.named(run)
-    if tracking(track) is None:
-        raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
-    if not is_deliverable(run_dir):
-        raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
-    store = deliver_rest(run_dir, track)
-    if "sweep" in journal.read_json(run_dir / "run.json"):
-        for trial in filter(is_deliverable, sorted(run_dir.glob("trial-*"))):
-            try:
-                deliver_rest(trial, store)
-            except UsageError as error:  # it lives on, though the sweep was killed
-                print(f"warning: {error}", file=sys.stderr)
-
-
-def is_deliverable(run_dir: Path) -> bool:
-    """Whether a directory is a run's that has something to tell."""
-    from callbacks import journal
-
-    return (run_dir / journal.NAME).exists() and "task" in journal.read_json(run_dir / "run.json")
-
-
-def deliver_rest(run_dir: Path, track: str | None) -> str:
-    """Delivers what MLflow hasn't of a run, and returns the store; ends the command where that fails."""
-    from callbacks import delivery, journal, mlflow
-
-    uri = track or journal.read_json(run_dir / mlflow.STATE).get("uri")
-    if not track and uri and HIDDEN in uri and not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
-        raise UsageError(f"{run_dir / mlflow.STATE} has the store's URI without its secrets: give it as --track URI")
-    store = mlflow.store(uri)
-    sent = delivery.Delivery(run_dir.resolve(), store)
-    with sole_deliverer(run_dir):
-        for last in (False, True):  # a connection that was closed while idle is no reason to fail
-            try:
-                print(f"asking MLflow at {redact(store)} what it has", file=sys.stderr, flush=True)
-                count = sent.pending()
-                print(f"delivering {count:,} points", file=sys.stderr, flush=True)
-                with callbacks.progress.counted(count, "point", sys.stderr) as advance:
-                    sent.deliver(advance)
-                sent.close()
-                break
-            except Exception as error:  # whatever the store does
-                sent.disconnect()
-                if last:
-                    why = delivery.reason(error)
-                    text = f"MLflow at {redact(store)} did not take everything ({why}); try again later"
-                    finish(FAILED, text, None, False)
-    for text in sent.warnings():
-        print(f"warning: {text}", file=sys.stderr)
-    files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
-    print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
-    return store
+    tracking.deliver(runs.named(run), track)
 
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
 app.add_typer(runs_app, name="runs")
-Root = Annotated[Path | None, typer.Option(help="Where the runs are; runs/ if not given.", show_default=False)]
+Root = Annotated[Path | None, Option(help="Where the runs are; runs/ if not given.", show_default=False)]
 _ONE = "A name, the beginning of one, a path, or latest."
-Name = Annotated[str, typer.Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
-Names = Annotated[list[str], typer.Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
-Metric = Annotated[str | None, typer.Option(help="The metric to show; the loss if not given.")]
+Name = Annotated[str, Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
+Names = Annotated[list[str], Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
+Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
 
 
 @runs_app.callback(invoke_without_command=True)
@@ -890,12 +674,10 @@ def list_runs(
     context: typer.Context,
     filter_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."
-        ),
+        Option("--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."),
     ] = None,
     sort: Annotated[
-        str | None, typer.Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
+        str | None, Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
     ] = None,
     metric: Metric = None,
     as_json: AsJson = False,
@@ -939,7 +721,7 @@ def compare_runs(context: typer.Context, names: Names, metric: Metric = None, ro
 def remove_runs(
     context: typer.Context,
     names: Names,
-    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Don't ask.")] = False,
     root: Root = None,
 ) -> None:
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
@@ -955,14 +737,14 @@ def remove_runs(
             raise typer.Exit(0)
     left = [text for path in paths for text in runs.remove(path)]
     if left:
-        finish(FAILED, f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}", None, False)
+        raise TrainingError(f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}")
 
 
 @app.command()
 def tail(
     run: Name,
-    count: Annotated[int, typer.Option("-n", min=0, help="How many events of before are shown first.")] = 10,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Show what comes until the run ends.")] = True,
+    count: Annotated[int, Option("-n", min=0, help="How many events of before are shown first.")] = 10,
+    follow: Annotated[bool, Option("--follow/--no-follow", help="Show what comes until the run ends.")] = True,
     root: Root = None,
 ) -> None:
     """Follow a run: a line for each event, until it ends."""
@@ -978,7 +760,7 @@ def tail(
 def report(
     run: Name,
     out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
+        Path | None, Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
     ] = None,
     root: Root = None,
 ) -> None:
@@ -997,169 +779,20 @@ def report(
     print(f"wrote {shown}", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def sole_deliverer(run_dir: Path) -> Iterator[None]:
-    """Holds the lock of a run directory, if it has one: a run that is under way delivers by itself."""
-    path = run_dir / "lock"
-    if not path.exists():
-        yield
-        return
-    with path.open("r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = callbacks.journal.read_json(path)
-            who = f" (pid {holder['pid']}, host {holder['host']})" if {"pid", "host"} <= set(holder) else ""
-            raise UsageError(f"{run_dir}: the run is under way{who}: it delivers by itself") from None
-        yield
-
-
-def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]]:
-    """The task of a run, with its hyperparameters, and the manifest of the checkpoint."""
-    from loop import rundir
-
-    path, manifest = rundir.locate(run_dir)
-    with rundir.of_a_run(path):
-        place_ = task_target or manifest["run"].get("target")
-        fields = {name: value for name, value in manifest["run"]["hyperparameters"].items() if value != HIDDEN}
-    if not place_:
-        raise UsageError(f"{run_dir}: nobody knows in which file its task is: give it as --target file.py:Class")
-    return target.load(place_, fields=fields), manifest
-
-
-def tracking(
-    track: str | None,
-    wait: float = 60.0,
-    tags: Sequence[str] = (),
-    log_model: bool = False,
-    register: str | None = None,
-) -> callbacks.MLflowTracker | None:
-    """What was typed of MLflow."""
-    typed = {"--tag": tags, "--log-model": log_model, "--register": register}
-    if track == "off":
-        for option, value in typed.items():
-            if value:
-                raise UsageError(f"--track off with {option}: leave one of them out")
-        return None
-    for text in tags:
-        if not re.fullmatch(r"[^=]+=.*", text, re.DOTALL):
-            raise UsageError(f"--tag {text}: give KEY=VALUE")
-    try:
-        return callbacks.MLflowTracker(
-            track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
-        )
-    except ValueError as error:
-        what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
-        names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
-        raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
-
-
-def schedule(text: str) -> int | str:
-    """What was typed as `--checkpoint-every`."""
-    every = number_or_word(text)
-    assert every is not None
-    try:
-        callbacks.Schedule(every)
-    except ValueError as error:
-        raise UsageError(f"--checkpoint-every {text}: {error}") from None
-    return every
-
-
-def number_or_word(text: str | None) -> int | str | None:
-    """A typed value that may be a number."""
-    return int(text) if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text) else text
-
-
-class _NoDefaults:
-    """Stands for the task while it isn't loaded yet."""
-
-    defaults: dict[str, Any] = {}
-
-
-@contextlib.contextmanager
-def quiet_start() -> Iterator[None]:
-    """TensorFlow's chatter while it is loaded goes nowhere; what else is written to stderr meanwhile is kept."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as kept:
-        launch.stderr = os.dup(2)
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            stderr, launch.stderr = launch.stderr, 2
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            kept.seek(0)
-            for line in kept.read().decode(errors="replace").splitlines():
-                if not re.match(launch.CHATTER, line):
-                    print(line, file=sys.stderr)
-
-
-def wrong_usage(error: Any) -> str:
-    """What typer finds wrong with the words typed, in one line, with the value; or the help, where there were none."""
-    text = error.format_message()
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return str(text)
-    if hasattr(error.__cause__, "errors"):  # why a value is none of its type
-        found = error.__cause__.errors()[0]
-        what = found["msg"].removeprefix("Input ").partition(",")[0]
-        text = f"{error.param.opts[0]} {found['input']}: {what}"
-    elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
-        text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
-    return f"tfloop: error: {' '.join(mask(text).split())}"
-
-
-def check_words(words: Sequence[str]) -> None:
-    """Refuses what no option can mean: an empty value is a variable of the shell that isn't set."""
-    for before, word in zip(["", *words], words, strict=False):
-        if "\0" in word:
-            raise UsageError("an argument has a NUL character in it: leave it out")
-        if (re.fullmatch(r"--[a-z][a-z-]*", before) and not word) or re.fullmatch(r"--[a-z-]+=", word):
-            raise UsageError(f"{(word or before).rstrip('=')}: the value is empty: give one, or leave the option out")
-
-
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     try:
-        check_words(sys.argv[1:])
+        words.check(sys.argv[1:])
         code = typer.main.get_command(app).main(standalone_mode=False) or 0
-    except UsageError as error:
-        if launch.JOB not in os.environ:  # else the launcher tells it, once for all workers
-            print(f"tfloop: error: {mask(str(error))}", file=sys.stderr)
-        code = BAD_INPUT
-    except TrainingError as error:
-        if launch.JOB not in os.environ:
-            print(f"tfloop: error: {mask(str(error))}", file=sys.stderr)
-        code = FAILED
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        code = FAILED
-        if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
-            print(wrong_usage(error), file=sys.stderr)
-            code = BAD_INPUT
-        elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            print(f"tfloop: error: {reprlib.repr(error.filename)}: the name is too long", file=sys.stderr)
-            code = BAD_INPUT
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            if launch.JOB not in os.environ:
-                where = error.filename or "a file"
-                text = f"{where} can't be written ({error.strerror}): make room there, and start the same command again"
-                print(f"tfloop: error: {text}", file=sys.stderr)
-        else:
-            trace = step = error.__traceback__
-            while step is not None:  # what led to the command says nothing
-                trace = step.tb_next if "typer" in Path(step.tb_frame.f_code.co_filename).parts else trace
-                step = step.tb_next
-            if trace is not None:
-                error = error.with_traceback(trace)
-            sys.stderr.write(mask("".join(traceback.format_exception(error))))
+        code = words.told(error)
     sys.stderr.flush()
-    sys.stdout.flush()
-    sys.exit(code)
+    sys.exit(code if words.flushed() else code or FAILED)
 
 
+if signal.getsignal(signal.SIGINT) is leave:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if __name__ == "__main__":
     main()

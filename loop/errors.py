@@ -1,12 +1,15 @@
 """The errors that tfloop raises by itself, and the exit code of each."""
 
+FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
+"""Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
+
 
 class UsageError(ValueError):
     """Something handed in is wrong: the message names the thing, the value and the fix. Exit code 2."""
 
 
 class TrainingError(RuntimeError):
-    """Training could not go on, for a reason that lies in the data or the numbers. Exit code 1."""
+    """Training, or a tool, could not go on, for a reason in the data, the numbers, or outside. Exit code 1."""
 
 
 class RegroupError(Exception):

@@ -28,7 +28,7 @@ from callbacks.progress import MARK, RELAY, Display
 from callbacks.redact import mask
 from loop import plugins
 from loop.errors import PeerError, TrainingError, UsageError
-from loop.options import BACKENDS
+from loop.options import BACKENDS, with_defaults
 
 if TYPE_CHECKING:
     from loop.hosts import Cluster, Remote
@@ -120,6 +120,33 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
     if count_gpus() >= 2:
         return "mirrored", f"there are {count_gpus()} GPUs"
     return "single", "one device"
+
+
+def place(backend: str, workers: int | None, asynchronous: bool = False, alone: str = "") -> str:
+    """The engine for this process, or for the workers that it is to start; says why where nobody asked for it.
+
+    It may be `parameter_server` if it may be `asynchronous`. `alone` is the name of a command that runs in one process.
+    """
+    from loop import schedulers
+
+    with_defaults(None, {"backend": backend})
+    if backend == "parameter_server" and not asynchronous:
+        raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: give a whole number >= 1")
+    if workers is not None and workers > MOST_WORKERS:
+        raise UsageError(f"--workers {workers}: give at most {MOST_WORKERS}")
+    schedulers.join(backend)
+    size = job_size()
+    if size is not None and workers not in (None, size) and JOB not in os.environ:
+        raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")
+    with quiet_start():  # a plug-in may load TensorFlow
+        chosen, why = choose(backend, None if size is not None else workers)
+    if alone and (chosen in ("horovod", "multiworker") or size is not None):
+        raise UsageError(f"{alone} runs in one process, not on {chosen}: give --backend mirrored, or no --workers")
+    if backend == "auto" and size is None and ((workers or 1) > 1 or chosen not in BACKENDS):
+        print(f"backend: {chosen} ({why})", file=sys.stderr)
+    return chosen
 
 
 def horovod_missing() -> str | None:
@@ -314,6 +341,28 @@ def late(missing: Sequence[str], timeout: float) -> str:
         f"{' and '.join(missing)} {'have' if len(missing) > 1 else 'has'} not started within {timeout:g} s: look at "
         f"what is printed there; a slow start may be given more with --start-timeout, or {START_TIMEOUT}"
     )
+
+
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """TensorFlow's chatter while it is loaded goes nowhere; what else is written to stderr meanwhile is kept."""
+    global stderr
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        stderr = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            own, stderr = stderr, 2
+            os.dup2(own, 2)
+            os.close(own)
+            kept.seek(0)
+            for line in kept.read().decode(errors="replace").splitlines():
+                if not re.match(CHATTER, line):
+                    print(line, file=sys.stderr)
 
 
 # In a worker

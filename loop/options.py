@@ -55,10 +55,12 @@ DEFAULTS: dict[str, Any] = {
 def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a run: what was given (not None), else the task's own default, else ours; all checked.
 
+    The task is None while it isn't loaded yet.
+
     Raises:
         UsageError: an option that doesn't exist, or a value that it can't have.
     """
-    own = dict(task.defaults)
+    own = {} if task is None else dict(task.defaults)
     for name in own:
         if name not in DEFAULTS:
             raise UsageError(

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.journal import read_json
-from callbacks.redact import redact
-from loop import checkpoint, launch
+from callbacks.redact import HIDDEN, redact
+from loop import checkpoint, launch, target
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.lock import A_LOOK, locked
@@ -177,6 +177,17 @@ def locate(path: Path) -> tuple[Path, dict[str, Any]]:
     if found is None:
         raise UsageError(f"{path}: no checkpoint there: give a run directory or a directory step-<8 digits>")
     return found
+
+
+def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]]:
+    """The task of a run, with its hyperparameters, and the manifest of the checkpoint."""
+    path, manifest = locate(run_dir)
+    with of_a_run(path):
+        place_ = task_target or manifest["run"].get("target")
+        fields = {name: value for name, value in manifest["run"]["hyperparameters"].items() if value != HIDDEN}
+    if not place_:
+        raise UsageError(f"{run_dir}: nobody knows in which file its task is: give it as --target file.py:Class")
+    return target.load(place_, fields=fields), manifest
 
 
 def _compare(run: Run, path: Path, manifest: dict[str, Any]) -> list[str]:

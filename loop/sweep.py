@@ -30,6 +30,7 @@ from callbacks.direction import lower_is_better
 from callbacks.journal import read_json
 from callbacks.mlflow import MLflowTracker
 from callbacks.redact import HIDDEN, mask, redact
+from loop import config, words
 from loop.errors import UsageError
 from loop.launch import LAUNCHER
 from loop.lock import NAME as LOCK
@@ -166,6 +167,20 @@ def reopened(directory: Path) -> tuple[Plan, int]:
     if not Path(plan.place).is_dir():
         raise UsageError(f"{directory} was begun in {plan.place}, which isn't there any more: give the command again")
     return plan, trials
+
+
+def arguments(
+    typed: Mapping[str, Any],
+    assignments: Sequence[str],
+    files: Sequence[Path],
+    options: Mapping[str, config.Option],
+    swept: Sequence[str],
+) -> list[str]:
+    """What `train` is to be given for what was typed, and for what files say, but for the fields that vary."""
+    given = [name.replace("_", "-") for name, value in typed.items() if value is not None]
+    fields = [*(text.partition("=")[0] for text in assignments), *swept]
+    from_files = config.arguments(files, options, [*given, *(f"set {name}" for name in fields)])
+    return [*from_files, *words.arguments(typed, assignments)]
 
 
 def assigned(option: str, texts: Sequence[str]) -> dict[str, str]:
@@ -473,7 +488,7 @@ class _Sweep:
                 self._table.line(f"trial {each.trial.number}: {line}")
         if code == -signal.SIGKILL:
             time.sleep(1.0)  # whoever kills all of us may have begun with the trial, which then has not failed
-        if self._signals > 1 or code in (75, -signal.SIGTERM, -signal.SIGINT):
+        if self._signals > 1 or code in (75, 130, -signal.SIGTERM, -signal.SIGINT):
             return  # stopped: another life goes on with it
         state, problem = TrialState.COMPLETE, ""
         if code:

@@ -283,24 +283,24 @@ def _gb(count: int) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def lines(report: Report) -> Iterator[tuple[str, bool]]:
-    """The report for people, line by line: its text, and whether it is the best one."""
+def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
+    """The report for people, line by line: its text, and whether it is the best one (True)."""
     width = max(len(str(row)) for row in report.rows) + 2
     on_gpu = any(row.gpu_memory for row in report.rows)
     yield (
         f"{'':{width}}{'examples/s':>14}{'as it is = 1':>15}{'peak memory':>14}{'on the GPU' if on_gpu else '':>14}",
-        False,
+        None,
     )
     for row in report.rows:
         if row.problem:
-            yield f"{row!s:{width}}  failed: {row.problem}", False
+            yield f"{row!s:{width}}  failed: {row.problem}", None
             continue
         gpu = f"{_gb(row.gpu_memory):>14}" if on_gpu else ""
         best = row is report.best
         mark = "  best" if best else ""
-        yield f"{row!s:{width}}{row.speed:>14,.0f}{row.against:>15.2f}{_gb(row.memory):>14}{gpu}{mark}", best
+        yield f"{row!s:{width}}{row.speed:>14,.0f}{row.against:>15.2f}{_gb(row.memory):>14}{gpu}{mark}", best or None
     for note in report.notes:
-        yield note, False
+        yield note, None
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The command line: what is typed wrong is one line and exit code 2; what is typed right does what it says."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,7 +13,7 @@ import pytest
 
 import cli
 from callbacks.redact import as_typed, mask
-from tests.conftest import ROOT, tfloop
+from tests.conftest import ROOT, TFLOOP, tfloop
 
 TASK = """
 from dataclasses import dataclass
@@ -68,6 +70,43 @@ def test_help_and_wrong_arguments_load_no_tensorflow(arguments):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.stderr.splitlines()[0], done.stderr.splitlines()[-1]) == ("False", "[]")
+
+
+def test_ctrl_c_while_all_is_loaded_ends_it_without_a_word():
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == sys.argv[1]: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "import cli\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    for name, expected in (("typer", 130), ("loop.words", 130), ("none", 0)):
+        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert (done.returncode, done.stderr) == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [(["runs", "--json"], ""), (["runs", "--json"], "1"), (["--help"], "")]
+)
+def test_stdout_that_takes_nothing_is_one_line(arguments, unbuffered):
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+
+    def run(stdout):
+        done = subprocess.run(
+            [*TFLOOP, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+        )
+        return done.returncode, done.stderr
+
+    with open("/dev/full", "w") as full:
+        code, err = run(full)
+    assert code == 1
+    assert re.fullmatch(r"tfloop: error: stdout.* can't be written \(No space left on device\): .*\n", err)
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does when it has seen enough
+    assert run(writer) == (1, "")
+    os.close(writer)
 
 
 BEFORE_TENSORFLOW = [
@@ -135,6 +174,7 @@ BEFORE_TENSORFLOW = [
         "--metric quality: the name doesn't say",
     ),
     (["evaluate", "nowhere"], "nowhere: no checkpoint there"),
+    (["find-lr", "digits", "--workers", "2"], "find-lr runs in one process, not on [a-z]+: give --backend mirrored"),
 ]
 
 
@@ -150,8 +190,6 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, command, tmp_
     assert out == ""
     [line] = err.splitlines()
     assert line.startswith("tfloop: error: ")
-    import re
-
     assert re.search(message, line)
 
 
@@ -173,8 +211,6 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, command, tmp_
     ],
 )
 def test_bad_tasks_are_one_line_too(arguments, message, command):
-    import re
-
     code, out, err = command("train", *arguments, "--track", "off")
     assert (code, out) == (2, "")
     lines = [line for line in err.splitlines() if line.startswith("tfloop: error: ")]
@@ -280,7 +316,6 @@ def test_train_evaluate_export(command, tmp_path):
     ],
 )
 def test_bad_files_are_one_line_too(name, text, message, command, tmp_path):
-    import re
 
     (tmp_path / name).write_text(text)
     code, out, err = command("train", "digits", "--config", name)

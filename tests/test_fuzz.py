@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cli
-from loop.errors import UsageError
+from loop.errors import BAD_INPUT, FAILED, PREEMPTED, UsageError
 from loop.target import SHIPPED
 
 LONG = settings(
@@ -134,7 +134,7 @@ def command(tmp_path, monkeypatch, capfd):
 @LONG
 def test_any_command_line_ends_with_one_of_our_exit_codes_and_no_traceback(command, line):
     code, out, err = command(*line)
-    assert code in (0, cli.FAILED, cli.BAD_INPUT, cli.PREEMPTED)
+    assert code in (0, FAILED, BAD_INPUT, PREEMPTED)
     assert "Traceback" not in out + err
     assert code or not err or "usage" not in err.lower()
 

@@ -298,7 +298,9 @@ def test_what_is_typed_and_what_a_file_says_reach_the_trials(command):
     Path("it.toml").write_text(
         "epochs = 4\nbatch-size = 8\nprecision = 'float64'\n[set]\nrate = 1.0\nhidden = 3\ndeep = true\n"
     )
-    found = cli.train_arguments({"epochs": 2, "track": None}, ["rate=0.5"], [Path("it.toml")], ["deep"])
+    found = sweep.arguments(
+        {"epochs": 2, "track": None}, ["rate=0.5"], [Path("it.toml")], cli.train_options(), ["deep"]
+    )
     assert found == ["--batch-size=8", "--precision=float64", "--set=hidden=3", "--epochs=2", "--set=rate=0.5"]
 
 

@@ -194,6 +194,7 @@ def test_server_down_killed_and_back_and_both_sides_agree(database, tmp_path, co
     code, _, error = command("sync", directory)
     assert code == 1
     assert f"tfloop: error: MLflow at {server.uri} did not take everything ([Errno 111] Connection refused)" in error
+    assert error.count("asking MLflow") == 1  # though it tries twice
     server.start()
     try:
         until(server.answers)

@@ -1,0 +1,122 @@
+"""MLflow as the command line has it: the tracker that `train` asks for, and what `sync` delivers afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from callbacks import MLflowTracker, journal
+from callbacks.progress import counted
+from callbacks.redact import HIDDEN, redact
+from loop import lock
+from loop.errors import TrainingError, UsageError
+
+
+def tracker(
+    track: str | None,
+    wait: float = 60.0,
+    tags: Sequence[str] = (),
+    log_model: bool = False,
+    register: str | None = None,
+) -> MLflowTracker | None:
+    """What follows a run, by what was typed; None: `--track off`.
+
+    Raises:
+        UsageError: one of them can't be, or not with another.
+    """
+    typed = {"--tag": tags, "--log-model": log_model, "--register": register}
+    if track == "off":
+        for option, value in typed.items():
+            if value:
+                raise UsageError(f"--track off with {option}: leave one of them out")
+        return None
+    for text in tags:
+        if not re.fullmatch(r"[^=]+=.*", text, re.DOTALL):
+            raise UsageError(f"--tag {text}: give KEY=VALUE")
+    try:
+        return MLflowTracker(
+            track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
+        )
+    except ValueError as error:
+        what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
+        names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
+        raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
+
+
+def deliver(run_dir: Path, track: str | None) -> None:
+    """Delivers what MLflow hasn't of a run that is over, and of the trials of a sweep.
+
+    Raises:
+        UsageError: it is no run, or under way, or there is no such store.
+        TrainingError: the store did not take everything.
+    """
+    if tracker(track) is None:
+        raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
+    if not _is_deliverable(run_dir):
+        raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
+    store = _deliver_rest(run_dir, track)
+    if "sweep" in journal.read_json(run_dir / "run.json"):
+        for trial in filter(_is_deliverable, sorted(run_dir.glob("trial-*"))):
+            try:
+                _deliver_rest(trial, store)
+            except UsageError as error:  # it lives on, though the sweep was killed
+                print(f"warning: {error}", file=sys.stderr)
+
+
+def _is_deliverable(run_dir: Path) -> bool:
+    """Whether a directory is a run's that has something to tell."""
+    return (run_dir / journal.NAME).exists() and "task" in journal.read_json(run_dir / "run.json")
+
+
+def _deliver_rest(run_dir: Path, track: str | None) -> str:
+    """Delivers what MLflow hasn't of one run, and returns the store."""
+    from callbacks import delivery, mlflow
+
+    uri = track or journal.read_json(run_dir / mlflow.STATE).get("uri")
+    if not track and uri and HIDDEN in uri and not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
+        raise UsageError(f"{run_dir / mlflow.STATE} has the store's URI without its secrets: give it as --track URI")
+    store = mlflow.store(uri)
+    sent = delivery.Delivery(run_dir.resolve(), store)
+    with _sole_deliverer(run_dir):
+        print(f"asking MLflow at {redact(store)} what it has", file=sys.stderr, flush=True)
+        for last in (False, True):  # a connection that was closed while idle is no reason to fail
+            try:
+                count = sent.pending()
+                print(f"delivering {count:,} points", file=sys.stderr, flush=True)
+                with counted(count, "point", sys.stderr) as advance:
+                    sent.deliver(advance)
+                sent.close()
+                break
+            except Exception as error:  # whatever the store does
+                sent.disconnect()
+                if last:
+                    why = delivery.reason(error)
+                    text = f"MLflow at {redact(store)} did not take everything ({why}); try again later"
+                    raise TrainingError(text) from None
+    for text in sent.warnings():
+        print(f"warning: {text}", file=sys.stderr)
+    files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
+    print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
+    return store
+
+
+@contextlib.contextmanager
+def _sole_deliverer(run_dir: Path) -> Iterator[None]:
+    """Holds the lock of a run directory, if it has one: a run that is under way delivers by itself."""
+    path = run_dir / lock.NAME
+    if not path.exists():
+        yield
+        return
+    with path.open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = journal.read_json(path)
+            who = f" (pid {holder['pid']}, host {holder['host']})" if {"pid", "host"} <= set(holder) else ""
+            raise UsageError(f"{run_dir}: the run is under way{who}: it delivers by itself") from None
+        yield

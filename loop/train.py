@@ -1,0 +1,175 @@
+"""`tfloop train`: checks what was typed, and has `fit` called: in this process, or in workers that it starts.
+
+Loads no TensorFlow before training begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import callbacks
+from callbacks.pruning import Pruning
+from callbacks.trial import Trial
+from callbacks.witness import Witness
+from loop import dry_run, elastic, hosts, launch, runs, target, tracking, words
+from loop.errors import PREEMPTED, UsageError
+from loop.options import DEFAULTS, with_defaults
+
+
+class Place(NamedTuple):
+    """Where a task is trained: the engine, why that one, and what it is to have."""
+
+    engine: str
+    why: str
+    workers: int | None
+    hosts: dict[str, int]
+    limits: elastic.Limits | None
+    devices: list[str] | None
+
+
+def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any] | None]:
+    """Trains a task.
+
+    Args:
+        typed: what was typed, by the names of the command's parameters.
+        arguments: the same as it was typed, for workers.
+
+    Returns:
+        The exit code; what went wrong, or ""; the result, if it is this process that tells it.
+    """
+    given = _options(typed)
+    with_defaults(None, given)
+    every = words.schedule(typed.checkpoint_every)
+    tracker = tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
+    target.check(typed.target_)
+    _check(typed)
+    place = _place(typed)
+    with contextlib.ExitStack() as beginning:
+        beginning.enter_context(launch.before_training())
+        if place.engine in ("horovod", "multiworker", "parameter_server") and launch.job_size() is None:
+            code, problem, fields = _launch(typed, place, arguments)
+        elif place.engine == "parameter_server" and launch.job_rank():
+            with launch.reporting():
+                with launch.quiet_start():
+                    from loop.backends.parameter_server import serve
+                serve(typed.threads or 0)
+            return 0, "", None
+        else:
+            chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
+            code, problem, fields = _work(typed, given, place, chosen, beginning)
+    if typed.dry_run_ and fields is not None:
+        fields["why"] = place.why
+    return code, problem, fields
+
+
+def _options(typed: Any) -> dict[str, Any]:
+    """The options of `fit`; None: not typed."""
+    given = {name.rstrip("_"): value for name, value in vars(typed).items() if name.rstrip("_") in DEFAULTS}
+    return given | {name: words.number_or_word(given[name]) for name in ("steps_per_call", "prefetch", "eval_every")}
+
+
+def _check(typed: Any) -> None:
+    """Refuses what can't be, whatever the engine is; sets what all workers are to have."""
+    if typed.threads is not None and not 1 <= typed.threads <= launch.MOST_WORKERS:
+        raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {launch.MOST_WORKERS}")
+    if typed.trial is not None or typed.prunable:
+        launch.die_with_parent()
+    if typed.start_timeout is not None:
+        if not 0 < typed.start_timeout < float("inf"):
+            raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
+        os.environ[launch.START_TIMEOUT] = str(typed.start_timeout)
+    launch.start_timeout()
+    fresh = typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()  # else it goes on from those
+    if fresh and typed.resume not in (None, "auto", "never") and not typed.hosts_ and launch.job_size() is None:
+        runs.checkpointed(Path(typed.resume), "--resume ")
+
+
+def _place(typed: Any) -> Place:
+    """Where the task is to be trained; refuses what doesn't fit together."""
+    backend, tpu, devices = typed.backend, typed.tpu, typed.devices
+    if tpu is not None:
+        os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
+    places = hosts.read(typed.hosts_, typed.workers, backend or "auto", typed.interface, typed.remote_python)
+    workers = sum(places.values()) or typed.workers
+    limits = elastic.limits(typed.elastic_, typed.discovery, backend or "auto", workers, typed.hosts_)
+    if limits is not None:
+        for option, value in (("--profile", typed.profile), ("--devices", devices), ("--tpu", tpu)):
+            if value is not None:
+                raise UsageError(f"--elastic {typed.elastic_} with {option} {value}: leave one of them out")
+        backend = "horovod"
+    towers = launch.device_names(devices.split(",")) if devices is not None else None
+    backend = backend or ("mirrored" if towers else "auto")
+    engine = launch.place(backend, workers, asynchronous=True)
+    why = launch.choose(backend, workers)[1] if typed.dry_run_ else ""
+    if typed.ps is not None:
+        launch.check_servers(engine, typed.ps)
+    least = typed.min_shard_bytes
+    if least is not None and (engine != "parameter_server" or least < 1):
+        raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
+    for option, value, meant in (("--tpu", tpu, ("tpu",)), ("--devices", devices, ("mirrored", "central"))):
+        if value is not None and engine not in meant:
+            raise UsageError(f"{option} {value} with --backend {engine}: leave one out, or use {' or '.join(meant)}")
+    if towers and workers not in (None, len(towers)):
+        raise UsageError(f"--workers {workers} with {len(towers)} devices: leave --workers out")
+    return Place(engine, why, workers, places, limits, towers)
+
+
+def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any] | None]:
+    """Starts workers, which come to `_work` with the same arguments, and waits for them."""
+    with contextlib.ExitStack() as stack:
+        cluster = None
+        if place.hosts:
+            files = hosts.files(typed.target_, typed.config_ or ())
+            connection = hosts.connect(place.hosts, place.engine, files, typed.interface, typed.remote_python)
+            cluster = stack.enter_context(connection)
+        if place.limits is None:
+            done = launch.run(place.engine, place.workers or 1, arguments, typed.ps or 1, cluster)
+        else:
+            done = elastic.run(place.limits, place.workers, arguments, cluster)
+    if done[0] == PREEMPTED and done[2] is None:
+        print(launch.STOPPED, file=sys.stderr)
+    return done
+
+
+def _work(
+    typed: Any, given: dict[str, Any], place: Place, chosen: callbacks.StandardSet, beginning: contextlib.ExitStack
+) -> tuple[int, str, dict[str, Any] | None]:
+    """Trains in this process, which may be one of several; `beginning` is closed when it has the signals no more."""
+    with launch.reporting() as report:
+        with launch.quiet_start():
+            if typed.threads is not None:  # before the task's module, which may have TensorFlow start working
+                import tensorflow as tf
+
+                tf.config.threading.set_intra_op_parallelism_threads(typed.threads)
+            task = target.load(typed.target_, typed.set_ or ())
+            with_defaults(task, given)
+            from loop import backends
+
+            made = backends.create(place.engine, place.workers, place.devices, typed.min_shard_bytes)
+        from loop.fit import fit
+
+        if typed.witness is not None:
+            chosen += [Witness(typed.witness)]
+        if typed.prunable:
+            chosen += [Pruning()]
+        if typed.trial is not None:
+            chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(typed.trial)]
+        if typed.dry_run_:
+            fields = dry_run.dry_run(task, made, given)
+        else:
+            result = fit(task, **given | {"backend": made}, run_dir=typed.run_dir, callbacks=chosen)
+            fields = {name: value for name, value in vars(result).items() if name != "model"}
+            fields["run_dir"] = str(result.run_dir)
+        beginning.close()
+        made.close()
+        code = PREEMPTED if fields["status"] == "preempted" else 0
+        report(code, None, fields)
+    if launch.JOB in os.environ:
+        # A saved run is no failure for which the others are to be ended: its code is in the report.
+        return 0, "", None
+    return code, "", fields if made.is_chief else None
