@@ -183,7 +183,7 @@ def test_environment_names_a_run(monkeypatch):
     [
         (["--tag", "a"], "--tag a: give KEY=VALUE"),
         (["--tag", "=a"], "--tag =a: give KEY=VALUE"),
-        (["--register", "a/b"], "register='a/b'): give a name without / : and quotes"),
+        (["--register", "a/b"], "--register a/b: give a name without / : and quotes"),
         (["--track", "off", "--log-model"], "--track off with --log-model: leave one of them out"),
         (["--track", "off", "--tag", "a=b"], "--track off with --tag: leave one of them out"),
     ],

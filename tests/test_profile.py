@@ -172,5 +172,5 @@ def test_a_callback_asks_for_single_steps():
     assert [step for step in range(9) if schedule.due(step, 0.0, False)] == [3, 7]
     with pytest.raises(ValueError, match="no schedule"):
         callbacks.Schedule(())
-    with pytest.raises(ValueError, match=r"Profiler\(5, 2\): give"):
+    with pytest.raises(ValueError, match=r"Profiler\(first=5, last=2\): give"):
         callbacks.Profiler(5, 2)

@@ -281,10 +281,11 @@ def test_error_of_the_writer_may_be_a_warning_but_not_for_the_last_checkpoint(ba
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_its_values_are_those_of_then(quiet, monkeypatch):
-    gate, write, log = threading.Event(), checkpoint.write, []
+    begun, gate, write, log = threading.Event(), threading.Event(), checkpoint.write, []
 
     def slow(directory, step, tensors, state):
         log.append(("begin", step))
+        begun.set()
         assert gate.wait(60)
         log.append(("end", step))
         return write(directory, step, tensors, state)
@@ -295,6 +296,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_its_values_are_those
         every = 1
 
         def on_steps_end(self, run, metrics):
+            if run.progress.step == 5:
+                assert begun.wait(60)
             log.append(("step", run.progress.step))
             if run.progress.step == 5:
                 gate.set()
