@@ -297,7 +297,7 @@ def job_size() -> int | None:
     Raises:
         UsageError: the launcher's variables can't be read.
     """
-    return _place()[1]
+    return _rank_and_size()[1]
 
 
 def job_rank() -> int:
@@ -306,10 +306,10 @@ def job_rank() -> int:
     Raises:
         UsageError: the launcher's variables can't be read.
     """
-    return _place()[0]
+    return _rank_and_size()[0]
 
 
-def _place() -> tuple[int, int | None]:
+def _rank_and_size() -> tuple[int, int | None]:
     if "HOROVOD_RANK" in os.environ:
         rank, size = os.environ["HOROVOD_RANK"], os.environ.get("HOROVOD_SIZE", "")
         numbers = re.fullmatch(r"\d+ [1-9]\d*", f"{rank} {size}", re.ASCII)

@@ -28,9 +28,8 @@ from typing import Any, TextIO
 from callbacks import journal, pruning
 from callbacks.direction import lower_is_better
 from callbacks.journal import read_json
-from callbacks.mlflow import MLflowTracker
 from callbacks.redact import HIDDEN, mask, redact
-from loop import config, words
+from loop import config, tracking, words
 from loop.errors import UsageError
 from loop.launch import LAUNCHER
 from loop.lock import NAME as LOCK
@@ -387,11 +386,7 @@ class _Sweep:
     def run(self) -> Report:
         """Makes all trials, or stops."""
         options = dict(each.partition("=")[::2] for each in self._plan.arguments)
-        track, wait = options.get("--track"), float(options.get("--track-wait", 60))
-        try:
-            tracker = None if track == "off" else MLflowTracker(track, wait=wait)
-        except ValueError as error:
-            raise UsageError(f"--track-wait {wait}: {error}") from None
+        tracker = tracking.tracker(options.get("--track"), float(options.get("--track-wait", 60)))
         record: Any = types.SimpleNamespace(directory=self._directory, info=self._about)
         status = "failed"
         with self._listening():

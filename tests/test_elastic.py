@@ -48,12 +48,16 @@ def test_workers_that_are_killed_change_nothing(tmp_path):
 
 
 DYING = """
+import pathlib
 import horovod.tensorflow as hvd
 
 def init(start=hvd.init):
-    if os.environ["TFLOOP_WORKER"] == "1":  # the others are in it, and wait for this one
-        time.sleep(1)
+    connecting = pathlib.Path(__file__).with_name("connecting")
+    if os.environ["TFLOOP_WORKER"] == "1":  # the other one is in it, and waits for this one
+        while not connecting.exists():
+            time.sleep(0.01)
         os._exit(9)
+    connecting.touch()
     start()
 
 hvd.init = init
