@@ -40,6 +40,7 @@ def add_extent(mode: argparse.ArgumentParser) -> None:
     """The options that say how much is measured."""
     mode.add_argument("--rounds", type=int, default=5, help="5")
     mode.add_argument("--seconds", type=float, default=1.5, help="of training, by each contender in a round; 1.5")
+    mode.add_argument("--starts", type=int, default=1, help="how often all rounds are made, with new processes; 1")
 
 
 def mode_setup(given: argparse.Namespace) -> int:
@@ -53,12 +54,12 @@ def mode_setup(given: argparse.Namespace) -> int:
 def mode_run(given: argparse.Namespace) -> int:
     """`run`: what is found is kept after each workload."""
     for name in given.names or WORKLOADS:
-        found = measure.measure(name, contenders(name, given.only), given.rounds, given.seconds)
+        found = measure.measure(name, contenders(name, given.only), given.rounds, given.seconds, given.starts)
         if not found:
             continue
         print(f"{name}\n\n{report.speed_table(found)}\n", flush=True)
         if not given.only:
-            report.write(report.merged(report.load(), "workloads", name, {"contenders": found}))
+            report.write(report.merged(report.load(), "workloads", name, {"starts": given.starts, "contenders": found}))
     if not given.only:
         print(report.goals_table(report.load()))
     return 0
@@ -67,7 +68,7 @@ def mode_run(given: argparse.Namespace) -> int:
 def mode_more(given: argparse.Namespace) -> int:
     """`more`."""
     for name in given.names or MORE:
-        found = {"about": MORE[name].about, **MORE[name].make(given.rounds, given.seconds)}
+        found = {"about": MORE[name].about, **MORE[name].make(given.rounds, given.seconds, given.starts)}
         report.write(report.merged(report.load(), "more", name, found))
     print(report.markdown(report.load()))
     return 0

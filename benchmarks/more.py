@@ -33,13 +33,13 @@ class Measurement:
 def against(*names: str) -> Any:
     """A measurement of speed, on the mlp."""
 
-    def make(rounds: int, seconds: float) -> dict[str, Any]:
-        return {"contenders": measure.measure("mlp", names, rounds, seconds)}
+    def make(rounds: int, seconds: float, starts: int) -> dict[str, Any]:
+        return {"starts": starts, "contenders": measure.measure("mlp", names, rounds, seconds, starts)}
 
     return make
 
 
-def first_step(rounds: int, seconds: float) -> dict[str, Any]:
+def first_step(rounds: int, seconds: float, starts: int) -> dict[str, Any]:
     """The time to the end of the first step, in a process of its own for each."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in STARTS}
     for number in range(rounds):
@@ -60,7 +60,7 @@ def first_step(rounds: int, seconds: float) -> dict[str, Any]:
     return {"rows": rows, "figures": {"time to the first step, by that of the loop by hand": report.spread(ratios)}}
 
 
-def long_run(rounds: int, seconds: float) -> dict[str, Any]:
+def long_run(rounds: int, seconds: float, starts: int) -> dict[str, Any]:
     """A million steps of a tiny model: the time of a step and the memory, near the start and at the end."""
     import keras
     import numpy as np

@@ -137,10 +137,11 @@ def goals_table(results: Results) -> str:
 
 def about(entry: Mapping[str, Any]) -> str:
     """When and on what something was measured."""
-    has = entry["machine"]
+    has, starts = entry["machine"], entry.get("starts", 1)
+    again = f"All rounds {starts} times, with new processes. " if starts > 1 else ""
     return (
-        f"{entry['date']}, {has['cpu']}, {has['cores']} cores, Python {has['python']}, TensorFlow {has['tensorflow']}, "
-        f"Keras {has['keras']}"
+        f"{again}{entry['date']}, {has['cpu']}, {has['cores']} cores, Python {has['python']}, TensorFlow "
+        f"{has['tensorflow']}, Keras {has['keras']}"
     )
 
 

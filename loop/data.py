@@ -236,6 +236,7 @@ class Addressed:
         epoch, step, (index, batch) = feed
         number, first = step * parts + part, tf.constant(0, tf.int64)
         if parts == 1 and self._replicas == 1:
+            index, batch = self._of_known_size((index, batch), parts)
             return Rows(batch, first, epoch, number, index)
         _, n = self._extent(step)
         low, high = rows(n, part, parts)
@@ -245,7 +246,21 @@ class Addressed:
         ahead = tf.reduce_sum((own_high - own_low)[: tf.cast(part, tf.int32)]) - (own_low[part] - low)
         begin, end = ahead + first, ahead + last
         own = tf.nest.map_structure(lambda tensor: tensor[begin:end], batch)
-        return Rows(own, first, epoch, number, index[begin:end])
+        index, own = self._of_known_size((index[begin:end], own), parts)
+        return Rows(own, first, epoch, number, index)
+
+    def _of_known_size(self, tensors: Any, parts: int) -> Any:
+        """Tells the graph how many rows these are, where each (micro-)batch of one replica has as many.
+
+        TensorFlow then works out once, and not in each step, what follows from it: over how much a mean is taken, and
+        what is to be broadcast. On several replicas a known shape would be taken for one without rows: see `random`.
+        """
+        batch, whole = self.order.batch_size, self.order.drop_remainder or self.size % self.order.batch_size == 0
+        if self._replicas > 1 or not whole or batch % parts:
+            return tensors
+        return tf.nest.map_structure(
+            lambda tensor: tf.ensure_shape(tensor, [batch // parts, *tensor.shape[1:]]), tensors
+        )
 
 
 def _constant(array: np.ndarray) -> tf.Tensor:

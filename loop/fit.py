@@ -152,7 +152,8 @@ def fit(
             each replica has its own, and their mean is what is evaluated and saved.
         ema: the decay of a moving average of the weights, such as 0.999: what is evaluated, exported and returned is
             the average; no average.
-        steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second.
+        steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second, and
+            of slow ones up to eight in a second.
         compile: `graph`, or `xla`: on one device, many steps as one program of XLA's, if the data are arrays; else
             forward and backward pass of each replica. Random layers draw other numbers then; `graph`.
         prefetch: how many batches a `tf.data.Dataset` is read ahead, or `auto`: as TensorFlow finds best; 2.

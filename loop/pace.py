@@ -5,12 +5,16 @@ from __future__ import annotations
 CALL_SECONDS = 0.25
 """How long a compiled call should take when nobody wants the host earlier, in seconds."""
 
+FEW_STEPS, LONGEST_SECONDS = 8, 1.0
+"""So many slow steps a call makes if they take no longer than this, in seconds: within a call, one step's first
+operations run beside the last ones of the step before, which leave cores idle."""
+
 MOST_STEPS = 1 << 31
 """So many steps are asked for at most: where there are fewer, as in an evaluation, the number would grow for ever."""
 
 
 class Pace:
-    """Finds the number of steps that take about `CALL_SECONDS`; or keeps to a given number.
+    """Finds the number of steps that take about `CALL_SECONDS`, or a few slow ones; or keeps to a given number.
 
     Args:
         steps_per_call: `"auto"`, or the number of steps.
@@ -26,6 +30,7 @@ class Pace:
         self.calls += 1
         if not self._auto or self.calls == 1 or not steps:
             return
-        fitting = int(CALL_SECONDS * steps / max(seconds, 1e-9))
+        rate = steps / max(seconds, 1e-9)
+        fitting = max(int(CALL_SECONDS * rate), min(FEW_STEPS, int(LONGEST_SECONDS * rate)))
         # Grows carefully: a single step may have been lucky, or the clock coarse.
         self.steps = max(1, min(fitting, 16 * steps, MOST_STEPS))

@@ -106,6 +106,16 @@ def test_calls_that_end_early_ask_for_no_endless_number_of_steps():
     assert 1 << 20 < pace.steps < 1 << 62
 
 
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(1e-3, 250), (0.05, 8), (0.1, 8), (0.15, 6), (0.3, 3), (0.9, 1), (60.0, 1)]
+)
+def test_calls_are_short_but_a_few_steps_long(seconds, steps):
+    pace = Pace("auto")
+    for _ in range(10):
+        pace.record(pace.steps, pace.steps * seconds)
+    assert abs(pace.steps - steps) <= 1  # floats
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 7, "auto"])
 def test_length_of_calls_changes_no_bit(steps_per_call, quiet):
     results = [
