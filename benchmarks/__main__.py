@@ -38,9 +38,18 @@ def main() -> int:
 
 def add_extent(mode: argparse.ArgumentParser) -> None:
     """The options that say how much is measured."""
-    mode.add_argument("--rounds", type=int, default=5, help="5")
+    mode.add_argument("--rounds", type=at_least_one, default=5, help="5")
     mode.add_argument("--seconds", type=float, default=1.5, help="of training, by each contender in a round; 1.5")
-    mode.add_argument("--starts", type=int, default=1, help="how often all rounds are made, with new processes; 1")
+    mode.add_argument(
+        "--starts", type=at_least_one, default=1, help="how often all rounds are made, with new processes; 1"
+    )
+
+
+def at_least_one(text: str) -> int:
+    """A number of rounds."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
 
 
 def mode_setup(given: argparse.Namespace) -> int:

@@ -418,3 +418,25 @@ def test_a_model_that_serves_twice_takes_the_second_setting(quiet):
 def test_seed_outside_of_compute_is_refused():
     with pytest.raises(UsageError, match=r"belongs into compute\(\)"):
         loop.example_seed()
+
+
+@pytest.mark.parametrize(
+    ("examples", "replicas", "options", "known"),
+    [
+        (40, 1, {}, 20), (40, 1, {"accumulate": 2}, 10), (45, 1, {}, None), (45, 1, {"drop_remainder": True}, 20),
+        (40, 1, {"accumulate": 3}, None), (40, 2, {}, None),
+    ],
+)  # fmt: skip
+def test_the_graph_knows_the_rows_of_batches_that_are_all_alike(examples, replicas, options, known, quiet):
+    seen = []
+
+    class Task(Plain):
+        def eval_data(self):
+            return None
+
+        def compute(self, model, batch, training):
+            seen.append(batch[0].shape[0])
+            return super().compute(model, batch, training)
+
+    fit(Task(examples), epochs=2, batch_size=20, backend=engine(replicas), callbacks=quiet(), **options)
+    assert seen[-1] == known
