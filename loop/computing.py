@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import Addressed, Rows, Stream, count
+from loop.data import Rows, Source, count
 from loop.errors import UsageError
 from loop.replica import EveryoneNeededError, Replica, within
 
@@ -32,14 +32,14 @@ class Computing:
         uncompiled: those that XLA can't compile.
     """
 
-    def __init__(self, backend: Backend, options: dict[str, Any], compiled: Addressed | Stream | None) -> None:
+    def __init__(self, backend: Backend, options: dict[str, Any], compiled: Source | None) -> None:
         self._backend, self._seed = backend, options["seed"]
         self._compiled = compiled
         self.everyone: set[Any] = set()
         self.uncompiled: set[Any] = set()
         self._problem: Exception | None = None
 
-    def compiles(self, source: Addressed | Stream) -> bool:
+    def compiles(self, source: Source) -> bool:
         """Whether XLA computes the batches of a source."""
         return source is self._compiled and source not in self.uncompiled
 
@@ -68,7 +68,7 @@ class Computing:
         compile()
         return self.call(function, handle, *numbers, compile=compile)
 
-    def of_rows(self, source: Addressed | Stream, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:
+    def of_rows(self, source: Source, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:
         """What `some` makes of the replica's rows; `nothing` where it has none and needn't take part."""
         if not source.leaves_some_without(self._backend.replicas * parts):
             return some(None)
@@ -78,9 +78,7 @@ class Computing:
         return tf.cond(count(rows.batch) > 0, lambda: some(None), nothing)
 
     @contextlib.contextmanager
-    def replica(
-        self, source: Addressed | Stream, rows: Rows, stand_in: Any, parts: int, phase: int = 0
-    ) -> Iterator[Replica]:
+    def replica(self, source: Source, rows: Rows, stand_in: Any, parts: int, phase: int = 0) -> Iterator[Replica]:
         """The replica within which `compute` is traced; see `Replica`."""
         replica = Replica(self._backend, rows, self._seed, source.most(parts), phase, stand_in)
         # Within a branch, or within what XLA compiles, there can be no collective.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from loop.data import Addressed, Rows, Stream, count
+from loop.data import Rows, Source, StreamSource, count
 from loop.tracing import as_written, repeated
 from loop.values import SKIPPED, SUMS, Values
 from loop.whereabouts import ALL_REDUCE, COMPUTE, DATA, HOST
@@ -86,7 +86,7 @@ class Evaluation:
             return tf.concat([tf.cast(tf.stack([count(rows.batch), 0]), tf.float64), counted], 0)
 
         def add(totals: tf.Tensor, feed: Any) -> tf.Tensor:
-            rows = source.share(feed, backend.replica())
+            rows = source.replica_rows(feed, backend.replica())
             return totals + self._computing.of_rows(
                 source, rows, 1, lambda stand_in: of_rows(rows, stand_in), lambda: tf.zeros([width], tf.float64)
             )
@@ -99,15 +99,15 @@ class Evaluation:
 
         def one(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tuple[Any, ...]:
             if source.reads_ahead:
-                taken, following = following, source.take(handle, epoch, number + 1)
+                taken, following = following, source.read_batch(handle, epoch, number + 1)
             else:
                 with tf.control_dependencies(self._whereabouts.at(DATA)):
-                    taken = source.take(handle, epoch, number)
+                    taken = source.read_batch(handle, epoch, number)
             self._whereabouts.at(COMPUTE, taken)
             totals = backend.run(add, totals, (epoch, number, taken))
             return number + 1, following, self._more(source, taken), totals
 
-        following = source.take(handle, epoch, step) if source.reads_ahead else ()
+        following = source.read_batch(handle, epoch, step) if source.reads_ahead else ()
         _, _, going, totals = repeated(more, one, step, following, tf.constant(True), totals)
 
         def summed(totals: tf.Tensor) -> tf.Tensor:
@@ -119,10 +119,10 @@ class Evaluation:
         self._whereabouts.lap(HOST, packed)
         return packed
 
-    def _more(self, source: Addressed | Stream, taken: Any) -> tf.Tensor:
+    def _more(self, source: Source, taken: Any) -> tf.Tensor:
         """Whether there is anything: for this worker; or for any, where all must enter a collective."""
         more = source.more(taken)
-        if isinstance(source, Stream) and source in self._computing.everyone:
+        if isinstance(source, StreamSource) and source in self._computing.everyone:
             table = self._backend.run(lambda: self._backend.all_reduce([tf.cast(more, tf.int64)])[0])
             return self._backend.first(table) > 0
         return more

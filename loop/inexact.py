@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 from loop.backends.base import Backend
-from loop.data import Addressed, Stream
+from loop.data import Source, StreamSource
 from loop.errors import UsageError
 
 OFF = {"local_steps": 1, "reduction": "sum"}
 
 
-def check(backend: Backend, options: dict[str, Any], source: Addressed | Stream) -> None:
+def check(backend: Backend, options: dict[str, Any], source: Source) -> None:
     """Refuses what can't work, and says what is inexact in this run.
 
     Raises:
@@ -28,7 +28,7 @@ def check(backend: Backend, options: dict[str, Any], source: Addressed | Stream)
                 f"{chosen} with backend={backend.name!r}: the replicas of one process make their steps together; use "
                 "horovod, or multiworker, with one device for each process"
             )
-        if isinstance(source, Stream):
+        if isinstance(source, StreamSource):
             raise UsageError(
                 f"{chosen} with a tf.data.Dataset: workers couldn't know when all are at its end; use ArrayData"
             )

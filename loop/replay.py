@@ -16,7 +16,7 @@ from callbacks.journal import jsonable
 from loop import checkpoint, rundir
 from loop.backends.base import Backend
 from loop.build import as_tf, build, trainable_variables, variable_names
-from loop.data import Addressed, Data, Order, Rows, open_data, rows
+from loop.data import ArraySource, BatchOptions, Data, Rows, open_data, rows
 from loop.errors import UsageError
 from loop.options import with_defaults
 from loop.state import assign, named_variables_of, numbered, unpacked
@@ -93,7 +93,7 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     built = build(task, engine, options["precision"], example)
     tensors = rundir.read(path, manifest)
     batch, index = unpacked(tensors, example)
-    data = _OneBatch(batch, index, Order(max(int(index.shape[0]), 1), options["seed"]))
+    data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), options["seed"]))
     step = Step(task, built, engine, Data(data, None), options)
     variables = named_variables_of(built) | numbered("scale", step.scale.variables if step.scale else [])
     kinds = {name.partition("/")[0] for name in variables}
@@ -161,17 +161,17 @@ def _watch_values(step: Step) -> dict[str, list[np.ndarray]]:
     return seen
 
 
-class _OneBatch(Addressed):
+class _OneBatch(ArraySource):
     """A source of one batch, at any address."""
 
-    def __init__(self, batch: Any, index: tf.Tensor, order: Order) -> None:
-        self.order, self.size, self.endless, self.steps_per_epoch = order, order.batch_size, False, None
+    def __init__(self, batch: Any, index: tf.Tensor, options: BatchOptions) -> None:
+        self.options, self.size, self.endless, self.steps_per_epoch = options, options.batch_size, False, None
         self.example, self._index = batch, index
 
-    def take(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
+    def read_batch(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
         return self._index, self.example
 
-    def share(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
+    def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
         epoch, step, _ = feed
         low, high = rows(tf.constant(self.size, tf.int64), part, parts)
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], self.example)

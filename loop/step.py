@@ -20,7 +20,7 @@ from loop.averages import Averages
 from loop.backends.base import Backend
 from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, updates_rows, variable_names
 from loop.computing import Computing, TraceAgainError
-from loop.data import Addressed, Data, Rows, Stream, count
+from loop.data import ArraySource, Data, Rows, StreamSource, count
 from loop.errors import TrainingError, UsageError
 from loop.evaluation import Evaluation
 from loop.scale import LossScale
@@ -114,12 +114,12 @@ class Step:
             self.scale = LossScale(options["batch_size"]) if scaled else None
         self.averages = Averages(self._variables, options["ema"], backend)
         # Where nobody can be waited for, nobody asks what a worker is waiting for.
-        waits = backend.workers > 1 or any(isinstance(each, Stream) for each in (data.train, data.eval))
+        waits = backend.workers > 1 or any(isinstance(each, StreamSource) for each in (data.train, data.eval))
         self.whereabouts = Whereabouts(waits, bool(options["profile"]), backend.replicas)
         self.evaluation = Evaluation(self)
         self.gradients: list[tf.Variable] = []
         self._bad_batch: list[tf.Variable] = []
-        if isinstance(data.train, Stream):
+        if isinstance(data.train, StreamSource):
             with tf.device("CPU:0"):
                 self._bad_batch = [
                     tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None))
@@ -131,7 +131,7 @@ class Step:
         self._scanning, self._untried, self._block_steps = False, True, BLOCK_STEPS
         self._counted = False  # see `_train_batches`
         self._apart, self._gpus = False, tf.config.list_logical_devices("GPU")  # see `_is_to_be_apart`
-        if self._scans and isinstance(data.train, Addressed):
+        if self._scans and isinstance(data.train, ArraySource):
             most = options["steps_per_call"] if isinstance(options["steps_per_call"], int) else BLOCK_STEPS
             self._block_steps = max(1, min(most, BLOCK_STEPS, BLOCK_BYTES // data.train.batch_bytes))
         else:
@@ -146,7 +146,7 @@ class Step:
         """
         options = self.options
         clips = options["clip_norm"] is not None or options["clip_value"] is not None
-        by_array = isinstance(self.data.train, Addressed)  # others must choose between a gradient and none
+        by_array = isinstance(self.data.train, ArraySource)  # others must choose between a gradient and none
         if clips or not (self._divided_at_once and self.backend.name == "single" and by_array):
             return set()
         if options["compile"] != "graph" or tf.config.list_logical_devices("GPU"):
@@ -210,7 +210,7 @@ class Step:
         """
         source = self.data.train
         at = tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)
-        if isinstance(source, Stream):
+        if isinstance(source, StreamSource):
             leaves = [variable.read_value() for variable in self._bad_batch]
             rows = source.whole(*at, tf.nest.pack_sequence_as(source.dataset.element_spec, leaves))
         else:
@@ -304,10 +304,10 @@ class Step:
         def step(number: tf.Tensor, following: Any, tally: Tally) -> tuple[tf.Tensor, Any, Tally]:
             if source.reads_ahead:
                 # Nothing in this step depends on it: it is read while the step computes.
-                taken, following = following, source.take(handle, epoch, number + 1, parts)
+                taken, following = following, source.read_batch(handle, epoch, number + 1, parts)
             else:
                 with tf.control_dependencies(self.whereabouts.at(DATA)):
-                    taken = source.take(handle, epoch, number)
+                    taken = source.read_batch(handle, epoch, number)
             self.whereabouts.at(COMPUTE, taken)
             tally = self._one_step((epoch, number, taken), tally)
             self.whereabouts.lap(DATA, tally.totals)
@@ -318,7 +318,7 @@ class Step:
             number, following, tally = repeated(lambda number, *_: number < until, step, number, following, tally)
             return number, following, self._together(tally, totals)
 
-        following = source.take(handle, epoch, tally.step, parts) if source.reads_ahead else ()
+        following = source.read_batch(handle, epoch, tally.step, parts) if source.reads_ahead else ()
         body = step if self._local_steps == 1 else stretch
         return repeated(more, body, tally.step, following, tally)[-1]
 
@@ -354,19 +354,19 @@ class Step:
         finds the one.
         """
         source, size = self.data.train, self._block_steps
-        assert isinstance(source, Addressed)
+        assert isinstance(source, ArraySource)
         whole = tf.minimum(end, source.size // self.options["batch_size"])
 
         def more(following: Any, fine: tf.Tensor, tally: Tally) -> tf.Tensor:
             return (tally.step < whole) & fine
 
         def steps(block: Any, fine: tf.Tensor, tally: Tally) -> tuple[Any, tf.Tensor, Tally]:
-            following = source.take_many(handle, epoch, tally.step + size, size)
+            following = source.read_batches(handle, epoch, tally.step + size, size)
             self.whereabouts.at(COMPUTE, block)
             tally, fine = self._block(block, epoch, tf.minimum(whole, tally.step + size), tally)
             return following, fine, tally
 
-        first = source.take_many(handle, epoch, tally.step, size)
+        first = source.read_batches(handle, epoch, tally.step, size)
         return repeated(more, steps, first, tf.constant(True), tally)[-1]
 
     def _train_block(self, block: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> tuple[Tally, tf.Tensor]:
@@ -401,7 +401,7 @@ class Step:
         A program that isn't compiled has changed nothing.
         """
         source = self.data.train
-        assert isinstance(source, Addressed)
+        assert isinstance(source, ArraySource)
         try:
             packed = self._joined(step, self._call(handle, epoch, step, steps))
             self._untried = step >= source.size // self.options["batch_size"]
@@ -498,7 +498,7 @@ class Step:
         examples, ended, seen = sums[0][EXAMPLES], tally.ended, sums[0][EXAMPLES] != 0.0
         if self._counted:
             seen &= tally.going
-        if isinstance(self.data.train, Stream):
+        if isinstance(self.data.train, StreamSource):
             ended = examples == 0.0
             tf.cond(finite, lambda: ended, self._keep_batch)
             going &= ~ended
@@ -571,7 +571,7 @@ class Step:
         needed: see `Replica`.
         """
         source, parts = self.data.train, self.options["accumulate"]
-        rows = source.share(feed, self.backend.replica(), part, parts)
+        rows = source.replica_rows(feed, self.backend.replica(), part, parts)
 
         def some(rows: Rows, stand_in: Any) -> Any:
             return self._sum_gradients(values, optimizer, rows, stand_in)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loop import ArrayData, UsageError
 from loop.backends.base import Backend
 from loop.backends.strategy import logical_cpus
-from loop.data import Order, Stream, count, source
+from loop.data import BatchOptions, StreamSource, count, source
 
 
 class Worker(Backend):
@@ -24,7 +24,8 @@ class Worker(Backend):
 def read(opened, epoch, step, replica=0, part=0, parts=1):
     """The rows of one replica at a position of addressed data, eagerly."""
     at = tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)
-    return opened.share((*at, opened.take((), *at, parts)), replica, tf.constant(part, tf.int64), parts).batch
+    taken = opened.read_batch((), *at, parts)
+    return opened.replica_rows((*at, taken), replica, tf.constant(part, tf.int64), parts).batch
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -38,7 +39,7 @@ def read(opened, epoch, step, replica=0, part=0, parts=1):
     epoch=st.integers(0, 10**6),
 )
 def test_every_example_once_an_epoch_on_any_number_of_replicas(size, batch_size, workers, local, parts, seed, epoch):
-    opened = source(ArrayData(np.arange(size)), Order(batch_size, seed, shuffle=True), "data")
+    opened = source(ArrayData(np.arange(size)), BatchOptions(batch_size, seed, shuffle=True), "data")
     shared = [opened.sharded(Worker(rank, workers, local), "example") for rank in range(workers)]
     together = []
     for step in range(opened.steps_per_epoch):
@@ -59,8 +60,8 @@ def test_every_example_once_an_epoch_on_any_number_of_replicas(size, batch_size,
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_many_batches_at_once_are_the_same_as_one_by_one(shuffle):
-    opened = source(ArrayData(np.arange(23), np.ones((23, 2))), Order(5, 3, shuffle=shuffle), "data")
-    index, (numbers, ones) = opened.take_many((), tf.constant(1, tf.int64), tf.constant(2, tf.int64), 4)
+    opened = source(ArrayData(np.arange(23), np.ones((23, 2))), BatchOptions(5, 3, shuffle=shuffle), "data")
+    index, (numbers, ones) = opened.read_batches((), tf.constant(1, tf.int64), tf.constant(2, tf.int64), 4)
     assert (numbers.shape, ones.shape) == ((4, 5), (4, 5, 2))
     for place in (0, 1):
         np.testing.assert_array_equal(numbers[place], read(opened, 1, 2 + place)[0])
@@ -69,7 +70,7 @@ def test_many_batches_at_once_are_the_same_as_one_by_one(shuffle):
 
 def test_order_is_a_pure_function_of_seed_and_epoch():
     def order(seed, epoch):
-        opened = source(ArrayData(np.arange(50)), Order(50, seed, shuffle=True), "data")
+        opened = source(ArrayData(np.arange(50)), BatchOptions(50, seed, shuffle=True), "data")
         return read(opened, epoch, 0).numpy().tolist()
 
     assert order(1, 0) == order(1, 0)
@@ -77,14 +78,14 @@ def test_order_is_a_pure_function_of_seed_and_epoch():
 
 
 def test_without_shuffle_the_order_is_the_arrays():
-    opened = source(ArrayData(np.arange(10)), Order(4), "data")
+    opened = source(ArrayData(np.arange(10)), BatchOptions(4), "data")
     assert read(opened, 3, 2).numpy().tolist() == [8, 9]
 
 
 def test_structures_follow_the_arrays():
-    one = source(ArrayData(np.zeros((4, 2))), Order(2), "data")
-    several = source(ArrayData(np.zeros((4, 2)), np.ones(4)), Order(2), "data")
-    named = source(ArrayData({"x": np.zeros((4, 2)), "name": np.array(["a", "b", "c", "d"])}), Order(2), "data")
+    one = source(ArrayData(np.zeros((4, 2))), BatchOptions(2), "data")
+    several = source(ArrayData(np.zeros((4, 2)), np.ones(4)), BatchOptions(2), "data")
+    named = source(ArrayData({"x": np.zeros((4, 2)), "name": np.array(["a", "b", "c", "d"])}), BatchOptions(2), "data")
     assert read(one, 0, 0).shape == (2, 2)
     assert [tuple(part.shape) for part in read(several, 0, 0)] == [(2, 2), (2,)]
     assert read(named, 0, 1)["name"].numpy().tolist() == [b"c", b"d"]
@@ -93,20 +94,22 @@ def test_structures_follow_the_arrays():
 def test_a_batch_is_copied_to_the_device_that_computes():
     worker = Worker(0, 1)
     worker.device = logical_cpus(2)[1]
-    opened = source(ArrayData(np.arange(6), np.array(list("abcdef"))), Order(4), "data").sharded(worker, "example")
+    opened = source(ArrayData(np.arange(6), np.array(list("abcdef"))), BatchOptions(4), "data").sharded(
+        worker, "example"
+    )
     zero = tf.constant(0, tf.int64)
-    index, (numbers, letters) = opened.take((), zero, zero)
+    index, (numbers, letters) = opened.read_batch((), zero, zero)
     assert [tensor.device[-5:] for tensor in (index, numbers, letters)] == ["CPU:1", "CPU:1", "CPU:0"]
 
 
 def drain(stream, handle, steps):
     """The sizes of what a worker takes in the next steps."""
     zero = tf.constant(0, tf.int64)
-    return [int(count(stream.take(handle, zero, zero))) for _ in range(steps)]
+    return [int(count(stream.read_batch(handle, zero, zero))) for _ in range(steps)]
 
 
 def test_stream_ends_each_epoch_with_an_empty_batch_and_waits_there():
-    stream = source(tf.data.Dataset.range(10), Order(4), "data")
+    stream = source(tf.data.Dataset.range(10), BatchOptions(4), "data")
     handle = stream.start(0, 0)
     assert drain(stream, handle, 6) == [4, 4, 2, 0, 0, 0]
     assert drain(stream, stream.next_epoch(handle), 4) == [4, 4, 2, 0]
@@ -140,14 +143,14 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
     zero = tf.constant(0, tf.int64)
 
     def new(prefetch=5):  # a new process has a new data set, which has been looked at once
-        stream = source(pipeline(), Order(4, prefetch=prefetch), "data", pipeline)
+        stream = source(pipeline(), BatchOptions(4, prefetch=prefetch), "data", pipeline)
         assert count(stream.example) == 3
         return stream
 
     assert bool(new().unsaved(new().start(0, 0))) is (pipeline in (shuffled_within, shuffled_and_repeated))
 
     def take(stream, handle):
-        return stream.take(handle, zero, zero).numpy().tolist()
+        return stream.read_batch(handle, zero, zero).numpy().tolist()
 
     reference = new()
     handle, batches, states = reference.start(0, 0), {}, {}
@@ -171,12 +174,12 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
 def test_stream_is_shared_by_example_over_workers_and_replicas():
     seen = []
     for rank in (0, 1):
-        stream = source(tf.data.Dataset.range(11), Order(4), "data").sharded(Worker(rank, 2, 2), "example")
+        stream = source(tf.data.Dataset.range(11), BatchOptions(4), "data").sharded(Worker(rank, 2, 2), "example")
         handle = stream.start(0, 0)
         zero = tf.constant(0, tf.int64)
-        while count(batch := stream.take(handle, zero, zero)):
+        while count(batch := stream.read_batch(handle, zero, zero)):
             for replica in (2 * rank, 2 * rank + 1):
-                seen.extend(stream.share((zero, zero, batch), replica).batch.numpy().tolist())
+                seen.extend(stream.replica_rows((zero, zero, batch), replica).batch.numpy().tolist())
     assert sorted(seen) == list(range(11))
 
 
@@ -186,17 +189,17 @@ def test_stream_is_shared_by_file(tmp_path):
     files = sorted(str(path) for path in tmp_path.glob("*.txt"))
     seen = []
     for rank in (0, 1):
-        stream = Stream(tf.data.TextLineDataset(files), Order(4)).sharded(Worker(rank, 2), "file")
+        stream = StreamSource(tf.data.TextLineDataset(files), BatchOptions(4)).sharded(Worker(rank, 2), "file")
         own = [line.decode() for line in stream.dataset.as_numpy_iterator()]
         assert len({line.split("-")[0] for line in own}) == 2  # whole files
-        assert stream.order.batch_size == 2
+        assert stream.options.batch_size == 2
         seen.extend(own)
     assert sorted(seen) == sorted(f"{name}-{line}" for name in range(4) for line in range(name + 1))
 
 
 def test_stream_that_has_no_files_cannot_be_shared_by_file():
     with pytest.raises(UsageError, match="can't be split by files"):
-        Stream(tf.data.Dataset.range(4), Order(4)).sharded(Worker(0, 2), "file")
+        StreamSource(tf.data.Dataset.range(4), BatchOptions(4)).sharded(Worker(0, 2), "file")
 
 
 @pytest.mark.parametrize("where", ["options", "map", "interleave", "within", "large"])
@@ -214,14 +217,14 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
     elif where == "within":
         stream = stream.flat_map(lambda x: numbers.map(lambda y: x + y, **loose))
     else:  # no graph is made of it
-        monkeypatch.setattr("loop.data._MOST_IN_GRAPH", 7)
+        monkeypatch.setattr("loop.data.pipelines._MOST_IN_GRAPH", 7)
         stream = tf.data.Dataset.from_tensor_slices(np.arange(8)).map(lambda x: x, **loose)
-    alone = Stream(stream, Order(4)).sharded(Worker(0, 1), "example")
+    alone = StreamSource(stream, BatchOptions(4)).sharded(Worker(0, 1), "example")
     assert int(alone.start(0, 0).get_next().shape[0]) == 4
     with pytest.raises(UsageError, match=r"deterministic=False.* each of 2 workers would read another one"):
-        Stream(stream, Order(4)).sharded(Worker(0, 2), "example")
+        StreamSource(stream, BatchOptions(4)).sharded(Worker(0, 2), "example")
     ordered = numbers.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2)
-    Stream(ordered, Order(4)).sharded(Worker(0, 2), "example")
+    StreamSource(ordered, BatchOptions(4)).sharded(Worker(0, 2), "example")
 
 
 @pytest.mark.parametrize(
@@ -232,14 +235,20 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
         (lambda: ArrayData(np.float32(3)), "a scalar has no examples"),
         (lambda: ArrayData({"x": np.zeros(3)}, np.zeros(3)), "a dict within a dict, or beside other arrays"),
         (lambda: ArrayData({"x": {"y": np.zeros(3)}}), "a dict within a dict, or beside other arrays"),
-        (lambda: source(ArrayData(np.zeros((0, 2))), Order(4), "train_data()"), r"train_data\(\) has no examples"),
-        (lambda: source(tf.data.Dataset.range(0), Order(4), "eval_data()"), r"eval_data\(\) has no examples"),
         (
-            lambda: source(ArrayData(np.array([np.zeros(1), np.zeros(2)], object)), Order(4), "x"),
+            lambda: source(ArrayData(np.zeros((0, 2))), BatchOptions(4), "train_data()"),
+            r"train_data\(\) has no examples",
+        ),
+        (lambda: source(tf.data.Dataset.range(0), BatchOptions(4), "eval_data()"), r"eval_data\(\) has no examples"),
+        (
+            lambda: source(ArrayData(np.array([np.zeros(1), np.zeros(2)], object)), BatchOptions(4), "x"),
             r"dtype object, shape \[2\], is no tensor .* all examples of one shape",
         ),
-        (lambda: source([1, 2], Order(4), "train_data()"), r"returned list: return ArrayData"),
-        (lambda: source(ArrayData(np.zeros(3)), Order(4, drop_remainder=True), "x"), "leaves nothing of 3 examples"),
+        (lambda: source([1, 2], BatchOptions(4), "train_data()"), r"returned list: return ArrayData"),
+        (
+            lambda: source(ArrayData(np.zeros(3)), BatchOptions(4, drop_remainder=True), "x"),
+            "leaves nothing of 3 examples",
+        ),
     ],
 )
 def test_bad_data_is_refused_with_the_fix(make, message):

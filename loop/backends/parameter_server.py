@@ -27,7 +27,7 @@ from loop import launch
 from loop.backends.base import use_gpus
 from loop.backends.strategy import StrategyBackend
 from loop.build import as_tf
-from loop.data import Addressed, Data
+from loop.data import ArraySource, Data
 from loop.errors import UsageError
 
 PARTS = 2
@@ -91,7 +91,7 @@ class ParameterServer(StrategyBackend):
                 "model has others (a tf.Module's, or of tf_keras): leave it out"
             )
         for name, source in (("train_data()", data.train), ("eval_data()", data.eval)):
-            if not isinstance(source, Addressed | None):
+            if not isinstance(source, ArraySource | None):
                 raise UsageError(
                     f"{name} is a tf.data.Dataset, which only one process can read in its order: with "
                     "backend='parameter_server', return ArrayData, of which any worker can read any batch"

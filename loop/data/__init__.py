@@ -1,0 +1,29 @@
+"""Data: which examples are in global batch s of epoch e, and which of them a replica gets.
+
+A source is read in two moves, both inside the compiled step. `read_batch` runs once per worker and step; `replica_rows`
+runs in each replica and returns its rows. Array data is a pure function of (seed, epoch, step), so that its order
+depends neither on the number of replicas nor on what was read before; a stream has an iterator, and an empty batch
+after each epoch.
+"""
+
+from loop.data.arrays import ArrayData, ArraySource
+from loop.data.batch import BatchOptions, Rows, count, rows
+from loop.data.pipelines import one_order, shard_files
+from loop.data.sources import Data, Source, open_data, source
+from loop.data.streams import StreamSource
+
+__all__ = [
+    "ArrayData",
+    "ArraySource",
+    "BatchOptions",
+    "Data",
+    "Rows",
+    "Source",
+    "StreamSource",
+    "count",
+    "one_order",
+    "open_data",
+    "rows",
+    "shard_files",
+    "source",
+]

@@ -1,0 +1,121 @@
+"""The sources of a run: what a task returned, checked, in the order that the options ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.data.arrays import ArrayData, ArraySource
+from loop.data.batch import BatchOptions, count
+from loop.data.pipelines import check_spec, one_order_an_epoch
+from loop.data.streams import StreamSource
+from loop.errors import UsageError
+from loop.seeds import random_state, set_random_state
+from loop.task import TrainTask
+
+Source = ArraySource | StreamSource
+
+
+@dataclasses.dataclass
+class Data:
+    """The sources of a run.
+
+    Attributes:
+        train: the training data.
+        eval: the evaluation data, or None.
+    """
+
+    train: Source
+    eval: Source | None
+
+    def sharded(self, backend: Backend, policy: str) -> Data:
+        """The same sources, shared out over the replicas of `backend`; see `callbacks.ShardData`."""
+        return Data(self.train.sharded(backend, policy), self.eval and self.eval.sharded(backend, policy))
+
+
+def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
+    """Opens the data of a task, in the order that the options say; not yet shared out.
+
+    Raises:
+        UsageError: something that is no data; no examples, or none left by `drop_remainder`; an endless stream and no
+            number of steps, or an endless one for evaluation.
+    """
+    batching = BatchOptions(*(options[field.name] for field in dataclasses.fields(BatchOptions)))
+    data, overfit = task.train_data(), options["overfit"]
+    if overfit is not None:
+        data = first(data, overfit * options["batch_size"])
+    train = source(data, batching, "train_data()", lambda: made_again(task, options["seed"]))
+    if train.endless and options["steps"] is None:
+        raise UsageError("train_data() is endless: say how many steps to make (steps=..., --steps N)")
+    held_out = None
+    if options["eval_every"] != "never":
+        held_out = task.eval_data() if overfit is None else data
+    if held_out is None:
+        return Data(train, None)
+    evaluation = source(held_out, BatchOptions(options["batch_size"], prefetch=options["prefetch"]), "eval_data()")
+    if evaluation.endless:
+        raise UsageError("eval_data() is endless: an evaluation needs an end; .take(n) gives it one")
+    return Data(train, evaluation)
+
+
+def first(data: Any, size: int) -> Any:
+    """The first examples of what a task returned, in memory: the same ones each time that they are read."""
+    if isinstance(data, tf.data.Dataset):
+        check_spec(data)
+        batch = next(iter(data.take(size).batch(size)), None)
+        arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), batch)
+    elif isinstance(data, ArrayData):
+        arrays = tf.nest.map_structure(lambda array: array[:size], data.arrays)
+    else:
+        return data  # `source` says what is wrong with it
+    if arrays is None:
+        raise no_examples("train_data()")
+    some = ArrayData(*tf.nest.flatten(arrays))
+    some.arrays = arrays
+    return some
+
+
+def made_again(task: TrainTask, seed: int) -> Any:
+    """What `train_data` returned, once more, from the same seeds."""
+    before = random_state()
+    keras.utils.set_random_seed(seed)
+    try:
+        return task.train_data()
+    finally:
+        set_random_state(before)
+
+
+def source(data: Any, options: BatchOptions, what: str, make: Callable[[], Any] | None = None) -> Source:
+    """Makes a source of what the method `what` of a task returned; `make` does so again; see `open_data`."""
+    if isinstance(data, ArrayData):
+        if not data.size:
+            raise no_examples(what)
+        if options.drop_remainder and data.size < options.batch_size:
+            raise UsageError(
+                f"{what}: drop_remainder with batch_size={options.batch_size} leaves nothing of {data.size} examples: "
+                "make the batch smaller, or keep the remainder"
+            )
+        return ArraySource(data, options)
+    if isinstance(data, tf.data.Dataset):
+        stream = StreamSource(data, options)
+        if not count(stream.example):
+            raise no_examples(what)
+        if make is not None and one_order_an_epoch(data):
+
+            def again() -> Any:
+                made = make()
+                return None if made is data else source(made, options, what)
+
+            stream._again = again
+        return stream
+    raise UsageError(f"{what} returned {type(data).__name__}: return ArrayData(...) or an unbatched tf.data.Dataset")
+
+
+def no_examples(what: str) -> UsageError:
+    """The error for a source without examples."""
+    return UsageError(f"{what} has no examples: nothing can be trained or evaluated on it")

@@ -1,0 +1,206 @@
+"""Streams: a `tf.data.Dataset` with an iterator for each epoch, and an empty batch after the last one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.data.batch import BatchOptions, Rows, count, rows
+from loop.data.pipelines import check_spec, one_order, one_order_an_epoch, shard_files
+from loop.errors import UsageError
+
+
+class StreamSource:
+    """A `tf.data.Dataset` of examples, batched, with an iterator for each epoch; behind its end, batches are empty.
+
+    Attributes:
+        steps_per_epoch: None: nobody knows before the stream has been read.
+        endless: whether the stream is known to have no end.
+        layout: how the stream is split, where a position means something else when it is split otherwise; else None.
+    """
+
+    steps_per_epoch: int | None = None
+    layout: list[Any] | None = None
+    reads_ahead = False  # a batch that was read and not used would be lost; the pipeline reads ahead by itself
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        options: BatchOptions,
+        first: int = 0,
+        replicas: int = 1,
+        workers: int = 1,
+        again: Callable[[], StreamSource | None] | None = None,
+    ) -> None:
+        check_spec(dataset)
+        self.dataset, self.options = dataset, options
+        self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        self._first, self._replicas = first, replicas
+        self._batch_size = options.batch_size * workers
+        # One for all epochs: a data set that reshuffles each iteration does so here too.
+        ahead = tf.data.AUTOTUNE if options.prefetch == "auto" else options.prefetch
+        self._batches = dataset.batch(options.batch_size, drop_remainder=options.drop_remainder).prefetch(ahead)
+        self._following = self._batches
+        self._again = again
+        self._unsaved = ""
+
+    @functools.cached_property
+    def example(self) -> Any:
+        """The first few examples, as a batch; a batch of none if the stream is empty."""
+        with tf.init_scope():  # values, also when a graph that is being traced asks for them
+            options = tf.data.Options()
+            # Nothing is read ahead: how far that would come, and which seeds would be drawn, nobody knows.
+            options.experimental_optimization.inject_prefetch = False
+            return next(iter(self.dataset.batch(3).with_options(options)), self.nothing())
+
+    def head(self, count: int) -> Any:
+        """The first examples, as a batch: those of `example`, since nothing else may be read beside the training."""
+        return tf.nest.map_structure(lambda tensor: tensor[:count], self.example)
+
+    def sharded(self, backend: Backend, policy: str) -> StreamSource:
+        """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
+        dataset, options = self.dataset, self.options
+        by_example = policy == "example"
+        if backend.member and not by_example:
+            raise UsageError(
+                f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "
+                'workers; use ShardData("example"), or ArrayData'
+            )
+        if by_example and backend.workers > 1 and not one_order(dataset):
+            raise UsageError(
+                "the data set is told that its order doesn't matter (deterministic=False): each of "
+                f"{backend.workers} workers would read another one, so that some examples are used twice and others "
+                'not at all; leave that out, or use ShardData("file")'
+            )
+        if not by_example and backend.workers > 1:
+            if options.batch_size % backend.workers:
+                raise UsageError(
+                    f"ShardData({policy!r}): batch_size={options.batch_size} can't be divided over {backend.workers} "
+                    f"workers: give a multiple of {backend.workers}"
+                )
+            options = dataclasses.replace(options, batch_size=options.batch_size // backend.workers)
+        if policy == "file" and backend.workers > 1:
+            dataset = shard_files(dataset, backend.workers, backend.rank)
+        if by_example:
+            split = StreamSource(dataset, options, 0, backend.replicas)
+        else:
+            first = backend.rank * backend.local_replicas
+            split = StreamSource(dataset, options, first, backend.local_replicas, backend.workers)
+            split.layout = [policy, backend.workers]
+        # Read once: another iterator would draw from the seeds of a data set that shuffles.
+        split.__dict__["example"] = self.example
+        if (again := self._again) is not None:
+            split._again = lambda: (made := again()) and made.sharded(backend, policy)
+        return split
+
+    def most(self, parts: int) -> int:
+        """How many rows one of so many parts of a batch has at most, over all replicas."""
+        workers = self._batch_size // self.options.batch_size
+        return workers * -(-self.options.batch_size // parts)
+
+    def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> Any:
+        """Opens the stream at a position: by its iterator's state there, or by reading up to it.
+
+        Raises:
+            tf.errors.OpError: the state is that of an iterator of another pipeline.
+        """
+        again = self._again() if self._again is not None and state is not None else None
+        if again is not None:
+            return self._restored(again, epoch, step_in_epoch, state)
+        for _ in range(epoch):
+            for _ in iter(self._batches):
+                pass
+        iterator = iter(self._batches)
+        for _ in range(step_in_epoch):
+            next(iterator, None)
+        return iterator
+
+    def _restored(self, again: StreamSource, epoch: int, step_in_epoch: int, state: Any) -> Any:
+        """The iterator of a position, by its state.
+
+        An iterator's state tells the rest of its epoch, but not always the seeds of the order of the next: those are
+        drawn anew, from the same pipeline, made again.
+        """
+        self._following = again._batches
+        for _ in range(epoch + (step_in_epoch > 0)):
+            next(iter(self._following), None)
+        if not step_in_epoch:
+            return iter(self._following)
+        iterator = iter(self._batches)
+        variant = tf.io.parse_tensor(state.tobytes(), tf.variant)
+        tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=variant)
+        return iterator
+
+    def next_epoch(self, iterator: Any) -> Any:
+        """The iterator of the epoch behind that of `iterator`."""
+        return iter(self._following)
+
+    def state(self, iterator: Any) -> np.ndarray | None:
+        """The iterator's state, buffers of shuffling included: uint8 [n]; None where it can't tell what follows."""
+        if self._again is None or not one_order_an_epoch(self.dataset):
+            self._unsaved = "it shuffles within a repeat, or within one of several parts, or can't be made again"
+            return None
+        policy = self.dataset.options().experimental_external_state_policy
+        try:
+            variant = tf.raw_ops.SerializeIterator(
+                resource_handle=iterator._iterator_resource,
+                external_state_policy=2 if policy is None else policy.value,  # 2: fail where something has state
+            )
+            return np.frombuffer(tf.io.serialize_tensor(variant).numpy(), np.uint8)
+        except tf.errors.OpError as error:
+            self._unsaved = str(error.message).split(" [Op:")[0].split("}} ")[-1]
+            return None
+
+    def unsaved(self, iterator: Any) -> str:
+        """Why `state` is None; "" if it isn't."""
+        return self._unsaved if self.state(iterator) is None else ""
+
+    def read_batch(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
+        """The worker's next batch; an empty one at the end of its epoch, and then until all workers are there."""
+        found = iterator.get_next_as_optional()
+        return tf.cond(found.has_value(), found.get_value, self.nothing)
+
+    def more(self, taken: Any) -> Any:
+        """Whether the worker's batch holds examples."""
+        return count(taken) > 0
+
+    def whole(self, epoch: tf.Tensor, step: tf.Tensor, batch: Any) -> Rows:
+        """The worker's whole batch, which was `batch`."""
+        alone = copy.copy(self)
+        alone._replicas, alone._first = 1, 0
+        rows = alone.replica_rows((epoch, step, batch), 0)
+        ahead = self._first // self._replicas * self.options.batch_size
+        return rows._replace(first=rows.first + ahead, index=rows.index + ahead)
+
+    def leaves_some_without(self, parts: int) -> bool:
+        """Whether one of so many parts of some batch is empty: that behind each epoch is."""
+        return True
+
+    def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
+        """The replica's rows of micro-batch `part` of `parts` of its worker's batch."""
+        epoch, step, batch = feed
+        start, stop = tf.constant(0, tf.int64), count(batch)
+        if parts > 1:
+            start, stop = rows(stop, part, parts)
+        first, end = rows(stop - start, tf.cast(replica, tf.int64) - self._first, self._replicas)
+        low, high = start + first, start + end
+        # A worker that reads a share of its own has its places behind those of the workers before it.
+        ahead = self._first // self._replicas * self.options.batch_size
+        index = step * self._batch_size + ahead + tf.range(low, high)
+        own = tf.nest.map_structure(lambda tensor: tensor[low:high], batch)
+        return Rows(own, first + ahead, epoch, step * parts + part, index)
+
+    def nothing(self) -> Any:
+        """A batch without rows."""
+
+        def empty(spec: tf.TensorSpec) -> tf.Tensor:
+            return tf.zeros([0, *(size or 0 for size in spec.shape)], spec.dtype)
+
+        return tf.nest.map_structure(empty, self.dataset.element_spec)
