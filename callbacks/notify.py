@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from callbacks import redact
@@ -33,7 +34,8 @@ class Notify(Callback):
     It has `text` (a line for people, which Slack and Mattermost show), `event` (see `on`), `task`, `run_directory`,
     `status`, `step`, `epoch`, `metrics`, `time`; and `reason`, or `error`. A server that is slow, down or unwilling is
     told once on stderr, and neither delays the run nor fails it; the process, at its end, waits for it for `timeout`
-    at most. The URL is taken for a secret: nothing that is written shows more of it than its host.
+    at most. Redirects are not followed: the credentials go to the host of `url` and to no other. The URL is taken for
+    a secret: nothing that is written shows more of it than its host.
 
     Args:
         url: where to post, http or https; a user and password in it are sent by basic authentication.
@@ -108,11 +110,12 @@ class Notify(Callback):
 
         try:
             request = urllib.request.Request(self._url, body, self._headers)  # noqa: S310 - it is http or https
-            with urllib.request.urlopen(request, timeout=self.timeout):  # noqa: S310
+            with _opener().open(request, timeout=self.timeout):
                 pass
         except urllib.error.HTTPError as error:
             error.close()
-            self._trouble(f"it answered {error.code}")
+            redirects = 300 <= error.code < 400
+            self._trouble(f"it answered {error.code}" + ", a redirect, which is never followed" * redirects)
         except (OSError, http.client.HTTPException, ValueError) as error:
             why = getattr(error, "reason", error)
             text = getattr(why, "strerror", None) or type(why).__name__  # not all of it, which may hold the URL
@@ -124,6 +127,17 @@ class Notify(Callback):
         if not self._told:
             self._told = True
             print(f"warning: the webhook at {self.place} was not told ({reason})", file=sys.stderr, flush=True)
+
+
+def _opener() -> Any:
+    """What posts. It hands a redirect back as an error: another host must not get the credentials."""
+    import urllib.request
+
+    class Refusing(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *arguments: Any) -> None:
+            return None
+
+    return urllib.request.build_opener(Refusing)
 
 
 def _place(url: str) -> str:

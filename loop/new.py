@@ -34,6 +34,7 @@ def new(name: str) -> str:
         raise UsageError(f"NAME {name!r}: {what}; how about {better!r}?")
     text, path = shipped_path(TEMPLATE.lower()).read_text(), Path(f"{name}.py")
     kind = class_name(name, set(re.findall(r"\w+", text)))
+    text = text.replace(f"{TEMPLATE.lower()}.py", path.name)  # the commands at its top name the file that they train
     try:
         with path.open("x", encoding="utf-8") as file:  # never over another one
             file.write(re.sub(rf"\b{TEMPLATE}\b", kind, text))

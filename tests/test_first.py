@@ -58,7 +58,8 @@ def test_new_writes_a_class_named_after_the_file(name, kind, tmp_path):
     assert new(name) == f"{name}.py:{kind}"
     made = (tmp_path / f"{name}.py").read_text()
     assert re.findall(r"^class (\w+)\(TrainTask\)", made, re.M) == [kind]
-    assert "Template" not in made
+    assert "template" not in made.lower()
+    assert set(re.findall(r"\S+\.py\S*", made)) == {f"{name}.py:{kind}"}  # the commands at its top train this file
     compile(made, name, "exec")
 
 
