@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from loop.errors import PeerError, TrainingError, UsageError
     from loop.evaluate import evaluate
     from loop.fit import FitResult, fit
+    from loop.keras_task import KerasTask
     from loop.replica import all_gather, example_seed, first_row
     from loop.run import Run
-    from loop.task import KerasTask, TrainTask
+    from loop.task import TrainTask
     from loop.values import Perplexity
 
     __version__: str
@@ -43,7 +44,7 @@ __all__ = [
 _HOMES = {
     "ArrayData": "data",
     "FitResult": "fit",
-    "KerasTask": "task",
+    "KerasTask": "keras_task",
     "PeerError": "errors",
     "Perplexity": "values",
     "Run": "run",
