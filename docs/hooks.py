@@ -7,15 +7,23 @@ read, too. On the site, each such file becomes a page; `../tests/test_fit.py#tes
 from __future__ import annotations
 
 import ast
+import html
+import logging
 import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from mkdocs.structure.files import File
+from mkdocs.utils import get_relative_url
 
+LOG = logging.getLogger("mkdocs.hooks.links")
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?:#([\w-]+))?(?=\))")
+PICTURE = re.compile(r'(?<=\ssrc=")(?!\w+:|[/#])[^"]+|(?<=\ssrcset=")(?!\w+:|[/#])[^"]+')
+TAG = re.compile(r"<[a-z][^<>]*>")
+ADDRESS = re.compile(r'\s(?:href|src|srcset)="([^"]*)"')
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sbatch": "bash"}
 INTRODUCTION = "<!-- the first part of README.md -->"
 EXAMPLES = ROOT / "examples" / "README.md"
@@ -51,7 +59,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return target
         return f"{target}#" + (f"__codelineno-0-{line_of(path, link[2])}" if path.suffix == ".py" else link[2])
 
-    return LINK.sub(turned, introduced(markdown)) if links(here) else markdown
+    def placed(picture: re.Match[str]) -> str:
+        """MkDocs turns the addresses of Markdown alone: those of raw HTML are as from the page's own file."""
+        path = meant(here, picture[0])
+        return get_relative_url(place(path), page.url) if path else picture[0]
+
+    return PICTURE.sub(placed, LINK.sub(turned, introduced(markdown))) if links(here) else markdown
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -61,6 +74,37 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """
     page.present_anchor_ids |= set(re.findall(r'id="(__codelineno-[\d-]+)"', html))
     return re.sub(r"(?<=<code>)test_\w+(?=</code>)", lambda name: name[0].replace("_", "_<wbr>"), html)
+
+
+def on_post_build(config: Any) -> None:
+    """Warns, which fails a strict build, of each address that leads nowhere: of pages, pictures, styles and anchors."""
+    for text in broken(Path(config.site_dir)):
+        LOG.warning(text)
+
+
+def broken(site: Path) -> list[str]:
+    """What the pages of a site refer to within the site, and what isn't there."""
+    pages = {path: path.read_text() for path in sorted(site.rglob("*.html"))}
+    anchors: dict[Path, set[str]] = {}
+    found = []
+    for path, text in pages.items():
+        addresses = dict.fromkeys(each for tag in TAG.findall(text) for each in ADDRESS.findall(tag))
+        for address in addresses:
+            parts = urlsplit(html.unescape(address))
+            if parts.scheme or parts.netloc:
+                continue
+            base = site if parts.path.startswith("/") else path.parent
+            target = Path(os.path.normpath(base / unquote(parts.path).lstrip("/"))) if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            where = f"{path.relative_to(site)}: {address} leads nowhere"
+            if not target.is_relative_to(site) or not target.is_file():
+                found.append(where)
+            elif parts.fragment and target in pages:
+                if target not in anchors:
+                    anchors[target] = set(re.findall(r'\s(?:id|name)="([^"]+)"', pages[target]))
+                if unquote(parts.fragment) not in anchors[target]:
+                    found.append(f"{where}: the page has no such anchor")
+    return found
 
 
 def introduced(markdown: str) -> str:

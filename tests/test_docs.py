@@ -196,8 +196,8 @@ def test_every_yes_of_ours_is_a_test_and_every_yes_of_others_has_its_source():
 
 def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
     pytest.importorskip("material", reason="MkDocs Material is not installed: uv sync --group docs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+    done = subprocess.run(  # not --quiet, with which a strict build passes warnings over
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
         capture_output=True, text=True, timeout=200, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -210,6 +210,21 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
         assert page.count("load_digits") == 4, "both programs, where each imports and calls it"
     front = (tmp_path / "index.html").read_text()
     assert not re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(?:https?:)?//', front)
+
+
+def test_addresses_that_lead_nowhere_are_found(tmp_path):
+    """What fails the build of the site: `mkdocs build --strict` calls it for all pages."""
+    pytest.importorskip("mkdocs", reason="MkDocs is not installed: uv sync --group docs")
+    broken = runpy.run_path(str(DOCS / "hooks.py"))["broken"]
+    (tmp_path / "page").mkdir()
+    (tmp_path / "a b.png").touch()
+    (tmp_path / "index.html").write_text('<h2 id="here"></h2><a href="page/#there">&lt;img src="no.png"&gt;</a>')
+    good = ('a href="../#here"', 'img src="../a%20b.png"', 'a href="#there"', 'a href="https://h/x"', 'a href="/page/"')
+    bad = ('img src="a b.png"', 'a href="../#there"', 'a href="#here"', 'source srcset="x.png"', 'a href="../../page/"')
+    lines = [*good, *bad]
+    (tmp_path / "page" / "index.html").write_text('<h1 id="there"></h1>' + "".join(f"<{each}>" for each in lines))
+    addresses = [each.split('"')[1] for each in bad]
+    assert [text.split()[1] for text in broken(tmp_path)] == [each.split()[0] for each in addresses]
 
 
 def test_targets_on_the_pages_can_be_trained():
