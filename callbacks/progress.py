@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -12,18 +13,21 @@ from typing import Any, TextIO
 
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Every, Metrics, Run
+from callbacks.epoch_lines import EpochLines, epoch_of, number, numbers
 
 RELAY = "TFLOOP_PROGRESS"
 """Environment variable: "relay" makes a worker write its progress as marked lines, for its launcher to draw."""
 MARK = "\x1e"
 """Starts a relayed line (ASCII record separator)."""
+_BAR_WIDTH = 34  # columns of the shortest useful bar, with all that stands beside it but the epoch and the numbers
 
 
 class Progress(Callback):
     """Shows step, loss and other metrics, examples per second and the time that is left.
 
     Args:
-        every: how often the bar is drawn; see `Callback`. In a log, a line appears per epoch, and each `log_seconds`.
+        every: how often the bar is drawn; see `Callback`. A line tells of each epoch; of more than 20, of
+            one each three seconds, and of the last one. In a log, a line also appears each `log_seconds`.
         log_seconds: the time between two lines of a log within an epoch, in seconds.
     """
 
@@ -46,9 +50,9 @@ class Progress(Callback):
     def on_fit_end(self, run: Run, status: str) -> None:
         if not self._started:  # the run ended before it began
             return
-        self._update(
-            self._state(run, "end", run.history[-1] if run.history else {}) | {"status": status, "why": run.stop_reason}
-        )
+        # The epoch that the run is in: the next one begins with its first step.
+        epoch = max(1, run.progress.epoch + (run.progress.step_in_epoch > 0))
+        self._update(self._state(run, "end", {}) | {"epoch": epoch, "status": status, "why": run.stop_reason})
 
     def _update(self, state: dict[str, Any]) -> None:
         # A terminal or a launcher that is gone is no reason to stop training.
@@ -83,12 +87,14 @@ class Display:
     Args:
         stream: where to draw; stderr if None.
         log_seconds: seconds between two plain lines within an epoch.
+        epoch_seconds: seconds between the lines of two epochs at least, in a run of many epochs.
     """
 
-    def __init__(self, stream: TextIO | None = None, log_seconds: float = 10.0) -> None:
+    def __init__(self, stream: TextIO | None = None, log_seconds: float = 10.0, epoch_seconds: float = 3.0) -> None:
         self.stream = stream or sys.stderr
         self.terminal = self.stream.isatty()
         self.log_seconds = log_seconds
+        self._epochs = EpochLines(epoch_seconds)
         self._bar: Any = None
         self._last_line = time.monotonic()
 
@@ -117,9 +123,7 @@ class Display:
 
     def _steps(self, state: dict[str, Any]) -> None:
         if self._bar is not None:
-            first = dict(list(state["metrics"].items())[:2])  # more would leave no room for the bar
-            self._bar.set_description_str(epoch_of(state) + " ", refresh=False)
-            self._bar.set_postfix_str(f"{numbers(first)}, {state['speed']:,.0f} examples/s", refresh=False)
+            self._tell_bar(state)
             self._bar.update(state["step"] - self._bar.n)
         elif time.monotonic() - self._last_line >= self.log_seconds:
             of = f"/{state['total']:,}" if state["total"] else ""
@@ -127,16 +131,36 @@ class Display:
 
     def _epoch(self, state: dict[str, Any]) -> None:
         if self._bar is not None:
+            self._tell_bar(state)
             self._bar.update(state["step"] - self._bar.n)
-        self.line(f"{epoch_of(state)}  step {state['step']:,}  {numbers(state['metrics'])}")
+        self._epoch_line(self._epochs.take(state, time.monotonic()))
 
     def _end(self, state: dict[str, Any]) -> None:
+        self._epoch_line(self._epochs.held())
         if self._bar is not None:
+            self._tell_bar(state)
             self._bar.update(state["step"] - self._bar.n)
             self._bar.close()
             self._bar = None
         why = f" ({state['why']})" if state["why"] else ""
         self.line(f"{state['status']} at step {state['step']:,}{why}, {state['speed']:,.0f} examples/s")
+
+    def _tell_bar(self, state: dict[str, Any]) -> None:
+        """Gives the bar the epoch and the numbers of a state; it draws them when it is drawn next."""
+        self._bar.set_description_str(epoch_of(state) + " ", refresh=False)
+        if state["metrics"]:  # else those of before are the last ones that there are
+            room = self._columns() - len(epoch_of(state)) - 2 * len(f"{state['total'] or 0}") - _BAR_WIDTH
+            self._bar.set_postfix_str(_beside_bar(state, room), refresh=False)
+
+    def _epoch_line(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self.line(self._epochs.text(state, self._columns() if self.terminal else None))
+
+    def _columns(self) -> int:
+        """The width of the terminal, which the user may change at any time."""
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(self.stream.fileno()).columns or 80
+        return 80
 
     def line(self, text: str) -> None:
         """One whole line, above the bar if there is one."""
@@ -147,14 +171,20 @@ class Display:
             print(text, file=self.stream, flush=True)
 
 
-def epoch_of(state: dict[str, Any]) -> str:
-    """Which epoch of how many."""
-    return f"epoch {state['epoch']}" + (f"/{state['epochs']}" if state["epochs"] else "")
+def _beside_bar(state: Mapping[str, Any], room: int) -> str:
+    """What stands beside the bar: the first metric, and as much of the speed and a second metric as there is room for.
 
-
-def numbers(metrics: Mapping[str, float]) -> str:
-    """Metrics as people read them."""
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    Those of the evaluation are told by the line of the epoch.
+    """
+    of_training = ((name, value) for name, value in state["metrics"].items() if not name.startswith("eval_"))
+    first, *others = [f"{name} {number(value)}" for name, value in itertools.islice(of_training, 2)]
+    text = first
+    speed = f", {state['speed']:,.0f} examples/s"
+    if len(text + speed) <= room:
+        text += speed
+    if others and len(f"{text}  {others[0]}") <= room:
+        text = f"{first}  {others[0]}{text.removeprefix(first)}"
+    return text
 
 
 class Stages:
