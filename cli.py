@@ -287,10 +287,9 @@ def evaluate(
     with launch.reporting() as report, launch.quiet_start():
         from loop import backends, rundir
 
-        task, manifest = rundir.task_of(path, task_target)
+        (task, manifest), made = backends.with_task(lambda: rundir.task_of(path, task_target), engine, workers)
         from loop.evaluate import evaluate as evaluate_
 
-        made = backends.create(engine, workers)
         precision = manifest["run"]["options"]["precision"]
         metrics = evaluate_(task, path, batch_size=batch_size, backend=made, precision=precision)
         report(0, None, metrics)
@@ -319,7 +318,9 @@ def export(
     if out.suffix not in (".npz", ".keras") and out.suffix.lower() in NO_DIRECTORY:
         raise UsageError(f"{out}: there is no such format: give OUT.npz, OUT.keras, or a directory for a SavedModel")
     with shown_stages(3) as progress, launch.quiet_start():
-        from loop import rundir
+        from loop import devices, rundir
+
+        devices.prepare()
         from loop.export import export as export_
 
         task = None if out.suffix == ".npz" else rundir.task_of(path, task_target)[0]  # weights need no model
@@ -342,19 +343,23 @@ def verify(
     if record is not None:
         _record(target_, set_ or (), batch_size, record)
         return
-    engine = "multiworker" if launch.horovod_missing() else "horovod"
 
     def job(directory: Path) -> str:
-        code, problem, _ = launch.run(engine, 2, [*sys.argv[1:], "--record", str(directory)])
+        code, problem, _ = launch.run(backend, 2, [*sys.argv[1:], "--record", str(directory)])
         if code == PREEMPTED:
             raise KeyboardInterrupt
         return problem
 
     with shown_stages(9 + processes) as progress, launch.quiet_start():
-        task = target.load(target_, set_ or ())
+        from loop import devices
         from loop import verify as verify_
 
-        found = verify_.verify(task, batch_size, job=job if processes else None, job_engine=engine, progress=progress)
+        devices.alike(max(verify_.REPLICAS))
+        if not devices.use_gpus():
+            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
+        backend = launch.job_backend()[0]
+        task = target.load(target_, set_ or ())
+        found = verify_.verify(task, batch_size, job=job if processes else None, job_engine=backend, progress=progress)
     show(verify_.as_json(found), verify_.lines(found), as_json)
     raise typer.Exit(0 if found.same else FAILED)
 
@@ -375,9 +380,10 @@ def replay(
     if task_target is not None:
         target.check(task_target)
     with launch.quiet_start():
+        from loop import devices, rundir
         from loop import replay as replay_
-        from loop import rundir
 
+        devices.prepare()
         place_, _ = replay_.locate(path)
         task, _ = rundir.task_of(place_, task_target)
         found = replay_.replay(task, place_)
@@ -388,10 +394,9 @@ def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | 
     """What `verify` does in a worker of its job."""
     with launch.reporting() as report:
         with launch.quiet_start():
-            task = target.load(target_, assignments)
             from loop import backends, verify
 
-            made = backends.create(launch.choose("auto")[0])
+            task, made = backends.with_task(lambda: target.load(target_, assignments), launch.choose("auto")[0])
         verify.write(directory, task, made, batch_size)
         made.exchange(0)  # nobody leaves before all are done
         made.close()
@@ -561,6 +566,9 @@ def sweep(
         raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
     count = plan.trials(trials)
     with launch.quiet_start():
+        from loop import devices
+
+        devices.prepare()
         kind = target.find(plan.target)
     found = sweep_.sweep(plan, kind, count, jobs, directory)
     show(found.as_json(), found.lines(), as_json)
@@ -595,11 +603,11 @@ def find_lr(
     target.check(target_)
     engine = launch.place(backend or "auto", workers, alone="find-lr")
     with launch.quiet_start():
-        task = target.load(target_, set_ or ())
         from loop import backends
+
+        task, made = backends.with_task(lambda: target.load(target_, set_ or ()), engine, workers)
         from loop import find_lr as find_lr_
 
-        made = backends.create(engine, workers)
         options = with_defaults(task, given | {"backend": engine})
     with callbacks.progress.counted(steps, "step", sys.stderr) as advance:
         found = find_lr_.find_lr(task, made, options, steps, low, high, advance)

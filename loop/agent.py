@@ -162,6 +162,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
         "address": address,
         "hostname": socket.gethostname(),
         "hostname_is": resolve(socket.gethostname()),
+        "gpus": launch.count_gpus(),
         "seen": os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
     }
 

@@ -243,6 +243,8 @@ def run(
     """Runs `tfloop` with these arguments in an elastic job, on this machine or on hosts; see `launch.run`."""
     if cluster is not None:
         cluster.interfaces()  # what Horovod can't do there is said before anything starts
+    else:
+        launch.check_gpus(given.high)
     slots = given.high if given.discovery is None else discovered(given.discovery)
     wanted = workers or max(given.low, min(given.high, slots))
     with launch.place_of_job() as (directory, environment):

@@ -223,6 +223,8 @@ class Host:
                     yield f"has no {name} in {Path.cwd()}: copy it there"
                 elif self.answer["files"][name] != digest:
                     yield f"has another {name} than this machine: copy it there"
+            if self.slots > (gpus := self.answer.get("gpus", 0)) > 0:
+                yield launch.too_few_gpus(gpus, f"is to have {self.slots} workers")
 
     def lose(self, reason: str) -> None:
         """It is gone, and its workers with it."""

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import importlib.util
 import json
+import mmap
 import os
 import re
 import select
@@ -51,6 +52,8 @@ CHATTER = (
 )
 """What TensorFlow prints to stderr while it starts, whatever its log level: nobody can act on it."""
 _GONE = ("UnavailableError", "AbortedError", "HorovodInternalError")
+MPI, NCCL = b"libmpi.so", b"ncclAllReduce"
+"""What Horovod's library names if it was built with MPI, or with NCCL."""
 MOST_WORKERS = 1024
 """So many workers are started at most."""
 MOST_SERVERS = 64
@@ -113,13 +116,18 @@ def choose(backend: str, workers: int | None = None, environment: Mapping[str, s
     if plugin := plugins.first_available(workers or 1):
         return plugin, "this plug-in is available"
     if workers is not None and workers > 1:
-        missing = horovod_missing()
-        if missing is None:
-            return "horovod", "it is installed"
-        return "multiworker", missing
+        return job_backend()
     if count_gpus() >= 2:
         return "mirrored", f"there are {count_gpus()} GPUs"
     return "single", "one device"
+
+
+def job_backend() -> tuple[str, str]:
+    """The backend of a job on this machine for which none was asked for, and the reason in a few words."""
+    missing = horovod_missing()
+    if missing is None and not horovod_knows_gpus():
+        missing = "Horovod is built without NCCL, so that gradients between GPUs would go through the CPU"
+    return ("horovod", "it is installed") if missing is None else ("multiworker", missing)
 
 
 def place(backend: str, workers: int | None, asynchronous: bool = False, alone: str = "") -> str:
@@ -170,6 +178,19 @@ def horovod_libraries() -> list[Path] | None:
     return list(Path(next(iter(spec.submodule_search_locations)), "tensorflow").glob("mpi_lib*.so"))
 
 
+def horovod_knows_gpus() -> bool:
+    """Whether gradients on this machine's GPUs, if there are any, stay there when Horovod reduces them."""
+    return not count_gpus() or horovod_built_with(NCCL)
+
+
+def horovod_built_with(name: bytes) -> bool:
+    """Whether Horovod is there, and its library names this. Doesn't load it: that takes TensorFlow."""
+    for library in horovod_libraries() or ():
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(name) >= 0
+    return False
+
+
 def tpu_name(environment: Mapping[str, str] | None = None) -> str:
     """The TPU that `TPU_NAME` names: in Google Cloud, by its address, or on this virtual machine.
 
@@ -208,6 +229,25 @@ def count_gpus() -> int:
         return len(devices)
     named = [each for each in visible.split(",") if each.strip()]
     return min(len(devices), next((i for i, each in enumerate(named) if each.strip() == "-1"), len(named)))
+
+
+def check_gpus(workers: int) -> None:
+    """Refuses more workers on this machine than it has GPUs, where it has any: they would share them silently.
+
+    Raises:
+        UsageError: how many there are.
+    """
+    gpus = count_gpus()
+    if workers > gpus > 0:
+        raise UsageError(too_few_gpus(gpus, f"{workers} workers (--workers)"))
+
+
+def too_few_gpus(gpus: int, who: str) -> str:
+    """What is said of workers that have no GPU of their own on a machine with so many."""
+    return (
+        f"{who}, but only {gpus} GPU{'s' * (gpus > 1)}, and each worker needs one of its own: start at most {gpus}, or "
+        "set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"
+    )
 
 
 def read_tf_config(text: str) -> tuple[int, int]:
@@ -272,7 +312,7 @@ def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
         cluster, task = config["cluster"], config["task"]
         given = [(job, list(cluster.get(job, []))) for job in ("chief", "worker", "ps")]
         addresses = {f"{job} {index}": each for job, all_of_it in given for index, each in enumerate(all_of_it)}
-        place = f"{task['type']} {int(task['index'])}"
+        place = f"{task['type']} {_index(task['index'])}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"TF_CONFIG={text!r} can't be read ({type(error).__name__}: {error}): it must be {form}"
@@ -289,6 +329,19 @@ def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
         there = ", ".join(addresses) or "no workers"
         raise UsageError(f"TF_CONFIG: its task is {place}, but its cluster has {there}")
     return list(addresses).index(place), addresses
+
+
+def _index(value: object) -> int:
+    """The index of a task in `TF_CONFIG`: a whole number, or its digits as a text, as TensorFlow takes it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}", value, re.ASCII):
+        return int(value)
+    raise ValueError(f"the index {json.dumps(value)} of the task is no whole number")
 
 
 def job_size() -> int | None:
@@ -515,10 +568,15 @@ def run(
         servers: with `parameter_server`, the number of parameter servers, beside the chief and the N workers.
         cluster: the hosts that they are to run on; None: this machine.
 
+    Raises:
+        UsageError: there are fewer GPUs here than workers.
+
     Returns:
         The exit code of the first worker that failed, or 0; its error, or ""; and the chief's result. Where all were
         stopped by a signal, 75.
     """
+    if cluster is None:
+        check_gpus(workers)
     command = [sys.executable, "-P", "-m", "cli", *arguments]
     timeout = start_timeout()
     with place_of_job() as (directory, environment):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import mmap
 import os
 import re
 import zlib
@@ -48,7 +47,9 @@ def _open_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
         _number(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     without = "Horovod is built without MPI" if launch.horovod_missing() is None else "Horovod is not installed"
-    if backend != "multiworker" and horovod_has_mpi():
+    # `auto` takes what TF_CONFIG can tell on one host, where Horovod would send gradients of GPUs through the CPU.
+    slow = backend == "auto" and local_size == size and not launch.horovod_knows_gpus()
+    if backend != "multiworker" and not slow and horovod_has_mpi():
         return {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), "HOROVOD_LOCAL_RANK": str(local_rank)}
     if backend == "horovod":
         raise UsageError(
@@ -152,10 +153,7 @@ def task_counts(text: str) -> list[int]:
 
 def horovod_has_mpi() -> bool:
     """Whether Horovod is there and was built with MPI. Doesn't load it: that takes TensorFlow."""
-    for library in launch.horovod_libraries() or ():
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.find(b"libmpi.so") >= 0
-    return False
+    return launch.horovod_built_with(launch.MPI)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -19,6 +19,7 @@ from callbacks.witness import Witness
 from loop import dry_run, elastic, hosts, launch, runs, target, tracking, words
 from loop.errors import PREEMPTED, UsageError
 from loop.options import DEFAULTS, with_defaults
+from loop.task import TrainTask
 
 
 class Place(NamedTuple):
@@ -142,15 +143,16 @@ def _work(
     """Trains in this process, which may be one of several; `beginning` is closed when it has the signals no more."""
     with launch.reporting() as report:
         with launch.quiet_start():
-            if typed.threads is not None:  # before the task's module, which may have TensorFlow start working
-                import tensorflow as tf
-
-                tf.config.threading.set_intra_op_parallelism_threads(typed.threads)
-            task = target.load(typed.target_, typed.set_ or ())
-            with_defaults(task, given)
             from loop import backends
 
-            made = backends.create(place.engine, place.workers, place.devices, typed.min_shard_bytes)
+            def load() -> TrainTask:
+                task = target.load(typed.target_, typed.set_ or ())
+                with_defaults(task, given)
+                return task
+
+            task, made = backends.with_task(
+                load, place.engine, place.workers, place.devices, typed.min_shard_bytes, typed.threads
+            )
         from loop.fit import fit
 
         if typed.witness is not None:

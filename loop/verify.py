@@ -14,9 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop import diagnose, inexact
+from loop import devices, diagnose, inexact
 from loop.backends.base import Backend
-from loop.backends.strategy import logical_cpus
 from loop.build import as_tf, build, trainable_variables, variable_names
 from loop.data import ArrayData, open_data
 from loop.errors import UsageError
@@ -35,6 +34,7 @@ In float32 only the first step is judged by it. Where a gradient is 0 but for ro
 steps of the learning rate out of it, and after a few of them weights differ by as much, whoever has made them.
 """
 EPOCHS = 2
+REPLICAS = 2, 3
 KINDS = ("gradients", "weights", "statistics", "metrics")
 
 Arrays = dict[str, np.ndarray]
@@ -74,6 +74,7 @@ class Report:
         comparisons: one for each precision and engine.
         causes: why numbers differ, or would with other data; as far as it can be known.
         same: whether everything is the same everywhere.
+        devices: on which devices it was compared, in words.
     """
 
     task: str
@@ -82,12 +83,13 @@ class Report:
     comparisons: list[Comparison]
     causes: list[str]
     same: bool
+    devices: str = ""
 
 
 def verify(
     task: TrainTask,
     batch_size: int | None = None,
-    replicas: Sequence[int] = (2, 3),
+    replicas: Sequence[int] = REPLICAS,
     job: Callable[[Path], str] | None = None,
     job_engine: str = "",
     progress: Callable[[str], None] = lambda text: None,
@@ -97,7 +99,7 @@ def verify(
     Args:
         task: the task. Its own options (`TrainTask.defaults`) are kept, but for the length of the training.
         batch_size: the global batch; None: the task's own.
-        replicas: on how many logical devices to train it, beside one.
+        replicas: on how many devices to train it, beside one: GPUs if there are enough, else logical CPU devices.
         job: records the task in real processes, into a directory; gives an error, or "". None: no processes.
         job_engine: the engine of those.
         progress: is told what is being done.
@@ -107,7 +109,7 @@ def verify(
     """
     from loop import backends
 
-    logical_cpus(max(replicas))
+    where = devices.alike(max(replicas))
     ways = [("single", 1, Backend()), *(("mirrored", n, backends.create("mirrored", n)) for n in replicas)]
     comparisons, steps = [], 0
     with tempfile.TemporaryDirectory(prefix="tfloop-verify-") as directory:
@@ -143,7 +145,7 @@ def verify(
     if not same and not causes:
         causes = [UNKNOWN]
     size = options_of(task, "float32", batch_size)["batch_size"]
-    return Report(type(task).__name__, size, steps, comparisons, causes, same)
+    return Report(type(task).__name__, size, steps, comparisons, causes, same, where)
 
 
 UNKNOWN = (
@@ -310,6 +312,7 @@ def as_json(report: Report) -> str:
 def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     """The report for people, line by line: its text, and whether it is good (True) or bad (False) news."""
     yield f"{report.task}: {report.steps} steps of {report.batch_size} examples, the last of each epoch shorter", None
+    yield f"compared on {report.devices}", None
     yield "", None
     head = f"{'':9}{'':24}" + "".join(f"{kind:>12}" for kind in KINDS)
     yield head + "   largest relative difference from 1 replica", None

@@ -29,6 +29,7 @@ JOB = json.dumps({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worke
 def test_auto(environment, workers, horovod, gpus, chosen, monkeypatch):
     monkeypatch.setattr(launch, "horovod_missing", lambda: None if horovod else "Horovod is not installed")
     monkeypatch.setattr(launch, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(launch, "horovod_built_with", lambda name: True)
     name, why = launch.choose("auto", workers, environment)
     assert name == chosen
     assert why
@@ -44,6 +45,15 @@ def test_auto(environment, workers, horovod, gpus, chosen, monkeypatch):
         ("auto", None, {"TF_CONFIG": "{"}, "can't be read"),
         ("auto", None, {"TF_CONFIG": "[]"}, "can't be read"),
         ("auto", None, {"TF_CONFIG": '{"cluster": {}}'}, "can't be read .*'task'"),
+        *(
+            (
+                "auto",
+                None,
+                {"TF_CONFIG": JOB.replace('"index": 1', f'"index": {value}')},
+                f"the index {value} of the task",
+            )
+            for value in ("0.7", "1.0", "true", "null", '"0.7"', '"one"')
+        ),
         ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "b:http")}, "address of worker 1 is 'b:http': give host:port"),
         ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "b:99999")}, "with a port of 1 to 65535"),
         ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "a:1")}, "worker 0 and worker 1 have the same address a:1"),

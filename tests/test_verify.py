@@ -101,6 +101,7 @@ def test_good_tasks_pass(task):
     report = verify(task(), batch_size=8, replicas=(3,))
     assert report.same, [line for line, _ in lines(report)]
     assert (report.steps, report.causes) == (6, [])
+    assert ("compared on 3 logical CPU devices", None) in lines(report)
     assert [(each.precision, each.engine, each.replicas) for each in report.comparisons] == [
         (precision, engine, replicas)
         for precision in ("float32", "float64")

@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from loop import devices as devices_
 from loop import fault, launch, plugins
 from loop.backends.base import Backend
 from loop.errors import UsageError
+
+Loaded = TypeVar("Loaded")
+_BEFORE_THE_TASK = ("multiworker", "parameter_server", "tpu")
+"""Backends that TensorFlow lets start only before anything else uses it, or that undo what was made before."""
+
+
+def with_task(
+    load: Callable[[], Loaded],
+    name: str,
+    workers: int | None = None,
+    devices: Sequence[str] | None = None,
+    min_shard_bytes: int | None = None,
+    threads: int | None = None,
+) -> tuple[Loaded, Backend]:
+    """Loads a task and makes the backend of this name, in the order in which TensorFlow can do with any task.
+
+    The task's module, and the task when it is made, may use TensorFlow: devices and threads must be set before.
+
+    Args:
+        load: loads the task.
+        name: see `create`.
+        workers: see `create`.
+        devices: see `create`.
+        min_shard_bytes: see `create`.
+        threads: TensorFlow's threads for an operation; None: TensorFlow decides.
+
+    Returns:
+        What `load` returned, and the backend.
+    """
+    devices_.prepare(name, workers, devices, threads)
+    if name in _BEFORE_THE_TASK:
+        backend = create(name, workers, devices, min_shard_bytes)
+        return load(), backend
+    loaded = load()
+    return loaded, create(name, workers, devices, min_shard_bytes)
 
 
 def create(
@@ -36,10 +73,8 @@ def create(
 def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_shard_bytes: int | None) -> Backend:
     # Each engine is imported when it is asked for: Horovod may not be there.
     if name == "single":
-        from loop.backends.base import use_gpus
-
         single = Backend()
-        single.device = "GPU:0" if use_gpus() else ""
+        single.device = "GPU:0" if devices_.use_gpus() else ""
         return single
     if name in ("mirrored", "central"):
         from loop.backends.strategy import Central, Mirrored

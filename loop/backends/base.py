@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from loop import devices
+
 if TYPE_CHECKING:
     from loop.elastic import Member
 
@@ -175,6 +177,10 @@ class Backend:
 
     # Derived from the above: the same on every engine
 
+    def refuse_shared_gpus(self, gpus: Sequence[Any]) -> None:
+        """Refuses workers that have the same GPU; `gpus` are those of this one. All workers must call it."""
+        devices.refuse_sharing(self.exchange(devices.gpu_identity(gpus))[:, 0].tolist())
+
     def exchange(self, *numbers: int) -> np.ndarray:
         """The numbers of every worker, int64 of shape [workers, len(numbers)]. All workers must call it."""
         table = np.zeros((self.workers, len(numbers)), np.int64)
@@ -234,21 +240,3 @@ def fingerprint(*arrays: np.ndarray) -> str:
         digest.update(f"{array.dtype.name}[{','.join(map(str, array.shape))}]".encode())
         digest.update(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes())
     return digest.hexdigest()
-
-
-def use_gpus(local_rank: int | None = None) -> list[Any]:
-    """Lets GPU memory grow as needed, and shows this process only the GPU of its local rank, if there is one.
-
-    Args:
-        local_rank: the index of this process on its machine; None: it uses all GPUs.
-
-    Returns:
-        The GPUs that this process sees.
-    """
-    gpus = tf.config.list_physical_devices("GPU")
-    if local_rank is not None and gpus:
-        gpus = [gpus[local_rank % len(gpus)]]
-        tf.config.set_visible_devices(gpus, "GPU")
-    for gpu in gpus:
-        tf.config.experimental.set_memory_growth(gpu, True)
-    return gpus

@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from loop import elastic, launch
-from loop.backends.base import Backend, of_one_dtype, use_gpus
+from loop.backends.base import Backend, of_one_dtype
+from loop.devices import use_gpus
 from loop.errors import RegroupError, UsageError
 
 
@@ -26,8 +27,10 @@ class Horovod(Backend):
 
     def __init__(self) -> None:
         _start()
-        self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
+        gpus = use_gpus(hvd.local_rank())
+        self.device = "GPU:0" if gpus else ""
         self._take_place()
+        self.refuse_shared_gpus(gpus)
 
     def _take_place(self) -> None:
         self.rank = hvd.rank()

@@ -24,10 +24,10 @@ import numpy as np
 import tensorflow as tf
 
 from loop import launch
-from loop.backends.base import use_gpus
 from loop.backends.strategy import StrategyBackend
 from loop.build import as_tf
 from loop.data import ArraySource, Data
+from loop.devices import local_rank, use_gpus
 from loop.errors import UsageError
 
 PARTS = 2
@@ -171,7 +171,7 @@ def serve(threads: int = 0) -> None:
     config = json.loads(os.environ["TF_CONFIG"])
     name, chief = list(places)[rank], next(iter(places.values()))
     if name.startswith("worker "):
-        use_gpus(int(os.environ.get("TFLOOP_LOCAL_RANK", 0)))
+        use_gpus(local_rank() or 0)
     else:
         tf.config.set_visible_devices([], "GPU")
     launch.mark("arrived")

@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from loop import launch
-from loop.backends.base import Backend, of_one_dtype, shared_value, use_gpus
+from loop.backends.base import Backend, of_one_dtype, shared_value
+from loop.devices import local_rank, logical_cpus, use_gpus
 from loop.errors import UsageError
 
 _ANSWER_SECONDS = 10.0  # until a TPU, or who knows of it, is taken to be away
@@ -130,7 +131,7 @@ class MultiWorker(StrategyBackend):
 
     def __init__(self) -> None:
         task = json.loads(os.environ["TF_CONFIG"])["task"]
-        gpus = use_gpus(int(os.environ["TFLOOP_LOCAL_RANK"]) if "TFLOOP_LOCAL_RANK" in os.environ else None)
+        gpus = use_gpus(local_rank())
         kind = tf.distribute.experimental.CommunicationImplementation
         _meet()
         options = tf.distribute.experimental.CommunicationOptions(implementation=kind.NCCL if gpus else kind.RING)
@@ -141,9 +142,10 @@ class MultiWorker(StrategyBackend):
             if "at program startup" not in str(error):
                 raise
             raise UsageError(
-                "backend='multiworker' must start before anything else uses TensorFlow: tensors, data sets and metrics "
-                "that the task's file makes at its top, or the task when it is made, are too early. Make them in "
-                "train_data(), build_metrics() and the like; or use backend='horovod'"
+                "backend='multiworker' must start before anything else uses TensorFlow: write this before any tensor, "
+                "data set, layer or metric is made, and hand the backend to fit(..., backend=backend):\n"
+                "    from loop import backends\n"
+                '    backend = backends.create("multiworker")'
             ) from None
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put one of its own there
@@ -155,6 +157,7 @@ class MultiWorker(StrategyBackend):
         self.local_replicas = self.strategy.num_replicas_in_sync // self.workers
         self.device = "GPU:0" if gpus and self.local_replicas == 1 else ""
         self._sum = tf.function(self._sum_in_graph, reduce_retracing=True)
+        self.refuse_shared_gpus(gpus)
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         # Lengths are rounded up so that few shapes, and so few traces, serve all messages.
@@ -273,19 +276,3 @@ def named_devices(names: Sequence[str]) -> list[str]:
         if name not in there:
             raise UsageError(f"devices: there is no {name}; there are {', '.join(there)}")
     return [f"/{name}" for name in names]
-
-
-def logical_cpus(count: int | None, engine: str = "mirrored") -> list[str]:
-    """The names of `count` logical CPU devices, made if TensorFlow has not started yet; None: those that there are."""
-    if count:
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        with contextlib.suppress(RuntimeError):  # TensorFlow has started: what there is must do
-            if len(tf.config.get_logical_device_configuration(cpu) or [None]) < count:
-                tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-    devices = [f"/cpu:{index}" for index in range(len(tf.config.list_logical_devices("CPU")))]
-    if count and count > len(devices):
-        raise UsageError(
-            f"{engine} with {count} replicas, but TensorFlow has already started with {len(devices)} logical CPU "
-            "device(s): make the backend before anything else touches TensorFlow, or use the command line"
-        )
-    return devices[:count]

@@ -1,0 +1,230 @@
+"""Devices, memory growth and threads are set before the task is loaded; GPUs are made up, since there is none."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import types
+
+import pytest
+import tensorflow as tf
+
+from loop import UsageError, backends, devices, launch, schedulers
+from tests.conftest import ROOT
+
+EARLY = '''
+from dataclasses import dataclass
+import keras
+import numpy as np
+import tensorflow as tf
+from loop import ArrayData, TrainTask, UsageError
+
+ACCURACY = keras.metrics.SparseCategoricalAccuracy()
+ROWS = tf.data.Dataset.range(3)
+LOOKUP = keras.layers.StringLookup(vocabulary=["a", "b"])
+
+
+@dataclass
+class Early(TrainTask):
+    """Uses TensorFlow when its module is imported, and when it is made."""
+    broken: bool = False
+
+    def __post_init__(self):
+        self.texts = keras.layers.TextVectorization()
+        self.texts.adapt(["one two", "two three"])
+        self.mean = keras.metrics.Mean()
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.01)
+
+    def train_data(self):
+        if self.broken:
+            raise UsageError("its data was asked for")
+        return ArrayData(np.linspace(-1, 1, 30, dtype="float32").reshape(10, 3), np.ones((10, 1), "float32"))
+
+    def eval_data(self):
+        return self.train_data()
+
+    def compute(self, model, batch, training):
+        rows, targets = batch
+        return {"loss": tf.reduce_sum((model(rows, training=training) - targets) ** 2, -1)}
+'''
+COMMANDS = """
+import json, sys
+import cli
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["tfloop", *arguments]
+    try:
+        cli.main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
+def commands(directory, *each):
+    """Runs commands in one new process; its exit code, stdout and stderr."""
+    (directory / "early.py").write_text(EARLY)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", COMMANDS, json.dumps(each)], cwd=directory, capture_output=True, text=True,
+        timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_task_may_use_tensorflow_before_it_is_trained(tmp_path):
+    common = ["early.py:Early", "--batch-size", "4", "--backend"]
+    train = ["--workers", "2", "--track", "off", "--json", "--threads", "2"]
+    code, out, err = commands(
+        tmp_path,
+        ["train", *common, "mirrored", *train, "--run-dir", "run"],
+        ["train", *common, "central", *train],
+        ["evaluate", "run", "--backend", "mirrored", "--workers", "2", "--json"],
+    )
+    assert code == 0, err
+    mirrored, central, evaluated = map(json.loads, out.splitlines())
+    assert (mirrored["replicas"], central["replicas"]) == (2, 2)
+    assert central["metrics"]["loss"] == pytest.approx(mirrored["metrics"]["loss"], rel=1e-6)
+    assert evaluated["eval_loss"] == pytest.approx(mirrored["metrics"]["eval_loss"], rel=1e-6)
+
+
+def test_such_a_task_is_verified(tmp_path):
+    """The devices are there before the task is: it ends where its data is asked for."""
+    arguments = ["verify", "early.py:Early", "--no-processes", "--set", "broken=true"]
+    code, _, err = commands(tmp_path, arguments)
+    assert (code, err.splitlines()[-1]) == (2, "tfloop: error: its data was asked for")
+
+
+class Machine:
+    """What TensorFlow says of a machine with GPUs, before or after it has started; `done` is what was set."""
+
+    def __init__(self, monkeypatch, count, started=False):
+        self.started, self.done = started, []
+        self.all = [types.SimpleNamespace(name=f"/physical_device:GPU:{index}") for index in range(count)]
+        self.visible = list(self.all)
+        physical = tf.config.list_physical_devices
+        monkeypatch.setattr(
+            tf.config, "list_physical_devices", lambda kind=None: self.all if kind == "GPU" else physical(kind)
+        )
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: self.visible)
+        monkeypatch.setattr(tf.config, "set_visible_devices", self.set_visible)
+        configuration = tf.config.get_logical_device_configuration
+        monkeypatch.setattr(
+            tf.config, "get_logical_device_configuration", lambda gpu: None if gpu in self.all else configuration(gpu)
+        )
+        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", self.grow)
+        for name in ("TF_FORCE_GPU_ALLOW_GROWTH", *devices.LOCAL_RANK):
+            monkeypatch.delenv(name, raising=False)
+
+    def set_visible(self, gpus, kind):
+        if self.visible != gpus and self.started:
+            raise RuntimeError("Visible devices cannot be modified after being initialized")
+        self.visible = gpus
+
+    def grow(self, gpu, growing):
+        if self.started:
+            raise RuntimeError("Physical devices cannot be modified after being initialized")
+        self.done.append((gpu, growing))
+
+
+def test_each_worker_has_a_gpu_of_its_own_or_none(monkeypatch):
+    machine = Machine(monkeypatch, 2)
+    monkeypatch.setenv("TFLOOP_LOCAL_RANK", "1")
+    devices.prepare("multiworker", 4)
+    assert machine.visible == machine.all[1:]
+    assert machine.done == [(machine.all[1], True)]
+    assert devices.use_gpus(devices.local_rank()) == machine.all[1:]  # as the backend asks for it later
+    machine = Machine(monkeypatch, 2)
+    with pytest.raises(UsageError, match=r"worker 3 on this machine, but only 2 GPUs, .* at most 2, .*CUDA_VISIBLE"):
+        devices.use_gpus(2)
+    machine = Machine(monkeypatch, 1)  # the launcher has given each worker its own
+    assert devices.use_gpus(3) == machine.all
+
+
+def test_workers_that_have_the_same_gpu_are_refused():
+    devices.refuse_sharing([0, 0, 0])  # no GPUs
+    devices.refuse_sharing([5, 0, 7])
+    with pytest.raises(UsageError, match="ranks 0 and 2 have the same GPU: start at most one worker for each"):
+        devices.refuse_sharing([5, 7, 5])
+
+
+def test_what_comes_too_late_is_told_with_the_lines_to_write(monkeypatch):
+    tf.constant(0)  # TensorFlow has started with the four devices of the tests
+    machine = Machine(monkeypatch, 2, started=True)
+    lines = r"write this before anything uses TensorFlow .*\n    for gpu in .*\n        tf.config.*set_memory_growth\("
+    with pytest.warns(UserWarning, match=lines) as warned:
+        assert devices.use_gpus() == machine.all
+    assert len(warned) == 1
+    with pytest.raises(UsageError, match=r"\n    gpus = .*\n    tf.config.set_visible_devices\(gpus\[1\], \"GPU\"\)"):
+        devices.use_gpus(1)
+    with pytest.raises(UsageError, match=r"\n    cpu = .*\n    tf.config.set_logical_device_configuration\(cpu, .*9\)"):
+        devices.logical_cpus(9)
+
+
+def test_a_program_that_makes_the_multiworker_backend_too_late_is_told_how(monkeypatch):
+    tf.constant(0)
+    ports = launch.free_ports(2)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
+    lines = r"must start before anything else uses TensorFlow: .*\n    from loop import backends\n    backend = "
+    with socket.create_server(("127.0.0.1", ports[1])), pytest.raises(UsageError, match=lines):
+        backends.create("multiworker")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "where"),
+    [
+        (0, "3 logical CPU devices"),
+        (1, "3 logical CPU devices, since this machine has 1 GPU and 3 replicas need as many"),
+        (2, "3 logical CPU devices, since this machine has 2 GPUs and 3 replicas need as many"),
+        (3, "3 GPUs"),
+    ],
+)
+def test_runs_are_compared_on_devices_of_one_kind(gpus, where, monkeypatch):
+    machine = Machine(monkeypatch, gpus)
+    assert devices.alike(3) == where
+    assert len(machine.visible) == (3 if gpus == 3 else 0)
+
+
+def test_more_workers_than_gpus_are_refused_before_they_start(monkeypatch):
+    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
+    with pytest.raises(UsageError, match=r"3 workers \(--workers\), but only 2 GPUs, .* start at most 2"):
+        launch.run("multiworker", 3, ["train", "digits"])
+    launch.check_gpus(2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "backend", "why"),
+    [
+        (0, False, "horovod", "it is installed"),
+        (2, True, "horovod", "it is installed"),
+        (2, False, "multiworker", "Horovod is built without NCCL, so that gradients between GPUs would go through"),
+    ],
+)
+def test_auto_takes_no_horovod_that_sends_gradients_of_gpus_through_the_cpu(gpus, nccl, backend, why, monkeypatch):
+    monkeypatch.setattr(launch, "horovod_missing", lambda: None)
+    monkeypatch.setattr(launch, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(launch, "horovod_built_with", lambda name: name == launch.MPI or nccl)
+    chosen, reason = launch.choose("auto", 2, {})
+    assert chosen == backend
+    assert reason.startswith(why)
+    monkeypatch.setenv("TFLOOP_PORT_BASE", "5000")
+    mpirun = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(
+        ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "1212", strict=True)}  # fmt: skip
+    place = schedulers.place("auto", mpirun | {"TFLOOP_PORT_BASE": "5000"})
+    assert ("HOROVOD_RANK" in place) == (backend == "horovod")
+    assert ("TF_CONFIG" in place) == (backend == "multiworker")
+
+
+def test_horovods_library_is_looked_into(monkeypatch, tmp_path):
+    library = tmp_path / "mpi_lib.so"
+    monkeypatch.setattr(launch, "horovod_libraries", lambda: [library])
+    library.write_bytes(b"horovod_nccl_built\0libmpi.so.40\0")
+    assert launch.horovod_built_with(launch.MPI)
+    assert not launch.horovod_built_with(launch.NCCL)
+    library.write_bytes(b"horovod_nccl_built\0ncclAllReduce\0")
+    assert launch.horovod_built_with(launch.NCCL)
