@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from loop.replica import all_gather, example_seed, first_row
     from loop.run import Run
     from loop.task import TrainTask
-    from loop.values import Perplexity
+    from loop.values import Perplexity, unweighted
 
     __version__: str
 
@@ -39,6 +39,7 @@ __all__ = [
     "example_seed",
     "first_row",
     "fit",
+    "unweighted",
 ]
 
 _HOMES = {
@@ -56,6 +57,7 @@ _HOMES = {
     "example_seed": "replica",
     "first_row": "replica",
     "fit": "fit",
+    "unweighted": "values",
 }
 
 _callbacks = importlib.util.find_spec("callbacks")

@@ -16,7 +16,7 @@ from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.replica import all_gathers, probing
 from loop.task import TrainTask
-from loop.values import check, checked_metrics, try_metrics
+from loop.values import check, checked_metrics, content, try_metrics
 
 PRECISIONS = {
     "float32": "float32", "float64": "float64", "bfloat16": "mixed_bfloat16", "mixed_float16": "mixed_float16",
@@ -89,6 +89,11 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
     Raises:
         UsageError: the task returned something that can't be trained; the message shows the fix.
     """
+    if task.loss_reduction not in ("mean", "sum"):
+        raise UsageError(
+            f"{type(task).__name__}.loss_reduction is {task.loss_reduction!r}: give 'mean' (of the loss over the "
+            "batch) or 'sum'"
+        )
     with backend.scope(), keras_precision(precision):
         model = task.build_model()
         if not isinstance(model, tf.Module) and not isinstance(model, keras.Model):
@@ -135,7 +140,7 @@ def _tried(compute: Callable[[Any], Any], example: Any, metrics: Mapping[str, An
         alone = compute(tf.nest.map_structure(lambda tensor: tensor[:1], example))
         check(alone, 1, names, tuple(metrics))
     for name in () if all_gathers() != gathers else set(values) - set(metrics):
-        shape, of_one = (list(tf.convert_to_tensor(each[name]).shape) for each in (values, alone))
+        shape, of_one = (list(tf.convert_to_tensor(content(each[name])).shape) for each in (values, alone))
         if any(size == n != 1 == one for size, one in zip(shape[1:], of_one[1:], strict=False)):
             raise UsageError(
                 f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: each '

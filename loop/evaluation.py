@@ -30,6 +30,7 @@ class Evaluation:
         self._task, self._model, self._backend, self.source = step.task, step.model, step.backend, step.data.eval
         self._computing, self._whereabouts, self._averages = step.computing, step.whereabouts, step.averages
         self._average_statistics = step.average_statistics
+        self._summed = step.task.loss_reduction == "sum"
         self._values, self._dtype = Values(step.built.values, step.built.metrics), step.dtype
         self._compile()
 
@@ -76,10 +77,13 @@ class Evaluation:
         assert source is not None
         width = SUMS + values.width + values.state_width
 
-        def of_rows(rows: Rows, stand_in: Any) -> tf.Tensor:
+        def of_rows(rows: Rows, stand_in: Any, feed: Any) -> tf.Tensor:
             with self._computing.replica(source, rows, stand_in, 1) as replica:
                 found = as_written(self._task.compute)(self._model, replica.batch, training=False)
-                _, sums = values.sums(found, self._dtype)
+                loss, sums = values.sums(found, self._dtype)
+                if self._summed:  # a mean over batches, each weighed by its rows, as in training
+                    batch_rows = tf.cast(source.batch_rows(feed), self._dtype)
+                    sums[:2] = [loss * batch_rows, tf.cast(count(rows.batch), self._dtype)]
                 counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), values.states(found)], 0)
                 if replica.counts_something is not None:
                     counted = tf.where(replica.counts_something, counted, 0)
@@ -88,7 +92,7 @@ class Evaluation:
         def add(totals: tf.Tensor, feed: Any) -> tf.Tensor:
             rows = source.replica_rows(feed, backend.replica())
             return totals + self._computing.of_rows(
-                source, rows, 1, lambda stand_in: of_rows(rows, stand_in), lambda: tf.zeros([width], tf.float64)
+                source, rows, 1, lambda stand_in: of_rows(rows, stand_in, feed), lambda: tf.zeros([width], tf.float64)
             )
 
         totals = backend.run(lambda: tf.zeros([width], tf.float64))

@@ -12,8 +12,14 @@ from loop.errors import UsageError
 OFF = {"local_steps": 1, "reduction": "sum"}
 
 
-def check(backend: Backend, options: dict[str, Any], source: Source) -> None:
+def check(backend: Backend, options: dict[str, Any], source: Source, summed: bool = False) -> None:
     """Refuses what can't work, and says what is inexact in this run.
+
+    Args:
+        backend: the engine.
+        options: those of `fit`.
+        source: of the training data.
+        summed: whether the task's loss is a sum over the batch.
 
     Raises:
         UsageError: the engine, the data or another option doesn't go with it.
@@ -22,6 +28,11 @@ def check(backend: Backend, options: dict[str, Any], source: Source) -> None:
         return
     local, adasum = options["local_steps"] > 1, options["reduction"] == "adasum"
     chosen = f"local_steps={options['local_steps']}" if local else f"reduction={options['reduction']!r}"
+    if summed and (local or adasum):
+        raise UsageError(
+            f"{chosen} with loss_reduction='sum': replicas average steps that each makes with its own rows, so the "
+            "gradient would be that of a smaller sum; use loss_reduction='mean' with a larger learning rate"
+        )
     if local:
         if backend.local_replicas > 1:
             raise UsageError(

@@ -146,7 +146,12 @@ def _watch_values(step: Step) -> dict[str, list[np.ndarray]]:
     def watching(values: Callable[[Any], dict[str, Any]], optimizer: str = "") -> Any:
         def watched(batch: Any) -> dict[str, Any]:
             found = values(batch)
-            for name, value in found.items():
+            tensors = {
+                f"{name}_{place}" if place else name: tensor
+                for name, value in found.items()
+                for place, tensor in enumerate(tf.nest.flatten(value))
+            }
+            for name, value in tensors.items():
                 key = f"{optimizer}_{name}" if optimizer else name
 
                 def keep(value: np.ndarray, key: str = key) -> None:
@@ -170,6 +175,9 @@ class _OneBatch(ArraySource):
 
     def read_batch(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
         return self._index, self.example
+
+    def batch_rows(self, feed: Any) -> tf.Tensor:
+        return tf.constant(self.size, tf.int64)
 
     def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
         epoch, step, _ = feed

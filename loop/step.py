@@ -86,12 +86,13 @@ class Step:
         # each gradient by it after that.
         whole = backend.replicas == 1 and options["accumulate"] == 1
         self._divided_at_once = whole and options["precision"] != "mixed_float16"
+        self._summed = task.loss_reduction == "sum"
         self._by_rows = self._updated_by_rows()
         self._statistics = statistics(built.model) if backend.replicas > 1 else []
         self._state = state(built.model)
         communication.check(backend, options["compression"])
         backend.check(self._variables, data, options)
-        inexact.check(backend, options, data.train)
+        inexact.check(backend, options, data.train, self._summed)
         self._local_steps = options["local_steps"] if backend.replicas > 1 else 1
         self._adasum = options["reduction"] == "adasum" and backend.replicas > 1
         if (
@@ -447,10 +448,11 @@ class Step:
         known = self._trained[optimizer]
         self._phase += 1
 
-        def part_sums(feed: Any, part: tf.Tensor) -> Any:
-            return self._part_sums(values, optimizer, feed, part)
+        def part_sums(feed: Any, part: tf.Tensor, batch_rows: Any) -> Any:
+            return self._part_sums(values, optimizer, feed, part, batch_rows)
 
-        found = backend.run(part_sums, self._feed, tf.constant(0, tf.int64))
+        self._batch_rows = self._rows_of_batch() if self._summed else ()
+        found = backend.run(part_sums, self._feed, tf.constant(0, tf.int64), self._batch_rows)
         gradients, sums, states = self._accumulated(part_sums, found) if parts > 1 else found
         self.whereabouts.at(ALL_REDUCE, backend.first(gradients))
         gradients, sums, checked = backend.run(lambda *pair: self._reduced(optimizer, *pair), gradients, sums)
@@ -475,6 +477,20 @@ class Step:
         self._sums[optimizer], self._states[optimizer], self._finite[optimizer] = sums, states, finite
         return {name: tf.cast(means[i], self.dtype) for i, name in enumerate(known.names)}
 
+    def _rows_of_batch(self) -> Any:
+        """In each replica: how many rows the global batch has."""
+        backend, source = self.backend, self.data.train
+
+        def counted(feed: Any) -> tf.Tensor:
+            if source.layout is None:
+                return source.batch_rows(feed)
+            # Each worker reads a stream of its own, and its first replica speaks for it.
+            speaks = backend.replica() % backend.local_replicas == 0
+            own = count(feed[-1])
+            return backend.all_reduce([tf.where(speaks, own, tf.zeros_like(own))])[0]
+
+        return backend.run(counted, self._feed)
+
     def _accumulated(self, part_sums: Any, sums: Any) -> Any:
         """Adds what the other micro-batches give to the sums of the first."""
 
@@ -482,7 +498,9 @@ class Step:
             return tf.nest.map_structure(tf.add, *pairs)
 
         def body(part: tf.Tensor, sums: Any) -> Any:
-            return part + 1, self.backend.run(add, sums, self.backend.run(part_sums, self._feed, part))
+            return part + 1, self.backend.run(
+                add, sums, self.backend.run(part_sums, self._feed, part, self._batch_rows)
+            )
 
         parts = tf.constant(self.options["accumulate"], tf.int64)
         start = tf.constant(1, tf.int64), sums
@@ -564,7 +582,7 @@ class Step:
 
     # Training: in each replica
 
-    def _part_sums(self, values: Any, optimizer: str, feed: Any, part: tf.Tensor) -> Any:
+    def _part_sums(self, values: Any, optimizer: str, feed: Any, part: tf.Tensor, batch_rows: Any) -> Any:
         """The replica's sums over one micro-batch: gradients, values (laid out as totals), of metrics' states.
 
         Without rows they are zeros, and nothing is computed (few layers bear a batch of 0), unless all replicas are
@@ -574,7 +592,7 @@ class Step:
         rows = source.replica_rows(feed, self.backend.replica(), part, parts)
 
         def some(rows: Rows, stand_in: Any) -> Any:
-            return self._sum_gradients(values, optimizer, rows, stand_in)
+            return self._sum_gradients(values, optimizer, rows, stand_in, batch_rows)
 
         if self.computing.compiles(source) and not self._scans:
             some = tf.function(some, jit_compile=True, autograph=False)
@@ -584,8 +602,11 @@ class Step:
             source, rows, parts, lambda stand_in: some(rows, stand_in), lambda: self._nothing(optimizer)
         )
 
-    def _sum_gradients(self, values: Any, optimizer: str, rows: Rows, stand_in: Any) -> Any:
-        """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather."""
+    def _sum_gradients(self, values: Any, optimizer: str, rows: Rows, stand_in: Any, batch_rows: Any) -> Any:
+        """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather.
+
+        A summed loss is never divided by W: there, the penalties' factor is the share of the batch's rows.
+        """
         known, parts = self._trained[optimizer], self.options["accumulate"]
         with self.computing.replica(self.data.train, rows, stand_in, parts, self._phase) as replica:
             trained = self._of(optimizer)
@@ -598,10 +619,11 @@ class Step:
                 penalties = losses(self.model)
                 if penalties:
                     self._check_penalties()
-                    objective += weight * tf.add_n([tf.cast(penalty, self.dtype) for penalty in penalties])
+                    factor = self._share(rows, batch_rows) if self._summed else weight
+                    objective += factor * tf.add_n([tf.cast(penalty, self.dtype) for penalty in penalties])
                 if self.scale is not None:
                     objective *= self.scale.scale
-                if self._divided_at_once:
+                if self._divided_at_once and not self._summed:
                     objective /= weight_or_one(weight)
             of = as_tf([self._variables[index] for index in trained])
             gradients = self.backend.gradients(tape, objective, of)
@@ -628,6 +650,10 @@ class Step:
             if real is not None:
                 totals, states = tf.where(real, totals, 0), tf.where(real, states, 0)
         return gradients, totals, states
+
+    def _share(self, rows: Rows, batch_rows: tf.Tensor) -> tf.Tensor:
+        """Which part of the global batch these rows are."""
+        return tf.math.divide_no_nan(tf.cast(count(rows.batch), self.dtype), tf.cast(batch_rows, self.dtype))
 
     def _is_to_be_apart(self) -> bool:
         """Whether it turns out that forward and backward pass had better be a graph of their own.
@@ -682,8 +708,10 @@ class Step:
         elif self._local_steps == 1:
             scaled = self.scale is not None
             gradients, sums = communication.reduced(self.backend, gradients, sums, self.options, scaled)
+        if self._summed:
+            sums = by_batch(sums)
         checked = self._check(optimizer, gradients, sums[SUMS], sums[SUMS + 1])
-        if not (self._divided_at_once or self._adasum):
+        if not (self._divided_at_once or self._adasum) and (self.scale is not None or not self._summed):
             gradients = self._divided(gradients, sums)
         if self.options["clip_norm"] is not None:
             gradients, _ = tf.clip_by_global_norm(gradients, self.options["clip_norm"])
@@ -696,8 +724,8 @@ class Step:
         return gradients, sums, checked
 
     def _divided(self, gradients: list[tf.Tensor], sums: tf.Tensor) -> list[tf.Tensor]:
-        """Gradients of a sum as those of a mean."""
-        weight = weight_or_one(sums[SUMS + 1])
+        """Gradients of a sum as those of a mean, if it is a mean that is minimised; and without the loss scale."""
+        weight = tf.ones([], self.dtype) if self._summed else weight_or_one(sums[SUMS + 1])
         if self.scale is not None:
             weight *= self.scale.scale
         return [gradient / tf.cast(weight, gradient.dtype) for gradient in gradients]
@@ -785,6 +813,12 @@ def each_row_once(gradient: Any) -> Any:
 def weight_or_one(weight: tf.Tensor) -> tf.Tensor:
     """What to divide by: a weight of 0 says nothing, and nothing is applied."""
     return tf.where(weight == 0.0, tf.ones_like(weight), weight)
+
+
+def by_batch(sums: tf.Tensor) -> tf.Tensor:
+    """A batch's sums, with a summed loss such that the mean over batches weighs each by its rows, as Keras's does."""
+    rows = sums[EXAMPLES]
+    return tf.concat([sums[:SUMS], [sums[SUMS] * rows, rows], sums[SUMS + 2 :]], 0)
 
 
 def all_finite(tensor: tf.Tensor) -> tf.Tensor:

@@ -17,9 +17,13 @@ class TrainTask:
     Class attributes:
         defaults: the task's own defaults for options of `fit`, such as `{"batch_size": 64, "epochs": 6}`; what is
             passed or typed wins.
+        loss_reduction: what the gradient is of: "mean", sum(loss * weight) / sum(weight) over the global batch; or
+            "sum", sum(loss * weight), which is never divided, as Keras's `reduction="sum"`. What is then reported as
+            "loss" is the sum of a batch; over several batches their mean, each weighed by its rows, as Keras has it.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
+    loss_reduction: str = "mean"
 
     def build_model(self) -> Any:
         """Returns a `keras.Model` (Keras 3), a `tf_keras.Model`, or any `tf.Module`. Variables are made here."""
@@ -93,7 +97,10 @@ class TrainTask:
         Returns:
             A dict of tensors of shape `[n]` or `[n, ...]`, one value per element and never a mean. `"loss"` is
             minimised; `"weight"` (optional, same shape as loss, not differentiated) weighs it and every value of the
-            same shape. All others are metrics. Each is reported as sum(value * weight) / sum(weight).
+            same shape; `"count"` (optional, of the loss's shape or [n], not differentiated) is what each element adds
+            to the divisor of the loss, where that isn't its weight. All others are metrics. The loss is minimised and
+            reported as sum(loss * weight) / sum(count), each other value as sum(value * weight) / sum(weight), and one
+            marked with `loop.unweighted` as its mean.
         """
         raise UsageError(f"{type(self).__name__} has no compute(): define it and return a dict with per-example 'loss'")
 

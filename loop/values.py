@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -14,6 +14,38 @@ from loop.errors import UsageError
 
 EXAMPLES, SKIPPED, SUMS = 0, 1, 2
 """Places in a vector of totals: the number of examples, that of skipped steps, and where sums and states begin."""
+
+
+RESERVED = ("loss", "weight", "count")
+"""The keys of what `compute` returns that have a meaning of their own."""
+
+
+class Unweighted(NamedTuple):
+    """A value of `compute` that the weights don't weigh; see `unweighted`."""
+
+    value: Any
+
+
+def unweighted(value: Any) -> Any:
+    """Marks a value of `compute` as one that counts examples, whatever they weigh; to be used in `compute`.
+
+    With class weights, this counts each true positive once:
+
+        return {"loss": loss, "weight": weight, "accuracy": loop.unweighted(correct)}
+
+    Args:
+        value: a tensor, whose mean over all elements is reported; or what a metric of `build_metrics` is updated with,
+            which then gets no sample weights: a tensor, or a tuple such as (labels, predictions).
+
+    Returns:
+        The marked value, to be returned under a name of its own; not as "loss", "weight" or "count".
+    """
+    return value if isinstance(value, Unweighted) else Unweighted(value)
+
+
+def content(value: Any) -> Any:
+    """A value of `compute` without its mark."""
+    return value.value if isinstance(value, Unweighted) else value
 
 
 class Values:
@@ -50,7 +82,7 @@ class Values:
             dtype: in which to add.
 
         Returns:
-            A scalar; and scalars, two for each value: its weighted sum and its weight.
+            A scalar; and scalars, two for each value: its weighted sum, and what to divide it by.
 
         Raises:
             UsageError: they are not what they were when `compute` was first tried.
@@ -59,15 +91,13 @@ class Values:
         weight = values.get("weight")
         if weight is not None:
             weight = tf.stop_gradient(tf.cast(weight, dtype))
-        found = {name: tf.cast(values[name], dtype) for name in self.names}
+        found = {name: tf.cast(content(values[name]), dtype) for name in self.names}
         sums = {"loss": _weighted_sum(found["loss"], weight)}
-        # Values of one number for each example are added up in one go: ten cost hardly more than one.
-        flat = [name for name in self.names[1:] if found[name].shape.rank == 1]
-        if len(flat) > 1:
-            by_value, by_weight = _weighted_sum(tf.stack([found[name] for name in flat]), weight, [1])
-            sums |= {name: (by_value[place], by_weight) for place, name in enumerate(flat)}
-        for name in self.names[1:]:
-            sums.setdefault(name, _weighted_sum(found[name], weight))
+        if "count" in values:
+            sums["loss"] = sums["loss"][0], tf.reduce_sum(tf.stop_gradient(tf.cast(values["count"], dtype)))
+        counted = [name for name in self.names if isinstance(values[name], Unweighted)]
+        sums |= _sums({name: found[name] for name in self.names[1:] if name not in counted}, weight)
+        sums |= _sums({name: found[name] for name in counted}, None)
         return sums["loss"][0], [part for name in self.names for part in sums[name]]
 
     def states(self, values: Mapping[str, Any]) -> tf.Tensor:
@@ -96,6 +126,20 @@ class Values:
     def _place(self, name: str) -> int:
         known = [i for i, each in enumerate(self._expected) if name == each or name.startswith(f"{each}_")]
         return self._expected.index(name) if name in self._expected else max(known)
+
+
+def _sums(values: Mapping[str, tf.Tensor], weight: tf.Tensor | None) -> dict[str, Any]:
+    """The weighted sum of each value and that of its weights, by name."""
+    sums = {}
+    # Values of one number for each example are added up in one go: ten cost hardly more than one.
+    flat = [name for name, value in values.items() if value.shape.rank == 1]
+    if len(flat) > 1:
+        by_value, by_weight = _weighted_sum(tf.stack([values[name] for name in flat]), weight, [1])
+        sums = {name: (by_value[place], by_weight) for place, name in enumerate(flat)}
+    for name, value in values.items():
+        if name not in sums:
+            sums[name] = _weighted_sum(value, weight)
+    return sums
 
 
 def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | None = None) -> Any:
@@ -141,7 +185,13 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
                 f"compute() returned a value named {name!r}: that is what the loop itself counts or evaluates, or no "
                 "text; give it another name"
             )
-    found_as = {name: _tensor(name, value) for name, value in values.items() if name not in metrics}
+    for name in RESERVED:
+        if isinstance(values.get(name), Unweighted):
+            raise UsageError(
+                f'compute() returned "{name}" as loop.unweighted(...), which is for metrics alone: return the tensor '
+                'itself; what the loss is divided by is said by "count"'
+            )
+    found_as = {name: _tensor(name, content(value)) for name, value in values.items() if name not in metrics}
     for name, tensor in found_as.items():
         if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
             raise UsageError(
@@ -167,15 +217,22 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
                 f'compute() returned "weight" of shape {list(weight)} beside "loss" of shape {list(shapes["loss"])}: '
                 "give both one shape, with tf.broadcast_to(weight, tf.shape(loss))"
             )
-        for name, shape in shapes.items():
+        weighed = [name for name in shapes if name != "count" and not isinstance(values[name], Unweighted)]
+        for name, shape in ((name, shapes[name]) for name in weighed):
             if shape[: weight.rank] != weight:
                 raise UsageError(
                     f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
                     "can't weigh: its shape must begin with that of the weight"
                 )
+    if "count" in values and n is not None and shapes["count"] not in (shapes["loss"], shapes["loss"][:1]):
+        raise UsageError(
+            f'compute() returned "count" of shape {list(shapes["count"])} beside "loss" of shape '
+            f"{list(shapes['loss'])}: give what each element adds to the divisor, in the shape of the loss, "
+            "or what each example adds, in shape [n]"
+        )
     if not found_as["loss"].dtype.is_floating:
         raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')
-    found = ["loss", *(name for name in values if name not in ("loss", "weight"))]
+    found = ["loss", *(name for name in values if name not in RESERVED)]
     if names is not None and set(found) != set(names):
         raise UsageError(
             f"compute() returned {', '.join(names)} at first, and now {', '.join(found)}: return the same values "
@@ -203,7 +260,7 @@ def checked_metrics(metrics: Any) -> dict[str, keras.metrics.Metric]:
     if not isinstance(metrics, Mapping):
         raise UsageError(f"build_metrics() returned {type(metrics).__name__}: return a dict of keras.metrics by name")
     for name, metric in metrics.items():
-        if name in ("loss", "weight"):
+        if name in RESERVED:
             raise UsageError(f"build_metrics() returned a metric {name!r}: that name is taken, give it another")
         if not isinstance(metric, keras.metrics.Metric):
             raise UsageError(
@@ -262,12 +319,12 @@ def _arguments(
 ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
     """What a metric is updated with, in the precision of its state: some operations of metrics know no other.
 
-    The weights of `compute` are its weights, unless it is given a third tensor, which is then that.
+    The weights of `compute` are its weights, unless it is given a third tensor, which is then that, or is unweighted.
     """
-    value = values[name]
+    value, weight = content(values[name]), None if isinstance(values[name], Unweighted) else values.get("weight")
     tensors = [tf.convert_to_tensor(each) for each in (value if isinstance(value, tuple | list) else (value,))]
-    if values.get("weight") is not None and len(tensors) < 3:
-        tensors.append(tf.convert_to_tensor(values["weight"]))
+    if weight is not None and len(tensors) < 3:
+        tensors.append(tf.convert_to_tensor(weight))
         *tensors, weight = (tf.cast(each, metric.dtype) if each.dtype.is_floating else each for each in tensors)
         return tensors, {"sample_weight": weight}
     return [tf.cast(each, metric.dtype) if each.dtype.is_floating else each for each in tensors], {}

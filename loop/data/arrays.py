@@ -170,6 +170,10 @@ class ArraySource:
         alone._replicas, alone._first, alone._local = 1, 0, 1
         return alone.replica_rows((epoch, step, alone.read_batch((), epoch, step)), 0)
 
+    def batch_rows(self, feed: Any) -> tf.Tensor:
+        """How many rows the global batch has that `feed` is taken from: int64."""
+        return self._extent(feed[1])[1]
+
     def leaves_some_without(self, parts: int) -> bool:
         """Whether one of so many parts of some batch is empty."""
         smallest = self.size % self.options.batch_size or self.options.batch_size

@@ -179,6 +179,13 @@ class StreamSource:
         ahead = self._first // self._replicas * self.options.batch_size
         return rows._replace(first=rows.first + ahead, index=rows.index + ahead)
 
+    def batch_rows(self, feed: Any) -> tf.Tensor:
+        """How many rows the global batch has; of one that workers read in parts of their own, how many if it is whole.
+
+        One worker can't know how many rows the others have.
+        """
+        return count(feed[-1]) if self.layout is None else tf.constant(self._batch_size, tf.int64)
+
     def leaves_some_without(self, parts: int) -> bool:
         """Whether one of so many parts of some batch is empty: that behind each epoch is."""
         return True
