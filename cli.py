@@ -187,8 +187,8 @@ def train(
     threads: Annotated[int | None, Option(help="TensorFlow's threads for an operation, in each worker.")] = None,
     eval_every: EvalEvery = None,
     checkpoint_every: Annotated[
-        str, Option(help="epoch, a number of steps, or a time such as 10m; an epoch's end is always saved.")
-    ] = "epoch",
+        str, Option(help="epoch, a number of steps, or a time such as 10m; auto: epochs, at most one in 10 s.")
+    ] = "auto",
     track: Track = None,
     track_wait: Annotated[float, Option(help="How long the end may wait for MLflow, in seconds.")] = 60.0,
     tag: Annotated[

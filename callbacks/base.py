@@ -55,7 +55,9 @@ class Run(Protocol):
             all ranks.
         weights: the model's variables: the name, the variable, and whether it is trained.
         graph: the graph of the compiled training, once steps have been made, or None.
-        save_on_stop: whether a stop writes a checkpoint; `Checkpoint` asks for it.
+        save_on_stop: whether a stop, and the end of the run, writes a checkpoint; `Checkpoint` asks for it.
+        history_in_journal: whether the journal is the record of the history, so that checkpoints needn't hold it;
+            `Journal` says so.
         save_in_background: whether training goes on while a checkpoint is written.
         save_must_succeed: whether the run fails when a checkpoint can't be written; the last one always must.
         check_on_save: whether replicas are compared before a checkpoint is written; `Sentinel` asks for it.
@@ -73,6 +75,7 @@ class Run(Protocol):
     total_steps: int | None
     history: list[dict[str, float]]
     save_on_stop: bool
+    history_in_journal: bool
     save_in_background: bool
     save_must_succeed: bool
     check_on_save: bool
@@ -93,7 +96,7 @@ class Run(Protocol):
     @property
     def info(self) -> dict[str, Any]: ...
     def stop(self, reason: str) -> None: ...
-    def save(self, reason: str) -> None: ...
+    def save(self, reason: str, later: bool = False) -> None: ...
     def checkpoints(self) -> list[Path]: ...
     def discard(self, paths: list[Path]) -> None: ...
     def fingerprints(self) -> dict[int, list[str]]: ...

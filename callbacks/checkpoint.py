@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,21 @@ from callbacks import direction
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
 
+PAUSE = 10.0
+"""At the ends of short epochs, a checkpoint is written at most once in so many seconds."""
+
 
 class Checkpoint(Callback):
     """Saves at a schedule, at the end and on a stop; keeps the last few and the best.
 
     Args:
-        every: `"epoch"`, a number of steps, or a time (`"10m"`): see `Callback`. An epoch's end is always saved.
+        every: `"auto"`: at the ends of epochs, but at most once in 10 seconds; `"epoch"`: at the end of each epoch; or
+            a number of steps or a time (`"10m"`), see `Callback`, and as `"auto"` besides. The end of the run is
+            always saved, and so is a stop. The chief's clock counts.
         keep_last: how many of the newest checkpoints are kept, >= 1.
         best: the metric by which the best checkpoint is kept too; None keeps only the last ones. Without such a metric
-            in the run it has no effect.
+            in the run it has no effect. Where it is too early to write it, it stays in memory until the next checkpoint
+            is written.
         mode: `"min"` or `"max"`: which value of `best` is better; or `"auto"`: by its name, where that tells.
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
         on_error: `"stop"`: the run fails when a checkpoint can't be written, because the disk is full, say; `"warn"`:
@@ -29,7 +36,7 @@ class Checkpoint(Callback):
 
     def __init__(
         self,
-        every: Every = "epoch",
+        every: Every = "auto",
         keep_last: int = 3,
         best: str | None = "eval_loss",
         mode: str = "auto",
@@ -39,7 +46,8 @@ class Checkpoint(Callback):
         check(self, is_whole(keep_last, 1), "give a whole number >= 1 of checkpoints", keep_last=keep_last)
         check(self, best is None or (isinstance(best, str) and best != ""), "give a metric's name, or None", best=best)
         check(self, on_error in ("stop", "warn"), "give stop or warn", on_error=on_error)
-        self.every = every
+        self.every: Every = "epoch" if every == "auto" else every
+        self.pause = 0.0 if every == "epoch" else PAUSE
         self.keep_last = keep_last
         self.best = best
         self.sign = direction.sign(self, "best", best or "loss", mode)
@@ -48,8 +56,10 @@ class Checkpoint(Callback):
         self.best_value: float | None = None
         self.best_step: int | None = None
         self._best_saved: int | None = None
+        self._due = -math.inf
 
     def on_setup(self, run: Run) -> None:
+        self._due = -math.inf  # the end of the first epoch shows whether saving works
         run.save_on_stop = True
         run.save_in_background = self.background
         run.save_must_succeed = self.on_error == "stop"
@@ -57,14 +67,15 @@ class Checkpoint(Callback):
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         if self.every != "epoch":
-            run.save("schedule")
+            self._save(run, "schedule")
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
         self._judge(run, metrics)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         self._judge(run, metrics)
-        run.save("epoch")
+        if self._is_due():
+            self._save(run, "epoch")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
         if self.best_step in [step_of(each) for each in run.checkpoints()]:
@@ -85,7 +96,17 @@ class Checkpoint(Callback):
         value = metrics.get(self.best, math.nan) if self.best else math.nan
         if math.isfinite(value) and (self.best_value is None or self.sign * (value - self.best_value) < 0):
             self.best_value, self.best_step = value, run.progress.step
-            run.save("best")
+            if self._is_due():
+                self._save(run, "best")
+            else:
+                run.save("best", later=True)
+
+    def _is_due(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def _save(self, run: Run, reason: str) -> None:
+        run.save(reason)
+        self._due = time.monotonic() + self.pause
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_value": self.best_value, "best_step": self.best_step}

@@ -6,10 +6,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from callbacks import history
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.redact import redact
 
@@ -21,6 +22,7 @@ class Journal(Callback):
 
     Each line has `time` (seconds since the epoch, UTC), `event`, `step`, `epoch` and what belongs to the event, mostly
     `metrics`. Values that JSON has no number for are the strings "nan", "inf" and "-inf". Lines are flushed at once.
+    It is the record of the run's history, too: checkpoints only say how much of the journal is theirs.
 
     Args:
         every: how often metrics within an epoch are written; see `Callback`. A mean over the end of one epoch and the
@@ -40,12 +42,16 @@ class Journal(Callback):
         self._file = path.open("ab", buffering=0)  # a line is one write: lines of other writers don't mix with it
         self._torn = torn(path)
         self._silent = path.stat().st_size > 0  # what ends before `on_restore` is no life of the run that is told here
+        run.history_in_journal = True
 
     def on_restore(self, run: Run, path: Path | None) -> None:
         self._silent = False
         for event in run.backend.member.events if run.backend.member else ():
             self._write(run, event["event"], worker=event["worker"], how=event.get("how", ""))
-        self._write(run, "restore", checkpoint=path.name if path else None)
+        told = history.until(read_history(run.directory / NAME), run.progress.step)
+        # A run that goes on from elsewhere, from an older version, or from an attempt without a journal.
+        carried = {} if jsonable(told) == jsonable(run.history) else {"history": jsonable(run.history)}
+        self._write(run, "restore", checkpoint=path.name if path else None, **carried)
 
     def on_fit_start(self, run: Run) -> None:
         self._last = run.progress.step
@@ -65,7 +71,7 @@ class Journal(Callback):
         self._write(run, "eval_end", metrics=metrics)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        self._write(run, "epoch_end", metrics=metrics)
+        self._write(run, "epoch_end", examples=run.progress.examples, metrics=metrics)
 
     def on_checkpoint(self, run: Run, reason: str) -> None:
         self._write(run, "checkpoint", reason=reason, checkpoint=run.saved_path and run.saved_path.name)
@@ -142,12 +148,23 @@ def jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+def read_history(path: Path, end: int | None = None) -> list[history.Row]:
+    """The history that the first `end` bytes of a journal tell; see `history.of_entries`."""
+    return history.of_entries(read(path, events=history.EVENTS), end)
+
+
+def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tuple[dict[str, Any], int]]:
     """The complete lines of a journal from byte `offset` on, each with the offset behind it.
 
     A last line that is still being written, or was torn by a kill, is left alone; a line that is no JSON is
     passed over.
+
+    Args:
+        path: the journal.
+        offset: where to begin, in bytes.
+        events: the events whose lines are wanted; none: all.
     """
+    wanted = [f'"event": "{event}"'.encode() for event in events]
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -156,6 +173,8 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
+            if wanted and not any(event in line for event in wanted):  # most lines needn't be parsed
+                continue
             try:
                 entry = json.loads(line)
             except ValueError:

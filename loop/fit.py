@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from callbacks import Callback, Profiler, complete
+from callbacks.history import COUNTERS
 from loop import backends, inexact, launch, rundir, split
 from loop.backends.base import Backend
 from loop.build import build
@@ -19,7 +20,7 @@ from loop.bus import Bus
 from loop.data import Data, open_data
 from loop.errors import RegroupError
 from loop.options import DEFAULTS, with_defaults
-from loop.run import COUNTERS, Run
+from loop.run import Run
 from loop.step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
 from loop.task import TrainTask
 
@@ -219,7 +220,7 @@ def live(
             except BaseException as error:
                 meant = run.meaning(error)
                 if engine.outlives(error):
-                    run.writer.close()
+                    run.close_writer()
                 else:
                     end(run, bus, "failed", meant)
                 if meant is error:
@@ -317,6 +318,9 @@ def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
             run.save_checkpoint()
         if run.saves_wait:
             last_saves(run, bus)
+    elif run.holding:
+        with run.guard():
+            run.hold_checkpoint()
     if run.regrouping and not run.stopping and not run.at_end:
         last_saves(run, bus)
         raise RegroupError
@@ -355,7 +359,7 @@ def last_saves(run: Run, bus: Bus) -> None:
 
 def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> None:
     """The last events. An error of theirs doesn't hide the one that ended the run."""
-    run.writer.close()
+    run.close_writer()
     last = [run.check_saves, lambda: run.write_status(status), lambda: bus.fire_last("fit_end", status)]
     if error is not None:
         last.insert(1, lambda: bus.fire_last("exception", error))

@@ -18,7 +18,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled  # nothing public tells it
 
-from callbacks.journal import read_json
+from callbacks import history
+from callbacks.journal import jsonable, read_json
 from callbacks.redact import redact
 from loop import build, checkpoint, fault, launch, state
 from loop.backends.base import Backend, fingerprint
@@ -32,10 +33,7 @@ from loop.step import Step
 from loop.task import TrainTask, hyperparameters, target_of
 from loop.values import EXAMPLES, SKIPPED, SUMS
 from loop.watchdog import Watchdog
-from loop.writer import Writer, arrays
-
-COUNTERS = ("epoch", "step", "examples")
-"""The entries of a row of the history that are no metrics."""
+from loop.writer import Snapshot, Writer, arrays
 
 KEPT = (
     "batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm", "clip_value",
@@ -61,8 +59,8 @@ class Run:
         self.task, self.backend, self.options, self.directory = task, backend, options, directory
         self.built, self.model, self.optimizer = built, built.model, built.optimizer
         self.progress = Progress()
-        self.history: list[dict[str, float]] = []
-        self.save_on_stop = self.check_on_save = False
+        self.history: list[history.Row] = []
+        self.save_on_stop = self.check_on_save = self.history_in_journal = False
         self.save_in_background = self.save_must_succeed = True
         self.step: Step
         self.handle: Any = None
@@ -81,11 +79,13 @@ class Run:
         self.next_steps = 1
         self.evaluating = self.epoch_ends = False
         self.saving = self.saves_wait = self.checks = self.stopping = self.keeping = self.regrouping = False
+        self.holding = False
         self._keep_at, self._keeps = 0.0, 0  # when the next snapshot is due, and how many there were
         self.status = "finished"
         self.begun = False  # whether this life stands where it starts: until then, run.json is of the life before
-        self._save_reason = self.stop_reason = self.saved = ""
+        self._save_reason = self._hold_reason = self.stop_reason = self.saved = ""
         self._save_at_once = False
+        self._held: Snapshot | None = None
         self._saves: list[tuple[str, int]] = []
         self.saved_path: Path | None = None
         self._error: BaseException | None = None
@@ -168,9 +168,19 @@ class Run:
         """Asks all workers to end the run at the next boundary between calls."""
         self.stop_reason = self.stop_reason or reason
 
-    def save(self, reason: str) -> None:
-        """Asks for a checkpoint at the next boundary between calls."""
-        self._save_reason = self._save_reason or reason
+    def save(self, reason: str, later: bool = False) -> None:
+        """Asks for a checkpoint at the next boundary between calls.
+
+        Args:
+            reason: what it is for.
+            later: the state of that boundary stays in memory, and is written just before the next checkpoint. Of
+                several, only the last is kept. A kill before that loses nothing: the run goes on from an earlier
+                checkpoint, and comes to this state again.
+        """
+        if later and self.backend.member is None:  # workers that outlive the chief don't have what it holds
+            self._hold_reason = reason
+        else:
+            self._save_reason = self._save_reason or reason
 
     def checkpoints(self) -> list[Path]:
         """The checkpoints of this run, oldest first."""
@@ -270,11 +280,12 @@ class Run:
         # An evaluation comes to its end, unless somebody can't wait.
         saves, stops = (wish and not self.evaluating for wish in (bool(self._save_reason), stops))
         saves |= self._save_at_once
+        holds = bool(self._hold_reason) and not self.evaluating
         member = self.backend.member
         keeps = member is not None and self.backend.is_chief and time.monotonic() >= self._keep_at
         flags = (
             self.failing, saves, self.save_on_stop, waits, self.check_on_save, stops, signalled, keeps,
-            member is not None and member.changed,
+            member is not None and member.changed, holds,
         )  # fmt: skip
         with self.watchdog.phase("waiting for the other workers"), self.stopwatch.at("waiting"):
             table = self.backend.exchange(steps if self.backend.is_chief else 0, ended, *map(int, flags))
@@ -293,10 +304,11 @@ class Run:
         if self.saved:
             self.saved_path = self.directory / "checkpoints" / f"step-{step:08d}"
         columns = (bool(column.any()) for column in table[:, 3:].T)
-        saves, saves_on_stop, self.saves_wait, self.checks, stops, signalled, keeps, self.regrouping = columns
+        saves, saves_on_stop, self.saves_wait, self.checks, stops, signalled, keeps, self.regrouping, holds = columns
         self.stopping = stops or signalled
         self.keeping = keeps or self.regrouping
-        self.saving = saves or (self.stopping and saves_on_stop)
+        self.saving = saves or ((self.stopping or self.at_end) and saves_on_stop)
+        self.holding = holds and not self.saving
         if self.stopping:
             self.status = "preempted" if signalled else "stopped"
 
@@ -383,11 +395,15 @@ class Run:
         done = self.progress
         row = {"epoch": done.epoch + 1, "step": done.step, "examples": done.examples, **metrics}
         # An epoch that was cut short by the end of a run, and goes on in a longer one, has one row.
-        self.history = [old for old in self.history if old["epoch"] != row["epoch"]] + [row]
+        while self.history and self.history[-1]["epoch"] >= row["epoch"]:
+            self.history.pop()
+        self.history.append(row)
         return metrics
 
     def next_epoch(self) -> None:
         """Takes the position to the start of the next epoch."""
+        # Here, and not only where a checkpoint is written: when that is may depend on the clock.
+        self.step.average_statistics()
         self.progress.epoch += 1
         self.progress.step_in_epoch = 0
         with self.stopwatch.at("data"):
@@ -396,25 +412,48 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Takes the snapshot that the workers have agreed on, and lets the chief write it; see `saved`."""
-        reason, self._save_reason = self._save_reason or self.stop_reason or "signal", ""
-        self._save_at_once = False
+        reason = self._save_reason or self._hold_reason or self.stop_reason or ("end" if self.at_end else "signal")
+        self._save_reason, self._save_at_once = "", False
         with self.watchdog.phase("saving"), self.stopwatch.at("saving"):
+            held, self._held = self._held, None
             if self.checks:
                 self.check_replicas()
-            self.step.average_statistics()
-            own = None
-            with self.guard():  # others wait for this worker in what follows
-                fault.reached("save", self.backend.rank, self.progress.step)
-                own = state.own(self)
-            workers = self.backend.gather_json(own)
-            streams = state.streams(self)
-            if not all(workers):
-                return
-            self._saves.append((reason, self.progress.step))
-            if self.backend.is_chief:
-                tensors, rest = state.snapshot(self)
-                rest["workers"] = workers
-                self.writer.write(self.directory / "checkpoints", self.progress.step, tensors | streams, rest)
+            snapshot = self._snapshot(reason)
+            pending = [each for each in (held, snapshot) if each is not None]
+            self._saves += [(each.reason, each.step) for each in pending]
+            if self.backend.is_chief and pending:
+                self.writer.write(self.directory / "checkpoints", pending)
+
+    def hold_checkpoint(self) -> None:
+        """Takes the snapshot that the workers have agreed on, to be written before the next checkpoint."""
+        with self.watchdog.phase("saving"), self.stopwatch.at("saving"):
+            self._held = None  # memory holds one
+            self._held = self._snapshot(self._hold_reason)
+
+    def _snapshot(self, reason: str) -> Snapshot | None:
+        """The state of this boundary; None on all workers, where one of them has failed."""
+        self._hold_reason = ""
+        self.step.average_statistics()
+        own = None
+        with self.guard():  # others wait for this worker in what follows
+            fault.reached("save", self.backend.rank, self.progress.step)
+            own = state.own(self)
+        workers = self.backend.gather_json(own)
+        streams = state.streams(self)
+        if not all(workers):
+            return None
+        if not self.backend.is_chief:
+            return Snapshot(reason, self.progress.step)
+        tensors, rest = state.snapshot(self)
+        rest |= state.history_of(self) | {"workers": workers}
+        return Snapshot(reason, self.progress.step, tensors | streams, rest)
+
+    def close_writer(self) -> None:
+        """Writes what is held in memory, waits for all writes, and ends the thread."""
+        held, self._held = self._held, None
+        if held is not None and self.backend.is_chief:
+            self.writer.write(self.directory / "checkpoints", [held])
+        self.writer.close()
 
     def keep(self) -> None:
         """Takes a snapshot, for the workers of an elastic job to go on from: see `elastic.Member`. All workers call it.
@@ -433,8 +472,9 @@ class Run:
             if not all(workers):
                 return
             tensors, rest = state.snapshot(self)
+            rest |= {"history": jsonable(self.history), "workers": workers}
             assert self.backend.member is not None  # or nobody would have asked for it
-            self.backend.member.kept = state.Kept(self.directory, tensors | streams, rest | {"workers": workers})
+            self.backend.member.kept = state.Kept(self.directory, tensors | streams, rest)
         now, size = time.monotonic(), sum(each.nbytes for each in arrays(tensors).values())
         self._keeps += 1
         if self._keeps > 1:  # the first one is traced

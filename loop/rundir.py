@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from callbacks.journal import read_json
+from callbacks.journal import jsonable, read_json
 from callbacks.redact import HIDDEN, redact
 from loop import checkpoint, launch, target
 from loop.backends.base import Backend
@@ -20,7 +20,7 @@ from loop.errors import UsageError
 from loop.lock import A_LOOK, locked
 from loop.run import KEPT, Run
 from loop.state import restore as restore_state
-from loop.state import stream_of
+from loop.state import stored_history, stream_of
 from loop.task import TrainTask
 from loop.writer import arrays
 
@@ -112,6 +112,8 @@ def restore(run: Run) -> Path | None:
                 with of_a_run(found[0]):
                     run.adopted = _compare(run, *found)
                 tensors = arrays(kept.tensors) if kept else read(*found)
+                with of_a_run(found[0]):
+                    found[1]["history"] = jsonable(stored_history(*found))
     run.agree()
     path, state, run.adopted = run.backend.broadcast_json(
         [str(found[0]), found[1], run.adopted] if found else [None, None, []]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from callbacks import history, journal
 from callbacks.journal import jsonable, read_json
 from callbacks.redact import redact
 from loop import checkpoint
@@ -79,13 +80,12 @@ class Kept:
 
 
 def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any]]:
-    """The run as it stands: its tensors by name, and all else as JSON values; but for `streams`."""
+    """The run as it stands: its tensors by name, and all else as JSON values; but for `streams` and the history."""
     tensors = {name: run.backend.snapshot(variable) for name, variable in named_variables(run).items()}
     return tensors, {
         "progress": dataclasses.asdict(run.progress),
         "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(run.epoch_totals)],
         "eval_metrics": jsonable(run.eval_metrics),
-        "history": jsonable(run.history),
         "evaluated_at": run.evaluated_at,
         "evaluating": run.evaluating,
         "epoch_ends": run.epoch_ends,
@@ -93,6 +93,32 @@ def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any
         "layout": run.step.data.train.layout,
         "run": redact(run.info),
     }
+
+
+def history_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint says of the history: how much of the journal is its; or, without a journal, all of it."""
+    try:
+        if run.history_in_journal:
+            return {"journal": (run.directory / journal.NAME).stat().st_size}
+    except OSError:  # it has been removed
+        pass
+    return {"history": jsonable(run.history)}
+
+
+def stored_history(path: Path, state: dict[str, Any]) -> list[history.Row]:
+    """The history of a run up to its checkpoint at `path`, and a note where some of it isn't there any more."""
+    if "history" in state:  # without a journal; or of an older version
+        return [history.as_numbers(row) for row in state["history"]]
+    source, done = path.absolute().parent.parent / journal.NAME, Progress(**state["progress"])
+    rows = history.until(journal.read_history(source, state["journal"]), done.step)
+    if lost := history.missing(rows, done.epoch):
+        print(
+            f"note: the history lacks {lost} of the {done.epoch} epochs before the checkpoint {path}: it stands in "
+            f"{source}, which doesn't have them. Training goes on exactly",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
 
 
 def streams(run: Run) -> dict[str, np.ndarray]:
@@ -157,10 +183,7 @@ def restore(run: Run, tensors: dict[str, np.ndarray] | None, state: dict[str, An
     run.progress = Progress(**state["progress"])
     run.epoch_totals = np.array([float(total) for total in state["epoch_totals"]])
     run.eval_metrics = {name: float(value) for name, value in state["eval_metrics"].items()}
-    run.history = [
-        {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
-        for row in state["history"]
-    ]
+    run.history = [history.as_numbers(row) for row in state["history"]]
     run.evaluated_at = state["evaluated_at"]
     if run.adopted:
         adopt(run, state)

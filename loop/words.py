@@ -42,7 +42,8 @@ def schedule(text: str) -> int | str:
     every = number_or_word(text)
     assert every is not None
     try:
-        Schedule(every)
+        if every != "auto":
+            Schedule(every)
     except ValueError as error:
         raise UsageError(f"--checkpoint-every {text}: {error}") from None
     return every

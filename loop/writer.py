@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,25 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from callbacks import journal
 from loop import checkpoint
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """A checkpoint that is still to be written.
+
+    Attributes:
+        reason: why it was asked for.
+        step: the number of steps made.
+        tensors: by name; only the chief has them, as well as the state.
+        state: all else, as JSON values.
+    """
+
+    reason: str
+    step: int
+    tensors: dict[str, tf.Tensor | np.ndarray] = dataclasses.field(default_factory=dict)
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Writer:
@@ -26,19 +46,25 @@ class Writer:
         self._under_way: Future[None] | None = None
         self._outcomes: deque[Exception | None] = deque()
 
-    def write(
-        self, directory: Path, step: int, tensors: dict[str, tf.Tensor | np.ndarray], state: dict[str, Any]
-    ) -> None:
-        """Starts to write a checkpoint, see `checkpoint.write`; waits for the one before: memory holds one snapshot."""
+    def write(self, directory: Path, snapshots: Sequence[Snapshot]) -> None:
+        """Starts to write checkpoints, oldest first. Waits for those before, so that memory doesn't fill with them.
+
+        Args:
+            directory: of the checkpoints, in the run directory.
+            snapshots: what to write; see `checkpoint.write`.
+        """
 
         def job() -> None:
-            try:
-                checkpoint.write(directory, step, arrays(tensors), state)
-                self._outcomes.append(None)
-            except Exception as error:
-                if isinstance(error, OSError):  # a full disk doesn't say which
-                    error.filename = error.filename or str(directory)
-                self._outcomes.append(error)
+            for each in snapshots:
+                try:
+                    if "journal" in each.state:  # the checkpoint relies on these lines
+                        _make_durable(directory.parent / journal.NAME)
+                    checkpoint.write(directory, each.step, arrays(each.tensors), each.state)
+                    self._outcomes.append(None)
+                except Exception as error:
+                    if isinstance(error, OSError):  # a full disk doesn't say which
+                        error.filename = error.filename or str(directory)
+                    self._outcomes.append(error)
 
         self.wait()
         self._under_way = self._pool.submit(job)
@@ -71,6 +97,15 @@ class Writer:
     def close(self) -> None:
         """Waits for everything, and ends the thread."""
         self._pool.shutdown()
+
+
+def _make_durable(path: Path) -> None:
+    """Has the disk take what was written to a file, so that a power failure doesn't lose it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _give_way() -> None:

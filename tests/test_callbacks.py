@@ -127,7 +127,7 @@ def test_sentinel_finds_replicas_that_have_drifted_apart_before_they_are_saved(q
     message = r"step 12: the replicas have drifted apart: model/00002:.*dense.*kernel differs on replica 1 \(rank 0\)\."
     options = {"epochs": 3, "batch_size": 20, "backend": create("mirrored", 3), "run_dir": tmp_path / "run"}
     with pytest.raises(TrainingError, match=message):
-        fit(Weighted(), callbacks=quiet() + [Drift()], **options)
+        fit(Weighted(), callbacks=quiet(checkpoint=Checkpoint(every="epoch")) + [Drift()], **options)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
     assert fit(Weighted(), callbacks=quiet(), **options).steps == 18  # it goes on from the good one
 
@@ -150,7 +150,7 @@ def test_checkpoint_keeps_the_last_and_the_best(quiet):
         def on_eval_end(self, run, metrics):
             metrics["eval_loss"] = [3.0, 1.0, 2.0, math.nan, 2.0][run.progress.epoch]
 
-    saving = Checkpoint(keep_last=2)
+    saving = Checkpoint(every="epoch", keep_last=2)
     result = fit(
         Plain(), epochs=5, batch_size=20, callbacks=callbacks.StandardSet([Judge(), *quiet(checkpoint=saving)])
     )

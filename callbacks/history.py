@@ -1,0 +1,72 @@
+"""History: a row for each epoch of a run, as its journal tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = dict[str, float]
+
+EVENTS = ("epoch_end", "restore")
+"""The lines of a journal that matter here."""
+
+COUNTERS = ("epoch", "step", "examples")
+"""The entries of a row that are no metrics."""
+
+
+def of_entries(entries: Iterable[tuple[dict[str, Any], int]], end: int | None = None) -> list[Row]:
+    """The rows that the lines of a journal give, in order.
+
+    A `restore` line begins another attempt: rows of later steps belong to steps that are made again. The line has the
+    whole history where the lines before it don't give it. A line that isn't what a journal writes is passed over.
+
+    Args:
+        entries: the lines, each with the offset behind it; see `journal.read`.
+        end: bytes of the journal that count; None: all.
+    """
+    rows: dict[float, Row] = {}
+    for entry, offset in entries:
+        if end is not None and offset > end:
+            break
+        try:
+            if entry["event"] == "restore":
+                rows = _restored(rows, entry)
+            elif entry["event"] == "epoch_end":
+                row = _row(entry)
+                rows.pop(row["epoch"], None)  # an epoch that was cut short and went on has one row, the last one
+                rows[row["epoch"]] = row
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            continue
+    return list(rows.values())
+
+
+def until(rows: Sequence[Row], step: int) -> list[Row]:
+    """The rows up to a step."""
+    return [row for row in rows if row["step"] <= step]
+
+
+def missing(rows: Sequence[Row], epochs: int) -> int:
+    """How many of the first so many epochs have no row."""
+    there = {row["epoch"] for row in rows}
+    return sum(epoch not in there for epoch in range(1, epochs + 1))
+
+
+def as_numbers(row: Mapping[str, Any]) -> Row:
+    """A row as JSON has it, with numbers as values: nan and infinities are texts there."""
+    return {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
+
+
+def _restored(rows: dict[float, Row], entry: Mapping[str, Any]) -> dict[float, Row]:
+    """The rows that are left where a run goes on."""
+    if "history" in entry:
+        given = [as_numbers(row) for row in entry["history"]]
+        return {row["epoch"]: row for row in given if row["step"] <= entry["step"]}
+    return {epoch: row for epoch, row in rows.items() if row["step"] <= entry["step"]}
+
+
+def _row(entry: Mapping[str, Any]) -> Row:
+    """The row that an `epoch_end` line stands for."""
+    counters = {"epoch": entry["epoch"] + 1, "step": entry["step"]}
+    if "examples" in entry:  # older journals don't have it
+        counters["examples"] = entry["examples"]
+    return as_numbers(counters | entry["metrics"])
