@@ -247,7 +247,7 @@ def finish(
 def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
     """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
     if as_json:
-        print(result if isinstance(result, str) else json.dumps(jsonable(result)))
+        print(result if isinstance(result, str) else json.dumps(jsonable(callbacks.redact.redact(result))))
         return
     for line in lines:
         text, good = (line, None) if isinstance(line, str) else line
@@ -643,11 +643,13 @@ def ui(
     host: Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
 ) -> None:
     """Start the MLflow UI on the default store, and print its address."""
+    from callbacks import files
     from callbacks.mlflow import default_uri
 
     uri = default_uri()
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        raise UsageError(f"{uri.removeprefix('sqlite:///')} isn't there: train something first, here")
+    path = files.sqlite_path(uri)
+    if path and not path.exists():
+        raise UsageError(f"{path} isn't there: train something first, here")
     if not launch.port_is_free(host, port):
         taken, port = port, launch.free_ports(1)[0]
         print(f"port {taken} is in use, taking {port}", file=sys.stderr)
@@ -789,6 +791,7 @@ def report(
 
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
+    callbacks.redact.guard_streams()
     try:
         words.check(sys.argv[1:])
         code = typer.main.get_command(app).main(standalone_mode=False) or 0

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from callbacks.arguments import check
 from callbacks.base import Callback, Metrics, Run
+from callbacks.files import naming
+from callbacks.redact import redact
 
 
 class CSVLogger(Callback):
@@ -25,8 +27,9 @@ class CSVLogger(Callback):
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         target = run.directory / self.path
         partial = target.with_name(target.name + ".tmp")
-        with partial.open("w", newline="") as file:
-            table = csv.DictWriter(file, dict.fromkeys(name for row in run.history for name in row))
+        with naming(target), partial.open("w", newline="") as file:
+            history = redact(run.history)
+            table = csv.DictWriter(file, dict.fromkeys(name for row in history for name in row))
             table.writeheader()
-            table.writerows(run.history)
+            table.writerows(history)
         partial.replace(target)

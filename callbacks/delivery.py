@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from callbacks import journal
+from callbacks.files import SQLITE, sqlite_path
 from callbacks.journal import read_json
 from callbacks.mlflow import STATE, write_state
-from callbacks.redact import redact
+from callbacks.redact import mask, redact
 from callbacks.report import NAME as REPORT
 
 ID = "tfloop.id"
@@ -97,8 +98,7 @@ class Delivery:
 
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        if self.uri.startswith("sqlite:///"):
-            path = Path(self.uri.removeprefix("sqlite:///"))
+        if path := sqlite_path(self.uri):
             path.parent.mkdir(parents=True, exist_ok=True)
             # MLflow would try for minutes to open a file that can't be opened.
             with contextlib.closing(sqlite3.connect(path)) as database:
@@ -127,6 +127,9 @@ class Delivery:
         self._sent = int(sent) if sent.isdecimal() else 0
         self._trouble = ""
         self._client = client
+        if (path := sqlite_path(self.uri)) and (escaped := Path(self.uri.removeprefix(SQLITE)).parent) != path.parent:
+            with contextlib.suppress(OSError):  # MLflow makes an empty directory with the escapes in its name
+                os.removedirs(escaped)
 
     def disconnect(self) -> None:
         """Forgets what is known of the store: after an error, nothing is."""
@@ -299,7 +302,7 @@ class Delivery:
 
     def _texts(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for name, value in redact(values).items():
-            text = redact(str(value))
+            text = mask(str(value))
             if len(text) > _VALUE_LENGTH:
                 self._cut[name] = None
             yield self._key(name), text[:_VALUE_LENGTH]
@@ -317,8 +320,8 @@ class Delivery:
         if found is not None:
             return str(found.experiment_id)
         location = None
-        if self.uri.startswith("sqlite:///"):
-            location = (Path(self.uri.removeprefix("sqlite:///")).parent / "mlartifacts").resolve().as_uri()
+        if path := sqlite_path(self.uri):
+            location = (path.parent / "mlartifacts").resolve().as_uri()
         try:
             kind = {"mlflow.experimentKind": "custom_model_development"}
             return str(client.create_experiment(self._experiment, artifact_location=location, tags=kind))
@@ -362,7 +365,7 @@ def reason(error: BaseException) -> str:
     while inner := first.__cause__ or first.__context__:
         first = inner
     text = str(first) if isinstance(first, OSError) and str(first) else f"{error}"
-    return str(redact((text or type(error).__name__).splitlines()[0][:500]))
+    return mask((text or type(error).__name__).splitlines()[0])[:500]
 
 
 def _milliseconds(entry: dict[str, Any]) -> int:

@@ -55,7 +55,7 @@ class Journal(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._last = run.progress.step
-        self._write(run, "fit_start", about=redact(run.info), total_steps=run.total_steps)
+        self._write(run, "fit_start", about=run.info, total_steps=run.total_steps)
 
     def on_epoch_start(self, run: Run) -> None:
         self._write(run, "epoch_start")
@@ -80,7 +80,7 @@ class Journal(Callback):
         self._write(run, kind, **entry)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        self._write(run, "exception", error=f"{type(error).__name__}: {redact(str(error))}")
+        self._write(run, "exception", error=f"{type(error).__name__}: {error}")
 
     def on_fit_end(self, run: Run, status: str) -> None:
         told = {"reason": run.stop_reason, "seconds": run.seconds, "examples_per_second": run.examples_per_second}
@@ -126,7 +126,7 @@ def artifact(run: Run, path: Path, to: str | None = None, register: str | None =
 
 
 def _line(run: Run, event: str, more: Mapping[str, Any]) -> bytes:
-    line = {"time": time.time(), "event": event, "step": run.progress.step, "epoch": run.progress.epoch, **more}
+    line = {"time": time.time(), "event": event, "step": run.progress.step, "epoch": run.progress.epoch, **redact(more)}
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 

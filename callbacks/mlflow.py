@@ -11,10 +11,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from callbacks import journal, logged_model
+from callbacks import files, journal, logged_model
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Run
-from callbacks.redact import redact
+from callbacks.redact import redact, tell
 
 STATE = "mlflow.json"
 """The file in the run directory that says which store, experiment and MLflow run this is."""
@@ -28,7 +28,7 @@ def default_uri() -> str:
 
     Always explicit: MLflow's own default changes silently when an old `./mlruns` lies about.
     """
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('runs').resolve() / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or files.sqlite_uri(Path("runs").resolve() / "mlflow.db")
 
 
 def _is_store(uri: Any) -> bool:
@@ -44,10 +44,7 @@ def _is_store(uri: Any) -> bool:
 
 def store(uri: str | None) -> str:
     """A tracking store that was given, or the default one; the path of a sqlite file is made absolute."""
-    uri = uri or default_uri()
-    if uri.startswith("sqlite:///"):
-        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
-    return uri
+    return files.absolute_sqlite(uri or default_uri())
 
 
 class MLflowTracker(Callback):
@@ -137,7 +134,7 @@ class MLflowTracker(Callback):
                 journal.artifact(run, logged_model.write(run), register=self.register)
             except Exception as error:  # the training is done, and saved
                 text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                _warn(f"the model isn't logged ({redact(text)})")
+                _warn(f"the model isn't logged ({text})")
         outcome: dict[str, Any] = {"error": self._error, "warnings": []}
         if self._courier is not None:
             outcome |= _finish(self._courier, self.wait)
@@ -146,7 +143,7 @@ class MLflowTracker(Callback):
             _warn(text)
         if outcome["error"]:
             _warn(
-                f"MLflow at {redact(self._store)} did not take everything ({outcome['error']}); all points "
+                f"MLflow at {self._store} did not take everything ({outcome['error']}); all points "
                 f"are in {run.directory / journal.NAME}, and `tfloop sync {run.directory}` delivers the rest"
             )
 
@@ -158,7 +155,7 @@ def _finish(courier: subprocess.Popen[str], wait: float) -> dict[str, Any]:
             output, _ = courier.communicate(f"{wait}\n", timeout=1.0)
         except subprocess.TimeoutExpired:
             if sys.stderr.isatty():
-                print(f"sending the rest to MLflow (at most {wait:.0f} s) ...", file=sys.stderr)
+                tell(f"sending the rest to MLflow (at most {wait:.0f} s) ...")
             output, _ = courier.communicate(timeout=wait + _GRACE)
         outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
         return outcome
@@ -171,7 +168,7 @@ def _finish(courier: subprocess.Popen[str], wait: float) -> dict[str, Any]:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    tell(f"warning: {text}")
 
 
 def write_state(directory: Path, uri: str, experiment: str, **more: Any) -> None:
@@ -181,5 +178,6 @@ def write_state(directory: Path, uri: str, experiment: str, **more: Any) -> None
     state = {"run_id": None, **kept, "uri": uri, "experiment": experiment, **more}
     if state != old:
         partial = directory / (STATE + ".tmp")
-        partial.write_text(json.dumps(state))
-        partial.replace(directory / STATE)
+        with files.naming(directory / STATE):
+            partial.write_text(json.dumps(state))
+            partial.replace(directory / STATE)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from callbacks.arguments import check
 from callbacks.base import Callback, Run
+from callbacks.redact import tell
 
 _HEAD = ("layer", "shape", "trained", "not trained", "bytes")
 
@@ -29,7 +29,7 @@ class ModelSummary(Callback):
         self.stream = stream
 
     def on_setup(self, run: Run) -> None:
-        print(summary(run), file=self.stream or sys.stderr, flush=True)
+        tell(summary(run), self.stream)
 
 
 def summary(run: Run) -> str:

@@ -6,7 +6,6 @@ import atexit
 import base64
 import contextlib
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -84,7 +83,6 @@ class Notify(Callback):
         if kind not in self.on or (kind == "checkpoint" and len(_under_way) >= MOST):
             return
         metrics = run.history[-1] if run.history else {}
-        why = redact.mask(why)
         text = f"{run.info['task']}: {kind if kind == 'checkpoint' else status} at step {run.progress.step:,}"
         text += f" ({why})" * bool(why) + "".join(
             f", {name} {value:.4g}" for name, value in metrics.items() if name not in ("epoch", "step", "examples")
@@ -126,7 +124,7 @@ class Notify(Callback):
     def _trouble(self, reason: str) -> None:
         if not self._told:
             self._told = True
-            print(f"warning: the webhook at {self.place} was not told ({reason})", file=sys.stderr, flush=True)
+            redact.tell(f"warning: the webhook at {self.place} was not told ({reason})")
 
 
 def _opener() -> Any:

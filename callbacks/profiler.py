@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, ClassVar, Literal
 
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
+from callbacks.redact import tell
 
 
 class Profiler(Callback):
@@ -53,7 +53,7 @@ class Profiler(Callback):
         if self._begun and not self._ended:
             self._stop(run)
         if run.backend.is_chief and self._text:
-            print("\n".join(self._text), file=sys.stderr)
+            tell("\n".join(self._text))
         if self._ended:
             place = f"tensorboard --logdir {run.directory / 'profile'} (pip install tensorboard xprof)"
             self._say(run, f"steps {self._begun} to {self._ended}: {place}")
@@ -72,4 +72,4 @@ class Profiler(Callback):
 
     def _say(self, run: Run, text: str) -> None:
         if run.backend.is_chief:
-            print(f"profile: {text}", file=sys.stderr, flush=True)
+            tell(f"profile: {text}")

@@ -14,12 +14,17 @@ from typing import Any, TextIO
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.epoch_lines import EpochLines, epoch_of, number, numbers
+from callbacks.redact import mask, shown
 
 RELAY = "TFLOOP_PROGRESS"
 """Environment variable: "relay" makes a worker write its progress as marked lines, for its launcher to draw."""
 MARK = "\x1e"
 """Starts a relayed line (ASCII record separator)."""
 _BAR_WIDTH = 34  # columns of the shortest useful bar, with all that stands beside it but the epoch and the numbers
+
+
+_SHOWN = ("task", "parameters", "backend", "replicas", "workers", "batch_size")
+"""What of `run.info` is shown."""
 
 
 class Progress(Callback):
@@ -69,7 +74,7 @@ class Progress(Callback):
             "epoch": run.progress.epoch + 1,
             "epochs": None if run.options["steps"] else run.options["epochs"],
             "speed": run.examples_per_second,
-            "run": run.info,
+            "run": {name: run.info[name] for name in _SHOWN},
             "directory": str(run.directory),
         }
 
@@ -99,7 +104,8 @@ class Display:
         self._last_line = time.monotonic()
 
     def update(self, state: dict[str, Any]) -> None:
-        getattr(self, f"_{state['kind']}")(state)
+        metrics = {shown(name): value for name, value in state["metrics"].items()}
+        getattr(self, f"_{state['kind']}")({**state, "metrics": metrics})
 
     def _start(self, state: dict[str, Any]) -> None:
         if self._bar is not None:  # the workers of an elastic job have formed anew
@@ -109,7 +115,7 @@ class Display:
         replicas = f"{run['replicas']} replica{'s' * (run['replicas'] > 1)}"
         where = f"{run['backend']}, {replicas}" + (f" on {workers} workers" if workers > 1 else "")
         self.line(f"{run['task']}: {run['parameters']:,} parameters, {where}, global batch {run['batch_size']}")
-        self.line(f"run directory: {state['directory']}")
+        self.line(f"run directory: {shown(state['directory'])}")
         if state["step"]:
             self.line(f"going on from step {state['step']:,}")
         if self.terminal and state["step"] != state["total"]:
@@ -142,7 +148,7 @@ class Display:
             self._bar.update(state["step"] - self._bar.n)
             self._bar.close()
             self._bar = None
-        why = f" ({state['why']})" if state["why"] else ""
+        why = f" ({shown(state['why'])})" if state["why"] else ""
         self.line(f"{state['status']} at step {state['step']:,}{why}, {state['speed']:,.0f} examples/s")
 
     def _tell_bar(self, state: dict[str, Any]) -> None:
@@ -165,6 +171,7 @@ class Display:
     def line(self, text: str) -> None:
         """One whole line, above the bar if there is one."""
         self._last_line = time.monotonic()
+        text = mask(text)
         if self._bar is not None:
             self._bar.write(text, file=self.stream)
         else:
@@ -206,6 +213,7 @@ class Stages:
 
     def next(self, text: str) -> None:
         """The next stage begins."""
+        text = shown(text)
         if self._bar is None:
             print(text, file=self._stream, flush=True)
             return

@@ -17,6 +17,7 @@ from typing import Any
 
 from callbacks import journal
 from callbacks.direction import lower_is_better
+from callbacks.redact import mask, printable, redact
 
 ABOUT, LOCK = "run.json", "lock"
 STATUSES = ("finished", "stopped", "preempted", "failed", "running", "killed")
@@ -192,7 +193,7 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
                 continue
         story.take(line)
     story.end()
-    about = {**story.about, **about}
+    about = redact({**story.about, **about})  # a version before this one may have written secrets down
     progress = _dict(about.get("progress"))
     status = _text(about.get("status")) or story.status
     if under_way(path):
@@ -209,7 +210,7 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
         replicas=_count(about.get("replicas")),
         workers=_count(about.get("workers")),
         status=status if status in STATUSES else "",
-        reason=story.reason,
+        reason=mask(story.reason),
         started=story.started if story.started is not None else _stamp(about.get("updated")),
         seconds=story.seconds,
         lives=story.lives,
@@ -298,7 +299,7 @@ class _Story:
 
     def fault(self, text: str) -> None:
         """Something that wasn't meant to be."""
-        self.faults.append(Fault(self._time, self.step, printable(text)))
+        self.faults.append(Fault(self._time, self.step, printable(mask(text))))
 
     def pass_time(self, time: float) -> None:
         """Something happened then."""
@@ -404,11 +405,6 @@ _TELLING = (
 )  # fmt: skip
 
 
-def printable(text: str) -> str:
-    """A text in which nothing can control a terminal, or fail to be written: such characters are escaped."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else _escaped(each) for each in text)
-
-
 def parsed(line: bytes) -> dict[str, Any]:
     """A line of a journal, fit to be printed; an empty one if it is none."""
     flat = line.count(b"{") + line.count(b"[") < _DEEPEST
@@ -466,10 +462,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def _clean(value: Any, depth: int = _DEEPEST) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, ClassVar, Literal
 
 from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Metrics, Run
 from callbacks.learning_rate import optimizers_of, rate_of
 from callbacks.patience import Patience
+from callbacks.redact import tell
 
 
 class ReduceOnPlateau(Patience):
@@ -80,11 +80,9 @@ class ReduceOnPlateau(Patience):
             rates.append(min(before, max(before * self.factor, self.min_lr)))
             optimizer.learning_rate = rates[-1]
         if run.backend.is_chief:
-            print(
+            tell(
                 f"step {run.progress.step:,}: {self.metric} has not improved on {self.best} for {self.waited} "
-                f"measurements: the learning rate is now {', '.join(f'{rate:.4g}' for rate in rates)}",
-                file=sys.stderr,
-                flush=True,
+                f"measurements: the learning rate is now {', '.join(f'{rate:.4g}' for rate in rates)}"
             )
         self.waited, self._cooling = 0, self.cooldown
 

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -18,7 +17,7 @@ from typing import Any
 from callbacks import record
 from callbacks.base import Callback, Run
 from callbacks.record import STEP, Record
-from callbacks.redact import mask, redact
+from callbacks.redact import mask, redact, tell
 
 NAME = "report.html"
 _MARK = '<meta name="generator" content="tfloop">'
@@ -45,7 +44,7 @@ class Report(Callback):
             status = status if told == "running" else told or status
             write(run.directory / NAME, dataclasses.replace(record.read(run.directory, quick=True), status=status))
         except Exception as error:  # whatever it is, it is no reason for a run to fail
-            print(f"warning: {NAME} could not be written ({type(error).__name__}: {error})", file=sys.stderr)
+            tell(f"warning: {NAME} could not be written ({type(error).__name__}: {error})")
 
 
 def write(path: Path, of: Record) -> None:

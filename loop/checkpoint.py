@@ -25,6 +25,7 @@ from typing import Any
 import ml_dtypes  # gives NumPy bfloat16 and its like by name
 import numpy as np
 
+from callbacks.files import naming
 from loop import fault
 
 FORMAT = 2
@@ -92,11 +93,12 @@ def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dic
         fsync_directory(directory)
         with contextlib.suppress(OSError):  # what can't be removed now, the next write removes
             _remove(aside)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
             mend(directory)
-        raise
+        with naming(final):
+            raise error
     fault.reached("write-done", step=step)
     return final
 
@@ -210,7 +212,7 @@ def write_json(path: Path, value: Any) -> None:
     """Writes JSON durably and in one piece: a reader sees the old file or the new one."""
     partial = path.with_name(path.name + ".tmp")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with naming(path), partial.open("w", encoding="utf-8") as file:
             json.dump(value, file, indent=1, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())

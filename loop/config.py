@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 import tomllib
 from collections import Counter
@@ -92,8 +93,13 @@ def _field(path: Path, field: Any, value: Any) -> str:
     """The value of a task's field, as it is typed behind `--set FIELD=`."""
     if not (isinstance(field, str) and field.isidentifier()):
         raise UsageError(f"--config {path}: set has {shown(field)}, which can't be the name of a field")
-    if value is not None and not _plain(value, (bool, int, float, str)):
-        raise UsageError(f"--config {path}: set.{field} = {shown(value)}: give a number, a text, true or false")
+    kinds = (bool, int, float, str)
+    if isinstance(value, list) and all(_plain(each, kinds) for each in value):
+        return f"[{', '.join(json.dumps(each) if isinstance(each, str) else str(each) for each in value)}]"
+    if value is not None and not _plain(value, kinds):
+        raise UsageError(
+            f"--config {path}: set.{field} = {shown(value)}: give a number, a text, true or false, or a list of these"
+        )
     return str(value)
 
 

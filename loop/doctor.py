@@ -9,8 +9,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from callbacks.files import sqlite_path
 from callbacks.mlflow import default_uri
-from callbacks.redact import redact
+from callbacks.redact import mask, redact
 from loop import launch, plugins
 from loop.errors import UsageError
 
@@ -110,15 +111,14 @@ def _tf_config() -> Finding:
     try:
         rank, workers = launch.read_tf_config(text)
     except UsageError as error:
-        return finding("TF_CONFIG", "broken", str(error), "mend it, or unset TF_CONFIG")
+        return finding("TF_CONFIG", "broken", mask(str(error)), "mend it, or unset TF_CONFIG")
     return finding("TF_CONFIG", "ok", f"rank {rank} of {workers} workers")
 
 
 def _mlflow() -> Finding:
     uri = default_uri()
     found = f"{version('mlflow')}, store {redact(uri)}"
-    if uri.startswith("sqlite:///"):
-        path = Path(uri.removeprefix("sqlite:///"))
+    if path := sqlite_path(uri):
         there = path if path.exists() else next(parent for parent in path.parents if parent.exists())
         if not os.access(there, os.W_OK):
             return finding(
@@ -133,7 +133,7 @@ def _mlflow() -> Finding:
         MlflowClient(uri).search_experiments(max_results=1)
     except Exception as error:
         return finding(
-            "MLflow", "broken", f"{found}: {redact(str(error))[:200]}", "start the server, or unset MLFLOW_TRACKING_URI"
+            "MLflow", "broken", f"{found}: {mask(str(error))[:200]}", "start the server, or unset MLFLOW_TRACKING_URI"
         )
     return finding("MLflow", "ok", found)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from callbacks import Callback, Profiler, complete
 from callbacks.history import COUNTERS
+from callbacks.redact import remember
 from loop import backends, inexact, launch, rundir, split
 from loop.backends.base import Backend
 from loop.build import build
@@ -22,7 +23,7 @@ from loop.errors import RegroupError
 from loop.options import DEFAULTS, with_defaults
 from loop.run import Run
 from loop.step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
-from loop.task import TrainTask
+from loop.task import TrainTask, hyperparameters
 
 
 @dataclasses.dataclass
@@ -177,6 +178,7 @@ def fit(
     """
     given = {name: value for name, value in locals().items() if name in DEFAULTS and name != "backend"}
     options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
+    remember(hyperparameters(task))  # what of them is a secret is hidden from here on
     engine = backend if isinstance(backend, Backend) else start(options["backend"])
     options["backend"] = engine.name
     profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+from callbacks.redact import tell
 from loop.backends.base import Backend
 from loop.data import Source, StreamSource
 from loop.errors import UsageError
@@ -52,7 +52,7 @@ def check(backend: Backend, options: dict[str, Any], source: Source, summed: boo
         raise UsageError(f"{chosen} with backend={backend.name!r}: {missing}")
     if (local or adasum) and backend.is_chief:
         text = f"note: {chosen} is inexact: the weights depend on the number of replicas"
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
 
 
 def to_average(steps: int, step_in_epoch: int, local_steps: int) -> int:

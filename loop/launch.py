@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from callbacks.progress import MARK, RELAY, Display
-from callbacks.redact import mask
+from callbacks.redact import mask, tell
 from loop import plugins
 from loop.errors import PeerError, TrainingError, UsageError
 from loop.options import BACKENDS, with_defaults
@@ -153,7 +153,7 @@ def place(backend: str, workers: int | None, asynchronous: bool = False, alone: 
     if alone and (chosen in ("horovod", "multiworker") or size is not None):
         raise UsageError(f"{alone} runs in one process, not on {chosen}: give --backend mirrored, or no --workers")
     if backend == "auto" and size is None and ((workers or 1) > 1 or chosen not in BACKENDS):
-        print(f"backend: {chosen} ({why})", file=sys.stderr)
+        tell(f"backend: {chosen} ({why})")
     return chosen
 
 
@@ -415,7 +415,7 @@ def quiet_start() -> Iterator[None]:
             kept.seek(0)
             for line in kept.read().decode(errors="replace").splitlines():
                 if not re.match(CHATTER, line):
-                    print(line, file=sys.stderr)
+                    tell(line)
 
 
 # In a worker

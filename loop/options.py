@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,55 +166,3 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "accept_changes": (_is_one_of(True, False), "give True or False"),
     "overfit": (_is_int(1, None), "give a whole number >= 1 of global batches, or None for all data"),
 }
-
-
-def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
-    """The values of a task's fields from `key=value` texts, typed by the fields.
-
-    Args:
-        kind: the task's class.
-        assignments: texts `key=value`, as after `--set`.
-        option: behind which they were typed.
-
-    Raises:
-        UsageError: a text that is no assignment, a field that doesn't exist, or a value of another type.
-    """
-    fields = {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
-    values: dict[str, Any] = {}
-    for text in assignments:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"{option} {text}: give key=value")
-        if name not in fields:
-            hint = nearest(name, fields) if fields else "; it has no dataclass fields"
-            raise UsageError(f"{option} {text}: {kind.__name__} has no field {name!r}{hint}")
-        values[name] = _parse(kind, name, value, option)
-    return values
-
-
-def _parse(kind: type, name: str, text: str, option: str) -> Any:
-    import types
-    import typing
-
-    hint = typing.get_type_hints(kind)[name]
-    kinds = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    for each in kinds:
-        try:
-            if each is bool:
-                return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-            if each in (int, float, str):
-                return each(text)
-        except (ValueError, KeyError):
-            continue
-    names = " or ".join("None" if each is type(None) else getattr(each, "__name__", str(each)) for each in kinds)
-    if not any(each in (bool, int, float, str) for each in kinds):
-        raise UsageError(
-            f"{option} {name}={text}: the field is of type {names}, which can't be typed on a command line"
-        )
-    raise UsageError(f"{option} {name}={text}: {text!r} is no {names}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from callbacks.redact import tell
 from loop.errors import UsageError
 from loop.options import BACKENDS
 
@@ -68,7 +68,7 @@ def first_available(workers: int) -> str | None:
         try:
             engine, missing = ask(name, workers)
         except UsageError as error:
-            print(f"warning: {error}", file=sys.stderr)
+            tell(f"warning: {error}")
             continue
         if missing is None and engine.priority is not None:
             usable.append((-engine.priority, name))

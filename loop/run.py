@@ -20,7 +20,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled  # noth
 
 from callbacks import history
 from callbacks.journal import jsonable, read_json
-from callbacks.redact import redact
+from callbacks.redact import redact, tell
 from loop import build, checkpoint, fault, launch, state
 from loop.backends.base import Backend, fingerprint
 from loop.errors import PeerError, TrainingError, UsageError
@@ -510,7 +510,7 @@ class Run:
         if self.save_must_succeed:
             self.fail(error)
         else:
-            print(f"warning: a checkpoint could not be written ({error}); training goes on", file=sys.stderr)
+            tell(f"warning: a checkpoint could not be written ({error}); training goes on")
         return _FAILED
 
     def open_data(self) -> None:
@@ -542,7 +542,7 @@ class Run:
 
     def _tell(self, text: str) -> None:
         if self.backend.is_chief:
-            print(f"note: {text}", file=sys.stderr, flush=True)
+            tell(f"note: {text}")
 
     def keep_bad_step(self, names: list[str], skipped: bool) -> str:
         """Writes what a step that wasn't finite was made from, for `tfloop replay`. All workers must call it.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from callbacks.journal import jsonable, read_json
-from callbacks.redact import HIDDEN, redact
+from callbacks.redact import HIDDEN, redact, tell
 from loop import checkpoint, launch, target
 from loop.backends.base import Backend
 from loop.errors import UsageError
@@ -159,7 +159,7 @@ def _find(run: Run) -> tuple[Path, dict[str, Any]] | None:
 def newest(paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
     """The newest good one of these checkpoints, and its manifest; bad ones are named and passed over."""
     try:
-        return checkpoint.newest(paths, lambda text: print(f"warning: {text}", file=sys.stderr))
+        return checkpoint.newest(paths, lambda text: tell(f"warning: {text}"))
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from None
 
@@ -186,7 +186,10 @@ def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]
     path, manifest = locate(run_dir)
     with of_a_run(path):
         place_ = task_target or manifest["run"].get("target")
-        fields = {name: value for name, value in manifest["run"]["hyperparameters"].items() if value != HIDDEN}
+        recorded = manifest["run"]["hyperparameters"].items()
+        fields = {name: value for name, value in recorded if HIDDEN not in json.dumps(value)}
+        if missing := [name for name, _ in recorded if name not in fields]:
+            tell(f"note: {', '.join(missing)}: a run does not record secrets, so the task's default is taken")
     if not place_:
         raise UsageError(f"{run_dir}: nobody knows in which file its task is: give it as --target file.py:Class")
     return target.load(place_, fields=fields), manifest
@@ -198,7 +201,7 @@ def _compare(run: Run, path: Path, manifest: dict[str, Any]) -> list[str]:
     Returns:
         The names of the options that have changed.
     """
-    before, now = manifest["run"], redact(run.info)
+    before, now = redact(manifest["run"]), redact(run.info)
     if before["task"] != now["task"]:
         raise UsageError(f"{path} is of the task {before['task']!r}, not {now['task']!r}: give another run directory")
     pairs = {name: (before["options"][name], now["options"][name]) for name in KEPT if name in before["options"]}
@@ -212,19 +215,26 @@ def _compare(run: Run, path: Path, manifest: dict[str, Any]) -> list[str]:
             "another run directory; or accept the changes with accept_changes=True (--accept-changes)"
         )
     for text in changed:
-        print(f"note: goes on with another setting: {text}", file=sys.stderr)
+        tell(f"note: goes on with another setting: {text}")
     places = {name: (before[name], now[name]) for name in ("backend", "replicas")}
     for name in ("versions", "machine"):
         places |= {key: (before[name].get(key), now[name][key]) for key in now[name]}
     if moved := differences(places):
-        print(
+        tell(
             f"note: goes on elsewhere than it was: {'; '.join(moved)}. The examples are the same; the weights will be "
-            "so to rounding, not to the bit",
-            file=sys.stderr,
+            "so to rounding, not to the bit"
         )
-    return [name for name, (was, is_) in pairs.items() if was != is_]
+    return [name for name, (was, is_) in pairs.items() if _differ(was, is_)]
 
 
 def differences(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
     """Of what has another value now, a text each."""
-    return [f"{name} was {was!r}, now {is_!r}" for name, (was, is_) in pairs.items() if was != is_]
+    return [f"{name} was {was!r}, now {is_!r}" for name, (was, is_) in pairs.items() if _differ(was, is_)]
+
+
+def _differ(was: Any, is_: Any) -> bool:
+    """Whether two recorded values differ.
+
+    Secrets aren't recorded, not even hashed, so they can't be compared: a password may change between two attempts.
+    """
+    return was != is_ and HIDDEN not in json.dumps([was, is_], default=str)

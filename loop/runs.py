@@ -32,6 +32,7 @@ from callbacks.record import (
     read_about,
     under_way,
 )
+from callbacks.redact import mask
 from loop import terminal
 from loop.errors import UsageError
 from loop.lock import locked
@@ -394,11 +395,11 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[str]:
     for group in ("", "hyperparameters", "options", "versions", "machine"):
         tables = [getattr(each, group) if group else _topology(each) for each in records]
         for name in dict.fromkeys(name for each in tables for name in each):
-            cells = ["-" if name not in each else f"{each[name]}" for each in tables]
+            cells = ["-" if name not in each else terminal.cut(f"{each[name]}", 120) for each in tables]
             if len(set(cells)) > 1:
                 label = {"": "", "hyperparameters": "", "options": "option ", "versions": "version "}.get(group, "")
                 rows.append([label + name, *cells])
-    found += ["", *_titled(terminal.table(rows, longest=40))] if len(rows) > 1 else ["", "they differ in nothing"]
+    found += ["", *_titled(terminal.fitted(rows))] if len(rows) > 1 else ["", "they differ in nothing"]
     rows = [["best", *letters]]
     for name in _metrics(records):
         if not name.startswith(STEP) or name == metric:
@@ -407,7 +408,7 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[str]:
             top = None if less is None else (min if less else max)(having, default=None)
             cells = ["-" if each is None else f"{each:.6g}" + ("*" if each == top else " ") for each in values]
             rows.append([name, *cells])
-    found += ["", *_titled(terminal.table(rows, right=range(1, len(rows[0]))))]
+    found += ["", *_titled(terminal.fitted(rows, right=range(1, len(rows[0]))))]
     name = metric or next((each.metric for each in records if each.metric), "")
     if name:
         curves = {letter: each.curves.get(name, []) for letter, each in zip(letters, records, strict=True)}
@@ -525,8 +526,8 @@ def told(entry: dict[str, Any]) -> str:
     colour = _COLOURS.get(str(entry.get("status")), colour)
     within = event in ("epoch_start", "steps_end", "eval_end", "epoch_end")
     at += f"  epoch {epoch + 1:<3}" if within and isinstance(epoch, int) else " " * 11
-    line = f"{at}  {terminal.coloured(event.ljust(11), colour)}  {what}".rstrip()
-    return "\n".join([line, *(f"  {each}" for each in text)]) if isinstance(text, list) else line
+    line = f"{at}  {terminal.coloured(event.ljust(11), colour)}  {mask(what)}".rstrip()
+    return "\n".join([line, *(f"  {mask(str(each))}" for each in text)]) if isinstance(text, list) else line
 
 
 def _short(found: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import tensorflow as tf
 
 from callbacks import history, journal
 from callbacks.journal import jsonable, read_json
-from callbacks.redact import redact
+from callbacks.redact import redact, tell
 from loop import checkpoint
 from loop.backends.base import Backend
 from loop.build import Built, all_variables, as_tf, optimizer_variables, trainable_variables, variable_names
@@ -74,7 +73,7 @@ class Kept:
         """Makes a checkpoint of it: the run can't go on."""
         step = self.state["progress"]["step"]
         checkpoint.write(self.directory / "checkpoints", step, arrays(self.tensors), self.state)
-        print(f"note: saved at step {step}", file=sys.stderr, flush=True)
+        tell(f"note: saved at step {step}")
         about = read_json(self.directory / "run.json")
         checkpoint.write_json(self.directory / "run.json", {**about, "status": "failed"})
 
@@ -112,11 +111,9 @@ def stored_history(path: Path, state: dict[str, Any]) -> list[history.Row]:
     source, done = path.absolute().parent.parent / journal.NAME, Progress(**state["progress"])
     rows = history.until(journal.read_history(source, state["journal"]), done.step)
     if lost := history.missing(rows, done.epoch):
-        print(
+        tell(
             f"note: the history lacks {lost} of the {done.epoch} epochs before the checkpoint {path}: it stands in "
             f"{source}, which doesn't have them. Training goes on exactly",
-            file=sys.stderr,
-            flush=True,
         )
     return rows
 

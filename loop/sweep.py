@@ -27,14 +27,16 @@ from typing import Any, TextIO
 
 from callbacks import journal, pruning
 from callbacks.direction import lower_is_better
+from callbacks.files import naming, sqlite_uri
 from callbacks.journal import read_json
-from callbacks.redact import HIDDEN, mask, redact
+from callbacks.redact import HIDDEN, is_secret, mask, redact, remember, shown, tell
 from loop import config, tracking, words
 from loop.errors import UsageError
+from loop.fields import set_fields, split
 from loop.launch import LAUNCHER
 from loop.lock import NAME as LOCK
 from loop.lock import locked
-from loop.options import nearest, set_fields
+from loop.options import nearest
 from loop.tune import reason
 
 STORAGE = "study.db"
@@ -99,6 +101,10 @@ class Plan:
         ):
             if twice:
                 raise UsageError(f"{min(twice)} is in {one} and in {other}: leave one out")
+        for name, values in (self.grid | self.random).items():
+            remember(split(values), name)
+            if is_secret(name) and ".." in self.random.get(name, ""):
+                raise UsageError(f"--random {name}: a secret is not drawn from a range: give its values, {name}=A,B")
 
     @property
     def fixed(self) -> list[str]:
@@ -109,14 +115,23 @@ class Plan:
         """The values of the grid's fields that a trial has: all combinations, one after the other, and again."""
         found = {}
         for name, values in reversed(self.grid.items()):
-            choices = values.split(",")
+            choices = split(values)
             number, place = divmod(number, len(choices))
-            found[name] = choices[place]
+            found[name] = stand_ins(name, choices)[place]
+        return found
+
+    def typed(self, params: Mapping[str, str]) -> dict[str, str]:
+        """The values of a trial's fields as they were typed: see `stand_ins`."""
+        found = dict(params)
+        for name, values in (self.grid | self.random).items():
+            if name in params and is_secret(name):
+                choices = split(values)
+                found[name] = choices[stand_ins(name, choices).index(params[name])]
         return found
 
     def trials(self, asked: int | None) -> int:
         """How many trials there are to be."""
-        combinations = math.prod(len(values.split(",")) for values in self.grid.values())
+        combinations = math.prod(len(split(values)) for values in self.grid.values())
         if asked is None and self.random:
             raise UsageError("--random draws for ever: give --trials N")
         trials = combinations if asked is None else asked
@@ -128,7 +143,12 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """What is kept of it: without secrets."""
-        return dataclasses.asdict(self) | {"arguments": [mask(each) for each in self.arguments]}
+        tried = {"grid": self.grid, "random": self.random}
+        without = {
+            option: {name: ",".join(stand_ins(name, split(values))) for name, values in fields.items()}
+            for option, fields in tried.items()
+        }
+        return dataclasses.asdict(self) | without | {"arguments": [mask(each) for each in self.arguments]}
 
     @property
     def directory(self) -> Path:
@@ -136,6 +156,11 @@ class Plan:
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
         digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
         return Path("runs") / f"sweep-{name}-{digest}"
+
+
+def stand_ins(name: str, choices: Sequence[str]) -> list[str]:
+    """What stands for the values of a field wherever they are stored or shown: for secrets, their numbers."""
+    return [f"{HIDDEN}{number}" for number, _ in enumerate(choices, 1)] if is_secret(name) else list(choices)
 
 
 def direction(metric: str, asked: str | None) -> str:
@@ -187,7 +212,7 @@ def assigned(option: str, texts: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in texts:
         name, _, values = text.partition("=")
-        if not name.isidentifier() or not all(values.split(",")):
+        if not name.isidentifier() or not all(split(values)):
             form = "lr=1e-3,1e-2" if option == "--grid" else "hidden=16..256, lr=1e-4..1e-1:log or act=relu,tanh"
             raise UsageError(f"{option} {text}: give a field and its values, such as {form}")
         if name in found:
@@ -207,13 +232,14 @@ def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
     for name, text in (plan.grid | plan.random).items():
         option = "--grid" if name in plan.grid else "--random"
         span = re.fullmatch(r"(.+?)\.\.(.+?)(:log)?", text) if option == "--random" else None
-        texts = list(span.groups()[:2]) if span else text.split(",")
+        texts = list(span.groups()[:2]) if span else split(text)
         values = [set_fields(kind, [f"{name}={each}"], option)[name] for each in texts]
         if not span:
             for place, value in enumerate(values):
                 if value in values[:place]:
-                    raise UsageError(f"{option} {name}={text}: {texts[place]} is there twice: leave one out")
-            found[name] = texts
+                    twice, given = ("a value", HIDDEN) if is_secret(name) else (texts[place], text)
+                    raise UsageError(f"{option} {name}={given}: {twice} is there twice: leave one out")
+            found[name] = stand_ins(name, texts)
             continue
         low, high = values
         if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
@@ -460,7 +486,7 @@ class _Sweep:
         self._study.sampler = kind(seed=int.from_bytes(digest[:4], "big"))
 
     def _command(self, trial: Any) -> list[str]:
-        own = [*_sets(_texts(trial.params)), f"--run-dir={_run_dir(self._directory, trial.number)}"]
+        own = [*_sets(self._plan.typed(_texts(trial.params))), f"--run-dir={_run_dir(self._directory, trial.number)}"]
         return [*_COMMAND, self._plan.target, *self._plan.arguments, *own, "--resume=auto", "--prunable"]
 
     def _hear(self, each: _Process) -> None:
@@ -658,11 +684,12 @@ class _Table:
 
     def line(self, text: str) -> None:
         """A line, above the bar if there is one."""
+        text = shown(text)
         self._last = time.monotonic()
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
-            print(text, file=self._stream, flush=True)
+            tell(text, self._stream)
 
     def close(self) -> None:
         """No trial is under way any more."""
@@ -683,7 +710,7 @@ def _study(directory: Path, plan: Plan) -> Any:
     pruner = optuna.pruners.MedianPruner() if plan.pruner == "median" else optuna.pruners.NopPruner()
     try:
         return optuna.create_study(
-            storage=f"sqlite:///{directory / STORAGE}", study_name="sweep", load_if_exists=True,
+            storage=sqlite_uri(directory / STORAGE), study_name="sweep", load_if_exists=True,
             direction=plan.direction, pruner=pruner,
         )  # fmt: skip
     except Exception as error:  # of the database, or of Optuna: it isn't ours, or damaged
@@ -753,14 +780,15 @@ def _line(step: int, event: str, **more: Any) -> str:
 
 def _about(plan: Plan, kind: type, trials: int) -> dict[str, Any]:
     """What the `run.json` of a sweep says: what that of a run does, as far as a sweep is one."""
+    kept = plan.as_json()
     return {
         "task": kind.__name__,
         "target": plan.target,
-        "hyperparameters": plan.grid | plan.random,
+        "hyperparameters": kept["grid"] | kept["random"],
         "options": {name: getattr(plan, name) for name in ("metric", "direction", "sampler", "pruner", "seed")},
         "versions": {"python": sys.version.split()[0]},
         "trials": trials,
-        "sweep": plan.as_json(),
+        "sweep": kept,
     }
 
 
@@ -773,5 +801,6 @@ def _write_about(directory: Path, about: dict[str, Any], status: str) -> None:
 def _write(path: Path, text: str) -> None:
     """Writes a file whole, or not at all."""
     partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text)
-    partial.replace(path)
+    with naming(path):
+        partial.write_text(text)
+        partial.replace(path)

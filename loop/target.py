@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from callbacks.redact import remember
 from loop.errors import UsageError
-from loop.options import near_file, nearest, set_fields
-from loop.task import TrainTask
+from loop.fields import restored, set_fields
+from loop.options import near_file, nearest
+from loop.task import TrainTask, hyperparameters
 
 OURS = ("loop", "callbacks", "cli")
 SHIPPED = {
@@ -75,13 +77,15 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any]
         UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't be set so.
     """
     kind = find(target)
-    values = {**(fields or {}), **set_fields(kind, assignments)}
+    values = {**restored(kind, fields or {}), **set_fields(kind, assignments)}
     try:
-        return kind(**values)
+        task = kind(**values)
     except TypeError as error:
         how = "its defaults" if fields is None else "the fields of the run"
         fix = "give its fields by --set" if fields is None else "give the task that the run is of"
         raise UsageError(f"TARGET {target!r}: {kind.__name__} can't be made from {how} ({error}): {fix}") from None
+    remember(hyperparameters(task))
+    return task
 
 
 def find(target: str) -> type[TrainTask]:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,14 +45,19 @@ def coloured(text: str, colour: str | None, **more: bool) -> str:
     return text if plain() else typer.style(text, fg=colour, **more)
 
 
-def table(
-    rows: Sequence[Sequence[str]], right: Sequence[int] = (), longest: int | None = None, spare: Sequence[int] = ()
-) -> list[str]:
-    """Rows as lines with columns; those of the numbers in `right` end flush. Cells are cut at `longest` characters.
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """A text in lines of whole words that fit into the terminal; one line in a log, where it may be looked for."""
+    if not sys.stdout.isatty():
+        return [indent + text]
+    return textwrap.wrap(text, width(), initial_indent=indent, subsequent_indent=indent or "  ")
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), spare: Sequence[int] = ()) -> list[str]:
+    """Rows as lines with columns; those of the numbers in `right` end flush.
 
     On a terminal that is too narrow for all columns those of the numbers in `spare` are left out, the first one first.
     """
-    cells = [[cut(cell, longest) if longest else cell for cell in row] for row in rows]
+    cells = [list(row) for row in rows]
     widths = [max(map(_shown, column)) for column in zip(*cells, strict=True)]
     for index in spare:
         if sys.stdout.isatty() and sum(size + 2 for size in widths if size) - 2 > width():
@@ -67,6 +73,62 @@ def table(
         ]
         text.append("  ".join(padded).rstrip())
     return text
+
+
+def fitted(rows: Sequence[Sequence[str]], right: Sequence[int] = (), least: int = 9) -> list[str]:
+    """Rows as lines with columns that fit into the terminal.
+
+    A cell that is longer than its column goes on below. Where columns would be narrower than `least`, some of them
+    stand in further tables, each with the first column again.
+    """
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sizes[0] = min(sizes[0], width() // 3)
+    found: list[str] = []
+    start = 1
+    while start < len(sizes):
+        end = start + 1
+        while end < len(sizes) and sum(min(size, least) + 2 for size in sizes[start : end + 1]) <= width() - sizes[0]:
+            end += 1
+        chosen = [0, *range(start, end)]
+        room = _shared([sizes[index] for index in chosen[1:]], width() - sizes[0] - 2 * (end - start))
+        found += [""] * bool(found) + _wrapped(rows, chosen, [sizes[0], *room], right)
+        start = end
+    return found
+
+
+def _shared(sizes: Sequence[int], room: int) -> list[int]:
+    """The sizes of columns that have so much room together: the widest give way."""
+    shared = list(sizes)
+    while sum(shared) > max(room, len(shared)):
+        shared[shared.index(max(shared))] -= 1
+    return shared
+
+
+def _wrapped(
+    rows: Sequence[Sequence[str]], columns: Sequence[int], sizes: Sequence[int], right: Sequence[int]
+) -> list[str]:
+    """Some columns of rows as lines, in which long cells go on below."""
+    text = []
+    for row in rows:
+        cells = [_broken(row[index], size) for index, size in zip(columns, sizes, strict=True)]
+        for line in range(max(map(len, cells))):
+            parts = []
+            for index, size, cell in zip(columns, sizes, cells, strict=True):
+                part = cell[line] if line < len(cell) else ""
+                parts.append(part.rjust(size) if index in right else part.ljust(size))
+            text.append("  ".join(parts).rstrip())
+    return text
+
+
+def _broken(cell: str, size: int) -> list[str]:
+    """A cell in parts of so many characters at most, broken where a path or a list has its parts, if it can be."""
+    parts = []
+    while len(cell) > size:
+        places = [found.end() for found in re.finditer(r"[/,:_ -]", cell[:size])]
+        at = places[-1] if places and places[-1] > size // 2 else size
+        parts.append(cell[:at])
+        cell = cell[at:]
+    return [*parts, cell]
 
 
 def _shown(cell: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from callbacks import MLflowTracker, journal
 from callbacks.progress import counted
-from callbacks.redact import HIDDEN, redact
+from callbacks.redact import HIDDEN, redact, tell
 from loop import lock
 from loop.errors import TrainingError, UsageError
 
@@ -65,7 +65,7 @@ def deliver(run_dir: Path, track: str | None) -> None:
             try:
                 _deliver_rest(trial, store)
             except UsageError as error:  # it lives on, though the sweep was killed
-                print(f"warning: {error}", file=sys.stderr)
+                tell(f"warning: {error}")
 
 
 def _is_deliverable(run_dir: Path) -> bool:
@@ -83,11 +83,11 @@ def _deliver_rest(run_dir: Path, track: str | None) -> str:
     store = mlflow.store(uri)
     sent = delivery.Delivery(run_dir.resolve(), store)
     with _sole_deliverer(run_dir):
-        print(f"asking MLflow at {redact(store)} what it has", file=sys.stderr, flush=True)
+        tell(f"asking MLflow at {redact(store)} what it has")
         for last in (False, True):  # a connection that was closed while idle is no reason to fail
             try:
                 count = sent.pending()
-                print(f"delivering {count:,} points", file=sys.stderr, flush=True)
+                tell(f"delivering {count:,} points")
                 with counted(count, "point", sys.stderr) as advance:
                     sent.deliver(advance)
                 sent.close()
@@ -99,7 +99,7 @@ def _deliver_rest(run_dir: Path, track: str | None) -> str:
                     text = f"MLflow at {redact(store)} did not take everything ({why}); try again later"
                     raise TrainingError(text) from None
     for text in sent.warnings():
-        print(f"warning: {text}", file=sys.stderr)
+        tell(f"warning: {text}")
     files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
     print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
     return store

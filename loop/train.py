@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import callbacks
 from callbacks.pruning import Pruning
+from callbacks.redact import tell
 from callbacks.trial import Trial
 from callbacks.witness import Witness
 from loop import dry_run, elastic, hosts, launch, runs, target, tracking, words
@@ -133,7 +133,7 @@ def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, st
         else:
             done = elastic.run(place.limits, place.workers, arguments, cluster)
     if done[0] == PREEMPTED and done[2] is None:
-        print(launch.STOPPED, file=sys.stderr)
+        tell(launch.STOPPED)
     return done
 
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop import devices, diagnose, inexact
+from loop import devices, diagnose, inexact, terminal
 from loop.backends.base import Backend
 from loop.build import as_tf, build, trainable_variables, variable_names
 from loop.data import ArrayData, open_data
@@ -314,24 +314,36 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     yield f"{report.task}: {report.steps} steps of {report.batch_size} examples, the last of each epoch shorter", None
     yield f"compared on {report.devices}", None
     yield "", None
-    head = f"{'':9}{'':24}" + "".join(f"{kind:>12}" for kind in KINDS)
-    yield head + "   largest relative difference from 1 replica", None
+    yield "largest relative difference from 1 replica:", None
+    size = max(len(_way(each)) for each in report.comparisons)
+    yield f"{'':9}{'':{size}}" + "".join(f"  {kind}" for kind in KINDS), None
     for each in report.comparisons:
-        how = "1 replica, again" if each.replicas == 1 else f"{each.engine}, {each.replicas} replicas"
+        how = f"{each.precision:9}{_way(each):{size}}"
         if each.differences:
-            numbers = "".join(f"{number(each.differences[kind]):>12}" for kind in KINDS)
-            yield f"{each.precision:9}{how:24}{numbers}   {f'first: {each.first}' if each.first else 'same'}", each.same
+            numbers = "".join(f"{number(each.differences[kind]):>{len(kind) + 2}}" for kind in KINDS)
+            yield f"{how}{numbers}  {'same' if each.same else 'apart'}", each.same
         else:
-            yield f"{each.precision:9}{how:24}   {each.note}", each.same
+            yield f"{how}  not compared", each.same
+        for text in filter(None, (each.note, each.first and f"first: {each.first}")):
+            for line in terminal.wrapped(text, indent=f"{'':9}"):
+                yield line, each.same
     yield "", None
     for cause in report.causes:
-        yield f"why: {cause}", False
+        for line in terminal.wrapped(f"why: {cause}"):
+            yield line, False
     if report.same:
         yield "the same numbers everywhere", True
     elif all(each.same for each in report.comparisons):
         yield "the numbers agree here by chance: with weights, or other data, they won't", False
     else:
         yield "not the same numbers", False
+
+
+def _way(comparison: Comparison) -> str:
+    """How something was trained, in a few words: 80 columns have room for no more."""
+    if comparison.replicas == 1:
+        return "1 replica, again"
+    return f"{comparison.engine}, {comparison.replicas} replicas"
 
 
 def number(value: float) -> str:

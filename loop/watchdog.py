@@ -9,6 +9,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
+from callbacks.redact import tell
+
 
 class Watchdog:
     """The watch over one worker. Every worker has one, so that together they show who waits for whom.
@@ -61,7 +63,7 @@ class Watchdog:
                 beat, patience = self._beat, timeout
             if time.monotonic() - beat >= patience:
                 with contextlib.suppress(Exception):  # what it asks may be in any state
-                    print(self.report(), file=sys.stderr, flush=True)
+                    tell(self.report())
                 patience *= 2  # a log isn't to be flooded
 
     def report(self) -> str:

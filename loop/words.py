@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks import Schedule
-from callbacks.redact import mask
+from callbacks.redact import tell
 from loop import launch
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
 from loop.options import nearest
@@ -70,7 +70,7 @@ def told(error: Exception) -> int:
             say(str(error))
         return BAD_INPUT if isinstance(error, UsageError) else FAILED
     if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
-        print(_wrong_usage(error), file=sys.stderr)
+        tell(_wrong_usage(error))
         return BAD_INPUT
     if number == errno.ENAMETOOLONG:
         say(f"{reprlib.repr(where)}: the name is too long")
@@ -85,13 +85,13 @@ def told(error: Exception) -> int:
     while step is not None:  # what led to the command says nothing
         trace = step.tb_next if "typer" in Path(step.tb_frame.f_code.co_filename).parts else trace
         step = step.tb_next
-    sys.stderr.write(mask("".join(traceback.format_exception(error.with_traceback(trace or error.__traceback__)))))
+    tell("".join(traceback.format_exception(error.with_traceback(trace or error.__traceback__))).rstrip("\n"))
     return FAILED
 
 
 def say(text: str) -> None:
     """Says what went wrong, in a line on stderr."""
-    print(f"tfloop: error: {mask(text)}", file=sys.stderr)
+    tell(f"tfloop: error: {text}")
 
 
 def flushed(tells: bool = True) -> bool:
@@ -117,4 +117,4 @@ def _wrong_usage(error: Any) -> str:
         text = f"{error.param.opts[0]} {found['input']}: {what}"
     elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
         text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
-    return f"tfloop: error: {' '.join(mask(text).split())}"
+    return f"tfloop: error: {' '.join(text.split())}"

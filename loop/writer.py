@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from callbacks import journal
+from callbacks.redact import tell
 from loop import checkpoint
 
 
@@ -81,7 +82,7 @@ class Writer:
             except FileNotFoundError:  # somebody else has removed it
                 return
             except OSError as error:
-                print(f"warning: the old checkpoint {path} can't be removed ({error})", file=sys.stderr)
+                tell(f"warning: the old checkpoint {path} can't be removed ({error})")
 
         self._pool.submit(job)
 

@@ -22,6 +22,8 @@ import callbacks
 import cli
 from callbacks import MLflowTracker
 from callbacks.delivery import Courier, Delivery, key, points
+from callbacks.files import sqlite_path
+from callbacks.mlflow import store
 from loop import fit
 from loop.launch import free_ports
 from tests.conftest import ROOT
@@ -343,3 +345,20 @@ def test_sync_of_a_sweep_delivers_its_trials(database, tmp_path, command):
     children = {run.data.metrics["loss"] for run in runs if run.data.tags.get("mlflow.parentRunId") == parent}
     assert (len(runs), children) == (4, {0, 1, 2})
     assert sorted(row for rows in stored(database).values() for row in rows) == [(1, 0), (1, 1), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("name", ["a?b", "c#d", "e%20f", "plain"])
+def test_a_store_lies_where_its_path_says_whatever_is_in_it(name, empty_store, tmp_path, monkeypatch):
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    (tmp_path / name / "runs").mkdir()
+    path = shutil.copy(empty_store, tmp_path / name / "runs" / "mlflow.db")
+    assert sqlite_path(store(None)) == path
+    assert store("sqlite:///runs/mlflow.db?timeout=9") == store(None) + "?timeout=9"
+    directory = run_directory(tmp_path / "run", [line("epoch_end", 1, loss=0.5)])
+    sent = Delivery(directory, store(None))
+    sent.deliver()
+    sent.close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT value FROM metrics").fetchall() == [(0.5,)]
+    assert {each.name for each in tmp_path.iterdir()} == {name, "run"}  # nothing lies elsewhere

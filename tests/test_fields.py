@@ -1,0 +1,171 @@
+"""Fields of tasks: what can be typed for which type, and what a run gives back of what it has recorded."""
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+import pytest
+
+from loop import UsageError, config, fit, sweep
+from loop.fields import restored, set_fields, split
+from loop.rundir import task_of
+from loop.state import plain
+from loop.task import hyperparameters
+from tests.tasks import Plain
+
+
+class Activation(enum.Enum):
+    RELU = "relu"
+    TANH = "tanh"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@dataclass
+class Typed:
+    act: Activation = Activation.RELU
+    level: Level = Level.LOW
+    place: Path = Path("x")
+    how: Literal["a", "b", 3, True] = "a"
+    some: Optional[int] = None  # noqa: UP045 - as many write it
+    either: int | str = 1
+    sizes: list[int] | None = None
+    steps: tuple[int, ...] = ()
+    pair: tuple[int, str] = (1, "a")
+    texts: list[str] | None = None
+    pairs: list[tuple[int, int]] | None = None
+    text_or_texts: str | list[str] = ""
+    one_or_more: int | tuple[int, ...] = 3
+    acts: list[Activation] | None = None
+    sequence: Sequence[float] = ()
+    act_or_none: Activation | None = None
+    rate: float = 1.0
+    bare: tuple = ()
+    pwd: int = 3
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("act=TANH", Activation.TANH),
+        ("act=tanh", Activation.TANH),
+        ("act=Tanh", Activation.TANH),
+        ("level=HIGH", Level.HIGH),
+        ("level=2", Level.HIGH),
+        ("place=/a/b c", Path("/a/b c")),
+        ("how=b", "b"),
+        ("how=3", 3),
+        ("how=true", True),
+        ("some=none", None),
+        ("some=3", 3),
+        ("either=3", 3),
+        ("either=x", "x"),
+        ("sizes=64,32", [64, 32]),
+        ("sizes=[64, 32]", [64, 32]),
+        ("sizes=(64,)", [64]),
+        ("sizes=64", [64]),
+        ("sizes=[]", []),
+        ("sizes=None", None),
+        ("steps=1,2,3", (1, 2, 3)),
+        ("pair=1,x", (1, "x")),
+        ('texts=a,"b,c",d e', ["a", "b,c", "d e"]),
+        ("pairs=[[1,2],(3,4)]", [(1, 2), (3, 4)]),
+        ("pairs=(1,2),(3,4)", [(1, 2), (3, 4)]),
+        ("text_or_texts=a,b", "a,b"),
+        ("text_or_texts=[a,b]", ["a", "b"]),
+        ("one_or_more=3", 3),
+        ("one_or_more=3,4", (3, 4)),
+        ("acts=relu,TANH", [Activation.RELU, Activation.TANH]),
+        ("sequence=1,2.5", (1.0, 2.5)),
+        ("act_or_none=none", None),
+        ("act_or_none=RELU", Activation.RELU),
+        ("rate=inf", float("inf")),
+    ],
+)
+def test_what_is_typed_has_the_type_of_the_field_and_comes_back_from_a_run(text, value):
+    name = text.partition("=")[0]
+    found = set_fields(Typed, [text])[name]
+    assert found == value
+    assert type(found) is type(value)
+    recorded = json.loads(json.dumps({name: plain(found)}))
+    again = restored(Typed, recorded)[name]
+    assert again == value
+    assert type(again) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("act=gelu", "--set act=gelu: 'gelu' is no Activation (one of RELU, TANH)"),
+        ("how=c", "--set how=c: 'c' is no Literal (one of a, b, 3, True)"),
+        ("place=", "--set place=: '' is no Path"),
+        ("some=x", "--set some=x: 'x' is no int or None"),
+        ("pair=1", "'1' is no tuple[int, str]; a list is typed as A,B or [A,B], an empty one as []"),
+        ("steps=a,b", "'a,b' is no tuple[int, ...]"),
+        ("texts=", "'' is no list[str] or None"),
+        ("sizes=[1", "'[1' is no list[int] or None"),
+        ("acts=relu,gelu", "is no list[Activation (one of RELU, TANH)] or None"),
+        ("bare=1", "the field is of type tuple, which can't be typed on a command line"),
+        ("pwd=topsecret", "--set pwd=***: '***' is no int"),
+    ],
+)
+def test_what_can_not_be_typed_is_told_with_what_is_allowed(text, message):
+    with pytest.raises(UsageError) as told:
+        set_fields(Typed, [text])
+    assert message in str(told.value)
+    assert "topsecret" not in str(told.value)
+
+
+def test_commas_within_brackets_and_quotes_do_not_part():
+    assert split('a,[b,c],(d,(e,f)),"g,h",i(j,k)') == ["a", "[b,c]", "(d,(e,f))", '"g,h"', "i(j", "k)"]
+
+
+def test_files_of_options_and_sweeps_have_such_values_too(tmp_path):
+    path = tmp_path / "it.toml"
+    path.write_text("[set]\nsizes = [64, 32]\ntexts = ['a,b', 'c']\nact = 'tanh'\nplace = '/x'\n")
+    words = [text.removeprefix("--set=") for text in config.arguments([path], {}, [])]
+    assert set_fields(Typed, words) == {
+        "sizes": [64, 32], "texts": ["a,b", "c"], "act": Activation.TANH, "place": Path("/x"),
+    }  # fmt: skip
+    plan = sweep.Plan(
+        target="f.py:Typed", grid=sweep.assigned("--grid", ["sizes=[64,32],[128]", "act=relu,tanh"]),
+        random=sweep.assigned("--random", ["how=a,b"]), metric="loss", direction="minimize", sampler="random",
+        pruner="none", seed=0, arguments=["--set=place=/x"], place="/",
+    )  # fmt: skip
+    assert sweep.space(Typed, plan) == {
+        "sizes": ["[64,32]", "[128]"], "act": ["relu", "tanh"], "how": ["a", "b"],
+    }  # fmt: skip
+    assert plan.trials(4) == 4
+    assert [plan.combination(number)["sizes"] for number in range(4)] == ["[64,32]", "[64,32]", "[128]", "[128]"]
+
+
+@dataclass
+class Layered(Plain):
+    """Builds its model from fields of such types."""
+
+    act: Activation = Activation.RELU
+    place: Path = Path("x")
+    sizes: tuple[int, ...] = (4,)
+
+    def build_model(self):
+        assert isinstance(self.act, Activation)
+        assert isinstance(self.place, Path)
+        assert isinstance(self.sizes, tuple)
+        return super().build_model()
+
+
+def test_a_run_of_such_a_task_is_read_and_goes_on(quiet, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = Layered(act=Activation.TANH, place=Path("/data"), sizes=(8, 4))
+    fit(task, epochs=1, callbacks=quiet(), run_dir=tmp_path / "run")
+    found, _ = task_of(tmp_path / "run", f"{__file__}:Layered")
+    fields = hyperparameters(found)
+    assert {name: fields[name] for name in ("place", "sizes")} == {"place": Path("/data"), "sizes": (8, 4)}
+    assert fields["act"].name == "TANH"
+    assert fit(found, epochs=2, callbacks=quiet(), run_dir=tmp_path / "run").epochs == 2
