@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from loop import lookups
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.replica import all_gathers, probing
@@ -61,6 +62,7 @@ class Built:
         values: the names of the values of `compute`, the loss first.
         metrics: Keras metrics by the name of the value that they are updated with.
         penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
+        lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.lookups`.
     """
 
     model: Any
@@ -70,6 +72,7 @@ class Built:
     values: list[str]
     metrics: dict[str, Any]
     penalty_grows: bool = False
+    lookups: dict[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -100,6 +103,7 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
             raise UsageError(
                 f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
             )
+        task._prepare(model, example)
     metrics = checked_metrics(task.build_metrics())
     with backend.scope(), keras_precision(precision):
         # A model without an input shape makes its variables at the first call: this one.
@@ -125,7 +129,36 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
             each.build([variables[index] for index in indices])
         if lost := set(metrics) - set(names):
             raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
-    return Built(model, optimizer, optimizers, phases, names, metrics, grows)
+        by_lookup = _by_lookup(task, model, optimizers, backend, example)
+    return Built(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup)
+
+
+def _by_lookup(
+    task: TrainTask, model: Any, optimizers: Mapping[str, Any], backend: Backend, example: Any
+) -> dict[int, str]:
+    """The variables whose gradients are to keep a row for each lookup, as the task asks: tried on a few examples."""
+    asked = {index for each, of in optimizers.values() if lookups.matter(each) for index in of}
+    has_tables = any(not _is_plain(layer) for layer in layers(model) if layer is not model)
+    if backend.asynchronous or task.repeated_rows != "squared_each" or not asked or not has_tables:
+        return {}
+    variables = trainable_variables(model)
+
+    def rows(batch: Any) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape, probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
+            loss = task.compute(model, batch, training=False)["loss"]
+        gradients = tape.gradient(loss, as_tf(variables))
+        return [lookups.rows_of(each) for each in gradients]
+
+    def looked_up(batch: Any) -> list[np.ndarray]:
+        return [each.numpy() for each in backend.first(backend.run(rows, batch))]
+
+    found = lookups.kinds(looked_up, example, variable_names(variables))
+    return {index: kind for index, kind in found.items() if index in asked}
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is one of Keras's own that looks nothing up."""
+    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Embedding)
 
 
 def _tried(compute: Callable[[Any], Any], example: Any, metrics: Mapping[str, Any]) -> list[str]:

@@ -1,137 +1,285 @@
-"""KerasTask: a Keras model, optimizer and loss as a task."""
+"""KerasTask: a Keras model with what `compile` and `fit` take, as a task that does what `fit` does."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
+import tensorflow as tf
+
+from loop import keras_compile
+from loop.build import keras_models, layers
+from loop.data import ArrayData
 from loop.errors import UsageError
 from loop.task import TrainTask
 
+_OWN_STEPS = ("train_step", "test_step", "compute_loss", "compute_metrics")
+"""Methods that `fit` would call, and that `compute` takes the place of."""
+
 
 class KerasTask(TrainTask):
-    """An existing Keras model, optimizer and loss as a task: trains on any engine as it is.
+    """A Keras model, with what `compile` and `fit` take: trains on any number of replicas as `fit` does on one.
 
     Args:
-        model_fn: returns the model.
-        optimizer_fn: returns the optimizer.
-        loss_fn: a Keras loss (object, or its name), or a function of (labels, predictions) that returns one value per
-            element. A loss object's own reduction is not used.
-        train: the training data, of pairs (inputs, labels) or triples (inputs, labels, weights).
+        model_fn: returns the model. A compiled one, if `optimizer_fn` and `loss_fn` are left out.
+        optimizer_fn: returns the optimizer; or its name, such as "adam".
+        loss_fn: as in `compile`: a Keras loss, its name, or a function of (labels, predictions) that returns one value
+            per element; for several outputs a list or dict of them. Its reduction is what it is in Keras.
+        train: the training data, of pairs (inputs, labels) or triples (inputs, labels, weights): `ArrayData`, an
+            unbatched `tf.data.Dataset`, or a tuple of arrays as `fit` takes them.
         eval: the evaluation data, or None.
-        metrics: by name, functions of (labels, predictions) that return one value per element; or `keras.metrics`
-            metrics (AUC, ...), which are updated with the two.
+        metrics: as in `compile`: names, functions or `keras.metrics`, for several outputs a list or dict of them; or a
+            dict of functions and metrics by the names to report. Weights don't weigh them.
+        weighted_metrics: the same, weighed by the weights.
+        loss_weights: a factor for the loss of each output, as in `compile`.
+        class_weight: a weight for each class, by its number, as in `fit`: for training alone.
+
+    Class attributes:
+        repeated_rows: "squared_each", as in `fit`: see `TrainTask`. "summed" is the mathematical gradient, of which
+            less travels between replicas where a batch looks up more rows than the table has.
     """
+
+    repeated_rows = "squared_each"
 
     def __init__(
         self,
         model_fn: Callable[[], Any],
-        optimizer_fn: Callable[[], Any],
-        loss_fn: Any,
+        optimizer_fn: Callable[[], Any] | str | None = None,
+        loss_fn: Any = None,
+        train: Any = None,
+        eval: Any = None,
+        metrics: Any = None,
+        *,
+        weighted_metrics: Any = None,
+        loss_weights: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> None:
+        _check_makes("model_fn", model_fn, "keras.Sequential([...])")
+        if optimizer_fn is not None and not isinstance(optimizer_fn, str):
+            _check_makes("optimizer_fn", optimizer_fn, "keras.optimizers.Adam(1e-3)")
+        if train is None:
+            raise UsageError("KerasTask(train=None): give the training data, such as ArrayData(inputs, labels)")
+        self._model_fn, self._optimizer_fn = model_fn, optimizer_fn
+        self._loss, self._loss_weights = loss_fn, loss_weights
+        self._metrics, self._weighted_metrics = metrics, weighted_metrics
+        self._class_weight = dict(class_weight) if class_weight else None
+        self._train, self._eval = train, eval
+        self._is_compiled = optimizer_fn is None
+        if self._is_compiled and not all(given is None for given in (loss_fn, metrics, weighted_metrics, loss_weights)):
+            raise UsageError(
+                "KerasTask(optimizer_fn=None): without an optimizer, model_fn returns a compiled model, from which "
+                "loss and metrics are taken too: give an optimizer, or leave out the others"
+            )
+        self._compiled_optimizer: Any = None
+        self._takes_training = True
+        self._losses: keras_compile.Losses | None = None
+        self._compiled_metrics: keras_compile.Metrics | None = None
+        self._built_metrics: dict[str, Any] = {}
+
+    @classmethod
+    def from_compiled(
+        cls,
+        model_fn: Callable[[], Any],
         train: Any,
         eval: Any = None,
-        metrics: Mapping[str, Any] | None = None,
-    ) -> None:
-        for name, function in (("model_fn", model_fn), ("optimizer_fn", optimizer_fn)):
-            made = hasattr(function, "variables") and not isinstance(function, type)
-            if made or not callable(function):
-                raise UsageError(
-                    f"KerasTask({name}={type(function).__name__}): give a function that makes it, such as "
-                    f"lambda: {'keras.optimizers.Adam(1e-3)' if name == 'optimizer_fn' else 'keras.Sequential([...])'}"
-                )
-        if not (isinstance(loss_fn, str) or callable(loss_fn)):
-            raise UsageError(
-                f"KerasTask(loss_fn={type(loss_fn).__name__}): give a Keras loss, its name, or a function of (labels, "
-                "predictions); for a model of several outputs one that adds up their losses, each with its weight"
-            )
-        named = isinstance(metrics or {}, Mapping)
-        if not named or any(isinstance(each, type) or not callable(each) for each in (metrics or {}).values()):
-            raise UsageError(
-                f"KerasTask(metrics={metrics!r}): give a dict of functions of (labels, predictions), or of metrics, by "
-                'name, such as {"accuracy": keras.metrics.sparse_categorical_accuracy, "auc": keras.metrics.AUC()}'
-            )
-        self._model_fn, self._optimizer_fn, self._loss_fn = model_fn, optimizer_fn, loss_fn
-        self._train, self._eval, self._metrics = train, eval, dict(metrics or {})
+        *,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> KerasTask:
+        """The task of a compiled model: optimizer, losses and metrics are those that it was compiled with.
+
+        Args:
+            model_fn: makes the model and compiles it.
+            train: as for `KerasTask`.
+            eval: as for `KerasTask`.
+            class_weight: as in `fit`.
+        """
+        task = cls.__new__(cls)
+        KerasTask.__init__(task, model_fn, train=train, eval=eval, class_weight=class_weight)
+        return task
 
     def build_model(self) -> Any:
-        return self._model_fn()
+        model = self._model_fn()
+        _check_no_own_step(model)
+        if self._is_compiled:
+            self._take_compiled(model)
+        return model
+
+    def _take_compiled(self, model: Any) -> None:
+        """Takes what a compiled model was compiled with."""
+        if not getattr(model, "compiled", False):
+            raise UsageError(
+                "KerasTask without optimizer_fn: model_fn returned a model that isn't compiled: call "
+                "model.compile(optimizer, loss, ...) in it, or give optimizer_fn and loss_fn"
+            )
+        losses, metrics = model._compile_loss, model._compile_metrics
+        optimizer = model.optimizer
+        if model.dtype_policy.name == "mixed_float16":  # `compile` has put a loss scale around it: ours is exact
+            optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._compiled_optimizer = optimizer
+        self._loss = losses and losses._user_loss
+        self._loss_weights = losses and losses._user_loss_weights
+        self._metrics = metrics and metrics._user_metrics
+        self._weighted_metrics = metrics and metrics._user_weighted_metrics
 
     def build_optimizer(self) -> Any:
-        return self._optimizer_fn()
+        if self._is_compiled:
+            if self._compiled_optimizer is None:
+                self.build_model()
+            optimizer, self._compiled_optimizer = self._compiled_optimizer, None
+        elif isinstance(self._optimizer_fn, str):
+            optimizer = _named_optimizer(self._optimizer_fn)
+        else:
+            assert self._optimizer_fn is not None
+            optimizer = self._optimizer_fn()
+        if getattr(optimizer, "use_ema", False):
+            raise UsageError(
+                f"{type(optimizer).__name__}(use_ema=True): at its end, Keras's fit gives the model the averages "
+                f"of its weights: leave it out, and use ema={optimizer.ema_momentum} (--ema), whose averages are "
+                "evaluated, saved and returned; with ema_overwrite_frequency there is nothing like it"
+            )
+        return optimizer
 
     def train_data(self) -> Any:
-        return self._train
+        return _as_data(self._train)
 
     def eval_data(self) -> Any:
-        return self._eval
+        return None if self._eval is None else _as_data(self._eval)
 
     def build_metrics(self) -> dict[str, Any]:
-        return {name: metric for name, metric in self._metrics.items() if hasattr(metric, "update_state")}
+        return dict(self._built_metrics)
+
+    def _prepare(self, model: Any, example: Any) -> None:
+        self._takes_training = "training" in inspect.signature(model.call).parameters
+        if not self._takes_training:
+            _warn_of_modes(model)
+        inputs, labels, weights = self._parts(example, training=True)
+        predictions = self._predictions(model, inputs, training=False)
+        try:
+            self._resolve(getattr(model, "output_names", None), labels, predictions, weights)
+        except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
+            reason = " ".join(str(error).split())[:400]
+            raise UsageError(
+                f"KerasTask: Keras can't put together losses, metrics, labels and predictions: {reason}"
+            ) from error
+
+    def _resolve(self, names: Any, labels: Any, predictions: Any, weights: Any) -> None:
+        """Has Keras match losses and metrics with the outputs, on a few examples."""
+        self._losses = self._compiled_metrics = None
+        self._built_metrics = {}
+        if self._loss is not None:
+            self._losses = keras_compile.Losses(self._loss, self._loss_weights, names)
+            losses = self._losses.of(labels, predictions, weights)
+            self.loss_reduction = "sum" if all(each.summed for each in losses) else "mean"
+            self._built_metrics |= keras_compile.reported_metrics(losses)
+        if self._metrics or self._weighted_metrics:
+            self._compiled_metrics = keras_compile.Metrics(
+                self._metrics, self._weighted_metrics, names, labels, predictions
+            )
+            self._compiled_metrics.check(labels, predictions, weights)
+            self._built_metrics |= self._compiled_metrics.by_name()
 
     def compute(self, model: Any, batch: Any, training: bool) -> dict[str, Any]:
-        import keras
+        inputs, labels, weights = self._parts(batch, training)
+        predictions = self._predictions(model, inputs, training)
+        return self._values(model, labels, predictions, weights)
 
-        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-            of = f"{len(batch)} parts" if isinstance(batch, tuple | list) else f"one {type(batch).__name__}"
+    def _predictions(self, model: Any, inputs: Any, training: bool) -> Any:
+        # As `fit` does: a model that can't be told is called without, and its layers are in inference mode.
+        return model(inputs, training=training) if self._takes_training else model(inputs)
+
+    @tf.autograph.experimental.do_not_convert
+    def _values(self, model: Any, labels: Any, predictions: Any, weights: Any) -> dict[str, Any]:
+        """What `compute` returns, of the model's predictions."""
+        if self._losses is None:
+            values = keras_compile.added(model, predictions)
+        else:
+            losses = self._losses.of(labels, predictions, weights)
+            values = keras_compile.combined(losses) | keras_compile.reported(losses)
+        if self._compiled_metrics is not None:
+            values |= self._compiled_metrics.arguments(labels, predictions, weights)
+        return values
+
+    @tf.autograph.experimental.do_not_convert
+    def _parts(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+        """Inputs, labels, and weights or None."""
+        known = isinstance(batch, tuple | list) and len(batch) in (1, 2, 3)
+        if not known or (len(batch) == 1 and self._loss is not None):
+            of = f"{len(batch)} part(s)" if isinstance(batch, tuple | list) else f"one {type(batch).__name__}"
+            if self._loss is None and not isinstance(batch, tuple | list):
+                return batch, None, None
             raise UsageError(
                 f"KerasTask takes examples of (inputs, labels) or (inputs, labels, weights); these are of {of}: give "
                 "ArrayData(inputs, labels), where the inputs are the labels too ArrayData(inputs, inputs)"
             )
-        inputs, given, *weights = batch
-        predictions = model(inputs, training=training)
-        try:
-            loss = keras.losses.get(self._loss_fn)
-        except ValueError:
-            raise UsageError(f"KerasTask(loss_fn={self._loss_fn!r}): keras.losses has no loss of that name") from None
-        labels, found = _as_keras_pairs(given, predictions)
-        values: dict[str, Any] = {}
-        if hasattr(loss, "reduction"):  # its __call__ makes numbers of the labels, and a mean of what `call` returns
-            floats = keras.tree.map_structure(lambda each: keras.ops.cast(each, _dtype(found)), labels)
-            values["loss"] = loss.call(floats, found)
-        else:
-            values["loss"] = loss(labels, found)
-        for name, metric in self._metrics.items():
-            kept = hasattr(metric, "update_state")  # a metric with a state of its own: see `build_metrics`
-            values[name] = (given, predictions) if kept else metric(labels, found)
-        # What Keras masks (padding; `ignore_class`) weighs nothing, as in Keras's own `fit`.
-        masks = [getattr(each, "_keras_mask", None) for each in (predictions, values["loss"])]
-        rank = len(values["loss"].shape)
-        weights += [mask for mask in masks if mask is not None and len(mask.shape) <= rank]
-        for each in weights if rank else ():
-            if len(each.shape) == rank + 1 and each.shape[-1] == 1:
-                each = keras.ops.squeeze(each, -1)
-            while len(each.shape) < rank:
-                each = keras.ops.expand_dims(each, -1)
-            each = keras.ops.cast(each, values["loss"].dtype) * keras.ops.ones_like(values["loss"])
-            values["weight"] = values["weight"] * each if "weight" in values else each
-        return values
+        inputs, labels, weights = (*batch, None, None)[:3]
+        if self._class_weight and weights is not None:
+            raise UsageError("KerasTask(class_weight=...) with examples that have weights: give one of the two")
+        if self._class_weight and training:
+            weights = keras_compile.class_weights(labels, self._class_weight)
+        return inputs, labels, weights
 
 
-def _as_keras_pairs(labels: Any, predictions: Any) -> tuple[Any, Any]:
-    """Labels and predictions as Keras hands them to a loss.
-
-    They have floating-point numbers of one kind, never of 16 bits; and where one has a last axis, of size 1, that the
-    other has not, it gets one: of shapes [n] and [n, 1], a difference would have the shape [n, n].
-    """
-    import keras
-
-    dtype = _dtype(predictions)
-
-    def floats(each: Any) -> Any:
-        each = keras.ops.convert_to_tensor(each)
-        return keras.ops.cast(each, dtype) if each.dtype.is_floating else each
-
-    labels, predictions = (keras.tree.map_structure(floats, each) for each in (labels, predictions))
-    if hasattr(labels, "shape") and hasattr(predictions, "shape"):
-        if len(predictions.shape) == 1 or (len(predictions.shape) < len(labels.shape) and labels.shape[-1] == 1):
-            predictions = keras.ops.expand_dims(predictions, -1)
-        if len(labels.shape) == len(predictions.shape) - 1 and predictions.shape[-1] == 1:
-            labels = keras.ops.expand_dims(labels, -1)
-    return labels, predictions
+def _check_makes(name: str, function: Any, example: str) -> None:
+    """Refuses what isn't a function that makes something: a resumed run, and each replica, make it again."""
+    made = hasattr(function, "variables") and not isinstance(function, type)
+    if made or not callable(function):
+        raise UsageError(
+            f"KerasTask({name}={type(function).__name__}): give a function that makes it, such as lambda: {example}"
+        )
 
 
-def _dtype(predictions: Any) -> str:
-    import keras
+def _check_no_own_step(model: Any) -> None:
+    """Refuses a model whose own methods `fit` would call instead of Keras's."""
+    if not isinstance(model, keras_models()):
+        return
+    family = keras.Model if isinstance(model, keras.Model) else keras_models()[-1]
+    for name in _OWN_STEPS:
+        plain = getattr(family, name, None)
+        if name in vars(model) or getattr(type(model), name, None) is not plain:
+            kind = type(model).__name__
+            port = {
+                "train_step": "a TrainTask: what stands within its tape goes into compute(), and returns one value per "
+                "example; several optimizers go into train_step(), a step.minimize(...) for each",
+                "test_step": "a TrainTask: its values go into compute(), which evaluation calls with training=False",
+                "compute_loss": "a TrainTask: its loss goes into compute(), as one value per example",
+                "compute_metrics": "a TrainTask: its metrics go into build_metrics(), their arguments into compute()",
+            }[name]
+            raise UsageError(
+                f"{kind} has a {name}() of its own, which KerasTask would not call: port the model to {port}; see "
+                "docs/coming-from/keras-fit.md"
+            )
 
-    dtypes = {keras.backend.standardize_dtype(each.dtype) for each in keras.tree.flatten(predictions)}
-    return "float64" if "float64" in dtypes else "float32"
+
+def _warn_of_modes(model: Any) -> None:
+    """Warns of layers that never train, because the model's `call` can't tell them to."""
+    found = [
+        layer.name
+        for layer in layers(model)
+        if layer is not model
+        and type(layer).__module__.startswith(("keras.", "tf_keras."))
+        and "training" in inspect.signature(layer.call).parameters
+        and any(word in type(layer).__name__ for word in ("Dropout", "Normalization", "Noise", "Random"))
+    ]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        warnings.warn(
+            f"{type(model).__name__}.call() has no argument `training`: as in Keras's fit, "
+            f"{', '.join(found[:3])}{more} run in inference mode while it trains (no dropout, no batch statistics). "
+            "Write call(self, x, training=False), and hand it to these layers",
+            stacklevel=2,
+        )
+
+
+def _named_optimizer(name: str) -> Any:
+    try:
+        return keras.optimizers.get(name)
+    except ValueError:
+        raise UsageError(f"KerasTask(optimizer_fn={name!r}): keras.optimizers has no optimizer of that name") from None
+
+
+def _as_data(data: Any) -> Any:
+    """Data as a task returns it: a tuple or list of arrays, or of nests of them, is what `fit` takes."""
+    return ArrayData.of(data) if isinstance(data, tuple | list) else data

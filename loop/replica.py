@@ -181,6 +181,17 @@ def all_gather(x: Any) -> tf.Tensor:
     return x if replica is None or replica.backend.replicas == 1 else replica.gather(x)
 
 
+@tf.autograph.experimental.do_not_convert
+def sum_over_batch(x: tf.Tensor) -> tf.Tensor:
+    """The sum over the rows of the whole global batch, of shape x.shape[1:]; not differentiated."""
+    replica, own = current(), tf.reduce_sum(tf.stop_gradient(x), 0)
+    if replica is None or replica.backend.replicas == 1:
+        return own
+    if replica.counts_something is not None:
+        own = tf.where(replica.counts_something, own, tf.zeros_like(own))
+    return replica.sum(own)
+
+
 def all_gathers() -> int:
     """How often this thread has called `all_gather`."""
     return getattr(_here, "gathers", 0)

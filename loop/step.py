@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from loop import communication, inexact, random
+from loop import communication, inexact, lookups, random
 from loop.averages import Averages
 from loop.backends.base import Backend
 from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, updates_rows, variable_names
@@ -23,6 +23,7 @@ from loop.computing import Computing, TraceAgainError
 from loop.data import ArraySource, Data, Rows, StreamSource, count
 from loop.errors import TrainingError, UsageError
 from loop.evaluation import Evaluation
+from loop.replica import Replica
 from loop.scale import LossScale
 from loop.statistics import batch_norms, has_own_state, share, state, statistics
 from loop.task import TrainTask
@@ -88,6 +89,7 @@ class Step:
         self._divided_at_once = whole and options["precision"] != "mixed_float16"
         self._summed = task.loss_reduction == "sum"
         self._by_rows = self._updated_by_rows()
+        self._lookups = self._by_lookup()
         self._statistics = statistics(built.model) if backend.replicas > 1 else []
         self._state = state(built.model)
         communication.check(backend, options["compression"])
@@ -108,6 +110,8 @@ class Step:
         random.reseed(built.model)
         if has_own_state(built.model):
             self.computing.everyone |= {data.train, data.eval}
+        if self._lookups and backend.replicas * options["accumulate"] > 1:
+            self.computing.everyone.add(data.train)
         if backend.replicas > 1:
             random.by_row()
         with backend.scope():
@@ -153,6 +157,12 @@ class Step:
         if options["compile"] != "graph" or tf.config.list_logical_devices("GPU"):
             return set()
         return {index for each, of in self.built.optimizers.values() if updates_rows(each) for index in of}
+
+    def _by_lookup(self) -> dict[int, str]:
+        """The variables whose gradients keep a row for each lookup, and of which kind these are: see `lookups`."""
+        options = self.options
+        dense = self.backend.asynchronous or options["clip_value"] is not None or options["reduction"] == "adasum"
+        return {} if dense else dict(self.built.lookups)
 
     def watch_gradients(self) -> None:
         """From now on `gradients` has the last gradient of each trainable variable: reduced, divided, clipped."""
@@ -592,7 +602,7 @@ class Step:
         rows = source.replica_rows(feed, self.backend.replica(), part, parts)
 
         def some(rows: Rows, stand_in: Any) -> Any:
-            return self._sum_gradients(values, optimizer, rows, stand_in, batch_rows)
+            return self._sum_gradients(values, optimizer, rows, stand_in, part, batch_rows)
 
         if self.computing.compiles(source) and not self._scans:
             some = tf.function(some, jit_compile=True, autograph=False)
@@ -602,7 +612,9 @@ class Step:
             source, rows, parts, lambda stand_in: some(rows, stand_in), lambda: self._nothing(optimizer)
         )
 
-    def _sum_gradients(self, values: Any, optimizer: str, rows: Rows, stand_in: Any, batch_rows: Any) -> Any:
+    def _sum_gradients(
+        self, values: Any, optimizer: str, rows: Rows, stand_in: Any, part: tf.Tensor, batch_rows: Any
+    ) -> Any:
         """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather.
 
         A summed loss is never divided by W: there, the penalties' factor is the share of the batch's rows.
@@ -635,15 +647,10 @@ class Step:
                 replica.problem = TraceAgainError()
                 raise replica.problem
             gradients = [
-                each_row_once(gradient) if index in self._by_rows else tf.convert_to_tensor(gradient)
+                self._as_sent(index, gradient, replica, part)
                 for index, gradient in zip(trained, gradients, strict=True)
                 if gradient is not None
             ]
-            for index, gradient in zip(self._connected[optimizer], gradients, strict=True):
-                if isinstance(gradient, tf.Tensor):
-                    gradient.set_shape(self._variables[index].shape)  # which is lost where rows are added up
-            if real is not None:
-                gradients = [tf.where(real, gradient, tf.zeros_like(gradient)) for gradient in gradients]
             # Laid out as totals are, with the number of examples that are its own.
             totals = tf.stack([tf.cast(count(rows.batch), self.dtype), tf.zeros([], self.dtype), *sums])
             states = known.states(found)
@@ -654,6 +661,27 @@ class Step:
     def _share(self, rows: Rows, batch_rows: tf.Tensor) -> tf.Tensor:
         """Which part of the global batch these rows are."""
         return tf.math.divide_no_nan(tf.cast(count(rows.batch), self.dtype), tf.cast(batch_rows, self.dtype))
+
+    def _as_sent(self, index: int, gradient: Any, replica: Replica, part: tf.Tensor) -> Any:
+        """A variable's gradient as it is to be added up over micro-batches and replicas; 0 for a stand-in."""
+        real = replica.counts_something
+        if index in self._lookups and isinstance(gradient, tf.IndexedSlices):
+            values = gradient.values if real is None else tf.where(real, gradient.values, 0)
+            places = self.backend.replicas * self.options["accumulate"]
+            return lookups.packed(
+                tf.IndexedSlices(values, gradient.indices),
+                self._lookups[index],
+                count(replica.batch),
+                -(-self.data.train.most(self.options["accumulate"]) // self.backend.replicas),
+                part * self.backend.replicas + tf.cast(self.backend.replica(), tf.int64),
+                places,
+            )
+        self._lookups.pop(index, None)  # dense after all
+        if index in self._by_rows and isinstance(gradient, tf.IndexedSlices):
+            return each_row_once(gradient)
+        gradient = tf.convert_to_tensor(gradient)
+        gradient.set_shape(self._variables[index].shape)  # which is lost where rows are added up
+        return gradient if real is None else tf.where(real, gradient, tf.zeros_like(gradient))
 
     def _is_to_be_apart(self) -> bool:
         """Whether it turns out that forward and backward pass had better be a graph of their own.
@@ -672,7 +700,10 @@ class Step:
     def _nothing(self, optimizer: str) -> Any:
         """What a replica without rows adds."""
         known, variables = self._trained[optimizer], as_tf(self._variables)
-        zeros = [tf.zeros(variables[index].shape, variables[index].dtype) for index in self._connected[optimizer]]
+        zeros = [
+            (lookups.nothing if index in self._lookups else tf.zeros)(variables[index].shape, variables[index].dtype)
+            for index in self._connected[optimizer]
+        ]
         return zeros, tf.zeros([SUMS + known.width], self.dtype), tf.zeros([known.state_width], tf.float64)
 
     def _of(self, optimizer: str) -> list[int]:
@@ -707,14 +738,21 @@ class Step:
             sums = self.backend.all_reduce([sums])[0]
         elif self._local_steps == 1:
             scaled = self.scale is not None
-            gradients, sums = communication.reduced(self.backend, gradients, sums, self.options, scaled)
+            gradients, sums = self._reduced_sums(optimizer, gradients, sums, scaled)
         if self._summed:
             sums = by_batch(sums)
+        gradients = [
+            lookups.unpacked(gradient, tf.TensorShape(self._variables[index].shape))
+            if index in self._lookups
+            else gradient
+            for index, gradient in zip(self._connected[optimizer], gradients, strict=True)
+        ]
         checked = self._check(optimizer, gradients, sums[SUMS], sums[SUMS + 1])
         if not (self._divided_at_once or self._adasum) and (self.scale is not None or not self._summed):
             gradients = self._divided(gradients, sums)
         if self.options["clip_norm"] is not None:
-            gradients, _ = tf.clip_by_global_norm(gradients, self.options["clip_norm"])
+            norm = tf.linalg.global_norm([tf.convert_to_tensor(each) for each in gradients]) if self._lookups else None
+            gradients, _ = tf.clip_by_global_norm(gradients, self.options["clip_norm"], norm)
         limit = self.options["clip_value"]
         if limit is not None:
             gradients = [tf.clip_by_value(gradient, -limit, limit) for gradient in gradients]
@@ -723,12 +761,28 @@ class Step:
                 self.gradients[index].assign(tf.convert_to_tensor(gradient))
         return gradients, sums, checked
 
+    def _reduced_sums(
+        self, optimizer: str, gradients: list[tf.Tensor], sums: tf.Tensor, scaled: bool
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Gradients and sums, added up over all replicas. Those by lookup, whose size varies, travel by themselves."""
+        connected = self._connected[optimizer]
+        dense = [place for place, index in enumerate(connected) if index not in self._lookups]
+        found: dict[int, Any] = {}
+        sent, sums = communication.reduced(
+            self.backend, [gradients[place] for place in dense], sums, self.options, scaled
+        )
+        found |= zip(dense, sent, strict=True)
+        for place, index in enumerate(connected):
+            if index in self._lookups:
+                found[place] = self.backend.all_reduce([gradients[place]])[0]
+        return [found[place] for place in range(len(gradients))], sums
+
     def _divided(self, gradients: list[tf.Tensor], sums: tf.Tensor) -> list[tf.Tensor]:
         """Gradients of a sum as those of a mean, if it is a mean that is minimised; and without the loss scale."""
         weight = tf.ones([], self.dtype) if self._summed else weight_or_one(sums[SUMS + 1])
         if self.scale is not None:
             weight *= self.scale.scale
-        return [gradient / tf.cast(weight, gradient.dtype) for gradient in gradients]
+        return [divided(gradient, weight) for gradient in gradients]
 
     def _check(self, optimizer: str, gradients: list[tf.Tensor], loss: tf.Tensor, weight: tf.Tensor) -> Any:
         """Whether the step is to be applied; and whether the loss and each gradient are finite; see `_checked`.
@@ -741,7 +795,7 @@ class Step:
             # To XLA a look at each gradient costs as much as its update. A difference that is 0, unless there is no
             # number, is part of the update; `_train_block` looks at the sum of all steps'.
             for at, each in [(0, loss), *((1 + at, each) for at, each in zip(connected, gradients, strict=True))]:
-                sign = each - each
+                sign = tf.reduce_sum(each.values - each.values) if isinstance(each, tf.IndexedSlices) else each - each
                 self._signs[at] = self._signs[at] + sign if at in self._signs else sign
             return weight != 0.0, tf.ones([1 + len(own)], tf.bool)
         values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
@@ -799,6 +853,14 @@ class Step:
 def joined(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
     """The vectors, one behind the other."""
     return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
+
+
+def divided(gradient: Any, weight: tf.Tensor) -> Any:
+    """A gradient, dense or by rows, divided by a scalar."""
+    weight = tf.cast(weight, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / weight, gradient.indices, gradient.dense_shape)
+    return gradient / weight
 
 
 def each_row_once(gradient: Any) -> Any:

@@ -20,10 +20,13 @@ class TrainTask:
         loss_reduction: what the gradient is of: "mean", sum(loss * weight) / sum(weight) over the global batch; or
             "sum", sum(loss * weight), which is never divided, as Keras's `reduction="sum"`. What is then reported as
             "loss" is the sum of a batch; over several batches their mean, each weighed by its rows, as Keras has it.
+        repeated_rows: what optimizers such as Adam see of a row of an embedding that a batch looks up twice: "summed",
+            the gradient as it is; or "squared_each", as in Keras's `fit`, which squares the gradient of each lookup.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     loss_reduction: str = "mean"
+    repeated_rows: str = "summed"
 
     def build_model(self) -> Any:
         """Returns a `keras.Model` (Keras 3), a `tf_keras.Model`, or any `tf.Module`. Variables are made here."""
@@ -76,6 +79,9 @@ class TrainTask:
         Each takes the place of the standard one of its kind; what is handed to `fit` as a list wins.
         """
         return []
+
+    def _prepare(self, model: Any, example: Any) -> None:
+        """What a task of ours works out from its model and a few examples, before its metrics are made."""
 
     def train_data(self) -> Any:
         """Returns `ArrayData(...)`, or an unbatched `tf.data.Dataset` of examples."""

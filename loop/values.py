@@ -302,7 +302,7 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
         else:
             adds = [True] * len(metric.variables)
         for variable, added in zip(metric.variables, adds, strict=True):
-            if variable.aggregation != "sum" or not added or np.any(np.asarray(variable.value)):
+            if variable.aggregation != "sum" or not added or np.any(variable.value.numpy()):
                 raise UsageError(
                     f"build_metrics(): the state {variable.name!r} of {name!r} is no sum that starts from 0 "
                     f"(aggregation {variable.aggregation!r}): parts of it that replicas gather can't be put together. "
@@ -311,7 +311,7 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
 
 
 def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:
-    return [np.asarray(variable.value, np.float64) for variable in metric.variables]
+    return [np.asarray(variable.value.numpy(), np.float64) for variable in metric.variables]
 
 
 def _arguments(

@@ -36,6 +36,34 @@ class ArrayData:
             self.arrays: Any = {name: np.asarray(array) for name, array in arrays[0].items()}
         else:
             self.arrays = tuple(map(np.asarray, arrays)) if len(arrays) > 1 else np.asarray(arrays[0])
+        self.size = self._checked_size()
+
+    @classmethod
+    def of(cls, data: Any) -> ArrayData:
+        """Examples of any structure, such as (inputs, labels) where the inputs are a dict, a tuple or a list of arrays.
+
+        Args:
+            data: arrays in tuples, lists and dicts, as Keras's `fit` takes them. A list or tuple of anything but arrays
+                is an array itself.
+        """
+
+        def nested(each: Any) -> Any:
+            if isinstance(each, dict):
+                return {name: nested(value) for name, value in each.items()}
+            return tuple(map(nested, each)) if holds_arrays(each) else np.asarray(each)
+
+        def holds_arrays(each: Any) -> bool:
+            if not isinstance(each, list | tuple):
+                return False
+            return all(isinstance(one, dict) or bool(getattr(one, "shape", ())) or holds_arrays(one) for one in each)
+
+        found = cls.__new__(cls)
+        found.arrays = tuple(map(nested, data)) if isinstance(data, list | tuple) else nested(data)
+        found.size = found._checked_size()
+        return found
+
+    def _checked_size(self) -> int:
+        """How many examples all arrays have."""
         shapes = [array.shape for array in tf.nest.flatten(self.arrays)]
         if any(not shape for shape in shapes):
             raise UsageError("ArrayData: a scalar has no examples: give arrays of shape [n, ...]")
@@ -44,7 +72,7 @@ class ArrayData:
                 f"ArrayData: arrays of unequal length ({', '.join(str(shape[0]) for shape in shapes)} examples; shapes "
                 f"{', '.join(map(str, shapes))}): cut them to the same first axis"
             )
-        self.size = int(shapes[0][0])
+        return int(shapes[0][0])
 
 
 class ArraySource:
