@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+
+CLOSED = []
+for descriptor in range(3):  # in this order: each takes the lowest number that is free
+    try:
+        os.fstat(descriptor)
+    except OSError:  # `>&-`: the next file that is opened would get its number, and what is printed
+        CLOSED.append(os.open(os.devnull, os.O_RDWR))
+        os.set_inheritable(descriptor, True)
+        if descriptor:
+            setattr(sys, "stdout" if descriptor == 1 else "stderr", open(descriptor, "w"))  # noqa: SIM115
 
 
 def leave(number: int, frame: object) -> None:
@@ -21,8 +32,6 @@ import contextlib
 import functools
 import importlib.metadata
 import json
-import sys
-import tempfile
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -37,12 +46,12 @@ import callbacks
 import callbacks.progress
 import callbacks.record
 from callbacks.journal import jsonable
-from loop import completion, config, dry_run, launch, runs, target, terminal, tracking, words
+from loop import completion, config, dry_run, launch, runs, signals, target, terminal, tracking, words
 from loop import new as new_
 from loop import sweep as sweep_
 from loop import train as train_
 from loop import tune as tune_
-from loop.errors import FAILED, PREEMPTED, TrainingError, UsageError
+from loop.errors import FAILED, PREEMPTED, TrainingError, UsageError, no_exit
 from loop.options import nearest, with_defaults
 
 NO_DIRECTORY = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
@@ -248,6 +257,8 @@ def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
     """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
     if as_json:
         print(result if isinstance(result, str) else json.dumps(jsonable(callbacks.redact.redact(result))))
+        if 1 in CLOSED:
+            print("note: stdout is closed: the result isn't shown", file=sys.stderr)
         return
     for line in lines:
         text, good = (line, None) if isinstance(line, str) else line
@@ -259,6 +270,18 @@ def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
     """Yields what is to be told of each stage of a command; it is shown also where TensorFlow is made quiet."""
     with os.fdopen(os.dup(2), "w") as stderr, contextlib.closing(callbacks.progress.Stages(total, stderr)) as stages:
         yield stages.next
+
+
+@contextlib.contextmanager
+def stopped_clean(left: str) -> Iterator[None]:
+    """Within it, a signal ends a command that starts others, when they have ended; says what is left behind."""
+    try:
+        with signals.interrupting(always=[signal.SIGINT]):  # which a shell has ignored in the background
+            yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            print(f"stopped: {left}", file=sys.stderr)
+        raise typer.Exit(PREEMPTED) from None
 
 
 def checkpointed(run: str, task_target: str | None) -> Path:
@@ -406,7 +429,7 @@ def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | 
 @app.command()
 def chaos(
     target_: Target,
-    kills: Annotated[int, Option(min=1, help="How many processes are killed, one after the other.")] = 6,
+    kills: Annotated[int, Option(help="How many processes are killed, one after the other.")] = 6,
     epochs: Epochs = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -421,6 +444,10 @@ def chaos(
     as_json: AsJson = False,
 ) -> None:
     """Show that kill -9 at any moment loses nothing of a task's training."""
+    from loop import chaos as chaos_
+
+    if not 1 <= kills <= chaos_.MOST_KILLS:
+        raise UsageError(f"--kills {kills}: give a whole number from 1 to {chaos_.MOST_KILLS}")
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
     with_defaults(None, options)
     if checkpoint_every is not None:
@@ -430,9 +457,11 @@ def chaos(
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
     arguments = words.arguments(options | {"workers": workers}, set_ or ())
-    from loop import chaos as chaos_
-
-    with tempfile.TemporaryDirectory(prefix="tfloop-chaos-") as directory, shown_stages(kills + 2) as progress:
+    with (
+        stopped_clean(f"what was made is in {keep}" if keep else "nothing is left behind"),
+        signals.temporary_directory("tfloop-chaos-") as directory,
+        shown_stages(kills + 2) as progress,
+    ):
         found = chaos_.chaos([target_, *arguments], kills, keep or Path(directory), seed, checkpoint_every, progress)
     show(vars(found) | {"exact": found.exact}, chaos_.lines(found), as_json)
     raise typer.Exit(0 if found.exact else FAILED)
@@ -478,17 +507,9 @@ def tune(
     launch.place(backend or "auto", workers)
     typed = {"batch_size": batch_size, "backend": backend, "workers": workers}
     arguments = words.arguments(typed, set_ or (), config_ or ())
-    # SIGTERM as Ctrl-C, which a shell has ignored where it starts a command in the background.
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with shown_stages(len(tune_.TUNED) * rounds * 2) as progress:
-            found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
-    except KeyboardInterrupt:
-        print("stopped: nothing is written, and nothing is left behind", file=sys.stderr)
-        raise typer.Exit(PREEMPTED) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    stages = len(tune_.TUNED) * rounds * 2
+    with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
+        found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
     tune_.write(out, found)
     lines: list[Line] = [*tune_.lines(found), f"\nwrote {out}: tfloop train {target_} --config {out}"]
     show(tune_.as_json(found) | {"file": str(out)}, lines, as_json)
@@ -794,12 +815,16 @@ def main() -> None:
     callbacks.redact.guard_streams()
     try:
         words.check(sys.argv[1:])
-        code = typer.main.get_command(app).main(standalone_mode=False) or 0
-    except KeyboardInterrupt:
-        code = 130
+        # A shell that asks what could be typed is answered by an exit.
+        exits = contextlib.nullcontext() if "_TFLOOP_COMPLETE" in os.environ else no_exit()
+        with signals.interrupting(), exits:
+            code = typer.main.get_command(app).main(standalone_mode=False) or 0
+    except KeyboardInterrupt as error:
+        code = 128 + (error.args[0] if error.args else signal.SIGINT)
     except Exception as error:
         code = words.told(error)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        sys.stderr.flush()
     sys.exit(code if words.flushed() else code or FAILED)
 
 

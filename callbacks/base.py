@@ -217,3 +217,8 @@ class Schedule:
         if self.steps is not None:
             return step % self.steps == 0
         return self.call or (self.epoch and epoch_ended) or step in self.at
+
+
+def shown_status(status: str) -> str:
+    """How a run ended, as people read it: records and results keep the name `preempted`."""
+    return "interrupted" if status == "preempted" else status

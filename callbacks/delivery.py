@@ -434,6 +434,7 @@ def main() -> None:
     has the rest.
     """
     parent = os.getppid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the training, which is about to send its last points
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # the training comes first

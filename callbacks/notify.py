@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from callbacks import redact
 from callbacks.arguments import check, is_number
-from callbacks.base import Callback, Run
+from callbacks.base import Callback, Run, shown_status
 from callbacks.journal import jsonable
 from callbacks.nearest import nearest
 
@@ -83,7 +83,8 @@ class Notify(Callback):
         if kind not in self.on or (kind == "checkpoint" and len(_under_way) >= MOST):
             return
         metrics = run.history[-1] if run.history else {}
-        text = f"{run.info['task']}: {kind if kind == 'checkpoint' else status} at step {run.progress.step:,}"
+        what = kind if kind == "checkpoint" else shown_status(status)
+        text = f"{run.info['task']}: {what} at step {run.progress.step:,}"
         text += f" ({why})" * bool(why) + "".join(
             f", {name} {value:.4g}" for name, value in metrics.items() if name not in ("epoch", "step", "examples")
         )

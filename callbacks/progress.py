@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from callbacks.arguments import check, is_number
-from callbacks.base import Callback, Every, Metrics, Run
+from callbacks.base import Callback, Every, Metrics, Run, shown_status
 from callbacks.epoch_lines import EpochLines, epoch_of, number, numbers
 from callbacks.redact import mask, shown
 
@@ -149,7 +149,7 @@ class Display:
             self._bar.close()
             self._bar = None
         why = f" ({shown(state['why'])})" if state["why"] else ""
-        self.line(f"{state['status']} at step {state['step']:,}{why}, {state['speed']:,.0f} examples/s")
+        self.line(f"{shown_status(state['status'])} at step {state['step']:,}{why}, {state['speed']:,.0f} examples/s")
 
     def _tell_bar(self, state: dict[str, Any]) -> None:
         """Gives the bar the epoch and the numbers of a state; it draws them when it is drawn next."""

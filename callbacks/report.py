@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks import record
-from callbacks.base import Callback, Run
+from callbacks.base import Callback, Run, shown_status
 from callbacks.record import STEP, Record
 from callbacks.redact import mask, redact, tell
 
@@ -108,7 +108,7 @@ def _head(of: Record) -> str:
     why = f" ({mask(of.reason)})" if of.reason else ""
     out = (
         f'<header><p class="name">{_text(of.name)}</p><h1>{_text(of.task or "Run")} '
-        f'<span class="status {status}">{status}</span></h1>'
+        f'<span class="status {status}">{shown_status(status)}</span></h1>'
         f"<p>{_text(' · '.join(filter(None, facts)))}{_text(why)}</p></header>\n"
     )
     if status == "failed" and of.faults:

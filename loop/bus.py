@@ -9,7 +9,7 @@ import numpy as np
 
 from callbacks import EVENTS, Callback, Schedule
 from loop import fault
-from loop.errors import UsageError
+from loop.errors import UsageError, no_exit
 from loop.run import Run
 
 
@@ -79,7 +79,8 @@ class Bus:
         first: BaseException | None = None
         for callback in self._hooks[event]:
             try:
-                getattr(callback, f"on_{event}")(self._run, *args)
+                with no_exit():
+                    getattr(callback, f"on_{event}")(self._run, *args)
             except Exception as error:
                 first = first or error
         if first is not None:

@@ -28,6 +28,8 @@ from loop.errors import TrainingError, UsageError
 MARK = "TFLOOP_CHAOS"
 """Environment variable by which all processes of a life are known, whoever their parent has become."""
 WRITING, STARTING, TRAINING = KINDS = ("in a checkpoint write", "in start-up", "in training")
+MOST_KILLS = 1000
+"""So many kills are asked for at most: each takes a start of TensorFlow, or more."""
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _FIRST_LINE = 30  # bytes, or less
 _GONE = 30.0  # seconds in which a job must be gone when one of its processes was killed

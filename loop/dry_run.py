@@ -6,7 +6,6 @@ What the launcher needs of it loads no TensorFlow.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -14,6 +13,7 @@ import callbacks
 from callbacks import Callback, Metrics, Run
 from callbacks.epoch_lines import numbers
 from callbacks.trial import peak_memory
+from loop import signals
 from loop.options import with_defaults
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def dry_run(task: TrainTask, backend: Backend, options: Mapping[str, Any]) -> di
     evaluates = with_defaults(task, options)["eval_every"] != "never"
     changes = {"eval_every": STEPS if evaluates else "never", "resume": None, "profile": None}
     chosen = callbacks.standard(checkpoint=None, journal=None, mlflow=None, progress=None) + [look]
-    with tempfile.TemporaryDirectory(prefix="tfloop-dry-run-") as directory:
+    with signals.temporary_directory("tfloop-dry-run-") as directory:
         result = fit(task, **{**options, **changes, "backend": backend}, run_dir=directory, callbacks=chosen)
     memory = backend.gather_json(peak_memory())
     look.about["memory"] |= {"peak": [host for host, _ in memory], "gpu_peak": [gpu for _, gpu in memory]}

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callbacks.journal import read_json
-from loop import launch
+from loop import launch, signals
 from loop.errors import PeerError, UsageError
 
 if TYPE_CHECKING:
@@ -313,12 +313,17 @@ class _Job:
         self._over_by = float("inf")  # when all must have ended
         self._reports: list[dict[str, Any]] = []
         self._problem = ""
-        self._heard: list[int] = []
+        self._wishes = signals.Wishes()
+        self._saves = 0  # how often SIGUSR1 was heard, and not handed on
+        self._announced = False  # whether it was told that the job stops
         self._told: set[tuple[str, int]] = set()
 
     def hear(self, number: int, frame: Any) -> None:
         """Takes a signal; `run` hands it on."""
-        self._heard.append(number)
+        if number == signal.SIGUSR1:
+            self._saves += 1
+        else:
+            self._wishes.hear(number)
 
     def run(self) -> None:
         """Runs it to its end."""
@@ -371,7 +376,7 @@ class _Job:
 
     @property
     def _stops(self) -> int:
-        return sum(number != signal.SIGUSR1 for number in self._heard)
+        return self._wishes.count
 
     def _ended(self, worker: _Worker) -> None:
         """Takes in that a worker has ended: it has finished or failed, and says so; or it is lost."""
@@ -518,6 +523,9 @@ class _Job:
         self._output.line(f"elastic: {text}")
 
     def _hand_on(self) -> None:
+        if self._stops and not self._announced and any(self._directory.glob("rank-*.trains")):
+            self._announced = True
+            self._output.line(launch.STOPPING)
         if self._stops > 1 and not self._problem:
             self._problem = "ended at once by a second signal; checkpoints that were there are as they were"
             self._over_by = 0.0
@@ -529,8 +537,8 @@ class _Job:
                 if 0 <= worker.place <= self._number(worker, "joined"):
                     self._told.add(heard)
                 worker.process.send_signal(signal.SIGTERM)
-        while signal.SIGUSR1 in self._heard:
-            self._heard.remove(signal.SIGUSR1)
+        while self._saves:
+            self._saves -= 1
             for worker in self._workers:
                 if self._path(worker, "pid").exists():  # it would kill one that is younger
                     worker.process.send_signal(signal.SIGUSR1)

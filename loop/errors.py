@@ -1,5 +1,12 @@
 """The errors that tfloop raises by itself, and the exit code of each."""
 
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 """Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
 
@@ -18,3 +25,20 @@ class RegroupError(Exception):
 
 class PeerError(TrainingError):
     """Another worker failed; the message names its rank and its error. Exit code 1."""
+
+
+@contextlib.contextmanager
+def no_exit() -> Iterator[None]:
+    """Within it, `sys.exit` is an error: a run would look finished that isn't, and other workers would wait for it.
+
+    Raises:
+        TrainingError: something within has called it; where.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise TrainingError(
+            f"{Path(place.filename).name}, line {place.lineno}, in {place.name}: sys.exit({error.code!r}) can't end a "
+            "run: raise an error; or, in a callback, call run.stop(reason)"
+        ) from error

@@ -19,7 +19,7 @@ from loop.backends.base import Backend
 from loop.build import build
 from loop.bus import Bus
 from loop.data import Data, open_data
-from loop.errors import RegroupError
+from loop.errors import RegroupError, no_exit
 from loop.options import DEFAULTS, with_defaults
 from loop.run import Run
 from loop.step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
@@ -185,7 +185,8 @@ def fit(
     chosen = [*complete(callbacks, task.build_callbacks()), *profiler]
     while True:
         try:
-            run = live(task, engine, options, chosen, run_dir)
+            with no_exit():
+                run = live(task, engine, options, chosen, run_dir)
             break
         except Exception as error:
             if not engine.outlives(error):

@@ -13,7 +13,6 @@ import mmap
 import os
 import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,8 +26,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from callbacks.progress import MARK, RELAY, Display
 from callbacks.redact import mask, tell
-from loop import plugins
-from loop.errors import PeerError, TrainingError, UsageError
+from loop import plugins, signals
+from loop.errors import PeerError, TrainingError, UsageError, no_exit
 from loop.options import BACKENDS, with_defaults
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ START_TIMEOUT = "TFLOOP_START_TIMEOUT"
 """Environment variable: how many seconds all workers of a job have to start; 120."""
 STOPPED = "stopped before training began; start again to go on"
 """What is said of a stop by a signal before there was anything to save."""
+STOPPING = "interrupted: the run saves and ends; a second Ctrl-C (or signal) ends it at once, without saving"
+"""What is said at once of a stop by a signal."""
 stderr = 2
 """The file descriptor of stderr, also while something else stands in its place."""
 CHATTER = (
@@ -440,7 +441,11 @@ def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
 
 
 def mark(state: str) -> None:
-    """Tells the launcher, where it is ours, how far this worker has come: "arrived", or "started" with all others."""
+    """Tells the launcher, where it is ours, how far this worker has come.
+
+    Args:
+        state: "arrived"; "started" with all others; or "trains", from where on a signal has it save.
+    """
     if JOB in os.environ:
         (Path(os.environ[JOB]) / f"rank-{own_name()}.{state}").touch()
 
@@ -452,35 +457,24 @@ def own_name() -> str:
 
 @contextlib.contextmanager
 def before_training() -> Iterator[None]:
-    """Within it, SIGTERM and SIGINT end this process at once, and SIGUSR1 is ignored: there is nothing to save.
+    """Within it, the signals of `signals.stops` end this process at once, and SIGUSR1 is ignored: nothing can be saved.
 
     What is called within it may have handlers of its own for a while, as `fit` has.
     """
 
     def stop(number: int, frame: Any) -> None:
-        """`watch` acts: Python calls this only when a wait within native code is over."""
+        """`heard` acts: Python calls this only when a wait within native code is over."""
 
-    def watch() -> None:
-        while heard := os.read(reader, 1):
-            if signal.getsignal(heard[0]) is stop:
-                if JOB not in os.environ:  # else the launcher tells it, once for all workers
+    def heard(number: int) -> None:
+        if signal.getsignal(number) is stop:
+            if JOB not in os.environ:  # else the launcher tells it, once for all workers
+                with contextlib.suppress(OSError):  # a terminal that is gone
                     os.write(stderr, f"{STOPPED}\n".encode())
-                os._exit(75)
-        os.close(reader)
+            signals.leave(75)
 
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    threading.Thread(target=watch, name="signals", daemon=True).start()
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    waker = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
+    actions: dict[int, Any] = {**dict.fromkeys(signals.stops(), stop), signal.SIGUSR1: signal.SIG_IGN}
+    with signals.handled(actions), signals.watched(heard):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(waker)
-        os.close(writer)
 
 
 @contextlib.contextmanager
@@ -507,7 +501,8 @@ def reporting() -> Iterator[Callable[..., None]]:
         die_with_parent()
         (Path(job) / f"rank-{own_name()}.pid").write_text(str(os.getpid()))
     try:
-        yield report
+        with no_exit():
+            yield report
     except BaseException as error:
         meant = plain(error)
         report(2 if isinstance(meant, UsageError) else 1, meant)
@@ -611,25 +606,16 @@ def run(
 @contextlib.contextmanager
 def place_of_job() -> Iterator[tuple[Path, dict[str, str]]]:
     """A directory in which workers leave word for the launcher, and the environment that tells them of it."""
-    directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
-    environment = {**os.environ, JOB: str(directory), LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    if sys.stderr.isatty():
-        environment[RELAY] = "relay"
-    try:
-        yield directory, environment
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with signals.temporary_directory("tfloop-") as directory:
+        environment = {**os.environ, JOB: directory, LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        if sys.stderr.isatty():
+            environment[RELAY] = "relay"
+        yield Path(directory), environment
 
 
-@contextlib.contextmanager
-def heard_by(hear: Callable[[int, Any], None]) -> Iterator[None]:
+def heard_by(hear: Callable[[int, Any], None]) -> contextlib.AbstractContextManager[None]:
     """Within it, `hear` takes the signals that a job hands on to its workers."""
-    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return signals.handled(dict.fromkeys([*signals.stops(), signal.SIGUSR1], hear))
 
 
 @contextlib.contextmanager
@@ -734,13 +720,18 @@ class _Job:
         self._directory = directory
         self._ended: dict[int, float] = {}  # when each rank was found to have ended
         self._killed = float("inf")  # when we killed what was left
-        self._heard: list[int] = []
+        self._wishes = signals.Wishes()
+        self._saves = 0  # how often SIGUSR1 was heard, and not handed on
+        self._announced = False  # whether it was told that the job stops
         self._told: set[int] = set()  # ranks that have been told to stop, when they could hear it
         self._problem = ""
 
     def hear(self, number: int, frame: Any) -> None:
         """Takes a signal; `wait` hands it on."""
-        self._heard.append(number)
+        if number == signal.SIGUSR1:
+            self._saves += 1
+        else:
+            self._wishes.hear(number)
 
     def wait(self, timeout: float) -> None:
         """Waits for all workers; ends them when one has failed, or has not started in time; hands signals on."""
@@ -750,7 +741,7 @@ class _Job:
             for rank, process in enumerate(self.processes):
                 if rank not in self._ended and process.poll() is not None and not self._started_again(rank):
                     self._ended[rank] = time.time()
-                    if process.returncode:
+                    if process.returncode or not (self.has_servers or self._path(rank, "json").exists()):
                         end_by = min(end_by, now + (_EARLY_GRACE if self._without("started") else _GRACE))
             self._hand_on()
             if now > start_by and end_by == float("inf") and (missing := self._without("arrived", "started")):
@@ -811,9 +802,12 @@ class _Job:
 
     @property
     def _stops(self) -> int:
-        return sum(number != signal.SIGUSR1 for number in self._heard)
+        return self._wishes.count
 
     def _hand_on(self) -> None:
+        if self._stops and not self._announced and any(self._directory.glob("rank-*.trains")):
+            self._announced = True
+            self.tell(STOPPING)
         if self._stops > 1 and not self._problem:
             self._problem = "ended at once by a second signal; checkpoints that were there are as they were"
         alive = [rank for rank in range(len(self.processes)) if rank not in self._ended]
@@ -823,8 +817,8 @@ class _Job:
                 if not self._without("started", among=[rank]):
                     self._told.add(rank)
                 self.processes[rank].send_signal(signal.SIGTERM)
-        while signal.SIGUSR1 in self._heard:
-            self._heard.remove(signal.SIGUSR1)
+        while self._saves:
+            self._saves -= 1
             for rank in set(alive) - set(self._without("pid")):  # it would kill one that is younger
                 self.processes[rank].send_signal(signal.SIGUSR1)
 

@@ -8,6 +8,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,9 +22,9 @@ from tensorflow.python.framework.config import is_op_determinism_enabled  # noth
 from callbacks import history
 from callbacks.journal import jsonable, read_json
 from callbacks.redact import redact, tell
-from loop import build, checkpoint, fault, launch, state
+from loop import build, checkpoint, fault, launch, signals, state
 from loop.backends.base import Backend, fingerprint
-from loop.errors import PeerError, TrainingError, UsageError
+from loop.errors import PeerError, TrainingError, UsageError, no_exit
 from loop.pace import Pace
 from loop.scale import SMALLEST
 from loop.seeds import set_random_state
@@ -46,6 +47,9 @@ MOST_BAD_STEPS = 3
 
 COPIED_PER_SECOND = 2e9
 """So many bytes of variables are copied in a second, or more."""
+
+STOPPING_UNSAVED = "interrupted: the run ends, and saves nothing; a second Ctrl-C (or signal) ends it at once"
+"""What is said at once of a stop by a signal, where no callback saves."""
 
 _WRITTEN, _FAILED = 1, 2
 
@@ -260,7 +264,8 @@ class Run:
     def guard(self) -> Iterator[None]:
         """Keeps an error that may be this worker's alone until `agree`: the others would wait for it for ever."""
         try:
-            yield
+            with no_exit():
+                yield
         except Exception as error:
             self.fail(error)
 
@@ -542,7 +547,8 @@ class Run:
 
     def _tell(self, text: str) -> None:
         if self.backend.is_chief:
-            tell(f"note: {text}")
+            with contextlib.suppress(OSError):  # a terminal that is gone
+                tell(f"note: {text}")
 
     def keep_bad_step(self, names: list[str], skipped: bool) -> str:
         """Writes what a step that wasn't finite was made from, for `tfloop replay`. All workers must call it.
@@ -577,7 +583,7 @@ class Run:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Within it, SIGTERM and SIGINT end the run politely at the next boundary; a second one at once.
+        """Within it, a signal that stops a command ends the run politely at the next boundary; a second one at once.
 
         SIGUSR1 asks for a checkpoint. A launcher of ours hands on what it hears, and ends this process itself at a
         second signal: what comes twice here may have been sent once, to all processes of a service or a Slurm step.
@@ -589,23 +595,31 @@ class Run:
 
         def hear(number: int, frame: Any) -> None:
             self._signals += 1
-            if os.environ.get(launch.LAUNCHER) == str(os.getppid()):
-                return
-            for each in heard:  # the next one is deadly
-                signal.signal(each, signal.SIG_DFL)
 
-        heard = (signal.SIGTERM, signal.SIGINT)
-        actions = {signal.SIGTERM: hear, signal.SIGINT: hear, signal.SIGUSR1: save}
-        try:
-            before = {number: signal.signal(number, action) for number, action in actions.items()}
-        except ValueError:  # not the main thread: signals are somebody else's business
+        stops, wishes = signals.stops(), signals.Wishes()
+
+        def heard(number: int) -> None:
+            if number not in stops or os.environ.get(launch.LAUNCHER) == str(os.getppid()):
+                return
+            before = wishes.count
+            if wishes.hear(number) > 1:
+                signals.die(number)
+            if not before and self.backend.is_chief:
+                self._announce_stop()
+
+        if threading.current_thread() is not threading.main_thread():  # which alone can hear them
             yield
             return
-        try:
+        with signals.handled(dict.fromkeys(stops, hear) | {signal.SIGUSR1: save}), signals.watched(heard):
+            launch.mark("trains")
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+    def _announce_stop(self) -> None:
+        """Says at once what a signal does: the boundary at which it is done may be far."""
+        text = launch.STOPPING if self.save_on_stop else STOPPING_UNSAVED
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a terminal that is gone, or closed
+            start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the bar
+            print(f"{start}{text}", file=sys.stderr, flush=True)
 
     def write_status(self, status: str) -> None:
         """Writes `run.json` (chief only). A life that was refused before it began leaves there what is told."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from callbacks.base import shown_status
 from callbacks.direction import lower_is_better
 from callbacks.journal import jsonable
 from callbacks.record import (
@@ -213,6 +214,8 @@ class _Filter:
             raise UsageError(f"--filter {printable(text)}: give KEY=VALUE, or with !=, <, <=, >, >=")
         self.text = printable(text)
         self.key, self.sign, self.wanted = _COLUMNS.get(found[1], found[1]), found[2].replace("==", "="), found[3]
+        if self.key == "status" and self.wanted == shown_status("preempted"):
+            self.wanted = "preempted"
 
     def check(self, records: Sequence[Record], keys: Sequence[str]) -> None:
         """Refuses a key that no run has, and a value that none can have."""
@@ -268,7 +271,7 @@ def _row(record: Record, metric: str | None) -> Iterator[str]:
     name = metric or record.metric
     best = _best(record, name)
     yield terminal.cut(record.name, 60)
-    yield terminal.coloured(record.status, _COLOURS.get(record.status))
+    yield terminal.coloured(shown_status(record.status), _COLOURS.get(record.status))
     yield record.backend + ("" if record.replicas is None else f" x{record.replicas}")
     yield f"{record.steps:,}" + (
         f"/{record.total_steps:,}" if record.status != "finished" and record.total_steps else ""
@@ -312,7 +315,7 @@ def show(record: Record, metric: str | None = None) -> list[str]:
     of = f" of {record.total_steps:,}" if record.total_steps and record.total_steps != record.steps else ""
     done = f"{record.steps:,}{of} steps, {_counted(record.epochs, 'epoch')}, {record.examples:,} examples"
     lives = f" in {record.lives} lives" if record.lives > 1 else ""
-    status = terminal.coloured(record.status or "?", _COLOURS.get(record.status), bold=True)
+    status = terminal.coloured(shown_status(record.status) or "?", _COLOURS.get(record.status), bold=True)
     why = f" ({record.reason})" if record.reason else ""
     since = "" if record.started is None else f", from {terminal.when(record.started)} UTC"
     found = [
@@ -418,9 +421,10 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[str]:
 
 def _topology(record: Record) -> dict[str, Any]:
     names = ("task", "target", "status", "backend", "replicas", "workers", "parameters", "steps", "epochs", "examples")
-    return {name: found for name in names if (found := getattr(record, name)) not in (None, "")} | {
-        "time": terminal.duration(record.seconds)
-    }
+    found = {name: found for name in names if (found := getattr(record, name)) not in (None, "")}
+    if record.status:
+        found["status"] = shown_status(record.status)
+    return found | {"time": terminal.duration(record.seconds)}
 
 
 # Removing
@@ -494,7 +498,8 @@ def tail(path: Path, last: int, follow: bool) -> Iterator[str]:
         yield from recent
     if follow:
         record = read(path, whole=False)
-        yield terminal.coloured(f"{record.status or 'over'} at step {record.steps:,}", _COLOURS.get(record.status))
+        how = shown_status(record.status) or "over"
+        yield terminal.coloured(f"{how} at step {record.steps:,}", _COLOURS.get(record.status))
 
 
 def _news(path: Path, offset: int) -> tuple[list[str], int]:
@@ -521,7 +526,7 @@ def told(entry: dict[str, Any]) -> str:
         what = str(entry.get("checkpoint") or "from the start")
     else:
         told_of = ("checkpoint", "path", "status", "reason", "error", "worker", "how", "verdict")
-        what = "  ".join(str(entry[name]) for name in told_of if entry.get(name))
+        what = "  ".join(shown_status(str(entry[name])) for name in told_of if entry.get(name))
     colour = {"exception": "red", "worker_gone": "red", "eval_end": "cyan"}.get(event)
     colour = _COLOURS.get(str(entry.get("status")), colour)
     within = event in ("epoch_start", "steps_end", "eval_end", "epoch_end")

@@ -30,7 +30,7 @@ from callbacks.direction import lower_is_better
 from callbacks.files import naming, sqlite_uri
 from callbacks.journal import read_json
 from callbacks.redact import HIDDEN, is_secret, mask, redact, remember, shown, tell
-from loop import config, tracking, words
+from loop import config, signals, tracking, words
 from loop.errors import UsageError
 from loop.fields import set_fields, split
 from loop.launch import LAUNCHER
@@ -415,7 +415,7 @@ class _Sweep:
         tracker = tracking.tracker(options.get("--track"), float(options.get("--track-wait", 60)))
         record: Any = types.SimpleNamespace(directory=self._directory, info=self._about)
         status = "failed"
-        with self._listening():
+        with self._listening(), signals.temporary_directory("tfloop-sweep-") as self._temporary:
             try:
                 if tracker is not None:
                     tracker.on_fit_start(record)
@@ -437,7 +437,7 @@ class _Sweep:
         told = False
         while True:
             while not self._signals and len(self._underway) < self._jobs and (trial := self._next()) is not None:
-                self._underway.append(_Process(trial, self._directory, self._command(trial)))
+                self._underway.append(_Process(trial, self._directory, self._command(trial), self._temporary))
             if not self._underway and (self._signals or not self._of_before):
                 return
             if self._signals and not told:
@@ -540,19 +540,16 @@ class _Sweep:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Within it, the first SIGTERM or SIGINT has the trials save and end, and the second one kills them."""
+        """Within it, a signal has the trials save and end, a second one kills them, and a third ends the sweep."""
+        wishes = signals.Wishes()
 
         def hear(number: int, frame: Any) -> None:
-            self._signals += 1
-            if self._signals > 1:  # a third one ends the sweep, whatever it waits for
-                signal.signal(number, signal.SIG_DFL)
+            self._signals = wishes.hear(number)
+            if self._signals > 2:  # whatever it waits for
+                signals.die(number)
 
-        before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
+        with signals.handled(dict.fromkeys(signals.stops(), hear)):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class _Process:
@@ -563,7 +560,7 @@ class _Process:
         reported: how many of them Optuna knows.
     """
 
-    def __init__(self, trial: Any, sweep_directory: Path, command: list[str]) -> None:
+    def __init__(self, trial: Any, sweep_directory: Path, command: list[str], temporary: str) -> None:
         self.trial, self.directory = trial, _run_dir(sweep_directory, trial.number)
         self.directory.mkdir(exist_ok=True)
         self.values: list[float] = []
@@ -576,8 +573,8 @@ class _Process:
             self._printed = log.tell()
             # A session of its own: Ctrl-C at the terminal reaches the sweep alone, which hands it on.
             self.process = subprocess.Popen(
-                command, env={**os.environ, LAUNCHER: str(os.getpid())}, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True,
+                command, env={**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": temporary},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
     def hear(self, metric: str) -> None:

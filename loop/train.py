@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +66,23 @@ def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any
             code, problem, fields = _work(typed, given, place, chosen, beginning)
     if typed.dry_run_ and fields is not None:
         fields["why"] = place.why
+    elif code == PREEMPTED and fields is not None:
+        _tell_how_to_go_on(typed, arguments, fields)
     return code, problem, fields
+
+
+def _tell_how_to_go_on(typed: Any, arguments: Sequence[str], fields: dict[str, Any]) -> None:
+    """Says with which command an interrupted run goes on."""
+    command, directory = ["tfloop", *arguments], Path(fields["run_dir"])
+    for place in reversed([place for place, word in enumerate(command) if word.partition("=")[0] == "--resume"]):
+        del command[place : place + (1 if "=" in command[place] else 2)]
+    if typed.resume not in (None, "auto") and typed.config_:  # a file may have it
+        command.append("--resume=auto")
+    if typed.run_dir is None:
+        shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
+        command += ["--run-dir", str(shown)]
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
 
 
 def _options(typed: Any) -> dict[str, Any]:
@@ -78,7 +95,7 @@ def _check(typed: Any) -> None:
     """Refuses what can't be, whatever the engine is; sets what all workers are to have."""
     if typed.threads is not None and not 1 <= typed.threads <= launch.MOST_WORKERS:
         raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {launch.MOST_WORKERS}")
-    if typed.trial is not None or typed.prunable:
+    if typed.trial is not None or typed.prunable or typed.witness is not None:
         launch.die_with_parent()
     if typed.start_timeout is not None:
         if not 0 < typed.start_timeout < float("inf"):

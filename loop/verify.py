@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
+import re
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,8 +128,7 @@ def verify(
                 if precision == "float32" or isinstance(error, UsageError):
                     raise
                 # Such as a tf.Module of float32 tensors: no mistake of the task.
-                text = str(error).strip().splitlines()[-1][:200]
-                comparisons.append(Comparison(precision, "single", 1, {}, "", True, f"can't be computed: {text}"))
+                comparisons.append(Comparison(precision, "single", 1, {}, "", True, _why_not(task, error)))
                 continue
             steps = len({name.split("/")[1] for name in reference if name.startswith("gradients/")})
             for engine, n, backend in ways:
@@ -146,6 +148,21 @@ def verify(
         causes = [UNKNOWN]
     size = options_of(task, "float32", batch_size)["batch_size"]
     return Report(type(task).__name__, size, steps, comparisons, causes, same, where)
+
+
+def _why_not(task: TrainTask, error: Exception) -> str:
+    """Why a task that can be computed in float32 can't be computed in float64."""
+    text, file = str(error), inspect.getsourcefile(type(task)) or "?"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines += [int(number) for number in re.findall(rf'File "{re.escape(file)}", line (\d+)', text)]  # of AutoGraph
+    where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+    if not re.search(r"float32|\bfloat\b", text):
+        first = (text.strip().splitlines() or [""])[0][:200]
+        return f"can't be computed{where}: {type(error).__name__}: {first}"
+    return (
+        f"not compared: the task has float32 written into it{where}; what counts is the comparison in float32. To "
+        "compare in float64, too, use the dtype of the batch, or keras.config.floatx()"
+    )
 
 
 UNKNOWN = (

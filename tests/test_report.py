@@ -162,7 +162,7 @@ def test_runs_that_fail_or_are_stopped_have_one_too_and_none_fails_for_it(tmp_pa
     ends = Ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
     result = fit(Plain(), batch_size=20, callbacks=quiet() + [ends], run_dir=tmp_path / "preempted")
     assert result.status == "preempted"
-    assert {"preempted", "stopped by a signal"} <= set(Page((tmp_path / "preempted" / report.NAME).read_text()).texts)
+    assert {"interrupted", "stopped by a signal"} <= set(Page((tmp_path / "preempted" / report.NAME).read_text()).texts)
 
     (tmp_path / "run" / report.NAME).mkdir(parents=True)
     result = fit(Plain(), batch_size=20, callbacks=quiet(), run_dir=tmp_path / "run")

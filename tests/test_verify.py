@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -118,7 +120,27 @@ def test_what_computes_in_float32_only_is_judged_by_it():
     report = verify(Plain(), batch_size=8, replicas=(2,))  # a tf.Module with float32 variables
     assert report.same
     [wide] = [each for each in report.comparisons if each.precision == "float64"]
-    assert wide.note.startswith("can't be computed: ")
+    assert re.match(
+        r"not compared: the task has float32 written into it \(\w+\.py, line \d+\); what counts is the comparison in "
+        "float32. To compare in float64, too, use the dtype of the batch",
+        wide.note,
+    ), wide.note
+
+
+def test_a_task_that_casts_to_float32_is_told_where():
+    class Cast(Unweighted):
+        """Mixes what it casts with what comes as it is."""
+
+        def compute(self, model, batch, training):
+            rows, targets = batch
+            found = tf.cast(model(rows, training=training), tf.float32)
+            return {"loss": tf.reduce_sum((found - targets) ** 2, -1)}  # the line that is named
+
+    report = verify(Cast(), batch_size=8, replicas=(2,))
+    [wide] = [each for each in report.comparisons if each.precision == "float64"]
+    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "the line that is" in line)
+    assert f"has float32 written into it (test_verify.py, line {number});" in wide.note
+    assert report.same
 
 
 class MeanInside(Weighted):

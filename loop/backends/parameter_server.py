@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop import launch
+from loop import launch, signals
 from loop.backends.strategy import StrategyBackend
 from loop.build import as_tf
 from loop.data import ArraySource, Data
@@ -190,7 +190,7 @@ def serve(threads: int = 0) -> None:
     launch.mark("started")
     launch.await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
     # Whoever is told to stop, the chief must still be able to save: it ends first.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signals.STOPS:
         signal.signal(number, signal.SIG_IGN)
     misses = 0
     while misses < CHIEF_GONE:

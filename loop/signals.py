@@ -1,0 +1,140 @@
+"""Signals: which ones stop a command, how often it was asked to stop, and handlers that are put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What stops a command politely, and the second time at once. A terminal that is closed sends SIGHUP."""
+_SAME = 0.3  # seconds within which the same signal is no second wish: `timeout` sends it to a process and to its group
+_directories: set[str] = set()
+_own: set[int] = set()  # the descriptors that `watched` waits for
+
+
+def stops() -> list[signal.Signals]:
+    """The signals of `STOPS` that this process hears: not SIGHUP where it is ignored, since `nohup` means that."""
+    return [each for each in STOPS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+
+
+class Wishes:
+    """Counts how often a command was asked to stop.
+
+    SIGHUP beside another signal is no wish of its own: where a session ends, its processes are sent several.
+
+    Attributes:
+        count: how often.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: dict[int, float] = {}
+        self._only_hangups = True
+
+    def hear(self, number: int) -> int:
+        """Takes a signal; returns how often the command was asked to stop."""
+        now, last = time.monotonic(), self._last.get(number)
+        self._last[number] = now
+        if number == signal.SIGHUP:
+            self.count = max(self.count, 1)
+        elif last is None or now - last > _SAME:
+            self.count = 1 if self._only_hangups else self.count + 1
+            self._only_hangups = False
+        return self.count
+
+
+@contextlib.contextmanager
+def handled(actions: Mapping[int, Any]) -> Iterator[None]:
+    """Within it, these functions take the signals; afterwards all is as before.
+
+    Raises:
+        ValueError: this isn't the main thread.
+    """
+    before = {number: signal.signal(number, action) for number, action in actions.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def watched(heard: Callable[[int], None]) -> Iterator[None]:
+    """Within it, a thread calls `heard` for each signal that has a handler, at once.
+
+    The handlers themselves wait for the end of a call into TensorFlow, which may take minutes.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _own.add(writer)
+
+    def watch() -> None:
+        while found := os.read(reader, 1):
+            if before not in (-1, *_own):  # of an event loop, for example
+                with contextlib.suppress(OSError):
+                    os.write(before, found)
+            heard(found[0])
+        os.close(reader)
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        _own.discard(writer)
+        os.close(writer)
+
+
+@contextlib.contextmanager
+def interrupting(always: Sequence[int] = ()) -> Iterator[None]:
+    """Within it, each of `stops` raises KeyboardInterrupt, so that a command tidies up; a second one ends it at once.
+
+    Args:
+        always: signals that are heard even if they were ignored, as SIGINT is in what a shell starts in the background.
+    """
+    wishes = Wishes()
+
+    def interrupt(number: int, frame: Any) -> None:
+        before = wishes.count
+        if wishes.hear(number) > 1:
+            die(number)
+        if not before:
+            raise KeyboardInterrupt(number)
+
+    heard = [each for each in stops() if each in always or signal.getsignal(each) != signal.SIG_IGN]
+    with handled(dict.fromkeys(heard, interrupt)):
+        yield
+
+
+def die(number: int) -> None:
+    """Ends this process by a signal, from whatever thread and whatever the others are doing."""
+    ctypes.pythonapi.PyOS_setsig(number, None)  # `signal.signal` is for the main thread alone
+    os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def temporary_directory(prefix: str) -> Iterator[str]:
+    """A directory that is removed at the end, also by `leave`."""
+    directory = tempfile.mkdtemp(prefix=prefix)
+    _directories.add(directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        _directories.discard(directory)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once, from whatever thread; nothing is left in the temporary directory."""
+    for directory in list(_directories):
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(code)
