@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loop.data import ArrayData
+    from loop.data import ArrayData, Padding, StreamData
     from loop.errors import PeerError, TrainingError, UsageError
     from loop.evaluate import evaluate
     from loop.fit import FitResult, fit
@@ -27,9 +27,11 @@ __all__ = [
     "ArrayData",
     "FitResult",
     "KerasTask",
+    "Padding",
     "PeerError",
     "Perplexity",
     "Run",
+    "StreamData",
     "TrainTask",
     "TrainingError",
     "UsageError",
@@ -46,9 +48,11 @@ _HOMES = {
     "ArrayData": "data",
     "FitResult": "fit",
     "KerasTask": "keras_task",
+    "Padding": "data",
     "PeerError": "errors",
     "Perplexity": "values",
     "Run": "run",
+    "StreamData": "data",
     "TrainTask": "task",
     "TrainingError": "errors",
     "UsageError": "errors",

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import Rows, Source, count
+from loop.data import Rows, Source, count, stacking_problem
 from loop.errors import UsageError
 from loop.replica import EveryoneNeededError, Replica, within
 
@@ -59,8 +59,8 @@ class Computing:
         """
         try:
             return self._backend.call(function(), handle, *numbers)
-        except Exception:
-            problem, self._problem = self._problem, None
+        except Exception as error:
+            problem, self._problem = self._problem or stacking_problem(error), None
             if problem is None:
                 raise
             if not isinstance(problem, EveryoneNeededError | TraceAgainError):

@@ -13,7 +13,7 @@ import tensorflow as tf
 from loop import random
 from loop.backends.base import Backend, fingerprint
 from loop.build import Built, build, keras_precision, layers, model_variables
-from loop.data import ArrayData, Rows, count, open_data
+from loop.data import BatchOptions, Rows, contents, count, first, open_data, source
 from loop.replica import Replica, all_gathers, within
 from loop.statistics import batch_norms
 from loop.task import TrainTask
@@ -50,11 +50,7 @@ def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
         for _ in range(2):
             keras.utils.set_random_seed(options["seed"])
             data = getattr(task, method)()
-            if isinstance(data, ArrayData):
-                prints.append(fingerprint(*tf.nest.flatten(data.arrays)))
-            elif isinstance(data, tf.data.Dataset):
-                examples = data.take(2 * options["batch_size"] + 1).as_numpy_iterator()
-                prints.append(fingerprint(*(np.asarray(part) for each in examples for part in tf.nest.flatten(each))))
+            prints.append(fingerprint(*contents(data, 2 * options["batch_size"] + 1)))
         if len(set(prints)) > 1:
             yield (
                 f"host randomness in the data: {method}() gives other examples each time that it is called, so that "
@@ -68,20 +64,13 @@ def _compute(task: TrainTask, options: dict[str, Any], small: Callable[..., Any]
     keras.utils.set_random_seed(options["seed"])
     part: Any = small(task, EXAMPLES, precision)
     data = open_data(part, options | {"batch_size": EXAMPLES, "shuffle": False, "drop_remainder": False})
-    batch = next(iter(_batches(part.train_data())))
+    batch = source(first(part.train_data(), EXAMPLES), BatchOptions(EXAMPLES), "train_data()").head(EXAMPLES)
     built = build(task, Backend(), precision, data.train.example)
     random.reseed(built.model)
     random.by_row()
     with keras_precision(precision):
         probe = _Probe(task, built, batch, 1e-9 if precision == "float64" else 1e-4)
         return list(probe.causes(options))
-
-
-def _batches(data: Any) -> Iterator[Any]:
-    if isinstance(data, ArrayData):
-        yield tf.nest.map_structure(tf.constant, data.arrays)
-    else:
-        yield from data.batch(EXAMPLES)
 
 
 class _Probe:

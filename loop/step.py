@@ -136,7 +136,7 @@ class Step:
         self._scanning, self._untried, self._block_steps = False, True, BLOCK_STEPS
         self._counted = False  # see `_train_batches`
         self._apart, self._gpus = False, tf.config.list_logical_devices("GPU")  # see `_is_to_be_apart`
-        if self._scans and isinstance(data.train, ArraySource):
+        if self._scans and isinstance(data.train, ArraySource) and data.train.uniform:
             most = options["steps_per_call"] if isinstance(options["steps_per_call"], int) else BLOCK_STEPS
             self._block_steps = max(1, min(most, BLOCK_STEPS, BLOCK_BYTES // data.train.batch_bytes))
         else:
@@ -223,7 +223,7 @@ class Step:
         at = tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)
         if isinstance(source, StreamSource):
             leaves = [variable.read_value() for variable in self._bad_batch]
-            rows = source.whole(*at, tf.nest.pack_sequence_as(source.dataset.element_spec, leaves))
+            rows = source.whole(*at, tf.nest.pack_sequence_as(source.batch_spec, leaves))
         else:
             rows = source.whole(*at)
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), rows)

@@ -84,7 +84,7 @@ class TrainTask:
         """What a task of ours works out from its model and a few examples, before its metrics are made."""
 
     def train_data(self) -> Any:
-        """Returns `ArrayData(...)`, or an unbatched `tf.data.Dataset` of examples."""
+        """Returns `ArrayData(...)`, `StreamData(...)`, or an unbatched `tf.data.Dataset` of examples."""
         raise UsageError(f"{type(self).__name__} has no train_data(): define it and return ArrayData(...)")
 
     def eval_data(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import json
@@ -15,12 +14,11 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from loop import devices, diagnose, inexact, terminal
 from loop.backends.base import Backend
 from loop.build import as_tf, build, trainable_variables, variable_names
-from loop.data import ArrayData, open_data
+from loop.data import in_float64, open_data, part
 from loop.errors import UsageError
 from loop.options import with_defaults
 from loop.state import named_variables_of
@@ -240,29 +238,8 @@ class _Small:
         return None if data is None else self._part(data)
 
     def _part(self, data: Any) -> Any:
-        wide = self._precision == "float64"
-        if isinstance(data, ArrayData):
-            part = copy.copy(data)
-            part.size = min(data.size, self._examples)
-
-            def cut(array: np.ndarray) -> np.ndarray:
-                rows = array[: part.size]
-                return rows.astype("float64") if wide and rows.dtype.kind == "f" else rows
-
-            part.arrays = tf.nest.map_structure(cut, data.arrays)
-            return part
-        if isinstance(data, tf.data.Dataset):
-            taken = data.take(self._examples)
-            return taken.map(lambda *example: _widened(example)) if wide else taken
-        return data
-
-
-def _widened(example: tuple[Any, ...]) -> Any:
-    def widen(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor
-
-    wide = tf.nest.map_structure(widen, example)
-    return wide[0] if len(wide) == 1 else wide
+        few = part(data, self._examples)
+        return in_float64(few) if self._precision == "float64" else few
 
 
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, found: Arrays) -> Comparison:

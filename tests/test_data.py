@@ -241,7 +241,7 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
         ),
         (lambda: source(tf.data.Dataset.range(0), BatchOptions(4), "eval_data()"), r"eval_data\(\) has no examples"),
         (
-            lambda: source(ArrayData(np.array([np.zeros(1), np.zeros(2)], object)), BatchOptions(4), "x"),
+            lambda: source(ArrayData(np.array([1, object()], object)), BatchOptions(4), "x"),
             r"dtype object, shape \[2\], is no tensor .* all examples of one shape",
         ),
         (lambda: source([1, 2], BatchOptions(4), "train_data()"), r"returned list: return ArrayData"),

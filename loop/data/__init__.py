@@ -8,22 +8,31 @@ after each epoch.
 
 from loop.data.arrays import ArrayData, ArraySource
 from loop.data.batch import BatchOptions, Rows, count, rows
-from loop.data.pipelines import one_order, shard_files
+from loop.data.padding import Padding
+from loop.data.parts import contents, first, in_float64, part
+from loop.data.pipelines import one_order, shard_files, stacking_problem
 from loop.data.sources import Data, Source, open_data, source
-from loop.data.streams import StreamSource
+from loop.data.streams import StreamData, StreamSource
 
 __all__ = [
     "ArrayData",
     "ArraySource",
     "BatchOptions",
     "Data",
+    "Padding",
     "Rows",
     "Source",
+    "StreamData",
     "StreamSource",
+    "contents",
     "count",
+    "first",
+    "in_float64",
     "one_order",
     "open_data",
+    "part",
     "rows",
     "shard_files",
     "source",
+    "stacking_problem",
 ]

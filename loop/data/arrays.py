@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data.batch import BatchOptions, Rows, rows
+from loop.data.padding import Padding, as_padding
+from loop.data.sequences import Sequences, is_list_of_examples, lengths_of, sequences
 from loop.errors import UsageError
 
 
@@ -20,23 +23,26 @@ class ArrayData:
 
     Args:
         *arrays: NumPy arrays of shape [examples, ...] and of any dtype, or what NumPy can make one of; or a dict of
-            them.
+            them. With `padding` also lists of arrays of different lengths, or a `tf.RaggedTensor`.
+        padding: how examples of different lengths become one batch: a `loop.Padding`, or the value that fills the
+            gaps.
 
     Raises:
-        UsageError: no array, an array without a first axis, or first axes of unequal length.
+        UsageError: no array, an array without a first axis, first axes of unequal length; examples of different
+            lengths without `padding`, or `padding` with none.
     """
 
-    def __init__(self, *arrays: Any) -> None:
+    def __init__(self, *arrays: Any, padding: Any = None) -> None:
         if not arrays:
             raise UsageError("ArrayData() without arrays: give at least one")
         named = len(arrays) == 1 and isinstance(arrays[0], dict)
         if any(isinstance(each, dict) for each in (arrays[0].values() if named else arrays)):
             raise UsageError("ArrayData: a dict within a dict, or beside other arrays: put all arrays into one dict")
-        if named:
-            self.arrays: Any = {name: np.asarray(array) for name, array in arrays[0].items()}
-        else:
-            self.arrays = tuple(map(np.asarray, arrays)) if len(arrays) > 1 else np.asarray(arrays[0])
+        self.padding = as_padding(padding)
+        found = _converted(dict(arrays[0]) if named else dict(enumerate(arrays)), self.padding)
+        self.arrays: Any = found if named else tuple(found.values()) if len(arrays) > 1 else found[0]
         self.size = self._checked_size()
+        _check_one_mask(found, self.padding)
 
     @classmethod
     def of(cls, data: Any) -> ArrayData:
@@ -57,22 +63,97 @@ class ArrayData:
                 return False
             return all(isinstance(one, dict) or bool(getattr(one, "shape", ())) or holds_arrays(one) for one in each)
 
-        found = cls.__new__(cls)
-        found.arrays = tuple(map(nested, data)) if isinstance(data, list | tuple) else nested(data)
-        found.size = found._checked_size()
-        return found
+        return cls.of_structure(tuple(map(nested, data)) if isinstance(data, list | tuple) else nested(data))
+
+    @classmethod
+    def of_structure(cls, arrays: Any, padding: Padding | None = None) -> ArrayData:
+        """Arrays and `Sequences` in any structure of dicts and tuples."""
+        made = cls.__new__(cls)
+        made.arrays, made.padding = arrays, padding
+        made.size = made._checked_size()
+        return made
 
     def _checked_size(self) -> int:
         """How many examples all arrays have."""
-        shapes = [array.shape for array in tf.nest.flatten(self.arrays)]
+        arrays = tf.nest.flatten(self.arrays)
+        shapes = [array.shape for array in arrays if isinstance(array, np.ndarray)]
         if any(not shape for shape in shapes):
             raise UsageError("ArrayData: a scalar has no examples: give arrays of shape [n, ...]")
-        if len({shape[0] for shape in shapes}) != 1:
+        sizes = [len(array) for array in arrays]
+        if len(set(sizes)) != 1:
             raise UsageError(
-                f"ArrayData: arrays of unequal length ({', '.join(str(shape[0]) for shape in shapes)} examples; shapes "
+                f"ArrayData: arrays of unequal length ({', '.join(map(str, sizes))} examples; shapes "
                 f"{', '.join(map(str, shapes))}): cut them to the same first axis"
             )
-        return int(shapes[0][0])
+        return int(sizes[0])
+
+    def head(self, count: int) -> ArrayData:
+        """The first examples."""
+        return self._with(lambda array: array.head(count) if isinstance(array, Sequences) else array[:count])
+
+    def in_float64(self) -> ArrayData:
+        """The same examples, whose floating-point numbers have 64 bits."""
+        return self._with(lambda array: array.astype("float64") if array.dtype.kind == "f" else array)
+
+    def example(self, index: int) -> Any:
+        """One example: NumPy arrays and scalars."""
+        return tf.nest.map_structure(lambda array: array[index], self.arrays)
+
+    def _with(self, change: Callable[[Any], Any]) -> ArrayData:
+        return self.of_structure(tf.nest.map_structure(change, self.arrays), self.padding)
+
+
+def _converted(arrays: dict[Any, Any], padding: Padding | None) -> dict[Any, np.ndarray | Sequences]:
+    """Arrays as they were handed in as NumPy arrays, and as `Sequences` where examples differ in length."""
+    found = {name: _array_or_sequences(given, name) for name, given in arrays.items()}
+    differing = {name: each for name, each in found.items() if isinstance(each, Sequences)}
+    if differing and padding is None:
+        name, first = next(iter(differing.items()))
+        of = f"array {name!r}: " if len(found) > 1 else ""
+        raise UsageError(
+            f"ArrayData: {of}examples of different lengths ({lengths_of(first)}): give "
+            "padding=loop.Padding(), which pads each batch to its longest example and adds a mask; or cut all examples "
+            "to one length"
+        )
+    if differing or padding is None:
+        return found
+    # Lengths may be equal by chance, as those of a few examples: what comes as a list is padded nevertheless.
+    several = {name for name, each in found.items() if isinstance(each, np.ndarray) and each.ndim > 1}
+    lists = [name for name, given in arrays.items() if name in several and is_list_of_examples(given)]
+    if not lists:
+        raise UsageError(
+            "ArrayData(padding=...): all examples have one shape, so that there is nothing to pad: leave padding out, "
+            "or give lists of arrays"
+        )
+    return found | {name: sequences(arrays[name], name) for name in lists}
+
+
+def _array_or_sequences(given: Any, name: Any) -> np.ndarray | Sequences:
+    one_by_one = isinstance(given, tf.RaggedTensor)
+    if isinstance(given, np.ndarray) and given.dtype == object:
+        one_by_one = is_list_of_examples(given)
+    if not one_by_one:
+        try:
+            return np.asarray(given)
+        except ValueError:  # a list of lists of different lengths
+            pass
+    found = sequences(given, name)
+    if len(found) and (found.shapes == found.shapes[0]).all():
+        return found.rows.reshape([len(found), *found.shapes[0], *found.rows.shape[1:]])
+    return found
+
+
+def _check_one_mask(found: dict[Any, np.ndarray | Sequences], padding: Padding | None) -> None:
+    padded = {name: each for name, each in found.items() if isinstance(each, Sequences)}
+    first = next(iter(padded.values()), None)
+    if first is None or padding is None or padding.mask is not True:
+        return
+    if any(not np.array_equal(first.shapes, each.shapes) for each in padded.values()):
+        names = list(padded)
+        raise UsageError(
+            f"ArrayData: the arrays {', '.join(map(repr, names))} have different lengths, so that one mask can't serve "
+            f"all: say whose masks you want, as Padding(mask={names[-1]!r}) or Padding(mask={names!r})"
+        )
 
 
 class ArraySource:
@@ -84,8 +165,10 @@ class ArraySource:
         layout: None: a position means the same with any number of workers.
         reads_ahead: True: a batch can be read while the one before it is computed on.
         batch_bytes: how much memory a global batch needs.
+        uniform: whether all batches have one shape, but for a short last one.
     """
 
+    uniform = True
     layout: list[Any] | None = None
     reads_ahead = True
 
@@ -96,9 +179,13 @@ class ArraySource:
         self._replicas, self._first, self._local, self._device = 1, 0, 1, ""
         # Host memory, captured by reference: never copied into a graph.
         with tf.device("CPU:0"):
-            self._tensors = tf.nest.map_structure(_constant, data.arrays)
-        self.example = tf.nest.map_structure(lambda tensor: tensor[:3], self._tensors)
+            self._tensors = self._load(data.arrays)
+        self.example = self.head(3)
         self.batch_bytes = max(1, sum(array.nbytes for array in tf.nest.flatten(data.arrays)) * batch // size)
+
+    def _load(self, arrays: Any) -> Any:
+        """The arrays as tensors."""
+        return tf.nest.map_structure(constant, arrays)
 
     def head(self, count: int) -> Any:
         """The first examples, as a batch."""
@@ -133,13 +220,7 @@ class ArraySource:
         What it gives behind the end of the data is nobody's.
         """
         with tf.device("CPU:0"):
-            start, n = self._extent(step)
-            low, high = self._own(n, parts)
-            if self._replicas == 1:
-                places = tf.range(start, start + n)
-            else:
-                places = tf.ragged.range(start + low, start + high).flat_values
-            taken = self._read(epoch, places)
+            taken = self._read_rows(epoch, step, parts)
         return self._copied(taken)
 
     def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
@@ -169,6 +250,17 @@ class ArraySource:
         start = tf.minimum(step * self.options.batch_size, self.size - 1)
         return start, tf.minimum(tf.constant(self.options.batch_size, tf.int64), self.size - start)
 
+    def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> Any:
+        return self._read(epoch, self._places(step, parts))
+
+    def _places(self, step: tf.Tensor, parts: int) -> tf.Tensor:
+        """The worker's places in the order of the epoch, one of the `parts` of the global batch after the other."""
+        start, n = self._extent(step)
+        low, high = self._own(n, parts)
+        if self._replicas == 1:
+            return tf.range(start, start + n)
+        return tf.ragged.range(start + low, start + high).flat_values
+
     def _own(self, n: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
         """From where and up to where the worker's rows go in each micro-batch of n rows: int64 [parts]."""
         low, high = rows(n, tf.range(parts, dtype=tf.int64), parts)
@@ -178,6 +270,11 @@ class ArraySource:
 
     def _read(self, epoch: tf.Tensor, places: tf.Tensor) -> Any:
         """The examples at some places of the order of an epoch: their indices, and themselves."""
+        index = self._examples_at(epoch, places)
+        return index, tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
+
+    def _examples_at(self, epoch: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+        """Which examples are at some places of the order of an epoch."""
         index = places
         if self.options.shuffle:
             # A permutation that can be read from any position, in constant memory. It can't be asked for no position
@@ -186,7 +283,7 @@ class ArraySource:
             asked = tf.concat([places, [0]], 0) if self._replicas > 1 else places
             index = tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)
             index = index[:-1] if self._replicas > 1 else index
-        return index, tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
+        return index
 
     def more(self, taken: Any) -> Any:
         """Whether there is anything: the number of steps is known, so yes."""
@@ -243,7 +340,8 @@ class ArraySource:
         )
 
 
-def _constant(array: np.ndarray) -> tf.Tensor:
+def constant(array: np.ndarray) -> tf.Tensor:
+    """The examples of an array as a tensor."""
     try:
         return tf.constant(array)
     except (TypeError, ValueError) as error:

@@ -11,6 +11,46 @@ from loop.errors import UsageError
 
 _MOST_IN_GRAPH = 1 << 26  # bytes of a data set's tensors that are copied to look at its graph
 
+_NOT_STACKED = (
+    "Cannot batch tensors with different shapes",
+    "Cannot add tensor to the batch: number of elements does not match",
+    "Shapes of all inputs must match",
+)
+"""What TensorFlow says of examples of different shapes."""
+
+
+def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A pipeline whose examples come from a `tf.RaggedTensor`, and are dense themselves, as one of dense tensors."""
+    specs = tf.nest.flatten(dataset.element_spec)
+    if not any(isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 0 for spec in specs):
+        return dataset
+    several = isinstance(dataset.element_spec, tuple)
+
+    @tf.autograph.experimental.do_not_convert
+    def as_it_is(*example: Any) -> Any:
+        return example if several else example[0]
+
+    return dataset.map(as_it_is)
+
+
+def stacking_problem(error: Exception) -> UsageError | None:
+    """What to do where examples of different shapes can't be stacked; None if the error is another one."""
+    text = str(getattr(error, "message", ""))
+    said = next((each for each in _NOT_STACKED if each in text), None)
+    if said is not None:
+        shapes = text[text.index(said) :].split("\n")[0].split(" [Op:")[0].rstrip(". ")
+        return UsageError(
+            f"the data set's examples have different shapes ({shapes}): return loop.StreamData(dataset, "
+            "padding=loop.Padding()), which pads each batch to its longest example and adds a mask; or make all "
+            "examples of one shape. If these are batches, add .unbatch()"
+        )
+    if "say whose masks you want" in text:
+        return UsageError(
+            "the arrays of an example have different lengths, so that one mask can't serve all: say whose masks you "
+            "want, by name or place, as Padding(mask=0) or Padding(mask=[0, 1])"
+        )
+    return None
+
 
 def check_spec(dataset: tf.data.Dataset) -> None:
     """Refuses a stream whose examples can't be stacked."""

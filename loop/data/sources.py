@@ -12,8 +12,11 @@ import tensorflow as tf
 from loop.backends.base import Backend
 from loop.data.arrays import ArrayData, ArraySource
 from loop.data.batch import BatchOptions, count
-from loop.data.pipelines import check_spec, one_order_an_epoch
-from loop.data.streams import StreamSource
+from loop.data.batched import check_unbatched, warn_of_equal_sizes
+from loop.data.padded_arrays import PaddedArraySource
+from loop.data.parts import first, no_examples
+from loop.data.pipelines import one_order_an_epoch
+from loop.data.streams import StreamData, StreamSource
 from loop.errors import UsageError
 from loop.seeds import random_state, set_random_state
 from loop.task import TrainTask
@@ -63,23 +66,6 @@ def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
     return Data(train, evaluation)
 
 
-def first(data: Any, size: int) -> Any:
-    """The first examples of what a task returned, in memory: the same ones each time that they are read."""
-    if isinstance(data, tf.data.Dataset):
-        check_spec(data)
-        batch = next(iter(data.take(size).batch(size)), None)
-        arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), batch)
-    elif isinstance(data, ArrayData):
-        arrays = tf.nest.map_structure(lambda array: array[:size], data.arrays)
-    else:
-        return data  # `source` says what is wrong with it
-    if arrays is None:
-        raise no_examples("train_data()")
-    some = ArrayData(*tf.nest.flatten(arrays))
-    some.arrays = arrays
-    return some
-
-
 def made_again(task: TrainTask, seed: int) -> Any:
     """What `train_data` returned, once more, from the same seeds."""
     before = random_state()
@@ -92,6 +78,7 @@ def made_again(task: TrainTask, seed: int) -> Any:
 
 def source(data: Any, options: BatchOptions, what: str, make: Callable[[], Any] | None = None) -> Source:
     """Makes a source of what the method `what` of a task returned; `make` does so again; see `open_data`."""
+    given = data
     if isinstance(data, ArrayData):
         if not data.size:
             raise no_examples(what)
@@ -100,22 +87,25 @@ def source(data: Any, options: BatchOptions, what: str, make: Callable[[], Any] 
                 f"{what}: drop_remainder with batch_size={options.batch_size} leaves nothing of {data.size} examples: "
                 "make the batch smaller, or keep the remainder"
             )
-        return ArraySource(data, options)
+        return ArraySource(data, options) if data.padding is None else PaddedArraySource(data, options)
     if isinstance(data, tf.data.Dataset):
-        stream = StreamSource(data, options)
+        data = StreamData(data)
+    if isinstance(data, StreamData):
+        if data.check_batched:
+            check_unbatched(data.dataset, what, data.padding is not None)
+        stream = StreamSource(data.dataset, options, padding=data.padding)
         if not count(stream.example):
             raise no_examples(what)
-        if make is not None and one_order_an_epoch(data):
+        if data.check_batched and data.padding is None:
+            warn_of_equal_sizes(data.dataset, stream.example, what)
+        if make is not None and one_order_an_epoch(data.dataset):
 
             def again() -> Any:
                 made = make()
-                return None if made is data else source(made, options, what)
+                return None if made is given else source(made, options, what)
 
             stream._again = again
         return stream
-    raise UsageError(f"{what} returned {type(data).__name__}: return ArrayData(...) or an unbatched tf.data.Dataset")
-
-
-def no_examples(what: str) -> UsageError:
-    """The error for a source without examples."""
-    return UsageError(f"{what} has no examples: nothing can be trained or evaluated on it")
+    raise UsageError(
+        f"{what} returned {type(data).__name__}: return ArrayData(...), StreamData(...) or an unbatched tf.data.Dataset"
+    )

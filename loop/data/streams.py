@@ -13,8 +13,34 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data.batch import BatchOptions, Rows, count, rows
-from loop.data.pipelines import check_spec, one_order, one_order_an_epoch, shard_files
+from loop.data.padded_streams import PaddedBatches
+from loop.data.padding import Padding, as_padding
+from loop.data.pipelines import check_spec, dense, one_order, one_order_an_epoch, shard_files, stacking_problem
 from loop.errors import UsageError
+
+
+class StreamData:
+    """A `tf.data.Dataset` of examples, with what it doesn't say of itself.
+
+    Args:
+        dataset: unbatched examples.
+        padding: how examples of different lengths become one batch: a `loop.Padding`, or the value that fills the
+            gaps.
+        check_batched: whether a pipeline that seems to yield batches is refused; False where its examples are groups,
+            such as windows of a time series, that look like batches.
+
+    Raises:
+        UsageError: something that is no `tf.data.Dataset`.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, padding: Any = None, check_batched: bool = True) -> None:
+        if not isinstance(dataset, tf.data.Dataset):
+            raise UsageError(f"StreamData({type(dataset).__name__}): give a tf.data.Dataset of examples")
+        self.dataset, self.padding, self.check_batched = dense(dataset), as_padding(padding), check_batched
+
+    def replaced(self, dataset: tf.data.Dataset) -> StreamData:
+        """The same said of another pipeline."""
+        return StreamData(dataset, self.padding, self.check_batched)
 
 
 class StreamSource:
@@ -38,6 +64,7 @@ class StreamSource:
         replicas: int = 1,
         workers: int = 1,
         again: Callable[[], StreamSource | None] | None = None,
+        padding: Padding | None = None,
     ) -> None:
         check_spec(dataset)
         self.dataset, self.options = dataset, options
@@ -46,10 +73,18 @@ class StreamSource:
         self._batch_size = options.batch_size * workers
         # One for all epochs: a data set that reshuffles each iteration does so here too.
         ahead = tf.data.AUTOTUNE if options.prefetch == "auto" else options.prefetch
-        self._batches = dataset.batch(options.batch_size, drop_remainder=options.drop_remainder).prefetch(ahead)
+        self._padding = padding
+        self._padded = None if padding is None else PaddedBatches(dataset, padding, options.seed)
+        self._batches = self._cut(options.batch_size, options.drop_remainder).prefetch(ahead)
         self._following = self._batches
         self._again = again
         self._unsaved = ""
+
+    def _cut(self, size: int, drop_remainder: bool = False, bucketed: bool = True) -> tf.data.Dataset:
+        """The stream in batches of `size`."""
+        if self._padded is None:
+            return self.dataset.batch(size, drop_remainder=drop_remainder)
+        return self._padded.of(size, drop_remainder, bucketed)
 
     @functools.cached_property
     def example(self) -> Any:
@@ -58,7 +93,11 @@ class StreamSource:
             options = tf.data.Options()
             # Nothing is read ahead: how far that would come, and which seeds would be drawn, nobody knows.
             options.experimental_optimization.inject_prefetch = False
-            return next(iter(self.dataset.batch(3).with_options(options)), self.nothing())
+            few = self._cut(3, bucketed=False).with_options(options)
+            try:
+                return next(iter(few), self.nothing())
+            except tf.errors.InvalidArgumentError as error:
+                raise stacking_problem(error) or error from None
 
     def head(self, count: int) -> Any:
         """The first examples, as a batch: those of `example`, since nothing else may be read beside the training."""
@@ -89,10 +128,12 @@ class StreamSource:
         if policy == "file" and backend.workers > 1:
             dataset = shard_files(dataset, backend.workers, backend.rank)
         if by_example:
-            split = StreamSource(dataset, options, 0, backend.replicas)
+            split = StreamSource(dataset, options, 0, backend.replicas, padding=self._padding)
         else:
             first = backend.rank * backend.local_replicas
-            split = StreamSource(dataset, options, first, backend.local_replicas, backend.workers)
+            split = StreamSource(
+                dataset, options, first, backend.local_replicas, backend.workers, padding=self._padding
+            )
             split.layout = [policy, backend.workers]
         # Read once: another iterator would draw from the seeds of a data set that shuffles.
         split.__dict__["example"] = self.example
@@ -204,10 +245,15 @@ class StreamSource:
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], batch)
         return Rows(own, first + ahead, epoch, step * parts + part, index)
 
+    @property
+    def batch_spec(self) -> Any:
+        """The specs of a batch."""
+        return self._batches.element_spec
+
     def nothing(self) -> Any:
         """A batch without rows."""
 
         def empty(spec: tf.TensorSpec) -> tf.Tensor:
-            return tf.zeros([0, *(size or 0 for size in spec.shape)], spec.dtype)
+            return tf.zeros([0, *(size or 0 for size in spec.shape[1:])], spec.dtype)
 
-        return tf.nest.map_structure(empty, self.dataset.element_spec)
+        return tf.nest.map_structure(empty, self.batch_spec)

@@ -1,0 +1,79 @@
+"""The order of an epoch in which examples of similar length meet: a pure function of seed, epoch and step."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from loop.data.batch import BatchOptions
+
+_STREAM = 1 << 40
+"""Epochs of one seed are below this number; what is drawn beside the order of an epoch has a multiple of it added."""
+
+
+class LengthBuckets:
+    """Which examples are in global batch s of epoch e, where those of a batch have similar lengths.
+
+    Examples are sorted by length once. In each epoch, `size % batch_size` of them, spread evenly over all lengths, are
+    set aside for the short last batch. The others, still sorted, are cut into classes of whole batches; each class is
+    permuted, and cut into batches; and all batches are permuted. All of it is arithmetic on positions, so that any
+    batch can be had at once, and every example is in exactly one.
+
+    Without `shuffle`, the examples come sorted by length.
+
+    Args:
+        lengths: of each example; int64 [examples].
+        options: how examples are cut into batches.
+        buckets: how many classes there are at most.
+    """
+
+    def __init__(self, lengths: np.ndarray, options: BatchOptions, buckets: int) -> None:
+        self._options, self._size = options, len(lengths)
+        self._full, self._left = divmod(self._size, options.batch_size)
+        self._buckets = max(1, min(buckets, self._full // 4))
+        with tf.device("CPU:0"):
+            self._by_length = tf.constant(np.argsort(lengths, kind="stable").astype(np.int64))
+
+    def batch(self, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """The examples of the global batch at `step` of `epoch`, in order: int64 [n]; behind the end, any."""
+        size = self._options.batch_size
+        if not self._options.shuffle:
+            start = tf.minimum(step * size, self._size - 1)
+            return self._by_length[start : start + size]
+        if not self._left:
+            return self._whole_batch(epoch, tf.minimum(step, self._full - 1))
+        if not self._full:
+            return self._last_batch(epoch)
+        return tf.cond(step < self._full, lambda: self._whole_batch(epoch, step), lambda: self._last_batch(epoch))
+
+    def _whole_batch(self, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        size = self._options.batch_size
+        number = self._shuffled(step, epoch, 1, self._full)
+        # The class of the batch: `bucket` is the only one with first <= number < end.
+        bucket = ((number + 1) * self._buckets - 1) // self._full
+        first = bucket * self._full // self._buckets
+        end = (bucket + 1) * self._full // self._buckets
+        places = (number - first) * size + tf.range(size, dtype=tf.int64)
+        places = first * size + self._shuffled(places, epoch, bucket + 2, (end - first) * size)
+        if self._left:
+            # Positions among those that are not set aside become positions among all.
+            aside = self._aside(epoch)
+            before = tf.searchsorted(aside - tf.range(self._left, dtype=tf.int64), places, "right", tf.int64)
+            places += before
+        return tf.gather(self._by_length, places)
+
+    def _last_batch(self, epoch: tf.Tensor) -> tf.Tensor:
+        return tf.gather(self._by_length, self._aside(epoch))
+
+    def _aside(self, epoch: tf.Tensor) -> tf.Tensor:
+        """The positions that are set aside for the short batch, ascending; each is as likely as any other."""
+        start = self._shuffled(tf.constant(0, tf.int64), epoch, 0, self._size)
+        return (tf.range(self._left, dtype=tf.int64) * self._size + start) // self._left
+
+    def _shuffled(
+        self, places: tf.Tensor, epoch: tf.Tensor, purpose: int | tf.Tensor, size: int | tf.Tensor
+    ) -> tf.Tensor:
+        """Where a permutation of `size` positions takes some of them; another one for each purpose."""
+        purpose = tf.cast(purpose, tf.int64)
+        seed = tf.stack([tf.constant(self._options.seed, tf.int64), epoch + (purpose + 1) * _STREAM])
+        return tf.random.experimental.index_shuffle(places, seed=seed, max_index=tf.cast(size, tf.int64) - 1)

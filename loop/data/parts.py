@@ -1,0 +1,91 @@
+"""Parts of what a task returned as its data: the first examples, in memory or as they are, and in 64 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.data.arrays import ArrayData
+from loop.data.batched import check_unbatched
+from loop.data.padded_streams import open_axes
+from loop.data.pipelines import check_spec, stacking_problem
+from loop.data.sequences import sequences
+from loop.data.streams import StreamData
+from loop.errors import UsageError
+
+
+def part(data: Any, examples: int) -> Any:
+    """The first examples of what a task returned, of the same kind; of what is no data, itself."""
+    if isinstance(data, ArrayData):
+        return data.head(examples)
+    if isinstance(data, StreamData):
+        return data.replaced(data.dataset.take(examples))
+    return data.take(examples) if isinstance(data, tf.data.Dataset) else data
+
+
+def in_float64(data: Any) -> Any:
+    """What a task returned, whose floating-point numbers have 64 bits."""
+    if isinstance(data, ArrayData):
+        return data.in_float64()
+    if isinstance(data, StreamData):
+        return data.replaced(in_float64(data.dataset))
+    if not isinstance(data, tf.data.Dataset):
+        return data
+    several = isinstance(data.element_spec, tuple)
+
+    def widened(*example: Any) -> Any:
+        return tf.nest.map_structure(_wide, example if several else example[0])
+
+    return data.map(widened)
+
+
+def _wide(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor
+
+
+def contents(data: Any, examples: int) -> Iterator[np.ndarray]:
+    """The arrays of what a task returned: all of arrays in memory, the first examples of a stream."""
+    if isinstance(data, ArrayData):
+        for array in tf.nest.flatten(data.arrays):
+            yield from (array,) if isinstance(array, np.ndarray) else (array.rows, array.shapes)
+    stream = data.dataset if isinstance(data, StreamData) else data
+    if isinstance(stream, tf.data.Dataset):
+        for example in stream.take(examples).as_numpy_iterator():
+            yield from map(np.asarray, tf.nest.flatten(example))
+
+
+def first(data: Any, size: int) -> Any:
+    """The first examples of what a task returned, in memory: the same ones each time that they are read."""
+    if isinstance(data, ArrayData):
+        return data.head(size)
+    stream = StreamData(data) if isinstance(data, tf.data.Dataset) else data
+    if not isinstance(stream, StreamData):
+        return data  # `source` says what is wrong with it
+    check_spec(stream.dataset)
+    if stream.check_batched:
+        check_unbatched(stream.dataset, "train_data()", stream.padding is not None)
+    examples = [tf.nest.flatten(example) for example in stream.dataset.take(size).as_numpy_iterator()]
+    if not examples:
+        raise no_examples("train_data()")
+    specs = tf.nest.flatten(stream.dataset.element_spec)
+    leaves: list[Any] = []
+    for place, spec in enumerate(specs):
+        column = [example[place] for example in examples]
+        axes = 0 if stream.padding is None else open_axes(spec)
+        leaves.append(sequences(column, place, axes) if axes else _stacked(column))
+    return ArrayData.of_structure(tf.nest.pack_sequence_as(stream.dataset.element_spec, leaves), stream.padding)
+
+
+def _stacked(column: list[Any]) -> np.ndarray:
+    try:
+        return tf.stack(column).numpy()
+    except tf.errors.InvalidArgumentError as error:
+        raise stacking_problem(error) or error from None
+
+
+def no_examples(what: str) -> UsageError:
+    """The error for a source without examples."""
+    return UsageError(f"{what} has no examples: nothing can be trained or evaluated on it")

@@ -1,0 +1,128 @@
+"""Sequences: examples of different shapes, in one array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.errors import UsageError
+
+
+class Sequences:
+    """Examples of different shapes, one behind the other in one array.
+
+    Attributes:
+        rows: the examples' rows, [rows of all examples, ...]. Of examples that differ in one axis, a row is what lies
+            behind that axis; of pictures of different height and width, a row is a pixel.
+        shapes: the sizes that differ, of each example: int64 [examples, axes].
+        firsts: the place of the first row of each example: int64 [examples].
+    """
+
+    def __init__(self, rows: np.ndarray, shapes: np.ndarray) -> None:
+        self.rows, self.shapes = rows, shapes
+        sizes = np.prod(shapes, axis=1, dtype=np.int64)
+        self.firsts = np.cumsum(sizes) - sizes
+
+    @property
+    def axes(self) -> int:
+        """How many axes of an example differ in size, from the first one on."""
+        return self.shapes.shape[1]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The number of rows of each example."""
+        return np.prod(self.shapes, axis=1, dtype=np.int64)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of all examples."""
+        return self.rows.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the examples need."""
+        return self.rows.nbytes
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        first, shape = self.firsts[index], self.shapes[index]
+        return self.rows[first : first + np.prod(shape, dtype=np.int64)].reshape([*shape, *self.rows.shape[1:]])
+
+    def head(self, count: int) -> Sequences:
+        """The first examples."""
+        shapes = self.shapes[:count]
+        return Sequences(self.rows[: np.prod(shapes, axis=1, dtype=np.int64).sum()], shapes)
+
+    def astype(self, dtype: str) -> Sequences:
+        """The same examples in another dtype."""
+        return Sequences(self.rows.astype(dtype), self.shapes)
+
+
+def sequences(given: Any, name: str | int, axes: int = 1) -> Sequences:
+    """Examples of different shapes as `Sequences`.
+
+    Args:
+        given: a list, an array of objects or a `tf.RaggedTensor`.
+        name: of the array, for errors.
+        axes: how many axes are taken to differ, even if they don't.
+
+    Raises:
+        UsageError: examples that differ in more than lengths.
+    """
+    if isinstance(given, tf.RaggedTensor):
+        if given.ragged_rank != 1:
+            raise UsageError(
+                f"ArrayData: array {name!r} is a RaggedTensor of ragged_rank {given.ragged_rank}: within an example, "
+                "all rows must have one length; ragged_rank 1 has that"
+            )
+        return Sequences(given.values.numpy(), given.row_lengths().numpy().astype(np.int64)[:, np.newaxis])
+    try:
+        examples = [np.asarray(example) for example in given]
+    except ValueError:
+        raise UsageError(
+            f"ArrayData: array {name!r} has an example whose own parts have different lengths: make each example an "
+            "array of one shape"
+        ) from None
+    return _stacked(examples, name, axes)
+
+
+def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequences:
+    # NumPy gives an empty list a dtype and a shape that say nothing.
+    filled = [example for example in examples if example.size]
+    ranks = {example.ndim for example in filled}
+    if len(ranks) > 1 or ranks == {0}:
+        raise UsageError(
+            f"ArrayData: array {name!r} has examples of {', '.join(map(str, sorted(ranks)))} dimensions: give all the "
+            "same number, at least one"
+        )
+    rank = max(ranks, default=1)
+    shapes = np.zeros([len(examples), rank], np.int64)
+    for place, example in enumerate(examples):
+        if example.ndim == rank:
+            shapes[place] = example.shape
+        elif filled:
+            shapes[place, 1:] = filled[0].shape[1:]
+    differing = np.flatnonzero((shapes != shapes[:1]).any(0))
+    axes = max(axes, int(differing.max(initial=0)) + 1)
+    tail = shapes[0, axes:].tolist() if len(shapes) else []
+    dtype = np.result_type(*{example.dtype for example in filled}) if filled else np.dtype("float32")
+    rows = [example.reshape([-1, *tail]) for example in filled]
+    return Sequences(np.concatenate(rows).astype(dtype) if rows else np.zeros([0, *tail], dtype), shapes[:, :axes])
+
+
+def is_list_of_examples(given: Any) -> bool:
+    """Whether examples come one by one, rather than as one array."""
+    if isinstance(given, tf.RaggedTensor | list | tuple):
+        return True
+    one_by_one = isinstance(given, np.ndarray) and given.dtype == object and given.ndim == 1 and len(given)
+    return bool(one_by_one) and isinstance(given[0], np.ndarray | list | tuple)
+
+
+def lengths_of(examples: Sequences) -> str:
+    """The range of lengths, for errors: `3 to 17`."""
+    return f"{examples.sizes.min()} to {examples.sizes.max()}"
