@@ -226,7 +226,8 @@ def train(
 ) -> None:
     """Train a task."""
     code, problem, fields = train_.train(types.SimpleNamespace(**locals()), sys.argv[1:])
-    finish(code, problem, fields, as_json, dry_run.lines if dry_run_ and code == 0 else lambda fields: ())
+    seen = tracking.seen(track, fields.get("run_dir")) if fields is not None else ""
+    finish(code, problem, fields, as_json, dry_run.lines if dry_run_ and code == 0 else lambda fields: (), seen)
 
 
 @functools.cache
@@ -241,15 +242,20 @@ def train_options() -> dict[str, config.Option]:
 
 
 def finish(
-    code: int, error: str, result: Any, as_json: bool, lines: Callable[[Any], Iterable[Line]] = lambda result: ()
+    code: int,
+    error: str,
+    result: Any,
+    as_json: bool,
+    lines: Callable[[Any], Iterable[Line]] = lambda result: (),
+    seen: str = "",
 ) -> NoReturn:
-    """Prints how it ended, and ends."""
+    """Prints how it ended, and where a browser shows it, and ends."""
     if error:
         words.say(error)
     if result is not None:
         show(result, lines(result), as_json)
-        if "run_dir" in result and code == 0 and sys.stderr.isatty():
-            print("see it in the browser: tfloop ui", file=sys.stderr)
+        if seen and code == 0 and sys.stderr.isatty():
+            print(f"see it in the browser: {seen}", file=sys.stderr)
     raise typer.Exit(code)
 
 

@@ -47,6 +47,8 @@ SENT = "tfloop.artifacts"
 # MLflow takes 1000 metrics or 100 parameters at once, and 1 MB: what is long has a place in it even as \u escapes.
 _METRICS, _PARAMS = 500, 10
 _KEY_LENGTH, _VALUE_LENGTH = 250, 6000
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_loading = threading.Lock()
 _LONGEST_PAUSE = 10.0  # seconds until somebody who watches sees what is new
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}  # anything else is KILLED
 
@@ -89,15 +91,9 @@ class Delivery:
         """Finds the MLflow run, or creates it, and asks how far it has got; nothing if that has been done."""
         if self._client is not None:
             return
-        # Who calls tries again, after a look at the store; the client doesn't. Telemetry would hold up the exit.
-        os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
-        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        load(self.uri)
         from mlflow import MlflowClient
 
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
         if path := sqlite_path(self.uri):
             path.parent.mkdir(parents=True, exist_ok=True)
             # MLflow would try for minutes to open a file that can't be opened.
@@ -426,28 +422,65 @@ class Courier(threading.Thread):
                 self._ended.wait(pause)
 
 
-def main() -> None:
-    """The process beside the training: `DIRECTORY EXPERIMENT`; the store's URI comes in the environment.
+def load(uri: str) -> None:
+    """Imports what a store of this kind needs, which takes seconds; who calls while that is under way waits for it."""
+    with _loading:
+        # Who delivers tries again, after a look at the store; the client doesn't. Telemetry would hold up the exit.
+        os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        import mlflow.tracking
 
-    A line on stdin, the seconds that it may still take, says that the run has ended; the last line on stdout says what
-    became of it, as JSON. If stdin ends without a line, or the parent is gone, the run has been killed: `tfloop sync`
-    has the rest.
+        if uri.partition(":")[0].partition("+")[0] in _DATABASES:
+            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401 - a third of the time, as long as all else
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _warm(scheme: str) -> None:
+    with contextlib.suppress(Exception):  # whatever it is, the first delivery meets it again, and tells it
+        load(scheme)
+
+
+def _told(parent: int) -> str:
+    """The next line of stdin; "" if it has ended without one: the training is gone."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if select.select([0], [], [], 1.0)[0]:
+            letter = os.read(0, 1)  # of this line alone: what comes behind it is looked for by `select`
+            if not letter:
+                return ""
+            line += letter
+        elif os.getppid() != parent:
+            return ""
+    return line.decode()
+
+
+def main() -> None:
+    """The process beside the training: `SCHEME`, that of the store's URI. It imports MLflow at once.
+
+    A line on stdin says what to deliver, and to where, as JSON; the next one, the seconds that it may still take, that
+    the run has ended. The last line on stdout says what became of it, as JSON. If stdin ends before that, or the parent
+    is gone, the run has been killed: `tfloop sync` has the rest.
     """
     parent = os.getppid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the training, which is about to send its last points
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # the training comes first
-    delivery = Delivery(Path(sys.argv[1]), os.environ["MLFLOW_TRACKING_URI"], sys.argv[2])
-    courier = Courier(delivery)
-    courier.start()
-    while not select.select([sys.stdin], [], [], 1.0)[0]:
-        if os.getppid() != parent:
-            os._exit(1)
-    line = sys.stdin.readline()
-    if line:
-        error = courier.finish(float(line))
-        print("\n" + json.dumps({"error": error, "warnings": delivery.warnings()}), flush=True)
+    threading.Thread(target=_warm, args=(sys.argv[1],), daemon=True).start()
+    begun = _told(parent)
+    if begun:
+        order = json.loads(begun)
+        os.environ["MLFLOW_TRACKING_URI"] = order["uri"]  # where MLflow looks for artifacts of its own server
+        delivery = Delivery(Path(order["directory"]), order["uri"], order["experiment"])
+        courier = Courier(delivery)
+        courier.start()
+        ended = _told(parent)
+        if ended:
+            error = courier.finish(float(ended))
+            print("\n" + json.dumps({"error": error, "warnings": delivery.warnings()}), flush=True)
     os._exit(0)  # whatever still hangs
 
 

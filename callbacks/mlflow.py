@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ STATE = "mlflow.json"
 """The file in the run directory that says which store, experiment and MLflow run this is."""
 _ROOT = Path(__file__).resolve().parent.parent
 _SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks", "file")
+_UNSAID = 0.3  # seconds that the end may wait before it says for what
 _GRACE = 5.0  # seconds beyond the wait after which a process that doesn't say anything is killed
 
 
@@ -93,30 +95,52 @@ class MLflowTracker(Callback):
         self.log_model, self.register = log_model or register is not None, register
         self._store = ""
         self._courier: subprocess.Popen[str] | None = None
+        self._delivers = False  # whether the courier knows its run
         self._error = ""
+
+    def warm(self) -> None:
+        """Starts the process that delivers, if there is none: it takes seconds to import MLflow, best spent early.
+
+        The command line calls it before TensorFlow is loaded; `on_setup` does otherwise.
+        """
+        if self._courier is not None:
+            return
+        # A process, not a thread: importing MLflow alone, some seconds of Python, would take the interpreter from the
+        # training for up to a tenth of a second at a time. And it can be left behind, whatever it is stuck in.
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+        scheme = self._begun_elsewhere()[0].partition(":")[0]
+        try:
+            self._courier = subprocess.Popen(
+                [sys.executable, "-P", "-m", "callbacks.delivery", scheme],
+                env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            self._error = f"no process can be started: {error.strerror}"
+
+    def on_setup(self, run: Run) -> None:
+        self.warm()
 
     def on_fit_start(self, run: Run) -> None:
         if not (run.directory / journal.NAME).exists():
             raise ValueError("MLflowTracker feeds on the journal: keep callbacks.Journal in the set")
-        if self._courier is not None:  # the workers of an elastic job have formed anew
+        if self._delivers:  # the workers of an elastic job have formed anew
             return
         parent = self.parent or os.environ.get("MLFLOW_PARENT_RUN_ID") or None
         self._store, given = self._begun_elsewhere()
         experiment = self.experiment or run.info["task"]
         own = {"parent": parent, "given": None} if parent else {"given": given} if given else {}
         write_state(run.directory, self._store, experiment, tags=redact(self.tags), **own)
-        # A process, not a thread: importing MLflow alone, some seconds of Python, would take the interpreter from the
-        # training for up to a tenth of a second at a time. And it can be left behind, whatever it is stuck in. The URI
-        # goes by the environment, since it may hold a password, and a command line can be seen by all.
-        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-        try:
-            self._courier = subprocess.Popen(
-                [sys.executable, "-P", "-m", "callbacks.delivery", str(run.directory), experiment],
-                env={**os.environ, "MLFLOW_TRACKING_URI": self._store, "PYTHONPATH": path}, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            self._error = f"no process can be started: {error.strerror}"
+        self.warm()
+        if self._courier is None:
+            return
+        assert self._courier.stdin is not None
+        # By stdin, since the URI may hold a password, and a command line can be seen by all.
+        order = {"directory": str(run.directory), "uri": self._store, "experiment": experiment}
+        with contextlib.suppress(BrokenPipeError):  # it has died; the end of the run says so
+            self._courier.stdin.write(json.dumps(order) + "\n")
+            self._courier.stdin.flush()
+        self._delivers = True
 
     def _begun_elsewhere(self) -> tuple[str, str | None]:
         """The store; and the run in it that is active in this process, or that the environment names, if any."""
@@ -137,8 +161,13 @@ class MLflowTracker(Callback):
                 _warn(f"the model isn't logged ({text})")
         outcome: dict[str, Any] = {"error": self._error, "warnings": []}
         if self._courier is not None:
-            outcome |= _finish(self._courier, self.wait)
-            self._courier = None
+            courier, self._courier = self._courier, None
+            if not self._delivers:  # the run ended before it began: there is nothing to deliver
+                courier.kill()
+                courier.communicate()
+                return
+            outcome |= _finish(courier, self.wait)
+            self._delivers = False
         for text in outcome["warnings"]:
             _warn(text)
         if outcome["error"]:
@@ -152,10 +181,9 @@ def _finish(courier: subprocess.Popen[str], wait: float) -> dict[str, Any]:
     """Lets the courier deliver the rest, and hears what became of it."""
     try:
         try:
-            output, _ = courier.communicate(f"{wait}\n", timeout=1.0)
+            output, _ = courier.communicate(f"{wait}\n", timeout=_UNSAID)
         except subprocess.TimeoutExpired:
-            if sys.stderr.isatty():
-                tell(f"sending the rest to MLflow (at most {wait:.0f} s) ...")
+            tell(f"sending the rest to MLflow (at most {wait:.0f} s) ...")
             output, _ = courier.communicate(timeout=wait + _GRACE)
         outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
         return outcome

@@ -11,8 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from callbacks import MLflowTracker, journal
+from callbacks.mlflow import store as store_of
 from callbacks.progress import counted
+from callbacks.record import printable
 from callbacks.redact import HIDDEN, redact, tell
+from callbacks.report import NAME as REPORT
 from loop import lock
 from loop.errors import TrainingError, UsageError
 
@@ -46,6 +49,16 @@ def tracker(
         what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
         names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
         raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
+
+
+def seen(track: str | None, run_dir: str | None) -> str:
+    """Where a browser shows a run that was tracked so: `tfloop ui` has the default store, else it is the report."""
+    if run_dir is None:  # a dry run
+        return ""
+    if track != "off" and store_of(track) == store_of(None):
+        return "tfloop ui"
+    report = Path(run_dir) / REPORT
+    return printable(str(report)) if report.exists() else ""
 
 
 def deliver(run_dir: Path, track: str | None) -> None:

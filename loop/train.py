@@ -62,6 +62,8 @@ def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any
                 serve(typed.threads or 0)
             return 0, "", None
         else:
+            if tracker is not None and launch.job_rank() == 0 and not typed.dry_run_ and typed.trial is None:
+                tracker.warm()  # while TensorFlow is loaded
             chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
             code, problem, fields = _work(typed, given, place, chosen, beginning)
     if typed.dry_run_ and fields is not None:
@@ -139,6 +141,10 @@ def _place(typed: Any) -> Place:
 
 def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any] | None]:
     """Starts workers, which come to `_work` with the same arguments, and waits for them."""
+    count = place.workers or 1
+    what = f"{count} worker{'s' * (count > 1)}"
+    where = f" on {len(place.hosts)} hosts" if place.hosts else ""
+    print(f"starting {what}{where} ({place.engine}) ...", file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         cluster = None
         if place.hosts:
@@ -146,7 +152,7 @@ def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, st
             connection = hosts.connect(place.hosts, place.engine, files, typed.interface, typed.remote_python)
             cluster = stack.enter_context(connection)
         if place.limits is None:
-            done = launch.run(place.engine, place.workers or 1, arguments, typed.ps or 1, cluster)
+            done = launch.run(place.engine, count, arguments, typed.ps or 1, cluster)
         else:
             done = elastic.run(place.limits, place.workers, arguments, cluster)
     if done[0] == PREEMPTED and done[2] is None:

@@ -84,6 +84,7 @@ def test_output_of_workers_bears_their_rank_and_only_the_chief_speaks(digits):
     _, runs = digits
     for name in ("horovod", "multiworker"):
         lines = runs[name].stderr.splitlines()
+        assert f"starting 2 workers ({name}) ..." in lines[:2]  # behind the choice of the engine
         assert any(line.startswith("[0] epoch 6/6  step 270") for line in lines)
         assert not [line for line in lines if line.startswith("[1]")]
 
