@@ -23,7 +23,7 @@ from loop.errors import RegroupError, no_exit
 from loop.options import DEFAULTS, with_defaults
 from loop.run import Run
 from loop.step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
-from loop.task import TrainTask, hyperparameters
+from loop.task import TrainTask, check_is_task, hyperparameters
 
 
 @dataclasses.dataclass
@@ -177,6 +177,7 @@ def fit(
         TrainingError: a loss or gradient is not finite; or another worker failed (`PeerError`).
     """
     given = {name: value for name, value in locals().items() if name in DEFAULTS and name != "backend"}
+    check_is_task(task)
     options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
     remember(hyperparameters(task))  # what of them is a secret is hidden from here on
     engine = backend if isinstance(backend, Backend) else start(options["backend"])
@@ -239,6 +240,7 @@ def set_up(run: Run, bus: Bus, sources: Data) -> None:
     bus.fire("setup")
     sources = bus.fire_data(sources)
     run.step = Step(run.task, run.built, run.backend, sources, run.options)
+    bus.check_metrics()
     run.agree()
     with run.watchdog.phase("restoring"):
         path = rundir.restore(run)

@@ -147,6 +147,21 @@ class TrainTask:
         return {"input": batch[0], "label": batch[1], "prediction": model(batch[0], training=False)}
 
 
+def check_is_task(task: Any) -> None:
+    """Refuses what `fit` can't train.
+
+    Raises:
+        UsageError: it is a class, or no task at all.
+    """
+    if isinstance(task, type):
+        raise UsageError(f"fit({task.__name__}): give an object, not its class: fit({task.__name__}())")
+    if not isinstance(task, TrainTask):
+        raise UsageError(
+            f"fit({type(task).__name__}): give an object of a subclass of loop.TrainTask; loop.KerasTask makes one of "
+            "a Keras model, its optimizer and its loss"
+        )
+
+
 def hyperparameters(task: TrainTask) -> dict[str, Any]:
     """The task's dataclass fields and their values; empty for a task that is no dataclass."""
     if not dataclasses.is_dataclass(task):
@@ -158,7 +173,8 @@ def target_of(task: TrainTask) -> str | None:
     """The TARGET that names the task's class on a command line; None if its class stands in no file."""
     try:
         path = inspect.getsourcefile(type(task))
-    except TypeError:
+    except (TypeError, OSError):  # OSError: of a notebook, or of a `__main__` without a file
         return None
     name = type(task).__qualname__
-    return f"{Path(path).resolve()}:{name}" if path and name.isidentifier() else None
+    stands = path is not None and Path(path).is_file() and name.isidentifier()  # else it was typed: `<stdin>`
+    return f"{Path(path).resolve()}:{name}" if path and stands else None
