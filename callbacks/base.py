@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 EVENTS = (
@@ -122,11 +123,14 @@ class Callback:
         runs_on: `"chief"` (rank 0 only) or `"all"`; enforced when the callback is registered.
         every: see above; may be set on the class or on the instance.
         key: the name under which the callback's state is kept in a checkpoint; unique within a run.
+        watches: the metrics that the callback needs, each by the name of the argument that gives it. A run that has no
+            such metric is refused before its first step.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "chief"
     every: Every = "epoch"
     key: str = ""
+    watches: Mapping[str, str] = MappingProxyType({})
 
     def on_setup(self, run: Run) -> None:
         """The model and the optimizer exist; nothing has been restored, no data has been read."""

@@ -23,9 +23,9 @@ class Checkpoint(Callback):
             a number of steps or a time (`"10m"`), see `Callback`, and as `"auto"` besides. The end of the run is
             always saved, and so is a stop. The chief's clock counts.
         keep_last: how many of the newest checkpoints are kept, >= 1.
-        best: the metric by which the best checkpoint is kept too; None keeps only the last ones. Without such a metric
-            in the run it has no effect. Where it is too early to write it, it stays in memory until the next checkpoint
-            is written.
+        best: the metric by which the best checkpoint is kept too; None keeps only the last ones. A run without an
+            evaluation has no `eval_loss`, the default, which then has no effect; another one must be there. Where it is
+            too early to write it, it stays in memory until the next checkpoint is written.
         mode: `"min"` or `"max"`: which value of `best` is better; or `"auto"`: by its name, where that tells.
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
         on_error: `"stop"`: the run fails when a checkpoint can't be written, because the disk is full, say; `"warn"`:
@@ -50,6 +50,7 @@ class Checkpoint(Callback):
         self.pause = 0.0 if every == "epoch" else PAUSE
         self.keep_last = keep_last
         self.best = best
+        self.watches = {"best": best} if best not in (None, "eval_loss") else {}
         self.sign = direction.sign(self, "best", best or "loss", mode)
         self.background = background
         self.on_error = on_error

@@ -16,7 +16,7 @@ class EarlyStopping(Patience):
         mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
 
     Raises:
-        ValueError: when the metric is first due, if the run has no such metric.
+        ValueError: before the first step, if the run has no such metric.
     """
 
     def __init__(

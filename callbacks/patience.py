@@ -20,7 +20,7 @@ class Patience(Callback):
         mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
 
     Raises:
-        ValueError: when the metric is first due, if the run has no such metric.
+        ValueError: before the first step, if the run has no such metric.
     """
 
     def __init__(self, metric: str, patience: int, min_delta: float, mode: str) -> None:
@@ -28,6 +28,7 @@ class Patience(Callback):
         check(self, is_whole(patience, 1), "give a whole number >= 1", patience=patience)
         check(self, is_number(min_delta, 0), "give a number >= 0", min_delta=min_delta)
         self.metric = metric
+        self.watches = {"metric": metric}
         self.patience = patience
         self.min_delta = min_delta
         self.sign = direction.sign(self, "metric", metric, mode)
@@ -40,11 +41,6 @@ class Patience(Callback):
 
     def on_setup(self, run: Run) -> None:
         self.best, self.waited = None, 0
-
-    def on_data(self, run: Run, data: Any) -> Any:
-        if self.metric.startswith("eval_") and data.eval is None:
-            raise ValueError(f"{type(self).__name__}(metric={self.metric!r}): this run makes no evaluation")
-        return data
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
         if self.metric.startswith("eval_"):

@@ -27,7 +27,7 @@ class ReduceOnPlateau(Patience):
         mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
 
     Raises:
-        ValueError: at the start, if an optimizer has a schedule; when the metric is first due, if there is none.
+        ValueError: before the first step, if an optimizer has a schedule, or the run has no such metric.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"

@@ -15,6 +15,7 @@ import tensorflow as tf
 from loop import lookups
 from loop.backends.base import Backend
 from loop.errors import UsageError
+from loop.hints import hinted
 from loop.replica import all_gathers, probing
 from loop.task import TrainTask
 from loop.values import check, checked_metrics, content, try_metrics
@@ -80,6 +81,7 @@ class Built:
         return model_variables(self.model) + as_tf(optimizer_variables(self.optimizer))
 
 
+@hinted
 def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Built:
     """Builds model and optimizer with all their variables, before anything is traced.
 

@@ -10,6 +10,7 @@ import numpy as np
 from callbacks import EVENTS, Callback, Schedule
 from loop import fault
 from loop.errors import UsageError, no_exit
+from loop.options import nearest
 from loop.run import Run
 
 
@@ -48,6 +49,31 @@ class Bus:
         }
         self._clocks_run = False
         self._listeners = [_Listener(callback) for callback in self._hooks["steps_end"]]
+
+    def check_metrics(self) -> None:
+        """Refuses callbacks that wait for a metric that the run doesn't have; the error is kept for `Run.agree`.
+
+        A callback of the user's may add to the metrics that later ones are handed: then it isn't known before.
+        """
+        with self._run.guard():
+            asked = [(each, *pair) for each in self._run.callbacks.values() for pair in each.watches.items()]
+            known = self._run.metric_names() if asked else []
+            for callback, argument, metric in asked:
+                of_keras = f"eval_{metric.removeprefix('val_')}" in known and metric.startswith("val_")
+                if metric in known or (self._may_be_added(metric) and not of_keras):
+                    continue
+                what = f"{type(callback).__name__}({argument}={metric!r})"
+                if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
+                    raise UsageError(
+                        f"{what}: this run makes no evaluation: define eval_data(), and leave eval_every='never' out; "
+                        f"or watch {known[0]!r}"
+                    )
+                raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
+
+    def _may_be_added(self, metric: str) -> bool:
+        """Whether a callback that isn't ours hears of the metrics of the event at which this one is due."""
+        event = "eval_end" if metric.startswith("eval_") else "epoch_end"
+        return any(not type(each).__module__.startswith("callbacks.") for each in self._hooks[event])
 
     def fire(self, event: str, *args: Any) -> None:
         """Calls the hooks of an event; an error is kept for `Run.agree`."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from loop import plugins
 from loop.options import BACKENDS
-from loop.target import SHIPPED, classes
+from loop.target import SHIPPED
+from loop.task_file import classes
 
 
 def targets(incomplete: str) -> list[str]:

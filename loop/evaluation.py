@@ -72,6 +72,10 @@ class Evaluation:
         sums, states = np.split(totals[SUMS:], [self._values.width])
         return {f"eval_{name}": value for name, value in self._values.means(sums, states).items()}
 
+    def metric_names(self) -> list[str]:
+        """The names that `means` will give."""
+        return list(self.means(np.zeros(SUMS + self._values.width + self._values.state_width)))
+
     def _steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         source, backend, values = self.source, self._backend, self._values
         assert source is not None

@@ -369,6 +369,13 @@ class Run:
         """The metrics of some steps: the means of their totals, and what the gauges say now."""
         return self.step.means(totals) | {name: float(gauge()) for name, gauge in self.gauges.items()}
 
+    def metric_names(self) -> list[str]:
+        """The metrics that the epochs of this run will have; known before the first step, and once gauges are set."""
+        names = [*self.step.metric_names(), *self.gauges]
+        if self.step.data.eval is not None and self.options["eval_every"] != "never":
+            names += self.step.evaluation.metric_names()
+        return names
+
     def close_epoch(self) -> dict[str, float]:
         """Adds the epoch's row to the history; returns its metrics and those of the last evaluation.
 

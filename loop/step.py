@@ -242,6 +242,11 @@ class Step:
             means["skipped_steps"] = float(totals[SKIPPED])
         return means
 
+    def metric_names(self) -> list[str]:
+        """The names that `means` will give."""
+        width = sum(values.width + values.state_width for values in self._trained.values())
+        return list(self.means(np.zeros(SUMS + width)))
+
     def average_statistics(self) -> None:
         """Gives all replicas the mean of their statistics. All workers must call it.
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from callbacks.redact import remember
+from loop import task_file
 from loop.errors import UsageError
 from loop.fields import restored, set_fields
 from loop.options import near_file, nearest
@@ -37,7 +36,7 @@ def check(target: str) -> None:
         return
     place, colon, name = target.partition(":")
     if not colon or not name.isidentifier():
-        there = [f"{place}:{kind}" for kind in classes(Path(place))]
+        there = [f"{place}:{kind}" for kind in task_file.classes(Path(place))]
         raise UsageError(
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
             + (nearest(target, there) if there else nearest(target, SHIPPED))
@@ -49,14 +48,7 @@ def check(target: str) -> None:
         check_shadows(path.resolve().parent)
     else:
         check_shadows(Path.cwd())
-
-
-def classes(path: Path) -> list[str]:
-    """The names of the classes in a Python file that may be tasks: it isn't run, and may be any file at all."""
-    with contextlib.suppress(OSError, ValueError):
-        if path.suffix == ".py" and path.is_file():
-            return re.findall(r"^class ([^\W_]\w*)\(", path.read_text(errors="replace"), re.M)
-    return []
+    task_file.check(target)
 
 
 def check_shadows(directory: Path) -> None:

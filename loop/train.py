@@ -144,7 +144,7 @@ def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, st
     count = place.workers or 1
     what = f"{count} worker{'s' * (count > 1)}"
     where = f" on {len(place.hosts)} hosts" if place.hosts else ""
-    print(f"starting {what}{where} ({place.engine}) ...", file=sys.stderr, flush=True)
+    tell(f"starting {what}{where} ({place.engine}) ...")
     with contextlib.ExitStack() as stack:
         cluster = None
         if place.hosts:

@@ -171,7 +171,7 @@ def test_early_stopping(quiet):
 
 
 def test_early_stopping_names_the_metrics_that_there_are(quiet):
-    with pytest.raises(ValueError, match=r"metric='eval_los'\): this run has only eval_loss"):
+    with pytest.raises(ValueError, match=r"metric='eval_los'\): this run has no such metric; did you mean 'eval_loss'"):
         fit(Plain(), epochs=2, callbacks=quiet() + [EarlyStopping("eval_los", mode="min")])
 
 
@@ -375,7 +375,7 @@ def test_progress_in_a_log_is_plain_lines(quiet):
     assert "\x1b" not in text
     first, _, one, two, last = text.splitlines()
     assert first == "Plain: 6 parameters, single, 1 replica, global batch 20"
-    assert one.startswith("epoch 1/2  step 6  loss ")
+    assert one.startswith("epoch 1/2  step 6   loss ")
     assert two.startswith("epoch 2/2  step 12  loss ")
     assert last.startswith("finished at step 12, ")
 
