@@ -118,6 +118,13 @@ class MLflowTracker(Callback):
         except OSError as error:
             self._error = f"no process can be started: {error.strerror}"
 
+    def close(self) -> None:
+        """Ends the process that `warm` has started, if no run has come to it."""
+        if self._courier is not None and not self._delivers:
+            self._courier.kill()
+            self._courier.communicate()
+            self._courier = None
+
     def on_setup(self, run: Run) -> None:
         self.warm()
 
@@ -159,15 +166,11 @@ class MLflowTracker(Callback):
             except Exception as error:  # the training is done, and saved
                 text = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 _warn(f"the model isn't logged ({text})")
+        self.close()  # if the run ended before it began
         outcome: dict[str, Any] = {"error": self._error, "warnings": []}
         if self._courier is not None:
-            courier, self._courier = self._courier, None
-            if not self._delivers:  # the run ended before it began: there is nothing to deliver
-                courier.kill()
-                courier.communicate()
-                return
-            outcome |= _finish(courier, self.wait)
-            self._delivers = False
+            outcome |= _finish(self._courier, self.wait)
+            self._courier, self._delivers = None, False
         for text in outcome["warnings"]:
             _warn(text)
         if outcome["error"]:

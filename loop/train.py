@@ -63,6 +63,7 @@ def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any
             return 0, "", None
         else:
             if tracker is not None and launch.job_rank() == 0 and not typed.dry_run_ and typed.trial is None:
+                beginning.callback(tracker.close)
                 tracker.warm()  # while TensorFlow is loaded
             chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
             code, problem, fields = _work(typed, given, place, chosen, beginning)
