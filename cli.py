@@ -46,7 +46,7 @@ import callbacks
 import callbacks.progress
 import callbacks.record
 from callbacks.journal import jsonable
-from loop import completion, config, dry_run, launch, runs, signals, target, terminal, tracking, words
+from loop import completion, config, dry_run, explain, launch, runs, signals, target, terminal, tracking, words
 from loop import new as new_
 from loop import sweep as sweep_
 from loop import train as train_
@@ -82,7 +82,10 @@ RunDir = Annotated[
         autocompletion=completion.runs,
     ),
 ]
-TaskTarget = Annotated[str | None, Option("--target", help="The task, if not the one of the run.")]
+TaskTarget = Annotated[
+    str | None, Option("--target", help="The task, if not the one with which you trained there on this machine.")
+]
+Trust = Annotated[bool, Option("--trust", help="Use what the directory itself names: code that it names is run.")]
 Set = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
 Epochs = Annotated[int | None, Option(help="Passes over the training data.")]
 Steps = Annotated[int | None, Option(help="Optimizer steps, instead of epochs.")]
@@ -218,6 +221,9 @@ def train(
     dry_run_: Annotated[
         bool, Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
     ] = False,
+    debug: Annotated[
+        bool, Option("--debug", help="If it fails in code that isn't tfloop's: the whole traceback.")
+    ] = False,
     config_: Config = None,
     as_json: AsJson = False,
     witness: Annotated[Path | None, Option(hidden=True)] = None,
@@ -225,6 +231,8 @@ def train(
     prunable: Annotated[bool, Option("--prunable", hidden=True)] = False,
 ) -> None:
     """Train a task."""
+    if debug:
+        os.environ[explain.DEBUG] = "1"
     code, problem, fields = train_.train(types.SimpleNamespace(**locals()), sys.argv[1:])
     seen = tracking.seen(track, fields.get("run_dir")) if fields is not None else ""
     finish(code, problem, fields, as_json, dry_run.lines if dry_run_ and code == 0 else lambda fields: (), seen)
@@ -302,6 +310,7 @@ def checkpointed(run: str, task_target: str | None) -> Path:
 def evaluate(
     run: RunDir,
     task_target: TaskTarget = None,
+    trust: Trust = False,
     backend: Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")] = None,
     workers: Replicas = None,
     batch_size: Annotated[int | None, Option(help="The global batch.")] = None,
@@ -316,7 +325,7 @@ def evaluate(
     with launch.reporting() as report, launch.quiet_start():
         from loop import backends, rundir
 
-        (task, manifest), made = backends.with_task(lambda: rundir.task_of(path, task_target), engine, workers)
+        (task, manifest), made = backends.with_task(lambda: rundir.task_of(path, task_target, trust), engine, workers)
         from loop.evaluate import evaluate as evaluate_
 
         precision = manifest["run"]["options"]["precision"]
@@ -336,6 +345,7 @@ def export(
     run: RunDir,
     out: Annotated[Path, Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")],
     task_target: TaskTarget = None,
+    trust: Trust = False,
     check: Annotated[
         bool, Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
     ] = True,
@@ -352,7 +362,7 @@ def export(
         devices.prepare()
         from loop.export import export as export_
 
-        task = None if out.suffix == ".npz" else rundir.task_of(path, task_target)[0]  # weights need no model
+        task = None if out.suffix == ".npz" else rundir.task_of(path, task_target, trust)[0]  # weights need no model
         shown = export_(task, path, out, check, progress)
     print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
 
@@ -400,6 +410,7 @@ def replay(
         Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs),
     ],
     task_target: TaskTarget = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a step whose loss or gradient was not finite once more, and show its values and gradients."""
@@ -414,7 +425,7 @@ def replay(
 
         devices.prepare()
         place_, _ = replay_.locate(path)
-        task, _ = rundir.task_of(place_, task_target)
+        task, _ = rundir.task_of(place_, task_target, trust)
         found = replay_.replay(task, place_)
     show(replay_.as_json(found), replay_.lines(found), as_json)
 
@@ -558,6 +569,7 @@ def sweep(
     backend: Backend = None,
     workers: Workers = None,
     set_: Set = None,
+    trust: Trust = False,
     seed: Annotated[int | None, Option(help="Of what is drawn, and of the training.")] = None,
     eval_every: EvalEvery = None,
     track: Track = None,
@@ -570,11 +582,12 @@ def sweep(
     if sweep_.is_directory(target_):
         for name in context.params:
             source = context.get_parameter_source(name)
-            if source and source.name == "COMMANDLINE" and name not in ("target_", "trials", "jobs", "as_json"):
+            may_differ = name in ("target_", "trials", "jobs", "trust", "as_json")
+            if source and source.name == "COMMANDLINE" and not may_differ:
                 option = f"--{name.rstrip('_').replace('_', '-')}"
                 raise UsageError(f"{option}: {target_} is a directory, whose sweep has its own: leave {option} out")
         directory: Path | None = Path(target_).resolve()
-        plan, before = sweep_.reopened(Path(target_))
+        plan, before = sweep_.reopened(Path(target_), trust)
         trials = before if trials is None else trials
         os.chdir(plan.place)
     else:
@@ -692,9 +705,10 @@ def ui(
 def sync(
     run: Name,
     track: Annotated[str | None, Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
-    tracking.deliver(runs.named(run), track)
+    tracking.deliver(runs.named(run), track, trust)
 
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 
 from callbacks.arguments import check
 from callbacks.base import Callback, Metrics, Run
-from callbacks.files import naming
+from callbacks.files import write_text
 from callbacks.redact import redact
 
 
@@ -26,10 +27,8 @@ class CSVLogger(Callback):
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         target = run.directory / self.path
-        partial = target.with_name(target.name + ".tmp")
-        with naming(target), partial.open("w", newline="") as file:
-            history = redact(run.history)
-            table = csv.DictWriter(file, dict.fromkeys(name for row in history for name in row))
-            table.writeheader()
-            table.writerows(history)
-        partial.replace(target)
+        text, history = io.StringIO(newline=""), redact(run.history)
+        table = csv.DictWriter(text, dict.fromkeys(name for row in history for name in row))
+        table.writeheader()
+        table.writerows(history)
+        write_text(target, text.getvalue())

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks import journal
-from callbacks.files import SQLITE, sqlite_path
-from callbacks.journal import read_json
+from callbacks.files import LONGEST, SQLITE, appending, is_plain, read_json, reading, sqlite_path
 from callbacks.mlflow import STATE, write_state
 from callbacks.redact import mask, redact
 from callbacks.report import NAME as REPORT
@@ -104,7 +103,7 @@ class Delivery:
         above = self.directory.parent
         with contextlib.ExitStack() as alone:
             if "sweep" in self._about:  # all its trials look for it at once, and one of them is to create it
-                lock = alone.enter_context((self.directory / "mlflow.lock").open("ab"))
+                lock = alone.enter_context(appending(self.directory / "mlflow.lock"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
             elif "sweep" in read_json(above / "run.json"):
                 sweep = Delivery(above, self.uri, self._experiment)
@@ -158,7 +157,7 @@ class Delivery:
         for entry in self._files[self._sent :]:
             name = str(entry.get("path"))
             local = (self.directory / name).resolve()
-            if local.is_relative_to(self.directory.resolve()) and local.exists():
+            if local.is_relative_to(self.directory.resolve()) and _is_sound(local):
                 to = entry.get("to", name if local.is_dir() else posixpath.dirname(name))
                 send = self._client.log_artifacts if local.is_dir() else self._client.log_artifact
                 if not self._sends(name, send, local, to):
@@ -204,7 +203,7 @@ class Delivery:
         if self._ours:
             self._client.set_terminated(self.run_id, status, self._time or None)
         for name in ("run.json", journal.NAME, "metrics.csv", REPORT):
-            if (self.directory / name).exists():
+            if is_plain(self.directory / name):
                 self._sends(name, self._client.log_artifact, self.directory / name)
 
     def _due(self) -> Iterator[tuple[str, float, int, int]]:
@@ -261,8 +260,8 @@ class Delivery:
 
     def _beginning(self) -> tuple[bytes, int | None]:
         """The first line of the journal, and its time in ms."""
-        with (self.directory / journal.NAME).open("rb") as file:
-            first = file.readline()
+        with reading(self.directory / journal.NAME) as file:
+            first = file.readline(LONGEST)
         entries = (entry for entry, _ in journal.read(self.directory / journal.NAME))
         return first, _milliseconds(next(entries, {})) or None
 
@@ -326,6 +325,14 @@ class Delivery:
             if found is None:
                 raise
             return str(found.experiment_id)
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether there is a file, or a directory of files: a link in it would lead MLflow elsewhere, a pipe hold it up."""
+    if not path.is_dir():
+        return is_plain(path, shared=True)
+    entries = [each for each in path.rglob("*") if each.is_symlink() or not each.is_dir()]
+    return all(is_plain(each, shared=True) for each in entries)
 
 
 def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks import history
+from callbacks import files, history
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.redact import redact
 
@@ -39,7 +40,7 @@ class Journal(Callback):
         path = run.directory / NAME
         if self._file:  # the workers of an elastic job form anew
             self._file.close()
-        self._file = path.open("ab", buffering=0)  # a line is one write: lines of other writers don't mix with it
+        self._file = files.appending(path)  # a line is one write: lines of other writers don't mix with it
         self._torn = torn(path)
         self._silent = path.stat().st_size > 0  # what ends before `on_restore` is no life of the run that is told here
         run.history_in_journal = True
@@ -84,22 +85,26 @@ class Journal(Callback):
 
     def on_fit_end(self, run: Run, status: str) -> None:
         told = {"reason": run.stop_reason, "seconds": run.seconds, "examples_per_second": run.examples_per_second}
-        self._write(run, "fit_end", status=status, **told)
-        if self._file:
-            self._file.close()
+        try:
+            self._write(run, "fit_end", status=status, **told)
+        finally:
+            if self._file:
+                self._file.close()
 
     def _write(self, run: Run, event: str, **more: Any) -> None:
         if self._file is None or self._silent:  # or the run ended before on_setup
             return
-        if "metrics" in more:
-            more["metrics"] = jsonable(more["metrics"])
+        path = run.directory / NAME
+        if not files.is_same(path, self._file.fileno()):
+            text = "it was moved or deleted while the run was writing it; start again with the run directory's path"
+            raise files.MovedError(errno.ENOENT, text, str(path))
         line = b"\n" * self._torn + _line(run, event, more)
         self._torn = True
         try:
             while line:  # a disk that is nearly full takes a part of it
                 line = line[self._file.write(line) :]
         except OSError as error:
-            error.filename = str(run.directory / NAME)
+            error.filename = str(path)
             raise
         self._torn = False
 
@@ -108,7 +113,7 @@ def append(run: Run, event: str, **more: Any) -> None:
     """Adds a line to the journal of a run, where it has one; any thread of the chief may do it."""
     path = run.directory / NAME
     if path.exists():
-        with path.open("ab", buffering=0) as file:
+        with files.appending(path) as file:
             file.write(_line(run, event, more))
 
 
@@ -127,12 +132,13 @@ def artifact(run: Run, path: Path, to: str | None = None, register: str | None =
 
 def _line(run: Run, event: str, more: Mapping[str, Any]) -> bytes:
     line = {"time": time.time(), "event": event, "step": run.progress.step, "epoch": run.progress.epoch, **redact(more)}
+    line = jsonable(line)
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
 def torn(path: Path) -> bool:
     """Whether a file ends in the middle of a line."""
-    with path.open("rb") as file:
+    with files.reading(path) as file:
         if not file.seek(0, os.SEEK_END):
             return False
         file.seek(-1, os.SEEK_END)
@@ -167,9 +173,9 @@ def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tu
     wanted = [f'"event": "{event}"'.encode() for event in events]
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with files.reading(path) as file:
         file.seek(offset)
-        for line in file:
+        for line in files.lines(file):
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
@@ -177,16 +183,7 @@ def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tu
                 continue
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict):
                 yield entry, offset
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; an empty one where there is none that can be read."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

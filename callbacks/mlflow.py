@@ -15,6 +15,7 @@ from typing import Any
 from callbacks import files, journal, logged_model
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Run
+from callbacks.files import read_json, write_text
 from callbacks.redact import redact, tell
 
 STATE = "mlflow.json"
@@ -204,11 +205,8 @@ def _warn(text: str) -> None:
 
 def write_state(directory: Path, uri: str, experiment: str, **more: Any) -> None:
     """Notes where the run is delivered to, and what else is to be known there; of the same store, the rest stays."""
-    old, uri = journal.read_json(directory / STATE), redact(uri)
+    old, uri = read_json(directory / STATE), redact(uri)
     kept = old if old.get("uri") == uri else {name: old[name] for name in ("tags",) if name in old}
     state = {"run_id": None, **kept, "uri": uri, "experiment": experiment, **more}
     if state != old:
-        partial = directory / (STATE + ".tmp")
-        with files.naming(directory / STATE):
-            partial.write_text(json.dumps(state))
-            partial.replace(directory / STATE)
+        write_text(directory / STATE, json.dumps(state))

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import strptime
 from typing import Any
 
-from callbacks import journal
+from callbacks import files, journal
 from callbacks.direction import lower_is_better
 from callbacks.redact import mask, printable, redact
 
@@ -25,7 +25,6 @@ SPEED = "examples_per_second"
 STEP = "step/"
 """The names of curves of means within an epoch begin with this, as in MLflow."""
 
-_LONGEST = 1 << 26  # bytes of run.json that are read: what is longer is none
 _DEEPEST = 20  # levels of what is in it
 _LARGEST = 2.0**53
 _PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # what can be printed as it is
@@ -151,13 +150,13 @@ class Record:
 
 def is_run(path: Path) -> bool:
     """Whether a directory is one of a run, from its first moment on."""
-    return any(_regular(path / name) for name in (ABOUT, journal.NAME, LOCK))
+    return any(files.is_plain(path / name) for name in (ABOUT, journal.NAME, LOCK))
 
 
 def under_way(path: Path) -> bool:
     """Whether somebody holds the lock of a run directory."""
     try:
-        file = os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = files.opened(path / LOCK)
     except OSError:
         return False
     try:
@@ -246,7 +245,7 @@ def begun(path: Path) -> float:
         if (time := _number(entry.get("time"))) is not None:
             return time
     with contextlib.suppress(OSError):
-        return (path / LOCK).stat().st_mtime
+        return (path / LOCK).lstat().st_mtime
     return _stamp(read_about(path).get("updated")) or 0.0
 
 
@@ -254,11 +253,9 @@ def read_about(path: Path) -> dict[str, Any]:
     """The `run.json` of a run directory, fit to be printed; an empty one where there is none that can be read."""
     file = path / ABOUT
     try:
-        if _regular(file) and file.stat().st_size <= _LONGEST:
-            return _dict(_clean(journal.read_json(file)))
-    except (OSError, RecursionError):
-        pass
-    return {}
+        return _dict(_clean(files.read_json(file)))
+    except RecursionError:
+        return {}
 
 
 class _Story:
@@ -418,11 +415,9 @@ def parsed(line: bytes) -> dict[str, Any]:
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
     """The complete lines of a file from byte `offset` on, each with the offset behind it."""
     try:
-        if not _regular(path):
-            return
-        with path.open("rb") as file:
+        with files.reading(path) as file:
             file.seek(offset)
-            for line in file:
+            for line in files.lines(file):
                 if line.endswith(b"\n"):
                     offset += len(line)
                     yield line, offset
@@ -449,17 +444,9 @@ def _checkpoints(directory: Path, saved: dict[str, tuple[str, float]]) -> Iterat
         yield Checkpoint(path.name, step, reason, size, time)
 
 
-def _regular(path: Path) -> bool:
-    """Whether there is a file, and no pipe or device that could be read for ever."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except OSError:
         return 0
 

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from callbacks import record
+from callbacks import files, record
 from callbacks.base import Callback, Run, shown_status
 from callbacks.record import STEP, Record
 from callbacks.redact import mask, redact, tell
@@ -40,26 +40,24 @@ class Report(Callback):
 
     def on_fit_end(self, run: Run, status: str) -> None:
         try:
+            run.check_directory()
             told = record.read_about(run.directory).get("status")  # of a life that was refused, that of the one before
             status = status if told == "running" else told or status
             write(run.directory / NAME, dataclasses.replace(record.read(run.directory, quick=True), status=status))
+        except files.MovedError:  # of which the run has said it
+            return
         except Exception as error:  # whatever it is, it is no reason for a run to fail
             tell(f"warning: {NAME} could not be written ({type(error).__name__}: {error})")
 
 
 def write(path: Path, of: Record) -> None:
     """Writes the page of a run, whole."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        partial.write_text(html(of), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    files.write_text(path, html(of))
 
 
 def is_report(path: Path) -> bool:
     """Whether a file is a page that `write` has written."""
-    with path.open("rb") as file:
+    with files.reading(path, shared=True) as file:
         return _MARK.encode() in file.read(1000)
 
 

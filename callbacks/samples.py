@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from callbacks import journal
+from callbacks import files, journal
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
 
@@ -69,10 +69,9 @@ class SamplePredictions(Callback):
 
     def _write(self, run: Run, kind: str, content: bytes) -> None:
         path = run.directory / "samples" / f"step-{run.progress.step:08d}.{kind}"
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_suffix(".tmp")
-        partial.write_bytes(content)
-        partial.replace(path)
+        files.make_directory(path.parent)
+        with files.replacing(path) as file:
+            file.write(content)
         journal.artifact(run, path)
 
 

@@ -9,6 +9,7 @@ import time
 from typing import Any, ClassVar, Literal
 
 from callbacks.base import Callback, Metrics, Run
+from callbacks.files import write_text
 
 CALLS = 3
 """So many compiled calls at least aren't counted: the first is traced and compiled, then their length is found."""
@@ -54,7 +55,7 @@ class Trial(Callback):
     def on_fit_end(self, run: Run, status: str) -> None:
         memory, gpu_memory = peak_memory()
         about = self.about | {"memory": memory, "gpu_memory": gpu_memory}
-        (run.directory / f"trial-{run.backend.rank}.json").write_text(json.dumps(about))
+        write_text(run.directory / f"trial-{run.backend.rank}.json", json.dumps(about))
 
 
 def peak_memory() -> tuple[int, int]:

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from callbacks.files import write_text
 from loop import launch, target
 
 MARK = "\x1dtfloop "
@@ -89,9 +90,7 @@ class _Job:
             elif "over" in message:
                 self._over.set()
             elif "file" in message:
-                partial = self._directory / f"{message['file']}.tmp"
-                partial.write_text(message["text"])
-                partial.replace(partial.with_suffix(""))
+                write_text(self._directory / message["file"], message["text"])
             elif "signal" in message:
                 worker = self._workers[message["rank"]]
                 worker.kill() if message["signal"] == signal.SIGKILL else worker.send_signal(message["signal"])

@@ -15,25 +15,28 @@ import math
 import os
 import re
 import shutil
-import stat
 import zipfile
-from collections.abc import Sequence
-from io import BufferedReader
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # gives NumPy bfloat16 and its like by name
 import numpy as np
 
-from callbacks.files import naming
+from callbacks.files import created, fsync_directory, naming, reading, write_json
+from callbacks.files import read as read_file
 from loop import fault
+from loop.errors import UsageError
 
 FORMAT = 2
 TENSORS, MANIFEST = "tensors.npz", "manifest.json"
 _LONGEST = 1 << 28  # bytes of a manifest that are read: what is longer is none, and could take all memory
 
 
-class CheckpointError(Exception):
+_NAME = re.compile(r"step-[0-9]{8,18}")  # as many digits as a step of 63 bits has
+
+
+class CheckpointError(UsageError):
     """A checkpoint can't be used; the message says what is wrong with it."""
 
 
@@ -56,14 +59,14 @@ def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dic
     partial, aside = (final.with_name(f"{final.name}{end}.tmp") for end in ("", ".old"))
     fault.reached("write-begin", step=step)
     if not directory.is_dir():
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)  # not its parents: a run directory that was moved isn't made anew
         fsync_directory(directory.parent)
     mend(directory)
     for left in directory.glob("step-*.tmp"):  # of a life that was cut off
         _remove(left)
     try:
         partial.mkdir()
-        with (partial / TENSORS).open("wb") as file:
+        with created(partial / TENSORS) as file:
             np.savez(
                 file, allow_pickle=False, **{name: array.view(_stored(array.dtype)) for name, array in tensors.items()}
             )
@@ -112,10 +115,17 @@ def mend(directory: Path) -> None:
 
 
 def complete(directory: Path) -> list[Path]:
-    """The checkpoints below `directory`, by step, oldest first. By name only; see `verify`."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if re.fullmatch(r"step-[0-9]{8,}", path.name) and path.is_dir()]
+    """The checkpoints below `directory`, by step, oldest first. By name only; see `verify`.
+
+    Raises:
+        CheckpointError: the directory can't be read.
+    """
+    try:
+        if not directory.is_dir():
+            return []
+        found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or directory} can't be read ({error.strerror})") from None
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -129,8 +139,7 @@ def verify(path: Path) -> dict[str, Any]:
         CheckpointError: something is missing, cut short or changed.
     """
     try:
-        with _open(path / MANIFEST) as file:
-            manifest: dict[str, Any] = json.loads(file.read(_LONGEST))
+        manifest: dict[str, Any] = json.loads(read_file(path / MANIFEST, _LONGEST, shared=True))
         digest = manifest.pop("sha256")
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {manifest['format']!r:.99}, this version reads format {FORMAT}")
@@ -153,12 +162,15 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def newest(paths: Sequence[Path], warn: Any) -> tuple[Path, dict[str, Any]] | None:
+def newest(
+    paths: Sequence[Path], warn: Any, verify: Callable[[Path], dict[str, Any]] = verify
+) -> tuple[Path, dict[str, Any]] | None:
     """The newest of these checkpoints that verifies, with its manifest; None where there are none at all.
 
     Args:
         paths: as `complete` gives them.
         warn: called with a text about each one that is passed over.
+        verify: what checks one, and returns its manifest.
 
     Raises:
         CheckpointError: there are checkpoints, but none is good.
@@ -182,7 +194,7 @@ def read(path: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
         CheckpointError: they aren't what the manifest says. So it has been made, or has changed since it was verified.
     """
     try:
-        with _open(path / TENSORS) as file, zipfile.ZipFile(file) as stored:
+        with reading(path / TENSORS, shared=True) as file, zipfile.ZipFile(file) as stored:
             if sum(member.file_size for member in stored.infolist()) > os.fstat(file.fileno()).st_size:
                 raise ValueError("it says that it is longer than it is")
             return {entry["name"]: _tensor(stored, entry) for entry in manifest["tensors"]}
@@ -206,30 +218,6 @@ def _tensor(stored: zipfile.ZipFile, entry: dict[str, Any]) -> np.ndarray:
             raise ValueError(f"{name!r:.99} has {member.file_size:,} bytes, which is not its size")
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False).view(dtype)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON durably and in one piece: a reader sees the old file or the new one."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with naming(path), partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Makes renames within a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(manifest: dict[str, Any]) -> str:
@@ -271,16 +259,9 @@ def _stored(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.isbuiltin == 1 else np.dtype(f"V{dtype.itemsize}")
 
 
-def _open(path: Path) -> BufferedReader:
-    """Opens a regular file: others, such as a pipe, could be read for ever."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no regular file")
-    return path.open("rb")
-
-
 def _describe(path: Path, size: int | None = None) -> dict[str, Any]:
     """Size and hash of a file; no hash, if its size is another one than that."""
-    with _open(path) as file:
+    with reading(path, shared=True) as file:
         found = os.fstat(file.fileno()).st_size
         digest = hashlib.file_digest(file, "sha256").hexdigest() if size in (None, found) else ""
         return {"bytes": found, "sha256": digest}

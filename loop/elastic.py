@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callbacks.journal import read_json
+from callbacks.files import read_json, write_text
 from loop import launch, signals
 from loop.errors import PeerError, UsageError
 
@@ -208,9 +208,7 @@ class Member:
             raise SupersededError
 
     def _note(self, what: str, value: object) -> None:
-        partial = self._job / f"rank-{self._worker}.{what}.tmp"
-        partial.write_text(str(value))
-        partial.replace(partial.with_suffix(""))
+        write_text(self._job / f"rank-{self._worker}.{what}", str(value))
 
     def _watch(self) -> None:
         seen = (0, 0)
@@ -511,9 +509,7 @@ class _Job:
         if self._cluster is not None:
             for host in self._cluster.hosts:
                 host.send(file=PLAN, text=json.dumps(plan))
-        partial = self._directory / f"{PLAN}.tmp"
-        partial.write_text(json.dumps(plan))
-        partial.replace(self._directory / PLAN)
+        write_text(self._directory / PLAN, json.dumps(plan))
 
     def _event(self, event: str, worker: _Worker, **more: Any) -> None:
         generation = max(self._generation, 0) + (event == "worker_gone")

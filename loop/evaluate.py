@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from callbacks import ShardData
-from loop import backends, inexact, launch, rundir
+from loop import backends, checkpoint, inexact, launch, rundir
 from loop.backends.base import Backend
 from loop.build import all_variables, build
 from loop.data import open_data
@@ -69,6 +69,6 @@ def load_weights(model: Any, path: Path) -> dict[str, Any]:
     Where the run kept moving averages of its weights, it is those.
     """
     found, manifest = rundir.locate(path)
-    tensors: dict[str, np.ndarray] = rundir.read(found, manifest)
+    tensors: dict[str, np.ndarray] = checkpoint.read(found, manifest)
     assign(numbered("model", all_variables(model)), averaged(tensors))
     return manifest

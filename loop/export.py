@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop import rundir
+from loop import checkpoint, rundir
 from loop.backends.base import Backend
 from loop.build import all_variables, build
 from loop.data import open_data
@@ -65,7 +65,7 @@ def export(
     try:
         if out.suffix == ".npz":
             found, manifest = rundir.locate(path)
-            tensors = rundir.read(found, manifest)
+            tensors = checkpoint.read(found, manifest)
             weights = {name.removeprefix("model/"): tensor for name, tensor in averaged(tensors).items()}
             with partial.open("wb") as file:
                 np.savez(file, allow_pickle=False, **weights)

@@ -6,21 +6,20 @@ that of a training: data, compiled step, engine; but nothing is written, and nob
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from callbacks import ShardData
+from callbacks.files import hidden_name, replacing
 from callbacks.journal import jsonable
 from loop import inexact
 from loop.backends.base import Backend
@@ -237,20 +236,17 @@ def as_json(found: Found) -> dict[str, Any]:
 
 def write(path: Path, found: Found) -> None:
     """Writes the plot, or the numbers, whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if path.suffix == ".json":
-            partial.write_text(json.dumps(as_json(found)) + "\n")
-        else:
-            _draw(partial, path.suffix[1:], found)
-        partial.replace(path)
+        with replacing(path, aside=hidden_name(path)) as file:
+            if path.suffix == ".json":
+                file.write((json.dumps(as_json(found)) + "\n").encode())
+            else:
+                _draw(file, path.suffix[1:], found)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise UsageError(f"--out {path}: {error.strerror}") from None
 
 
-def _draw(path: Path, form: str, found: Found) -> None:
+def _draw(file: IO[bytes], form: str, found: Found) -> None:
     from matplotlib.figure import Figure
 
     if not found.losses:
@@ -263,4 +259,4 @@ def _draw(path: Path, form: str, found: Found) -> None:
         axes.axvline(found.suggestion, color="tab:red", linestyle=":", label=f"suggestion: {found.suggestion:.1e}")
     axes.set(xlabel="learning rate", ylabel="loss", ylim=(None, found.top))
     axes.legend()
-    figure.savefig(path, format=form, dpi=120)
+    figure.savefig(file, format=form, dpi=120)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from callbacks.files import write_text
 from callbacks.redact import mask
 from loop import agent, launch
 from loop.errors import UsageError
@@ -261,9 +262,7 @@ class Host:
         elif "ended" in message:
             self.workers[message["rank"]].returncode = message["ended"]
         elif "file" in message and re.fullmatch(r"rank-\d+\.[a-z]+", message["file"]):
-            path = self._directory / message["file"]
-            path.with_suffix(".tmp").write_text(message["text"])
-            path.with_suffix(".tmp").replace(path)
+            write_text(self._directory / message["file"], message["text"])
 
     def _errors(self) -> None:
         assert self.process.stderr is not None

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from callbacks.files import FileError, write_text
 from callbacks.progress import MARK, RELAY, Display
 from callbacks.redact import mask, tell
-from loop import plugins, signals
+from loop import explain, plugins, signals
 from loop.errors import PeerError, TrainingError, UsageError, no_exit
 from loop.options import BACKENDS, with_defaults
 
@@ -501,11 +502,10 @@ def reporting() -> Iterator[Callable[..., None]]:
         if job is None:
             return
         place = Path(job) / f"rank-{own_name()}"
-        text = str(error) if isinstance(error, UsageError | TrainingError) else f"{type(error).__name__}: {error}"
-        said = {"error": mask(text) if error else "", "echo": isinstance(error, PeerError), "time": time.time()}
-        partial = place.with_suffix(".tmp")
-        partial.write_text(json.dumps({"code": code, "result": result, **said}))
-        partial.replace(place.with_suffix(".json"))
+        ours = isinstance(error, UsageError | TrainingError | FileError)
+        text = "" if error is None else str(error) if ours else explain.in_a_line(error)
+        said = {"error": mask(text), "echo": isinstance(error, PeerError), "time": time.time()}
+        write_text(place.with_suffix(".json"), json.dumps({"code": code, "result": result, **said}))
 
     if job is not None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until somebody hears it

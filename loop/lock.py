@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from callbacks.journal import read_json
+from callbacks import files
+from callbacks.files import read_json
 from loop.errors import UsageError
 
 NAME = "lock"
@@ -45,7 +46,7 @@ def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
                 file.write(json.dumps(owner).encode())
             yield
         finally:
-            if _is(path, file):
+            if files.is_same(path, file.fileno()):
                 path.unlink(missing_ok=True)
 
 
@@ -53,6 +54,8 @@ def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
 def _writing(directory: Path) -> Iterator[None]:
     try:
         yield
+    except files.UnsafeFileError as error:
+        raise UsageError(str(error)) from None
     except OSError as error:
         raise UsageError(
             f"the run directory {directory} can't be written ({error.strerror}): make room in it, or give another one"
@@ -62,7 +65,7 @@ def _writing(directory: Path) -> Iterator[None]:
 def _taken(path: Path, deadline: float) -> IO[bytes]:
     while True:
         with _writing(path.parent):
-            file = path.open("ab", buffering=0)
+            file = files.appending(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -86,17 +89,9 @@ def _taken(path: Path, deadline: float) -> IO[bytes]:
         except OSError:  # a file system without locks: nothing can be checked there
             return file
         # Between our opening and our locking it, its owner may have removed the file: then it is locked in vain.
-        if _is(path, file):
+        if files.is_same(path, file.fileno()):
             return file
         file.close()
-
-
-def _is(path: Path, file: IO[bytes]) -> bool:
-    """Whether the file that is open still has this name."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _namespace() -> str:

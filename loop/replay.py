@@ -91,7 +91,7 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     keras.utils.set_random_seed(options["seed"])
     engine, example = Backend(), open_data(task, options).train.example
     built = build(task, engine, options["precision"], example)
-    tensors = rundir.read(path, manifest)
+    tensors = checkpoint.read(path, manifest)
     batch, index = unpacked(tensors, example)
     data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), options["seed"]))
     step = Step(task, built, engine, Data(data, None), options)

@@ -20,7 +20,8 @@ import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled  # nothing public tells it
 
 from callbacks import history
-from callbacks.journal import jsonable, read_json
+from callbacks.files import Anchor, read_json, write_json
+from callbacks.journal import jsonable
 from callbacks.redact import redact, tell
 from loop import build, checkpoint, fault, launch, signals, state
 from loop.backends.base import Backend, fingerprint
@@ -72,7 +73,8 @@ class Run:
         self.random_state: dict[str, Any] | None = None
         self.stream_state: np.ndarray | None = None
         self.learning_rates = build.learning_rates(built.optimizer)
-        self.writer = Writer()
+        self._anchor = Anchor(directory) if backend.is_chief else None
+        self.writer = Writer(self.check_directory)
         self.stopwatch = Stopwatch()
         self.watchdog = Watchdog(backend.rank, backend.workers, options["stall_timeout"])
         self.callbacks: dict[str, Any] = {}
@@ -92,6 +94,7 @@ class Run:
         self._held: Snapshot | None = None
         self._saves: list[tuple[str, int]] = []
         self.saved_path: Path | None = None
+        self.newest_checkpoint: str | None = None  # of this run directory, by its name
         self._error: BaseException | None = None
         self._signals = 0
         self._calls = 0
@@ -218,6 +221,15 @@ class Run:
                     "hardware; `tfloop verify` tries the task itself"
                 )
 
+    def check_directory(self) -> None:
+        """Checks that the run directory is where it was (on the chief, who writes into it).
+
+        Raises:
+            MovedError: it was moved or deleted. Another run may have its old name.
+        """
+        if self._anchor is not None:
+            self._anchor.check()
+
     def export(self, out: Path) -> tuple[Any, Any]:
         """Writes the model as a SavedModel, with the moving averages of its weights where there are any.
 
@@ -279,6 +291,8 @@ class Run:
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.
         """
         fault.reached("agree", self.backend.rank, self.progress.step)
+        with self.guard():
+            self.check_directory()
         ended = self._save_ended()
         stops, signalled = bool(self.stop_reason), self._signals > 0
         waits = not self.save_in_background
@@ -308,6 +322,7 @@ class Run:
         self.saved = reason if ended == _WRITTEN else ""
         if self.saved:
             self.saved_path = self.directory / "checkpoints" / f"step-{step:08d}"
+            self.newest_checkpoint = self.saved_path.name
         columns = (bool(column.any()) for column in table[:, 3:].T)
         saves, saves_on_stop, self.saves_wait, self.checks, stops, signalled, keeps, self.regrouping, holds = columns
         self.stopping = stops or signalled
@@ -535,6 +550,11 @@ class Run:
         position = done.epoch, done.step_in_epoch
         if done.step and source.steps_per_epoch is None and self.stream_state is None:
             self._tell("the checkpoint has no state of the data pipeline: reading up to where the run was")
+        if source.steps_per_epoch is not None and done.step_in_epoch > source.steps_per_epoch:
+            raise UsageError(
+                f"the checkpoint stands at step {done.step_in_epoch:,} of an epoch, and train_data() has "
+                f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
+            )
         try:
             self.handle = source.start(*position, self.stream_state)
         except tf.errors.OpError as error:
@@ -578,6 +598,7 @@ class Run:
             return ""
         bad = {"step": step + 1, "epoch": done.epoch, "step_in_epoch": in_epoch, "names": names}
         try:
+            self.check_directory()
             tensors, rest = state.snapshot(self)
             path = checkpoint.write(directory, step + 1, arrays(tensors) | batch, rest | {"bad": bad})
         except Exception as error:  # it is bad enough without
@@ -632,10 +653,13 @@ class Run:
         """Writes `run.json` (chief only). A life that was refused before it began leaves there what is told."""
         if not self.backend.is_chief:
             return
+        self.check_directory()
         path = self.directory / "run.json"
         about = {} if self.begun else read_json(path)
         if about and about.get("status") != "running":
             return
         about = about or {**redact(self.info), "progress": dataclasses.asdict(self.progress)}
+        if self.begun:
+            about["checkpoint"] = self.newest_checkpoint
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        checkpoint.write_json(path, {**about, "status": status, "updated": now, "pid": os.getpid()})
+        write_json(path, {**about, "status": status, "updated": now, "pid": os.getpid()})

@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from callbacks.journal import jsonable, read_json
+from callbacks.files import fsync_directory, read_json
+from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN, redact, tell
-from loop import checkpoint, launch, target
+from loop import checkpoint, intact, launch, manifest, target, trust
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.lock import A_LOOK, locked
 from loop.run import KEPT, Run
 from loop.state import restore as restore_state
 from loop.state import stored_history, stream_of
-from loop.task import TrainTask
+from loop.task import TrainTask, target_of
 from loop.writer import arrays
 
 
@@ -46,8 +47,10 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
                 if backend.member and backend.member.generation:
                     run_dir, resume = backend.member.run_directory or run_dir, "auto" if resume == "never" else resume
                     wait = launch.start_timeout()  # the last chief's host may be cut off, and the chief not know it yet
-                directory = _prepare(task, run_dir, resume)
+                kept = backend.member is not None and backend.member.kept is not None
+                directory = _prepare(task, run_dir, resume, kept)
                 stack.enter_context(locked(directory, wait))
+                trust.note(directory, target_of(task))
                 answer = ["", str(directory)]
             except UsageError as error:
                 answer = [str(error), ""]
@@ -59,7 +62,8 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
         yield Path(path)
 
 
-def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path) -> Path:
+def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, kept: bool) -> Path:
+    """Makes the run directory, or checks the one that is there; `kept`: its state is in memory, not in checkpoints."""
     name = type(task).__name__
     if run_dir is None:
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "run"
@@ -70,7 +74,7 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path) ->
     try:
         if not directory.is_dir():
             directory.mkdir(parents=True, exist_ok=True)
-            checkpoint.fsync_directory(directory.parent)
+            fsync_directory(directory.parent)
         probe = directory / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -78,16 +82,23 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path) ->
         raise UsageError(
             f"the run directory {directory} can't be written ({error.strerror}): give another one, or make it writable"
         ) from None
+    intact.check_files(directory)
     about = read_json(directory / "run.json")
+    if not about and (directory / "run.json").exists():
+        tell(f"warning: {directory / 'run.json'} can't be read: it is written anew")
     if about and about.get("task") != name:
         raise UsageError(
             f"the run directory {directory} belongs to the task {about.get('task')!r}, not {name!r}: give another one"
         )
-    if resume == "never" and checkpoint.complete(directory / "checkpoints"):
-        raise UsageError(
-            f'the run directory {directory} holds checkpoints, and resume="never" would write over them: give another '
-            'run directory, or resume="auto" to go on from them'
-        )
+    if resume == "never":
+        intact.put_aside(directory)
+        if checkpoint.complete(directory / "checkpoints"):
+            raise UsageError(
+                f'the run directory {directory} holds checkpoints, and resume="never" would write over them: give '
+                'another run directory, or resume="auto" to go on from them'
+            )
+    elif not kept:
+        intact.check_checkpoints(directory, about)
     return directory
 
 
@@ -111,7 +122,7 @@ def restore(run: Run) -> Path | None:
             if found is not None:
                 with of_a_run(found[0]):
                     run.adopted = _compare(run, *found)
-                tensors = arrays(kept.tensors) if kept else read(*found)
+                tensors = arrays(kept.tensors) if kept else checkpoint.read(*found)
                 with of_a_run(found[0]):
                     found[1]["history"] = jsonable(stored_history(*found))
     run.agree()
@@ -127,6 +138,8 @@ def restore(run: Run) -> Path | None:
     run.stream_state = stream_of(run, tensors)
     if {"batch_size", "drop_remainder"} & set(run.adopted):
         run.stream_state = None  # it has batches of the old size
+    if run.backend.is_chief and Path(path).parent == run.directory / "checkpoints":
+        run.newest_checkpoint = Path(path).name
     return Path(path)
 
 
@@ -135,16 +148,10 @@ def of_a_run(path: Path | str) -> Iterator[None]:
     """Within it, a manifest is read that may be anybody's: what it lacks is an error of the input."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except UsageError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path}: its manifest is none of a run ({type(error).__name__}: {error})") from error
-
-
-def read(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint; see `checkpoint.read`. UsageError if they aren't what its manifest says."""
-    try:
-        return checkpoint.read(path, manifest)
-    except checkpoint.CheckpointError as error:
-        raise UsageError(str(error)) from None
 
 
 def _find(run: Run) -> tuple[Path, dict[str, Any]] | None:
@@ -158,10 +165,7 @@ def _find(run: Run) -> tuple[Path, dict[str, Any]] | None:
 
 def newest(paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
     """The newest good one of these checkpoints, and its manifest; bad ones are named and passed over."""
-    try:
-        return checkpoint.newest(paths, lambda text: tell(f"warning: {text}"))
-    except checkpoint.CheckpointError as error:
-        raise UsageError(str(error)) from None
+    return checkpoint.newest(paths, lambda text: tell(f"warning: {text}"), manifest.verify)
 
 
 def locate(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -171,41 +175,59 @@ def locate(path: Path) -> tuple[Path, dict[str, Any]]:
         UsageError: there is none, or it is damaged.
     """
     if (path / checkpoint.MANIFEST).exists():
-        try:
-            return path, checkpoint.verify(path)
-        except checkpoint.CheckpointError as error:
-            raise UsageError(str(error)) from None
+        return path, manifest.verify(path)
     found = newest(checkpoint.complete(path / "checkpoints"))
     if found is None:
         raise UsageError(f"{path}: no checkpoint there: give a run directory or a directory step-<8 digits>")
     return found
 
 
-def task_of(run_dir: Path, task_target: str | None) -> tuple[Any, dict[str, Any]]:
-    """The task of a run, with its hyperparameters, and the manifest of the checkpoint."""
-    path, manifest = locate(run_dir)
+def task_of(run_dir: Path, task_target: str | None, trusted: bool = False) -> tuple[Any, dict[str, Any]]:
+    """The task of a run, with its hyperparameters, and the manifest of the checkpoint.
+
+    Args:
+        run_dir: a run directory, or a checkpoint.
+        task_target: where the task is, as it was typed; None: where this user had it when he trained in that directory.
+        trusted: whether the task that the directory itself names may be imported, whoever has written that.
+
+    Raises:
+        UsageError: there is no checkpoint; or it isn't known where the task is.
+    """
+    path, found = locate(run_dir)
     with of_a_run(path):
-        place_ = task_target or manifest["run"].get("target")
-        recorded = manifest["run"]["hyperparameters"].items()
+        named = found["run"].get("target")
+        place_ = task_target or (named if trusted else trust.target_of(run_dir))
+        recorded = found["run"]["hyperparameters"].items()
         fields = {name: value for name, value in recorded if HIDDEN not in json.dumps(value)}
         if missing := [name for name, _ in recorded if name not in fields]:
             tell(f"note: {', '.join(missing)}: a run does not record secrets, so the task's default is taken")
     if not place_:
-        raise UsageError(f"{run_dir}: nobody knows in which file its task is: give it as --target file.py:Class")
-    return target.load(place_, fields=fields), manifest
+        raise UsageError(f"{run_dir}: {_unknown(named)}")
+    if not isinstance(place_, str):
+        raise UsageError(f"{path}: its manifest names the task {place_!r:.99}: give it as --target file.py:Class")
+    return target.load(place_, fields=fields), found
 
 
-def _compare(run: Run, path: Path, manifest: dict[str, Any]) -> list[str]:
+def _unknown(named: Any) -> str:
+    if not named:
+        return "nobody knows in which file its task is: give it as --target file.py:Class"
+    return (
+        f"you haven't trained there on this machine, and the code that it names ({str(named)!r:.200}) isn't run "
+        "unasked: give the task as --target file.py:Class, or --trust if that directory is yours"
+    )
+
+
+def _compare(run: Run, path: Path, found: dict[str, Any]) -> list[str]:
     """Refuses to go on with another task or other settings, unless that is to be accepted; tells what changes the bits.
 
     Returns:
         The names of the options that have changed.
     """
-    before, now = redact(manifest["run"]), redact(run.info)
+    before, now = redact(found["run"]), redact(run.info)
     if before["task"] != now["task"]:
         raise UsageError(f"{path} is of the task {before['task']!r}, not {now['task']!r}: give another run directory")
     pairs = {name: (before["options"][name], now["options"][name]) for name in KEPT if name in before["options"]}
-    pairs |= {"the stream's split over workers": (manifest["layout"], run.step.data.train.layout)}
+    pairs |= {"the stream's split over workers": (found["layout"], run.step.data.train.layout)}
     old, new = before["hyperparameters"], now["hyperparameters"]
     pairs |= {f"the field {name}": (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])}
     changed = differences(pairs)
@@ -229,7 +251,7 @@ def _compare(run: Run, path: Path, manifest: dict[str, Any]) -> list[str]:
 
 def differences(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
     """Of what has another value now, a text each."""
-    return [f"{name} was {was!r}, now {is_!r}" for name, (was, is_) in pairs.items() if _differ(was, is_)]
+    return [f"{name} was {was!r:.200}, now {is_!r:.200}" for name, (was, is_) in pairs.items() if _differ(was, is_)]
 
 
 def _differ(was: Any, is_: Any) -> bool:

@@ -119,7 +119,7 @@ def checkpointed(path: Path, option: str = "") -> Path:
     """
     from loop.checkpoint import MANIFEST, complete  # which loads NumPy
 
-    if not (path / MANIFEST).exists() and not complete(path / "checkpoints"):
+    if not os.path.lexists(path / MANIFEST) and not complete(path / "checkpoints"):
         raise UsageError(
             f"{option}{printable(str(path))}: no checkpoint there: give a run directory or a directory step-<8 digits>"
         )

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from loop.errors import UsageError
+
 
 def random_state() -> dict[str, Any]:
     """The states of the global generators of Python and NumPy, from which callbacks may draw between the calls."""
@@ -24,7 +26,10 @@ def set_random_state(state: dict[str, Any]) -> None:
     def words(text: str) -> np.ndarray:
         return np.frombuffer(bytes.fromhex(text), np.uint32)
 
-    version, python, spare = state["python"]
-    random.setstate((version, tuple(map(int, words(python))), spare))
-    name, numpy, *rest = state["numpy"]
-    np.random.set_state((name, words(numpy), *rest))
+    try:
+        version, python, spare = state["python"]
+        random.setstate((version, tuple(map(int, words(python))), spare))
+        name, numpy, *rest = state["numpy"]
+        np.random.set_state((name, words(numpy), *rest))
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"the checkpoint's state of the random generators is none ({error})") from None

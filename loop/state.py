@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from callbacks import history, journal
-from callbacks.journal import jsonable, read_json
+from callbacks.files import read_json, write_json
+from callbacks.journal import jsonable
 from callbacks.redact import redact, tell
 from loop import checkpoint
 from loop.backends.base import Backend
@@ -75,7 +77,7 @@ class Kept:
         checkpoint.write(self.directory / "checkpoints", step, arrays(self.tensors), self.state)
         tell(f"note: saved at step {step}")
         about = read_json(self.directory / "run.json")
-        checkpoint.write_json(self.directory / "run.json", {**about, "status": "failed"})
+        write_json(self.directory / "run.json", {**about, "status": "failed"})
 
 
 def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any]]:
@@ -88,7 +90,7 @@ def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any
         "evaluated_at": run.evaluated_at,
         "evaluating": run.evaluating,
         "epoch_ends": run.epoch_ends,
-        "learning_rates": run.learning_rates,
+        "learning_rates": jsonable(run.learning_rates),
         "layout": run.step.data.train.layout,
         "run": redact(run.info),
     }
@@ -186,7 +188,7 @@ def restore(run: Run, tensors: dict[str, np.ndarray] | None, state: dict[str, An
         adopt(run, state)
     for key, callback in run.callbacks.items():
         if key in mine["callbacks"]:
-            callback.load_state_dict(mine["callbacks"][key])
+            callback.load_state_dict(decoded(mine["callbacks"][key]))
 
 
 def adopt(run: Run, state: dict[str, Any]) -> None:
@@ -198,7 +200,7 @@ def adopt(run: Run, state: dict[str, Any]) -> None:
         run.progress.step_in_epoch = run.progress.step_in_epoch * old // new
     optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
     for optimizer, was, is_ in zip(optimizers, state["learning_rates"], run.learning_rates, strict=False):
-        if is_ is not None and is_ != was:
+        if is_ is not None and (was is None or is_ != float(was)):
             optimizer.learning_rate = is_
 
 
@@ -208,12 +210,30 @@ def json_state(key: str, callback: Any) -> dict[str, Any]:
     Raises:
         TypeError: it is no JSON; the message names the callback.
     """
-    state: dict[str, Any] = callback.state_dict()
+    state: dict[str, Any] = encoded(callback.state_dict())
     try:
         json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{key}.state_dict() must return JSON values: {error}") from None
     return state
+
+
+def encoded(value: Any) -> Any:
+    """JSON values in which floats that aren't finite, which JSON has not, stand as `{"float": "nan"}`."""
+    if isinstance(value, dict):
+        return {name: encoded(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [encoded(each) for each in value]
+    return {"float": str(float(value))} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def decoded(value: Any) -> Any:
+    """What `encoded` was given."""
+    if isinstance(value, dict):
+        if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf"):
+            return float(value["float"])
+        return {name: decoded(each) for name, each in value.items()}
+    return [decoded(each) for each in value] if isinstance(value, list) else value
 
 
 def named_variables_of(built: Built) -> dict[str, Any]:

@@ -27,10 +27,9 @@ from typing import Any, TextIO
 
 from callbacks import journal, pruning
 from callbacks.direction import lower_is_better
-from callbacks.files import naming, sqlite_uri
-from callbacks.journal import read_json
+from callbacks.files import appending, check, make_directory, opened, read_json, reading, sqlite_uri, write_text
 from callbacks.redact import HIDDEN, is_secret, mask, redact, remember, shown, tell
-from loop import config, signals, tracking, words
+from loop import config, signals, tracking, trust, words
 from loop.errors import UsageError
 from loop.fields import set_fields, split
 from loop.launch import LAUNCHER
@@ -178,8 +177,8 @@ def is_directory(target: str) -> bool:
     return False
 
 
-def reopened(directory: Path) -> tuple[Plan, int]:
-    """The plan of a sweep that was begun in this directory, and its number of trials."""
+def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
+    """The plan of a sweep that was begun in this directory, and its number of trials; `trusted`: by anybody."""
     about = read_json(directory / "run.json")
     kept = about.get("sweep")
     try:
@@ -188,6 +187,11 @@ def reopened(directory: Path) -> tuple[Plan, int]:
         raise UsageError(f"{directory} is no directory of a sweep: give a TARGET, file.py:Class for example") from None
     if HIDDEN in json.dumps(kept):
         raise UsageError(f"{directory} doesn't have the secrets of its command: give the whole command again")
+    if not trusted and not trust.is_own_sweep(directory, kept):
+        raise UsageError(
+            f"{directory}: you haven't begun this sweep on this machine, and what it names isn't run unasked: give its "
+            "command again with --sweep-dir, or --trust if that directory is yours"
+        )
     if not Path(plan.place).is_dir():
         raise UsageError(f"{directory} was begun in {plan.place}, which isn't there any more: give the command again")
     return plan, trials
@@ -357,6 +361,7 @@ def sweep(
         raise UsageError(f"the directory of the sweep {place} can't be made ({error.strerror})") from None
     with locked(place):
         begin(place, about)
+        trust.note(place, plan.target, redact(about)["sweep"])
         return _Sweep(place, plan, about, fields, jobs, stream or sys.stderr).run()
 
 
@@ -365,6 +370,8 @@ def begin(directory: Path, about: dict[str, Any]) -> None:
 
     To what delivers to MLflow it looks like a run's: `run.json` and a journal.
     """
+    for name in ("run.json", journal.NAME, STORAGE):
+        check(directory / name)
     kept, now = read_json(directory / "run.json").get("sweep"), about["sweep"]
     if kept is None:
         if found := [path.name for path in directory.iterdir() if path.name not in (LOCK, "run.json.tmp")]:
@@ -380,10 +387,10 @@ def begin(directory: Path, about: dict[str, Any]) -> None:
     _write_about(directory, about, "running")
     path = directory / journal.NAME
     if not path.exists():
-        _write(path, _line(0, "fit_start"))
+        write_text(path, _line(0, "fit_start"))
     elif journal.torn(path):
-        with path.open("a") as file:
-            file.write("\n")
+        with appending(path) as file:
+            file.write(b"\n")
 
 
 class _Sweep:
@@ -535,8 +542,8 @@ class _Sweep:
         noted = max((entry["step"] for entry, _ in journal.read(path)), default=0)
         if report.best is not None and ended > noted:
             line = _line(ended, "eval_end", metrics={f"best_{self._plan.metric}": report.best.value})
-            with path.open("a") as file:
-                file.write(line)
+            with appending(path) as file:
+                file.write(line.encode())
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -562,14 +569,14 @@ class _Process:
 
     def __init__(self, trial: Any, sweep_directory: Path, command: list[str], temporary: str) -> None:
         self.trial, self.directory = trial, _run_dir(sweep_directory, trial.number)
-        self.directory.mkdir(exist_ok=True)
+        make_directory(self.directory)
         self.values: list[float] = []
         self.reported = len(trial.storage.get_trial(trial._trial_id).intermediate_values)
         self._names: dict[str, None] = {}
         self._step, self._total, self._measured, self._offset = 0, None, -1, 0
         self._told = False
         self._log = self.directory / "output.log"
-        with self._log.open("ab") as log:
+        with appending(self._log) as log:
             self._printed = log.tell()
             # A session of its own: Ctrl-C at the terminal reaches the sweep alone, which hands it on.
             self.process = subprocess.Popen(
@@ -627,7 +634,7 @@ class _Process:
 
     def printed(self) -> str:
         """What it has printed in this life."""
-        with self._log.open("rb") as log:
+        with reading(self._log) as log:
             log.seek(self._printed)
             return log.read().decode(errors="replace")
 
@@ -747,7 +754,7 @@ def _shown(path: Path) -> Path:
 def _in_use(directory: Path) -> bool:
     """Whether a process holds the lock of a run directory."""
     try:
-        with (directory / LOCK).open("r+b") as file:
+        with os.fdopen(opened(directory / LOCK, os.O_RDWR), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -792,12 +799,4 @@ def _about(plan: Plan, kind: type, trials: int) -> dict[str, Any]:
 def _write_about(directory: Path, about: dict[str, Any], status: str) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     state = {"status": status, "updated": now, "pid": os.getpid()}
-    _write(directory / "run.json", json.dumps(redact(about) | state, indent=1))
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file whole, or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    with naming(path):
-        partial.write_text(text)
-        partial.replace(path)
+    write_text(directory / "run.json", json.dumps(redact(about) | state, indent=1))

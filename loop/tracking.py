@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from callbacks import MLflowTracker, journal
+from callbacks.files import is_plain, opened, read_json
 from callbacks.mlflow import store as store_of
 from callbacks.progress import counted
 from callbacks.record import printable
 from callbacks.redact import HIDDEN, redact, tell
 from callbacks.report import NAME as REPORT
-from loop import lock
+from loop import lock, trust
 from loop.errors import TrainingError, UsageError
 
 
@@ -61,8 +62,13 @@ def seen(track: str | None, run_dir: str | None) -> str:
     return printable(str(report)) if report.exists() else ""
 
 
-def deliver(run_dir: Path, track: str | None) -> None:
+def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
     """Delivers what MLflow hasn't of a run that is over, and of the trials of a sweep.
+
+    Args:
+        run_dir: the run directory, or that of a sweep.
+        track: the store; None: the one that the run was delivered to, if this user has made the run here.
+        trusted: whether it may be the one that the directory itself names, whoever has written that.
 
     Raises:
         UsageError: it is no run, or under way, or there is no such store.
@@ -72,28 +78,34 @@ def deliver(run_dir: Path, track: str | None) -> None:
         raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
     if not _is_deliverable(run_dir):
         raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
-    store = _deliver_rest(run_dir, track)
-    if "sweep" in journal.read_json(run_dir / "run.json"):
+    store = _deliver_rest(run_dir, track, trusted)
+    if "sweep" in read_json(run_dir / "run.json"):
         for trial in filter(_is_deliverable, sorted(run_dir.glob("trial-*"))):
             try:
-                _deliver_rest(trial, store)
+                _deliver_rest(trial, store, trusted)
             except UsageError as error:  # it lives on, though the sweep was killed
                 tell(f"warning: {error}")
 
 
 def _is_deliverable(run_dir: Path) -> bool:
     """Whether a directory is a run's that has something to tell."""
-    return (run_dir / journal.NAME).exists() and "task" in journal.read_json(run_dir / "run.json")
+    return is_plain(run_dir / journal.NAME) and "task" in read_json(run_dir / "run.json")
 
 
-def _deliver_rest(run_dir: Path, track: str | None) -> str:
+def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
     """Delivers what MLflow hasn't of one run, and returns the store."""
     from callbacks import delivery, mlflow
 
-    uri = track or journal.read_json(run_dir / mlflow.STATE).get("uri")
+    uri = track or read_json(run_dir / mlflow.STATE).get("uri")
+    if not (track or trusted or uri in (None, redact(mlflow.store(None))) or trust.may_contact(run_dir, uri)):
+        raise UsageError(
+            f"{run_dir}: you haven't trained there on this machine, and the store that it names ({str(uri)!r:.200}) "
+            "isn't contacted unasked: give it as --track URI, or --trust if that directory is yours"
+        )
     if not track and uri and HIDDEN in uri and not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
         raise UsageError(f"{run_dir / mlflow.STATE} has the store's URI without its secrets: give it as --track URI")
     store = mlflow.store(uri)
+    trust.note_store(run_dir, redact(store))
     sent = delivery.Delivery(run_dir.resolve(), store)
     with _sole_deliverer(run_dir):
         tell(f"asking MLflow at {redact(store)} what it has")
@@ -122,14 +134,14 @@ def _deliver_rest(run_dir: Path, track: str | None) -> str:
 def _sole_deliverer(run_dir: Path) -> Iterator[None]:
     """Holds the lock of a run directory, if it has one: a run that is under way delivers by itself."""
     path = run_dir / lock.NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         yield
         return
-    with path.open("r+b") as file:
+    with os.fdopen(opened(path, os.O_RDWR), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = journal.read_json(path)
+            holder = read_json(path)
             who = f" (pid {holder['pid']}, host {holder['host']})" if {"pid", "host"} <= set(holder) else ""
             raise UsageError(f"{run_dir}: the run is under way{who}: it delivers by itself") from None
         yield

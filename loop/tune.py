@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks.journal import read_json
+from callbacks.files import hidden_name, read_json, replacing
 from callbacks.redact import mask
 from loop.errors import TrainingError, UsageError
 from loop.launch import CHATTER, LAUNCHER
@@ -327,10 +327,8 @@ def write(path: Path, report: Report) -> None:
         comments.append("with another batch size something else is learned: look at the learning rate")
     written = [f"# {' '.join(mask(text).split())}" for text in comments]
     written += [f"{name} = {json.dumps(value)}" for name, value in report.settings.items()]
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        partial.write_text("\n".join(written) + "\n")
-        partial.replace(path)
+        with replacing(path, aside=hidden_name(path)) as file:
+            file.write(("\n".join(written) + "\n").encode())
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UsageError(f"--out {path}: {error.strerror}") from None

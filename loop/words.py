@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from callbacks import Schedule
+from callbacks.files import FileError, MovedError
 from callbacks.redact import tell
-from loop import launch
+from loop import explain, launch
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
 from loop.options import nearest
 
@@ -69,17 +70,27 @@ def told(error: Exception) -> int:
         if alone:
             say(str(error))
         return BAD_INPUT if isinstance(error, UsageError) else FAILED
+    if isinstance(error, FileError):
+        if alone:
+            say(str(error))
+        return FAILED if isinstance(error, MovedError) else BAD_INPUT
     if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
         tell(_wrong_usage(error))
         return BAD_INPUT
     if number == errno.ENAMETOOLONG:
         say(f"{reprlib.repr(where)}: the name is too long")
         return BAD_INPUT
-    if number in (errno.ENOSPC, errno.EDQUOT):
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         if alone:
             what = f"{where or 'stdout, or a file,'} can't be written ({os.strerror(number)})"
             say(f"{what}: make room there, and start the same command again")
         flushed(tells=False)
+        return FAILED
+    if explain.DEBUG not in os.environ:
+        if alone and where is not None and not explain.place(error):
+            say(f"{where}: {os.strerror(number or 0)}")
+        elif alone:
+            say(explain.in_a_line(error))
         return FAILED
     trace = step = error.__traceback__
     while step is not None:  # what led to the command says nothing

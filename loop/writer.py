@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from callbacks import journal
+from callbacks.files import MovedError
 from callbacks.redact import tell
 from loop import checkpoint
 
@@ -42,7 +43,9 @@ class Snapshot:
 class Writer:
     """Writes checkpoints in a thread of its own; how each came out is kept until it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        """Makes a writer; `check` raises an error if what is to be written has no place any more."""
+        self._check = check
         self._pool = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self._under_way: Future[None] | None = None
         self._outcomes: deque[Exception | None] = deque()
@@ -58,6 +61,7 @@ class Writer:
         def job() -> None:
             for each in snapshots:
                 try:
+                    self._check()
                     if "journal" in each.state:  # the checkpoint relies on these lines
                         _make_durable(directory.parent / journal.NAME)
                     checkpoint.write(directory, each.step, arrays(each.tensors), each.state)
@@ -77,9 +81,10 @@ class Writer:
             # Renamed first: a checkpoint that is half deleted must not look like one.
             doomed = path.with_name(path.name + ".tmp")
             try:
+                self._check()
                 path.rename(doomed)
                 shutil.rmtree(doomed)
-            except FileNotFoundError:  # somebody else has removed it
+            except (FileNotFoundError, MovedError):  # somebody else has removed it
                 return
             except OSError as error:
                 tell(f"warning: the old checkpoint {path} can't be removed ({error})")

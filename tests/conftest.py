@@ -1,12 +1,17 @@
 """What all tests share: four logical CPU devices, a clean directory for each test, and quick callbacks."""
 
+import atexit
 import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tfloop-state-")  # not the home of who runs the tests
 
 import pytest
 import tensorflow as tf
@@ -16,6 +21,7 @@ from loop import launch
 from tests import workers as workers_
 
 ROOT = Path(__file__).resolve().parent.parent
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 TFLOOP = [sys.executable, "-P", "-m", "cli"]
 
 needs_horovod = pytest.mark.skipif(launch.horovod_missing() is not None, reason=str(launch.horovod_missing()))

@@ -267,7 +267,7 @@ def test_bad_input_is_one_line(lived, tmp_path, command):
         ((tmp_path,), "is no run directory"),
         ((tmp_path / "nowhere",), "is no run directory"),
         ((directory, tmp_path / "notes.html"), "exists already, and is no report"),
-        ((directory, tmp_path), "Is a directory"),
+        ((directory, tmp_path), "it is a directory"),
         ((directory, tmp_path / "no" / "way.html"), "No such file or directory"),
     ):
         code, output = command("report", *arguments)

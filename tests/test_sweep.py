@@ -17,7 +17,7 @@ import pytest
 
 import callbacks
 import cli
-from callbacks.journal import read_json
+from callbacks.files import read_json
 from loop import UsageError, backends, fit, sweep
 from loop.find_lr import find_lr, lines
 from loop.options import with_defaults

@@ -24,7 +24,7 @@ from callbacks import MLflowTracker
 from callbacks.delivery import Courier, Delivery, key, points
 from callbacks.files import sqlite_path
 from callbacks.mlflow import store
-from loop import fit
+from loop import fit, trust
 from loop.launch import free_ports
 from tests.conftest import ROOT
 from tests.tasks import Plain
@@ -95,6 +95,7 @@ def run_directory(path, lines=(), **about):
     }  # fmt: skip
     (path / "run.json").write_text(json.dumps(defaults | about))
     (path / "journal.jsonl").touch()
+    trust.note(path, "mine.py:Mine")
     write(path, [line("restore", 0), *lines])
     return path
 
@@ -314,7 +315,7 @@ def test_a_copy_is_a_run_of_its_own_and_what_was_moved_is_not(database, tmp_path
     copies = [shutil.copytree(first, path) for path in (tmp_path / "second", tmp_path / "elsewhere" / "first")]
     for step, directory in enumerate((first, *copies), 2):  # each goes on in its own way
         write(directory, [line("epoch_end", 2, loss=step)])
-        assert command("sync", directory)[0] == 0
+        assert command("sync", directory, "--trust")[0] == 0  # a copy isn't where the run was made
     client = mlflow.MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("Mine").experiment_id])
     found = {run.data.tags["tfloop.run_directory"]: client.get_metric_history(run.info.run_id, "loss") for run in runs}
@@ -323,7 +324,7 @@ def test_a_copy_is_a_run_of_its_own_and_what_was_moved_is_not(database, tmp_path
     }  # fmt: skip
     moved = first.rename(tmp_path / "third")
     write(moved, [line("epoch_end", 3, loss=5)])
-    assert command("sync", moved)[1].endswith(f"run {own}\n")
+    assert command("sync", moved, "--trust")[1].endswith(f"run {own}\n")
 
 
 def test_sync_of_a_sweep_delivers_its_trials(database, tmp_path, command):
