@@ -341,7 +341,7 @@ def test_the_store_and_the_sweep_that_a_strangers_directory_names(strangers, com
     assert "isn't contacted unasked: give it as --track URI, or --trust" in err
     assert not (tmp_path / "theirs").exists()
     plan = sweep.Plan(
-        target="evil.py:Weighted", grid={"rate": ["1"]}, random={}, metric="loss", direction="minimize",
+        target="evil.py:Weighted", grid={"rate": "1"}, random={}, metric="loss", direction="minimize",
         sampler="tpe", pruner="none", seed=0, place=str(tmp_path), arguments=[],
     )  # fmt: skip
     (tmp_path / "sweep").mkdir()
