@@ -152,7 +152,13 @@ def _by_lookup(
         return [lookups.rows_of(each) for each in gradients]
 
     def looked_up(batch: Any) -> list[np.ndarray]:
-        return [each.numpy() for each in backend.first(backend.run(rows, batch))]
+        logger = tf.get_logger()
+        level = logger.level
+        logger.setLevel("ERROR")  # strategies warn of what isn't in a graph, because it is slow
+        try:
+            return [each.numpy() for each in backend.first(backend.run(rows, batch))]
+        finally:
+            logger.setLevel(level)
 
     found = lookups.kinds(looked_up, example, variable_names(variables))
     return {index: kind for index, kind in found.items() if index in asked}

@@ -161,7 +161,13 @@ class Step:
     def _by_lookup(self) -> dict[int, str]:
         """The variables whose gradients keep a row for each lookup, and of which kind these are: see `lookups`."""
         options = self.options
-        dense = self.backend.asynchronous or options["clip_value"] is not None or options["reduction"] == "adasum"
+        source = self.data.train
+        if isinstance(source, ArraySource):
+            uniform = source.uniform
+        else:
+            uniform = all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(source.dataset.element_spec))
+        # Every replica must have room for the same number of lookups, in each step.
+        dense = options["clip_value"] is not None or options["reduction"] == "adasum" or not uniform
         return {} if dense else dict(self.built.lookups)
 
     def watch_gradients(self) -> None:

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from loop import KerasTask
 from tests.test_keras_task import BATCH, ROWS, assert_same, by_fit, by_task, compiled, engines  # noqa: F401
@@ -63,3 +64,18 @@ def test_and_so_on_any_number_of_replicas(engines, quiet):  # noqa: F811
 
 def test_and_in_micro_batches(engines, quiet):  # noqa: F811
     in_fit_and_in_task("rmsprop", [engines[2]], quiet, accumulate=3)
+
+
+def test_where_lengths_differ_replicas_agree_too(engines, quiet):  # noqa: F811
+    def make():
+        model = keras.Sequential([keras.layers.Embedding(8, 2), keras.layers.GlobalAveragePooling1D()])
+        model.add(keras.layers.Dense(1))
+        return compiled(model, "adam", loss="mse")
+
+    def generate():
+        yield from zip(WORDS, LABELS, strict=True)
+
+    spec = tf.TensorSpec([None], "int64"), tf.TensorSpec([1], "float64")
+    data = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    results = [by_task(KerasTask.from_compiled(make, data), quiet, engines[replicas]) for replicas in (1, 2)]
+    assert_same(*(result.model for result in results))
