@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from callbacks import LambdaCallback, Notify, delivery, journal, notify, record, redact, report
@@ -158,7 +158,11 @@ def test_no_way_out_tells_a_secret(secret):
     pattern = redact._pattern()
     if pattern is None or not pattern.fullmatch(secret):
         return  # a number, a common word or white space: see the test of short ones
-    for where, text in ways_out(secret).items():
+    told = ways_out(secret)
+    redact.hidden.clear()
+    redact.remember({"db_password": "another one"})
+    assume(not any(secret in text for text in ways_out("another one").values()))  # it is a word of our own
+    for where, text in told.items():
         assert "***" in text, where
         for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1]):
             assert form not in text, where
