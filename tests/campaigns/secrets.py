@@ -108,11 +108,11 @@ class Round:
         """All ways out."""
         task, store = "given/task.py:Secretive", f"sqlite:///{self.place}/mlflow.db"
         fields = self.sets(hook, db_password=self.secrets["db_password"])
-        train = ["train", task, "--batch-size=4", *fields, f"--tag=token={self.secrets['first']}"]
-        self.run("train", *train, "--epochs=2", "--run-dir=runs/a", f"--track={store}", "--json", code=0)
-        self.run("resume", *train, "--epochs=3", "--run-dir=runs/a", f"--track={store}", "--set=fails=true", code=2)
-        failing = ["--set=fails=true", "--accept-changes"]
-        self.run("fail", *train, "--epochs=3", "--run-dir=runs/a", f"--track={store}", *failing, code=1)
+        train = ["train", task, "--batch-size=4", *fields]
+        tracked = ["--run-dir=runs/a", f"--track={store}", f"--tag=token={self.secrets['first']}"]
+        self.run("train", *train, *tracked, "--epochs=2", "--json", code=0)
+        self.run("resume", *train, *tracked, "--epochs=3", "--set=fails=true", code=2)
+        self.run("fail", *train, *tracked, "--epochs=3", "--set=fails=true", "--accept-changes", code=1)
         two = ["--workers=2", "--backend=multiworker", "--epochs=1", "--track=off"]
         self.run("workers", *train, *two, "--run-dir=runs/b", "--json", code=0)
         self.run("workers fail", *train, *two, "--run-dir=runs/c", "--set=fails=true", code=1)
