@@ -18,6 +18,7 @@ from loop.errors import UsageError
 from loop.hints import hinted
 from loop.replica import all_gathers, probing
 from loop.task import TrainTask
+from loop.trial import global_seeds, held_by, put_back, recorded
 from loop.values import check, checked_metrics, content, try_metrics
 
 PRECISIONS = {
@@ -60,7 +61,8 @@ class Built:
         optimizers: by name, "" for a single one: each optimizer, and the indices of its variables among the model's
             trainable ones.
         phases: the names of the values of each `step.minimize` of a training step, by the optimizer's name; "" is all.
-        values: the names of the values of `compute`, the loss first.
+        values: the names of the values of `compute`, the loss first; none where there is no `compute`, and only a
+            training step of the task's own.
         metrics: Keras metrics by the name of the value that they are updated with.
         penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
         lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.lookups`.
@@ -99,7 +101,8 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
             f"{type(task).__name__}.loss_reduction is {task.loss_reduction!r}: give 'mean' (of the loss over the "
             "batch) or 'sum'"
         )
-    with backend.scope(), keras_precision(precision):
+    made: list[tf.Variable] = []
+    with backend.scope(), keras_precision(precision), recorded(made):
         model = task.build_model()
         if not isinstance(model, tf.Module) and not isinstance(model, keras.Model):
             raise UsageError(
@@ -116,12 +119,21 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
             penalties.append([float(tf.reduce_sum(each)) for each in losses(model) if not tf.is_symbolic_tensor(each)])
             return values
 
-        names = _tried(tried, example, metrics)
-        grows = penalties[0] != penalties[-1] and _grow(tried, example, penalties)
+        state = [*made, *held_by(task), *global_seeds()]
+        with contextlib.suppress(ValueError):  # tf_keras, of a model without an input shape: it has none yet
+            state += model_variables(model)
+        names, grows = [], False
+        if type(task).compute is not TrainTask.compute or type(task).train_step is TrainTask.train_step:
+            with put_back(state):
+                names = _tried(tried, example, metrics)
+                grows = penalties[0] != penalties[-1] and _grow(tried, example, penalties)
         optimizer = task.build_optimizer()
         phases = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
-            phases = _tried_step(task, model, optimizer, example, metrics)
+            if names:
+                state += model_variables(model)
+            with put_back(state):
+                phases = _tried_step(task, optimizer, model, example, metrics)
         if not trainable_variables(model):
             raise UsageError("the model has no trainable variables: build_model() must return one with weights")
         optimizers = _assigned(task, model, optimizer)
@@ -129,7 +141,8 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
         variables = trainable_variables(model)
         for each, indices in optimizers.values():
             each.build([variables[index] for index in indices])
-        if lost := set(metrics) - set(names):
+        known = set(names).union(*phases.values())
+        if lost := set(metrics) - known:
             raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
         by_lookup = _by_lookup(task, model, optimizers, backend, example)
     return Built(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup)
@@ -226,14 +239,11 @@ class _Trial:
 
 
 def _tried_step(
-    task: TrainTask, model: Any, optimizer: Any, example: Any, metrics: Mapping[str, Any]
+    task: TrainTask, optimizer: Any, model: Any, example: Any, metrics: Mapping[str, Any]
 ) -> dict[str, list[str]]:
-    """Tries the task's own `train_step` on a few examples, and takes back what that does to the model's state."""
+    """Tries the task's own `train_step` on a few examples."""
     trial = _Trial(list(optimizer) if isinstance(optimizer, Mapping) else [], example, metrics)
-    before = [(variable, variable.numpy()) for variable in model_variables(model)]
     task.train_step(model, trial)
-    for variable, value in before:
-        variable.assign(value)
     if not trial.phases:
         raise UsageError("train_step() never called step.minimize(...): nothing is trained")
     return trial.phases

@@ -36,6 +36,8 @@ def causes(task: TrainTask, options: dict[str, Any], small: Callable[..., Any]) 
         small: makes a task of (task, number of examples, precision) that has a part of its data.
     """
     found = list(_data(task, options))
+    if type(task).compute is TrainTask.compute:
+        return found  # a training step of its own, in which one loss may follow from another
     try:
         found += _compute(task, options, small, "float64")
     except Exception:  # such as a tf.Module of float32 tensors

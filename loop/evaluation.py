@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data import Rows, Source, StreamSource, count
+from loop.errors import UsageError
 from loop.tracing import as_written, repeated
 from loop.values import SKIPPED, SUMS, Values
 from loop.whereabouts import ALL_REDUCE, COMPUTE, DATA, HOST
@@ -30,6 +31,11 @@ class Evaluation:
         self._task, self._model, self._backend, self.source = step.task, step.model, step.backend, step.data.eval
         self._computing, self._whereabouts, self._averages = step.computing, step.whereabouts, step.averages
         self._average_statistics = step.average_statistics
+        if self.source is not None and not step.built.values:
+            raise UsageError(
+                f"{type(step.task).__name__} has eval_data(), but no compute(): define it, and return what is to be "
+                "evaluated; or use eval_every='never'"
+            )
         self._summed = step.task.loss_reduction == "sum"
         self._values, self._dtype = Values(step.built.values, step.built.metrics), step.dtype
         self._compile()
