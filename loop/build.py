@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,12 +14,13 @@ import tensorflow as tf
 
 from loop import lookups
 from loop.backends.base import Backend
+from loop.data import RowCounts
 from loop.errors import UsageError
 from loop.hints import hinted
-from loop.replica import all_gathers, probing
+from loop.replica import probing
 from loop.task import TrainTask
-from loop.trial import global_seeds, held_by, put_back, recorded
-from loop.values import check, checked_metrics, content, try_metrics
+from loop.trial import Trial, check_stateful, global_seeds, held_by, put_back, recorded, tried_step
+from loop.values import checked_metrics
 
 PRECISIONS = {
     "float32": "float32", "float64": "float64", "bfloat16": "mixed_bfloat16", "mixed_float16": "mixed_float16",
@@ -66,6 +67,7 @@ class Built:
         metrics: Keras metrics by the name of the value that they are updated with.
         penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
         lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.lookups`.
+        fixed_rows: how many rows a batch must have, where the model takes no other number of them.
     """
 
     model: Any
@@ -76,6 +78,7 @@ class Built:
     metrics: dict[str, Any]
     penalty_grows: bool = False
     lookups: dict[int, str] = dataclasses.field(default_factory=dict)
+    fixed_rows: int | None = None
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -84,7 +87,7 @@ class Built:
 
 
 @hinted
-def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Built:
+def build(task: TrainTask, backend: Backend, precision: str, example: Any, rows: RowCounts | None = None) -> Built:
     """Builds model and optimizer with all their variables, before anything is traced.
 
     Args:
@@ -92,6 +95,7 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
         backend: the engine, in whose scope variables are made.
         precision: a key of `PRECISIONS`.
         example: a few examples as a batch, on which `compute` is tried.
+        rows: how many rows it will be handed; None: nobody knows.
 
     Raises:
         UsageError: the task returned something that can't be trained; the message shows the fix.
@@ -110,6 +114,8 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
             )
         task._prepare(model, example)
     metrics = checked_metrics(task.build_metrics())
+    stateful = check_stateful(stateful_layers(model), rows)
+    trial = Trial(example, metrics, rows, stateful, fixed_inputs(model))
     with backend.scope(), keras_precision(precision):
         # A model without an input shape makes its variables at the first call: this one.
         penalties: list[list[float]] = []
@@ -125,15 +131,15 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
         names, grows = [], False
         if type(task).compute is not TrainTask.compute or type(task).train_step is TrainTask.train_step:
             with put_back(state):
-                names = _tried(tried, example, metrics)
-                grows = penalties[0] != penalties[-1] and _grow(tried, example, penalties)
+                names = trial.names(tried)
+                grows = penalties[0] != penalties[-1] and trial.grow(tried, penalties)
         optimizer = task.build_optimizer()
         phases = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
             if names:
                 state += model_variables(model)
             with put_back(state):
-                phases = _tried_step(task, optimizer, model, example, metrics)
+                phases = tried_step(task, optimizer, model, trial)
         if not trainable_variables(model):
             raise UsageError("the model has no trainable variables: build_model() must return one with weights")
         optimizers = _assigned(task, model, optimizer)
@@ -144,12 +150,12 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any) -> Bu
         known = set(names).union(*phases.values())
         if lost := set(metrics) - known:
             raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
-        by_lookup = _by_lookup(task, model, optimizers, backend, example)
-    return Built(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup)
+        by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
+    return Built(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup, trial.fixed)
 
 
 def _by_lookup(
-    task: TrainTask, model: Any, optimizers: Mapping[str, Any], backend: Backend, example: Any
+    task: TrainTask, model: Any, optimizers: Mapping[str, Any], backend: Backend, example: Any, fixed_rows: int | None
 ) -> dict[int, str]:
     """The variables whose gradients are to keep a row for each lookup, as the task asks: tried on a few examples."""
     asked = {index for each, of in optimizers.values() if lookups.matter(each) for index in of}
@@ -173,80 +179,14 @@ def _by_lookup(
         finally:
             logger.setLevel(level)
 
-    found = lookups.kinds(looked_up, example, variable_names(variables))
+    with put_back([*model_variables(model), *carried_variables(model), *held_by(task), *global_seeds()]):
+        found = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
     return {index: kind for index, kind in found.items() if index in asked}
 
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is one of Keras's own that looks nothing up."""
     return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Embedding)
-
-
-def _tried(compute: Callable[[Any], Any], example: Any, metrics: Mapping[str, Any]) -> list[str]:
-    """Calls `compute` on a few examples and on one, and gives the names of its values, the loss first."""
-    # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
-    n, gathers = int(tf.shape(tf.nest.flatten(example)[0])[0]), all_gathers()
-    with probing(n):
-        values = compute(example)
-        names = check(values, n, None, tuple(metrics))
-        try_metrics(metrics, values)
-    with probing(1):
-        alone = compute(tf.nest.map_structure(lambda tensor: tensor[:1], example))
-        check(alone, 1, names, tuple(metrics))
-    for name in () if all_gathers() != gathers else set(values) - set(metrics):
-        shape, of_one = (list(tf.convert_to_tensor(content(each[name])).shape) for each in (values, alone))
-        if any(size == n != 1 == one for size, one in zip(shape[1:], of_one[1:], strict=False)):
-            raise UsageError(
-                f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: each '
-                "is paired with each other one, as by labels of shape [n] minus predictions of shape [n, 1]. Give both "
-                "one shape, as by tf.squeeze(predictions, -1); or take the other examples from loop.all_gather(...)"
-            )
-    return names
-
-
-def _grow(compute: Callable[[Any], Any], example: Any, penalties: list[list[float]]) -> bool:
-    """Whether a penalty doubles with the examples, of which a mean would be the same."""
-    with probing(2 * int(tf.shape(tf.nest.flatten(example)[0])[0])):
-        compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), example))
-    pairs = zip(penalties[0], penalties[-1], strict=False)
-    return any(once != 0 and np.isclose(twice, 2 * once, rtol=0.02) for once, twice in pairs)
-
-
-class _Trial:
-    """Stands for the step in a `train_step` that is tried: takes the names of its values, and trains nothing."""
-
-    def __init__(self, names: Sequence[str], example: Any, metrics: Mapping[str, Any]) -> None:
-        self._names, self._example, self._metrics = names, example, metrics
-        self.phases: dict[str, list[str]] = {}
-
-    def minimize(self, values: Callable[[Any], Any], optimizer: str = "") -> dict[str, tf.Tensor]:
-        """See `loop.step.Step.minimize`."""
-        if not callable(values):
-            raise UsageError(
-                f"step.minimize({type(values).__name__}): give a function of a batch that returns the values, such as "
-                "lambda batch: self.compute(model, batch, training=True)"
-            )
-        if optimizer and optimizer not in self._names:
-            there = ", ".join(self._names) or "only one, without a name"
-            raise UsageError(f"step.minimize(..., {optimizer!r}): build_optimizer() has no such optimizer ({there})")
-        names = _tried(values, self._example, self._metrics)
-        if self.phases.setdefault(optimizer, names) != names:
-            raise UsageError(
-                f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.phases[optimizer])}, and "
-                f"again with {', '.join(names)}: return the same values"
-            )
-        return {name: tf.constant(1.0) for name in names if name not in self._metrics}
-
-
-def _tried_step(
-    task: TrainTask, optimizer: Any, model: Any, example: Any, metrics: Mapping[str, Any]
-) -> dict[str, list[str]]:
-    """Tries the task's own `train_step` on a few examples."""
-    trial = _Trial(list(optimizer) if isinstance(optimizer, Mapping) else [], example, metrics)
-    task.train_step(model, trial)
-    if not trial.phases:
-        raise UsageError("train_step() never called step.minimize(...): nothing is trained")
-    return trial.phases
 
 
 def _assigned(task: TrainTask, model: Any, optimizer: Any) -> dict[str, tuple[Any, list[int]]]:
@@ -352,6 +292,25 @@ def loose_variables(model: Any) -> list[Any]:
     if isinstance(model, keras_models()):
         return []
     return list(model._flatten(predicate=lambda value: isinstance(value, keras.Variable)))
+
+
+def stateful_layers(model: Any) -> list[Any]:
+    """The recurrent layers of a model that carry their state from batch to batch."""
+    return [layer for layer in layers(model) if getattr(layer, "stateful", False) and hasattr(layer, "states")]
+
+
+def carried_variables(model: Any) -> list[tf.Variable]:
+    """What a model carries from batch to batch, a row for each row of a batch: Keras doesn't count it among its own."""
+    own = {id(variable) for variable in model_variables(model)}
+    found = [state for layer in stateful_layers(model) for state in tf.nest.flatten(layer.states)]
+    return [variable for variable in as_tf(found) if id(variable) not in own]
+
+
+def fixed_inputs(model: Any) -> list[int]:
+    """The batch sizes that the inputs of a Keras model name."""
+    inputs = getattr(model, "inputs", None) if isinstance(model, keras_models()) else None
+    shapes = [tuple(each.shape) for each in tf.nest.flatten(inputs or [])]
+    return sorted({shape[0] for shape in shapes if shape and shape[0] is not None})
 
 
 def losses(model: Any) -> list[Any]:

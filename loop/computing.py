@@ -13,6 +13,7 @@ from loop.backends.base import Backend
 from loop.data import Rows, Source, count, stacking_problem
 from loop.errors import UsageError
 from loop.replica import EveryoneNeededError, Replica, within
+from loop.trial import of_size
 
 
 class TraceAgainError(Exception):
@@ -26,14 +27,17 @@ class Computing:
         backend: the engine.
         options: the options of `fit`.
         compiled: the source whose batches XLA is to compute, if any.
+        fixed_rows: how many rows a batch must have; None: any number.
 
     Attributes:
         everyone: the sources whose batches all replicas must compute, with rows or without.
         uncompiled: those that XLA can't compile.
     """
 
-    def __init__(self, backend: Backend, options: dict[str, Any], compiled: Source | None) -> None:
-        self._backend, self._seed = backend, options["seed"]
+    def __init__(
+        self, backend: Backend, options: dict[str, Any], compiled: Source | None, fixed_rows: int | None = None
+    ) -> None:
+        self._backend, self._seed, self._fixed_rows = backend, options["seed"], fixed_rows
         self._compiled = compiled
         self.everyone: set[Any] = set()
         self.uncompiled: set[Any] = set()
@@ -73,7 +77,8 @@ class Computing:
         if not source.leaves_some_without(self._backend.replicas * parts):
             return some(None)
         if source in self.everyone:
-            return some(tf.nest.map_structure(lambda tensor: tensor[:1], source.example))
+            first = tf.nest.map_structure(lambda tensor: tensor[:1], source.example)
+            return some(first if self._fixed_rows is None else of_size(first, self._fixed_rows))
         # Which variables are connected is known when `nothing` is traced: `some` is traced first.
         return tf.cond(count(rows.batch) > 0, lambda: some(None), nothing)
 
@@ -81,6 +86,7 @@ class Computing:
     def replica(self, source: Source, rows: Rows, stand_in: Any, parts: int, phase: int = 0) -> Iterator[Replica]:
         """The replica within which `compute` is traced; see `Replica`."""
         replica = Replica(self._backend, rows, self._seed, source.most(parts), phase, stand_in)
+        replica.fixed_rows = self._fixed_rows
         # Within a branch, or within what XLA compiles, there can be no collective.
         branch = source not in self.everyone and source.leaves_some_without(self._backend.replicas * parts)
         compiled = self.compiles(source)

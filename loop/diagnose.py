@@ -13,7 +13,7 @@ import tensorflow as tf
 from loop import random
 from loop.backends.base import Backend, fingerprint
 from loop.build import Built, build, keras_precision, layers, model_variables
-from loop.data import BatchOptions, Rows, contents, count, first, open_data, source
+from loop.data import BatchOptions, Rows, contents, count, first, likely_rows, open_data, source
 from loop.replica import Replica, all_gathers, within
 from loop.statistics import batch_norms
 from loop.task import TrainTask
@@ -67,7 +67,9 @@ def _compute(task: TrainTask, options: dict[str, Any], small: Callable[..., Any]
     part: Any = small(task, EXAMPLES, precision)
     data = open_data(part, options | {"batch_size": EXAMPLES, "shuffle": False, "drop_remainder": False})
     batch = source(first(part.train_data(), EXAMPLES), BatchOptions(EXAMPLES), "train_data()").head(EXAMPLES)
-    built = build(task, Backend(), precision, data.train.example)
+    built = build(task, Backend(), precision, data.train.example, likely_rows(options, 1))
+    if built.fixed_rows is not None:
+        return []  # an example can't be tried alone
     random.reseed(built.model)
     random.by_row()
     with keras_precision(precision):

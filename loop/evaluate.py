@@ -12,7 +12,7 @@ from callbacks import ShardData
 from loop import backends, checkpoint, inexact, launch, rundir
 from loop.backends.base import Backend
 from loop.build import all_variables, build
-from loop.data import open_data
+from loop.data import likely_rows, open_data
 from loop.errors import UsageError
 from loop.options import with_defaults
 from loop.state import assign, averaged, numbered
@@ -56,7 +56,8 @@ def evaluate(
     data = open_data(task, options)
     if data.eval is None:
         raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
-    built = build(task, engine, options["precision"], data.train.example)
+    rows = likely_rows(options, engine.replicas, engine.replicas)
+    built = build(task, engine, options["precision"], data.train.example, rows)
     load_weights(built.model, Path(path))
     # The checkpoint's moving averages have been loaded as the weights.
     step = Step(task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None} | inexact.OFF)

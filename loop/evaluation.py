@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
+from loop.build import carried_variables
 from loop.data import Rows, Source, StreamSource, count
 from loop.errors import UsageError
 from loop.tracing import as_written, repeated
@@ -36,9 +39,25 @@ class Evaluation:
                 f"{type(step.task).__name__} has eval_data(), but no compute(): define it, and return what is to be "
                 "evaluated; or use eval_every='never'"
             )
+        self._fill_up_to = self._fixed_rows(step.built.fixed_rows)
+        self._carried = carried_variables(step.model)
+        self._carries: list[Any] = []
         self._summed = step.task.loss_reduction == "sum"
         self._values, self._dtype = Values(step.built.values, step.built.metrics), step.dtype
         self._compile()
+
+    def _fixed_rows(self, rows: int | None) -> int | None:
+        """How many rows each batch is to be filled up to, where it must have so many."""
+        if rows is None or self.source is None:
+            return None
+        counts = self.source.row_counts(self._backend.replicas)
+        if counts.whole[-1] > rows:
+            raise UsageError(
+                f"the model takes batches of {rows} rows alone, but in an evaluation each replica gets "
+                f"{counts.whole[-1]} of batch_size={counts.batch_size}: leave accumulate out, with batch_size={rows} "
+                "for each replica; or use eval_every='never'"
+            )
+        return rows if {*counts.whole, *counts.short} != {rows} else None
 
     def _compile(self) -> None:
         self._evaluate = tf.function(self._steps, autograph=False)
@@ -55,6 +74,7 @@ class Evaluation:
     def start(self) -> Any:
         """The handle of the evaluation data, at its start. All workers must call it."""
         assert self.source is not None
+        self._carries = [tf.zeros_like(variable.read_value()) for variable in self._carried]
         self._average_statistics()
         return self.source.start(0, 0)
 
@@ -67,11 +87,27 @@ class Evaluation:
         assert self.source is not None
         left = (self.source.steps_per_epoch or np.iinfo(np.int64).max) - step
         steps = min(steps, left)
-        with self._averages.in_place():
+        with self._averages.in_place(), self._own_state():
             parts = self._computing.call(lambda: self._evaluate, handle, EPOCH, step, steps, compile=self._compile)
             totals = np.sum([some for _, some in parts], 0)
         going, totals[SKIPPED] = totals[SKIPPED] > 0, 0
         return step + steps if going and steps < left else None, totals
+
+    @contextlib.contextmanager
+    def _own_state(self) -> Iterator[None]:
+        """What a stateful layer carries from batch to batch begins with zeros, and training keeps its own.
+
+        A run that goes on from within an evaluation begins that one anew: it must find what training carries.
+        """
+        training = [variable.read_value() for variable in self._carried]
+        for variable, value in zip(self._carried, self._carries, strict=True):
+            variable.assign(value)
+        try:
+            yield
+        finally:
+            self._carries = [variable.read_value() for variable in self._carried]
+            for variable, value in zip(self._carried, training, strict=True):
+                variable.assign(value)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
         """The means and metrics of totals, named `eval_...`."""
@@ -89,7 +125,11 @@ class Evaluation:
 
         def of_rows(rows: Rows, stand_in: Any, feed: Any) -> tf.Tensor:
             with self._computing.replica(source, rows, stand_in, 1) as replica:
+                if self._fill_up_to is not None:
+                    replica.fill_up(self._fill_up_to)
                 found = as_written(self._task.compute)(self._model, replica.batch, training=False)
+                if self._fill_up_to is not None:
+                    found = self._without_filling(found, tf.maximum(count(rows.batch), 1))
                 loss, sums = values.sums(found, self._dtype)
                 if self._summed:  # a mean over batches, each weighed by its rows, as in training
                     batch_rows = tf.cast(source.batch_rows(feed), self._dtype)
@@ -132,6 +172,21 @@ class Evaluation:
         packed = backend.first(backend.run(summed, totals))
         self._whereabouts.lap(HOST, packed)
         return packed
+
+    def _without_filling(self, found: Any, n: tf.Tensor) -> Any:
+        """The values of the first n rows, which are those of examples."""
+
+        def own(tensor: Any) -> tf.Tensor:
+            tensor = tf.convert_to_tensor(tensor)
+            if tensor.shape.rank == 0 or tensor.shape[0] != self._fill_up_to:
+                raise UsageError(
+                    f"the last batch of the evaluation is filled up to {self._fill_up_to} rows, which the model asks "
+                    f"for, but compute() returned a tensor of shape {tensor.shape}, of which nobody knows what belongs "
+                    "to which row: give each tensor the shape [n, ...], or use a number of examples without remainder"
+                )
+            return tensor[:n]
+
+        return tf.nest.map_structure(own, found)
 
     def _more(self, source: Source, taken: Any) -> tf.Tensor:
         """Whether there is anything: for this worker; or for any, where all must enter a collective."""

@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from loop import checkpoint, rundir
 from loop.backends.base import Backend
-from loop.build import all_variables, build
-from loop.data import open_data
+from loop.build import Built, all_variables, build, carried_variables, model_variables
+from loop.data import likely_rows, open_data
 from loop.errors import TrainingError, UsageError
 from loop.evaluate import load_weights
 from loop.options import with_defaults
@@ -30,6 +30,7 @@ from loop.run import Run
 from loop.state import assign, averaged, numbered, snapshot
 from loop.task import TrainTask, target_of
 from loop.tracing import as_written
+from loop.trial import of_size, put_back
 from loop.writer import arrays
 
 TOLERANCE = 1e-6
@@ -97,9 +98,16 @@ def rebuild(task: TrainTask, path: Path) -> tuple[Any, Any]:
     """The model of a checkpoint, with its weights; and a few examples, of the evaluation data if there are any."""
     _, manifest = rundir.locate(path)
     data = open_data(task, with_defaults(task, {"steps": 1}) | {"eval_every": "epoch"})
-    model = build(task, Backend(), manifest["run"]["options"]["precision"], data.train.example).model
-    load_weights(model, path)
-    return model, (data.eval or data.train).example
+    about = manifest["run"]
+    rows = likely_rows(about["options"], about.get("replicas", 1))
+    built = build(task, Backend(), about["options"]["precision"], data.train.example, rows)
+    load_weights(built.model, path)
+    return built.model, examples_for(built, (data.eval or data.train).example)
+
+
+def examples_for(built: Built, example: Any) -> Any:
+    """Examples for a model to be called with: as many as it takes, where it takes no other number."""
+    return example if built.fixed_rows is None else of_size(example, built.fixed_rows)
 
 
 def export_run(run: Run, out: Path) -> tuple[Any, Any]:
@@ -107,9 +115,11 @@ def export_run(run: Run, out: Path) -> tuple[Any, Any]:
     tensors = averaged(arrays(snapshot(run)[0]))
     data = run.step.data
     # Another model: that of the run may be in several places, or in others' hands, and has its raw weights.
-    model = build(run.task, Backend(), run.options["precision"], data.train.example).model
-    assign(numbered("model", all_variables(model)), tensors)
-    served = Served(model, *call_of(run.task, model, (data.eval or data.train).example))
+    rows = likely_rows(run.options, run.backend.replicas)
+    built = build(run.task, Backend(), run.options["precision"], data.train.example, rows)
+    assign(numbered("model", all_variables(built.model)), tensors)
+    example = examples_for(built, (data.eval or data.train).example)
+    served = Served(built.model, *call_of(run.task, built.model, example))
     save(served, out, out)
     return served.example(), served.outputs()
 
@@ -129,7 +139,8 @@ def call_of(task: TrainTask, model: Any, batch: Any) -> tuple[tuple[Any, ...], d
         own = "__call__" in vars(kind)
         kind.__call__ = listening
         try:
-            with probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
+            state = [*model_variables(model), *carried_variables(model)]
+            with probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])), put_back(state):
                 task.compute(model, batch, training=False)
         finally:
             if own:

@@ -108,7 +108,8 @@ def find_lr(
     options = options | inexact.OFF | {"ema": None, "profile": None, "eval_every": "never", "on_nonfinite": "stop"}
     keras.utils.set_random_seed(options["seed"])
     sources = open_data(task, options)
-    built = build(task, engine, options["precision"], sources.train.example)
+    rows = sources.train.row_counts(engine.replicas, options["accumulate"])
+    built = build(task, engine, options["precision"], sources.train.example, rows)
     with engine.scope():
         rate = tf.Variable(low, trainable=False, dtype=tf.float64)
     ratios = _ratios(built.optimizer)

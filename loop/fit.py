@@ -207,7 +207,8 @@ def live(
     """One life of a run: the whole of it, but in an elastic job, where there is another with each set of workers."""
     keras.utils.set_random_seed(options["seed"])
     sources = open_data(task, options)
-    built = build(task, engine, options["precision"], sources.train.example)
+    rows = sources.train.row_counts(engine.replicas, options["accumulate"])
+    built = build(task, engine, options["precision"], sources.train.example, rows)
     with rundir.prepared(task, run_dir, options["resume"], engine) as directory:
         run = Run(task, engine, options, built, directory)
         bus = Bus(callbacks, run)

@@ -17,6 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from loop.trial import of_size
+
 _CODE = 4096
 """An index is sent as two floats, its quotient and its remainder: exact up to tables of 2**36 rows."""
 
@@ -38,18 +40,24 @@ def rows_of(gradient: Any) -> tf.Tensor:
     return tf.cast(gradient.indices, tf.int64) if sparse else tf.zeros([0], tf.int64)
 
 
-def kinds(looked_up: Callable[[Any], Sequence[np.ndarray]], example: Any, names: Sequence[str]) -> dict[int, str]:
+def kinds(
+    looked_up: Callable[[Any], Sequence[np.ndarray]], example: Any, names: Sequence[str], fixed_rows: int | None = None
+) -> dict[int, str]:
     """Which variables get gradients by lookups, and of which kind.
 
     Args:
         looked_up: for a batch, the rows that are in the gradient of each variable: none in a dense one.
         example: a few examples as a batch.
         names: those of the variables.
+        fixed_rows: how many rows a batch must have; None: any number.
 
     Returns:
         `EACH` or `SHARED` by the variable's index. Where rows can't come twice, or where lookups of both kinds go to
         one table, the gradient stays dense.
     """
+    if fixed_rows is not None:  # of no other number can it be seen what doubles
+        all_rows = enumerate(looked_up(of_size(example, fixed_rows)))
+        return {index: EACH for index, rows in all_rows if len(rows) and len(rows) % fixed_rows == 0}
     one = tf.nest.map_structure(lambda tensor: tensor[:1], example)
     two = tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), one)
     found: dict[int, str] = {}

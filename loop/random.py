@@ -22,7 +22,8 @@ def by_row() -> None:
     """Lets `tf.random.stateless_uniform`, `stateless_normal` and stateless dropout draw by row within `compute`.
 
     Keras's layers draw with them. Elsewhere, and for a shape that is known while tracing, they are as they were: what
-    has an unknown size is taken to have the batch as its first axis, whose size nobody knows then.
+    has an unknown size is taken to have the batch as its first axis, whose size nobody knows then. Where the model
+    takes batches of one size alone, an axis of that size is the batch's, too.
     """
     for space in (tf, tf.compat.v2):  # Keras 3 knows them by the one name, tf_keras by the other
         if not hasattr(space.random.stateless_uniform, "by_row"):
@@ -61,7 +62,8 @@ def _by_row(original: Any, draw: Any) -> Any:
     @functools.wraps(original)
     def function(shape: Any, seed: Any, *args: Any, **kwargs: Any) -> Any:
         replica = current()
-        if replica is None or tf.get_static_value(tf.convert_to_tensor(shape, tf.int32)) is not None:
+        known = tf.get_static_value(tf.convert_to_tensor(shape, tf.int32))
+        if replica is None or (known is not None and not (known.size and known[0] == replica.fixed_rows)):
             return original(shape, seed, *args, **kwargs)
         return draw(shape, seed, *args, **kwargs)
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 from callbacks.journal import jsonable
 from loop import checkpoint, rundir
 from loop.backends.base import Backend
-from loop.build import as_tf, build, trainable_variables, variable_names
-from loop.data import ArraySource, BatchOptions, Data, Rows, open_data, rows
+from loop.build import as_tf, build, carried_variables, trainable_variables, variable_names
+from loop.data import ArraySource, BatchOptions, Data, Rows, likely_rows, open_data, rows
 from loop.errors import UsageError
 from loop.options import with_defaults
 from loop.state import assign, named_variables_of, numbered, unpacked
@@ -90,12 +90,13 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     options = with_defaults(task, {name: each for name, each in options.items() if each is not None} | {"ema": None})
     keras.utils.set_random_seed(options["seed"])
     engine, example = Backend(), open_data(task, options).train.example
-    built = build(task, engine, options["precision"], example)
+    built = build(task, engine, options["precision"], example, likely_rows(options, 1))
     tensors = checkpoint.read(path, manifest)
     batch, index = unpacked(tensors, example)
     data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), options["seed"]))
     step = Step(task, built, engine, Data(data, None), options)
     variables = named_variables_of(built) | numbered("scale", step.scale.variables if step.scale else [])
+    variables |= numbered("carried", carried_variables(built.model))
     kinds = {name.partition("/")[0] for name in variables}
     assign(variables, {name: each for name, each in tensors.items() if name.partition("/")[0] in kinds})
     weights = [variable.numpy() for variable in as_tf(trainable_variables(built.model))]

@@ -50,16 +50,31 @@ class Replica:
         self.batch = rows.batch
         self.counts_something: tf.Tensor | None = None
         self._table: tf.Tensor | None = None
+        self._filled_index: tf.Tensor | None = None
+        self.fixed_rows: int | None = None
+        self._stand_ins = 1
         if stand_in is not None:
+            self._stand_ins = tf.nest.flatten(stand_in)[0].shape[0] or 1
             self.counts_something = self.count > 0
             self.batch = tf.cond(self.counts_something, lambda: rows.batch, lambda: stand_in)
 
     @property
     def index(self) -> tf.Tensor:
         """What tells each example of `batch` from all others of the epoch: int64 [n]; 0 for a stand-in."""
+        if self._filled_index is not None:
+            return self._filled_index
         if self.counts_something is None:
             return self.rows.index
-        return tf.cond(self.counts_something, lambda: self.rows.index, lambda: tf.zeros([1], tf.int64))
+        return tf.cond(self.counts_something, lambda: self.rows.index, lambda: tf.zeros([self._stand_ins], tf.int64))
+
+    def fill_up(self, rows: int) -> None:
+        """Repeats the last row of `batch`, so that there are so many."""
+
+        def filled(tensor: tf.Tensor) -> tf.Tensor:
+            return tf.gather(tensor, tf.minimum(tf.range(rows), tf.shape(tensor)[0] - 1))
+
+        self._filled_index = filled(self.index)
+        self.batch = tf.nest.map_structure(filled, self.batch)
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum over all replicas, through which gradients flow.

@@ -18,7 +18,15 @@ from callbacks.journal import jsonable
 from callbacks.redact import redact, tell
 from loop import checkpoint
 from loop.backends.base import Backend
-from loop.build import Built, all_variables, as_tf, optimizer_variables, trainable_variables, variable_names
+from loop.build import (
+    Built,
+    all_variables,
+    as_tf,
+    carried_variables,
+    optimizer_variables,
+    trainable_variables,
+    variable_names,
+)
 from loop.data import Rows
 from loop.errors import UsageError
 from loop.seeds import random_state
@@ -250,6 +258,7 @@ def named_variables(run: Run) -> dict[str, Any]:
         weights = as_tf(trainable_variables(run.model))
         for weight, average in zip(weights, run.step.averages.variables, strict=True):
             found[places[id(weight)].replace("model/", AVERAGES, 1)] = average
+    found |= numbered("carried", carried_variables(run.model))
     return found | numbered("scale", run.step.scale.variables if run.step.scale else [])
 
 

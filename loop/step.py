@@ -18,7 +18,16 @@ import tensorflow as tf
 from loop import communication, inexact, lookups, random
 from loop.averages import Averages
 from loop.backends.base import Backend
-from loop.build import Built, as_tf, losses, optimizer_variables, trainable_variables, updates_rows, variable_names
+from loop.build import (
+    Built,
+    as_tf,
+    carried_variables,
+    losses,
+    optimizer_variables,
+    trainable_variables,
+    updates_rows,
+    variable_names,
+)
 from loop.computing import Computing, TraceAgainError
 from loop.data import ArraySource, Data, Rows, StreamSource, count
 from loop.errors import TrainingError, UsageError
@@ -82,7 +91,8 @@ class Step:
         self.dtype = tf.float64 if wide else tf.float32
         self._trained = {name: Values(names, built.metrics) for name, names in built.phases.items()}
         self._connected: dict[str, list[int]] = {}
-        self.computing = Computing(backend, options, data.train if options["compile"] == "xla" else None)
+        compiled = data.train if options["compile"] == "xla" else None
+        self.computing = Computing(backend, options, compiled, built.fixed_rows)
         # One replica that sees the whole batch at once knows its weight before the backward pass, and needn't divide
         # each gradient by it after that.
         whole = backend.replicas == 1 and options["accumulate"] == 1
@@ -108,7 +118,10 @@ class Step:
             )
         share(built.model, options["sync_batch_norm"] and self._local_steps == 1)
         random.reseed(built.model)
-        if has_own_state(built.model):
+        # What is carried from row to row must not see a stand-in; it is for one replica, which needs none.
+        carried = carried_variables(built.model)
+        self._state += carried
+        if has_own_state(built.model) and not carried:
             self.computing.everyone |= {data.train, data.eval}
         if self._lookups and backend.replicas * options["accumulate"] > 1:
             self.computing.everyone.add(data.train)

@@ -1,14 +1,206 @@
-"""Trying `compute` before anything is traced: the state that a trial changes is put back."""
+"""Trying `compute` before anything is traced: with which batches, and what it leaves as it was."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+
+from loop.data import RowCounts
+from loop.errors import UsageError
+from loop.replica import all_gathers, probing
+from loop.task import TrainTask
+from loop.values import check, content, try_metrics
+
+
+class Trial:
+    """Tries functions of a batch, such as `compute`, and finds out whether they take batches of one size alone.
+
+    Args:
+        example: a few examples as a batch.
+        metrics: Keras metrics by the name of the value that each is updated with.
+        rows: how many rows batches have in the run; None: nobody knows.
+        stateful: how many rows the state has that the model carries from batch to batch; 0: nobody knows; None: there
+            is no such state.
+        inputs: the batch sizes that the model's inputs name.
+
+    Attributes:
+        fixed: how many rows a batch must have; None: any number.
+    """
+
+    def __init__(
+        self,
+        example: Any,
+        metrics: Mapping[str, Any],
+        rows: RowCounts | None = None,
+        stateful: int | None = None,
+        inputs: Sequence[int] = (),
+    ) -> None:
+        self._example, self.metrics, self._rows = example, metrics, rows
+        self._stateful = stateful is not None
+        # The likeliest first: what a replica gets of a whole batch; what the model names; the whole batch.
+        likely = [stateful or 0, *(reversed(rows.whole) if rows else ()), *inputs, rows.batch_size if rows else 0]
+        self._likely = [n for n in dict.fromkeys(likely) if n]
+        self.fixed: int | None = None
+
+    def names(self, compute: Callable[[Any], Any]) -> list[str]:
+        """Calls a function of a batch, and gives the names of its values, the loss first.
+
+        Raises:
+            UsageError: the values are not as they must be, or the run has batches that the function doesn't take.
+        """
+        if self.fixed is not None:
+            return self._of_size(compute, self.fixed)
+        problem: Exception | None = None
+        if not self._stateful or not self._likely:
+            try:
+                return self._of_few(compute)
+            except UsageError as error:
+                if error.__cause__ is None:  # else it tells of shapes that TensorFlow or Keras didn't like
+                    raise
+                problem = error
+            except Exception as error:
+                problem = error
+        # Not of any number of rows: of those that the run has?
+        for n in self._likely:
+            try:
+                names = self._of_size(compute, n)
+            except Exception as error:
+                problem = problem or error
+                continue
+            self.fixed = n
+            self._check_others(compute, n)
+            return names
+        assert problem is not None
+        raise problem
+
+    def _of_few(self, compute: Callable[[Any], Any]) -> list[str]:
+        """Calls it with a few examples and with one."""
+        # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
+        example, metrics = self._example, self.metrics
+        n, gathers = int(tf.shape(tf.nest.flatten(example)[0])[0]), all_gathers()
+        with probing(n):
+            values = compute(example)
+            names = check(values, n, None, tuple(metrics))
+            try_metrics(metrics, values)
+        with probing(1):
+            alone = compute(tf.nest.map_structure(lambda tensor: tensor[:1], example))
+            check(alone, 1, names, tuple(metrics))
+        for name in () if all_gathers() != gathers else set(values) - set(metrics):
+            shape, of_one = (list(tf.convert_to_tensor(content(each[name])).shape) for each in (values, alone))
+            if any(size == n != 1 == one for size, one in zip(shape[1:], of_one[1:], strict=False)):
+                raise UsageError(
+                    f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: '
+                    "each is paired with each other one, as by labels of shape [n] minus predictions of shape [n, 1]. "
+                    "Give both one shape, as by tf.squeeze(predictions, -1); or take the other examples from "
+                    "loop.all_gather(...)"
+                )
+        return names
+
+    def _of_size(self, compute: Callable[[Any], Any], n: int) -> list[str]:
+        """Calls it with so many rows, which repeat the examples."""
+        with probing(n):
+            values = compute(of_size(self._example, n))
+            names = check(values, n, None, tuple(self.metrics))
+            try_metrics(self.metrics, values)
+        return names
+
+    def _check_others(self, compute: Callable[[Any], Any], n: int) -> None:
+        """Refuses a run with batches that a function doesn't take, which has taken one of n rows."""
+        rows = self._rows
+        if rows is None:
+            return
+
+        def fails(other: int) -> bool:
+            try:
+                return other != n and (other == 0 or not self._of_size(compute, other))
+            except Exception:
+                return True
+
+        only = f"the model takes batches of {n} rows alone (a stateful layer, keras.Input(batch_size=...), a reshape)"
+        if wrong := [other for other in rows.whole if fails(other)]:
+            shared = " and ".join(
+                [f"{rows.replicas} replicas"] * (rows.replicas > 1) + [f"accumulate={rows.parts}"] * (rows.parts > 1)
+            )
+            raise UsageError(
+                f"{only}, but of batch_size={rows.batch_size} {f'with {shared} ' if shared else ''}it gets "
+                f"{' or '.join(map(str, wrong))}: use batch_size={n * rows.replicas * rows.parts}"
+            )
+        if wrong := [other for other in rows.short if fails(other)]:
+            of = "may have fewer" if wrong == [0] else f"has {' or '.join(map(str, wrong))}"
+            raise UsageError(f"{only}, and the last one of an epoch {of}: use drop_remainder=True (--drop-remainder)")
+
+    def grow(self, compute: Callable[[Any], Any], penalties: list[list[float]]) -> bool:
+        """Whether a penalty doubles with the examples, of which a mean would be the same."""
+        with probing(2 * int(tf.shape(tf.nest.flatten(self._example)[0])[0])):
+            compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), self._example))
+        pairs = zip(penalties[0], penalties[-1], strict=False)
+        return any(once != 0 and np.isclose(twice, 2 * once, rtol=0.02) for once, twice in pairs)
+
+
+def of_size(example: Any, n: int) -> Any:
+    """A batch of n rows, which repeat those of an example."""
+    rows = tf.range(n) % tf.shape(tf.nest.flatten(example)[0])[0]
+    return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), example)
+
+
+def check_stateful(layers: Sequence[Any], rows: RowCounts | None) -> int | None:
+    """How many rows the state of layers has that is carried from batch to batch; see `Trial`.
+
+    Raises:
+        UsageError: on several replicas, or with micro-batches, the rows that follow each other would go astray.
+    """
+    if not layers:
+        return None
+    if rows is not None and (rows.replicas > 1 or rows.parts > 1):
+        how = f"{rows.replicas} replicas" if rows.replicas > 1 else f"accumulate={rows.parts}"
+        raise UsageError(
+            f"{layers[0].name} is stateful: row i of a batch goes on from row i of the batch before, which with {how} "
+            "it can't: train on one replica without accumulate, or use stateful=False"
+        )
+    states = [state for layer in layers for state in tf.nest.flatten(layer.states or [])]
+    sizes = [int(state.shape[0]) for state in states if state is not None]
+    return sizes[0] if sizes else 0
+
+
+class StepTrial:
+    """Stands for the step in a `train_step` that is tried: takes the names of its values, and trains nothing."""
+
+    def __init__(self, names: Sequence[str], trial: Trial) -> None:
+        self._names, self._trial = names, trial
+        self.phases: dict[str, list[str]] = {}
+
+    def minimize(self, values: Callable[[Any], Any], optimizer: str = "") -> dict[str, tf.Tensor]:
+        """See `loop.step.Step.minimize`."""
+        if not callable(values):
+            raise UsageError(
+                f"step.minimize({type(values).__name__}): give a function of a batch that returns the values, such as "
+                "lambda batch: self.compute(model, batch, training=True)"
+            )
+        if optimizer and optimizer not in self._names:
+            there = ", ".join(self._names) or "only one, without a name"
+            raise UsageError(f"step.minimize(..., {optimizer!r}): build_optimizer() has no such optimizer ({there})")
+        names = self._trial.names(values)
+        if self.phases.setdefault(optimizer, names) != names:
+            raise UsageError(
+                f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.phases[optimizer])}, and "
+                f"again with {', '.join(names)}: return the same values"
+            )
+        return {name: tf.constant(1.0) for name in names if name not in self._trial.metrics}
+
+
+def tried_step(task: TrainTask, optimizer: Any, model: Any, trial: Trial) -> dict[str, list[str]]:
+    """Tries the task's own `train_step`; the names of the values of each of its `step.minimize`."""
+    step = StepTrial(list(optimizer) if isinstance(optimizer, Mapping) else [], trial)
+    task.train_step(model, step)
+    if not step.phases:
+        raise UsageError("train_step() never called step.minimize(...): nothing is trained")
+    return step.phases
 
 
 @contextlib.contextmanager

@@ -141,3 +141,133 @@ def test_evaluation_without_compute_is_refused(quiet):
     with pytest.raises(UsageError, match=r"Evaluated has eval_data\(\), but no compute\(\)"):
         fit(Evaluated(), steps=1, callbacks=quiet())
     assert fit(Evaluated(), steps=1, eval_every="never", callbacks=quiet()).steps == 1
+
+
+def sequences(examples):
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(examples, 4, 3)).astype("float32")
+    return inputs, inputs.sum((1, 2))[:, None]
+
+
+class Carrying(Unweighted):
+    """A recurrent layer that goes on, row by row, from the batch before."""
+
+    family = keras
+
+    def __init__(self, examples=32, held_out=None, streamed=False):
+        super().__init__()
+        self.size, self.held_out, self.streamed = examples, held_out, streamed
+
+    def build_model(self):
+        layers = self.family.layers
+        first = self.family.Input((4, 3), batch_size=8)
+        return self.family.Sequential([first, layers.LSTM(4, stateful=True), layers.Dense(1)])
+
+    def build_optimizer(self):
+        return self.family.optimizers.SGD(0.05)
+
+    def train_data(self):
+        arrays = sequences(self.size)
+        return tf.data.Dataset.from_tensor_slices(arrays) if self.streamed else ArrayData(*arrays)
+
+    def eval_data(self):
+        return ArrayData(*sequences(self.held_out)) if self.held_out else None
+
+    def compute(self, model, batch, training):
+        return {"loss": tf.reduce_sum((model(batch[0], training=training) - batch[1]) ** 2, -1)}
+
+
+class CarryingInTfKeras(Carrying):
+    family = tf_keras
+
+
+def state_of(model):
+    return [np.asarray(state.numpy()) for state in tf.nest.flatten(model.layers[0].states)]
+
+
+def test_a_stateful_layer_trains_as_in_keras(quiet):
+    """Keras never resets it, neither between batches nor between epochs."""
+    found = fit(Carrying(), epochs=2, callbacks=quiet(), **ROWS)
+    keras.utils.set_random_seed(3)
+    model = Carrying().build_model()
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    model.fit(*sequences(32), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    for ours, theirs in zip(found.model.trainable_variables, model.trainable_variables, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(state_of(found.model), state_of(model), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("kind", [Carrying, CarryingInTfKeras])
+def test_carried_state_is_in_the_checkpoint_and_evaluation_has_its_own(kind, streamed, quiet, tmp_path):
+    def run(directory, epochs, held_out):
+        task = kind(held_out=held_out, streamed=streamed)
+        return fit(task, epochs=epochs, run_dir=tmp_path / directory, callbacks=quiet(), **ROWS)
+
+    whole = run("whole", 2, 19)
+    run("resumed", 1, 19)
+    resumed, unseen = run("resumed", 2, 19), run("unseen", 2, None)
+    assert resumed.weights_sha256 == whole.weights_sha256 == unseen.weights_sha256
+    assert resumed.metrics["eval_loss"] == whole.metrics["eval_loss"]
+    for one, other in zip(state_of(resumed.model), state_of(whole.model), strict=True):
+        assert np.abs(one).max() > 0
+        np.testing.assert_array_equal(one, other)
+    # Of 19 examples the last batch has 3, and is filled up; row by row, with a state that begins with zeros.
+    model, (inputs, labels) = whole.model, sequences(19)
+    for layer in model.layers[:1]:
+        layer.reset_states()
+    filled = np.concatenate([inputs, np.zeros([5, 4, 3], "float32")])
+    outputs = np.concatenate([model(filled[start : start + 8]).numpy() for start in (0, 8, 16)])[:19]
+    assert whole.metrics["eval_loss"] == pytest.approx(np.mean((outputs - labels) ** 2, dtype="float64"), rel=1e-5)
+
+
+class Fixed(Carrying):
+    """A batch of constant size, by a reshape that Keras doesn't know of."""
+
+    def build_model(self):
+        first = keras.layers.Lambda(lambda inputs: tf.reshape(inputs, [8, 12]))
+        layers = [first, keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((4, 3)), *layers])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.05)
+
+
+class Flexible(Fixed):
+    def build_model(self):
+        layers = [keras.layers.Reshape([12]), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+        return keras.Sequential([keras.Input((4, 3)), *layers, keras.layers.Dense(1)])
+
+
+@pytest.mark.parametrize(
+    ("streamed", "replicas", "options"),
+    [(True, 1, {}), (False, 2, {"batch_size": 16}), (True, 2, {"batch_size": 16}), (False, 1, {"compile": "xla"})],
+)
+def test_a_model_of_one_batch_size_trains_and_is_evaluated(streamed, replicas, options, quiet):
+    """To the bit as one that takes any; the last batch of the evaluation has one row."""
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    options = {**ROWS, "drop_remainder": True, "backend": backend, **options}
+    fixed, flexible = (
+        fit(kind(37, 17, streamed), epochs=2, callbacks=quiet(), **options) for kind in (Fixed, Flexible)
+    )
+    for one, other in zip(fixed.model.get_weights(), flexible.model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert fixed.metrics["eval_loss"] == pytest.approx(flexible.metrics["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "replicas", "options", "message"),
+    [
+        (Carrying(), 2, {}, r"lstm.* is stateful: row i of a batch .* which with 2 replicas it can't: train on one"),
+        (Carrying(), 1, {"accumulate": 2}, r"which with accumulate=2 it can't"),
+        (Carrying(37), 1, {}, r"takes batches of 8 rows alone .*the last one of an epoch has 5: use drop_remainder"),
+        (Fixed(37, streamed=True), 1, {}, r"takes batches of 8 rows alone .*the last one of an epoch has 5"),
+        (Fixed(64), 2, {}, r"of batch_size=8 with 2 replicas it gets 4: use batch_size=16"),
+        (Fixed(64, 64), 1, {"batch_size": 16, "accumulate": 2}, r"in an evaluation each replica gets 16 of"),
+    ],
+)
+def test_batches_of_other_sizes_are_refused(task, replicas, options, message, quiet):
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    with pytest.raises(UsageError, match=message):
+        fit(task, backend=backend, callbacks=quiet(), **{**ROWS, **options})

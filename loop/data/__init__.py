@@ -7,7 +7,7 @@ after each epoch.
 """
 
 from loop.data.arrays import ArrayData, ArraySource
-from loop.data.batch import BatchOptions, Rows, count, rows
+from loop.data.batch import BatchOptions, RowCounts, Rows, count, likely_rows, rows
 from loop.data.padding import Padding
 from loop.data.parts import contents, first, in_float64, part
 from loop.data.pipelines import one_order, shard_files, stacking_problem
@@ -20,6 +20,7 @@ __all__ = [
     "BatchOptions",
     "Data",
     "Padding",
+    "RowCounts",
     "Rows",
     "Source",
     "StreamData",
@@ -28,6 +29,7 @@ __all__ = [
     "count",
     "first",
     "in_float64",
+    "likely_rows",
     "one_order",
     "open_data",
     "part",

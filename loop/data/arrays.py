@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data.batch import BatchOptions, Rows, rows
+from loop.data.batch import BatchOptions, RowCounts, Rows, row_counts, rows
 from loop.data.padding import Padding, as_padding
 from loop.data.sequences import Sequences, is_list_of_examples, lengths_of, sequences
 from loop.errors import UsageError
@@ -298,6 +298,11 @@ class ArraySource:
     def batch_rows(self, feed: Any) -> tf.Tensor:
         """How many rows the global batch has that `feed` is taken from: int64."""
         return self._extent(feed[1])[1]
+
+    def row_counts(self, replicas: int, parts: int = 1) -> RowCounts:
+        """How many rows each of so many replicas gets of a micro-batch."""
+        batch = min(self.options.batch_size, self.size)
+        return row_counts(batch, 0 if self.options.drop_remainder else self.size % batch, replicas, parts)
 
     def leaves_some_without(self, parts: int) -> bool:
         """Whether one of so many parts of some batch is empty."""

@@ -46,6 +46,54 @@ class Rows(NamedTuple):
     index: tf.Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class RowCounts:
+    """How many rows `compute` is handed: those of the replicas' shares of the (micro-)batches of a source.
+
+    Attributes:
+        batch_size: examples in a global batch.
+        replicas: how many share it.
+        parts: into how many micro-batches it is cut.
+        whole: how many rows a replica gets of a whole batch; increasing.
+        short: of a short last batch, if there is one; 0: nobody knows how many.
+    """
+
+    batch_size: int
+    replicas: int
+    parts: int
+    whole: list[int]
+    short: list[int]
+
+
+def row_counts(batch_size: int, remainder: int | None, replicas: int, parts: int) -> RowCounts:
+    """See `RowCounts`; `remainder` is the size of a short last batch, 0 if there is none, None if nobody knows."""
+    whole = _shares(batch_size, replicas, parts)
+    short = [0] if remainder is None else _shares(remainder, replicas, parts)
+    return RowCounts(batch_size, replicas, parts, whole, short)
+
+
+def likely_rows(options: dict[str, Any], replicas: int, others: int = 1) -> RowCounts:
+    """For a model that isn't trained here: how many rows its batches are likely to have; nothing is promised.
+
+    Args:
+        options: those of `fit` with which it is or was trained.
+        replicas: on how many it was.
+        others: on how many it is to be used.
+    """
+    share = max(1, options["batch_size"] // (replicas * (options["accumulate"] or 1)))
+    return RowCounts(share, others, 1, [], [])
+
+
+def _shares(n: int, replicas: int, parts: int) -> list[int]:
+    """The different numbers of rows, but none, in the replicas' shares of the micro-batches of n rows."""
+    found = set()
+    for part in range(parts):
+        low, high = rows(n, part, parts)
+        shares = [rows(high - low, replica, replicas) for replica in range(replicas)]
+        found |= {end - start for start, end in shares}
+    return sorted(found - {0})
+
+
 def rows(n: Any, part: Any, parts: int) -> tuple[Any, Any]:
     """The rows `part*n//parts .. (part+1)*n//parts`: contiguous, even to one, possibly none."""
     return part * n // parts, (part + 1) * n // parts

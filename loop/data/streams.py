@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data.batch import BatchOptions, Rows, count, rows
+from loop.data.batch import BatchOptions, RowCounts, Rows, count, row_counts, rows
 from loop.data.padded_streams import PaddedBatches
 from loop.data.padding import Padding, as_padding
 from loop.data.pipelines import check_spec, dense, one_order, one_order_an_epoch, shard_files, stacking_problem
@@ -226,6 +226,13 @@ class StreamSource:
         One worker can't know how many rows the others have.
         """
         return count(feed[-1]) if self.layout is None else tf.constant(self._batch_size, tf.int64)
+
+    def row_counts(self, replicas: int, parts: int = 1) -> RowCounts:
+        """How many rows each of so many replicas gets of a micro-batch."""
+        size = int(self.dataset.cardinality())  # negative: not known, or endless
+        remainder = size % self._batch_size if size >= 0 else None
+        whole = self.options.drop_remainder or self.endless
+        return row_counts(self._batch_size, 0 if whole else remainder, replicas, parts)
 
     def leaves_some_without(self, parts: int) -> bool:
         """Whether one of so many parts of some batch is empty: that behind each epoch is."""
