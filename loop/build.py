@@ -112,10 +112,12 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any, rows:
             raise UsageError(
                 f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
             )
-        task._prepare(model, example)
-    metrics = checked_metrics(task.build_metrics())
-    stateful = check_stateful(stateful_layers(model), rows)
-    trial = Trial(example, metrics, rows, stateful, fixed_inputs(model))
+        stateful = check_stateful(stateful_layers(model), rows)
+        trial = Trial(example, rows, stateful, fixed_inputs(model))
+        if type(task)._prepare is not TrainTask._prepare:
+            with put_back(_state(task, model, made)):
+                trial.call(lambda batch: task._prepare(model, batch))
+    trial.metrics = metrics = checked_metrics(task.build_metrics())
     with backend.scope(), keras_precision(precision):
         # A model without an input shape makes its variables at the first call: this one.
         penalties: list[list[float]] = []
@@ -125,20 +127,15 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any, rows:
             penalties.append([float(tf.reduce_sum(each)) for each in losses(model) if not tf.is_symbolic_tensor(each)])
             return values
 
-        state = [*made, *held_by(task), *global_seeds()]
-        with contextlib.suppress(ValueError):  # tf_keras, of a model without an input shape: it has none yet
-            state += model_variables(model)
         names, grows = [], False
         if type(task).compute is not TrainTask.compute or type(task).train_step is TrainTask.train_step:
-            with put_back(state):
+            with put_back(_state(task, model, made)):
                 names = trial.names(tried)
                 grows = penalties[0] != penalties[-1] and trial.grow(tried, penalties)
         optimizer = task.build_optimizer()
         phases = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
-            if names:
-                state += model_variables(model)
-            with put_back(state):
+            with put_back(_state(task, model, made)):
                 phases = tried_step(task, optimizer, model, trial)
         if not trainable_variables(model):
             raise UsageError("the model has no trainable variables: build_model() must return one with weights")
@@ -152,6 +149,14 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any, rows:
             raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
         by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
     return Built(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup, trial.fixed)
+
+
+def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable]) -> list[tf.Variable]:
+    """All that a call of the model or of the task's methods may change, as far as it can be known."""
+    found = [*others, *held_by(task), *global_seeds()]
+    with contextlib.suppress(ValueError):  # tf_keras, of a model without an input shape: it has no variables yet
+        found += model_variables(model)
+    return found
 
 
 def _by_lookup(
@@ -179,7 +184,7 @@ def _by_lookup(
         finally:
             logger.setLevel(level)
 
-    with put_back([*model_variables(model), *carried_variables(model), *held_by(task), *global_seeds()]):
+    with put_back(_state(task, model, carried_variables(model))):
         found = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
     return {index: kind for index, kind in found.items() if index in asked}
 

@@ -23,25 +23,25 @@ class Trial:
 
     Args:
         example: a few examples as a batch.
-        metrics: Keras metrics by the name of the value that each is updated with.
         rows: how many rows batches have in the run; None: nobody knows.
         stateful: how many rows the state has that the model carries from batch to batch; 0: nobody knows; None: there
             is no such state.
         inputs: the batch sizes that the model's inputs name.
 
     Attributes:
+        metrics: Keras metrics by the name of the value that each is updated with.
         fixed: how many rows a batch must have; None: any number.
     """
 
     def __init__(
         self,
         example: Any,
-        metrics: Mapping[str, Any],
         rows: RowCounts | None = None,
         stateful: int | None = None,
         inputs: Sequence[int] = (),
     ) -> None:
-        self._example, self.metrics, self._rows = example, metrics, rows
+        self._example, self._rows = example, rows
+        self.metrics: Mapping[str, Any] = {}
         self._stateful = stateful is not None
         # The likeliest first: what a replica gets of a whole batch; what the model names; the whole batch.
         likely = [stateful or 0, *(reversed(rows.whole) if rows else ()), *inputs, rows.batch_size if rows else 0]
@@ -56,26 +56,34 @@ class Trial:
         """
         if self.fixed is not None:
             return self._of_size(compute, self.fixed)
+        names, fixed = self._first_that_works(lambda: self._of_few(compute), lambda n: self._of_size(compute, n))
+        if fixed is not None:
+            self.fixed = fixed
+            self._check_others(compute, fixed)
+        return names
+
+    def call(self, function: Callable[[Any], Any]) -> Any:
+        """Calls a function of a batch, with one that it takes."""
+        few = self._example
+        return self._first_that_works(lambda: function(few), lambda n: function(of_size(few, n)))[0]
+
+    def _first_that_works(self, of_few: Callable[[], Any], of_size: Callable[[int], Any]) -> tuple[Any, int | None]:
+        """What is returned for a few rows; or for as many as the run has, and how many those are."""
         problem: Exception | None = None
         if not self._stateful or not self._likely:
             try:
-                return self._of_few(compute)
+                return of_few(), None
             except UsageError as error:
                 if error.__cause__ is None:  # else it tells of shapes that TensorFlow or Keras didn't like
                     raise
                 problem = error
             except Exception as error:
                 problem = error
-        # Not of any number of rows: of those that the run has?
         for n in self._likely:
             try:
-                names = self._of_size(compute, n)
+                return of_size(n), n
             except Exception as error:
                 problem = problem or error
-                continue
-            self.fixed = n
-            self._check_others(compute, n)
-            return names
         assert problem is not None
         raise problem
 
