@@ -7,6 +7,8 @@ import signal
 import sys
 
 CLOSED = []
+STREAMS = []
+"""What was opened in place of closed ones: `guard_streams` takes their buffers, which would be closed with them."""
 for descriptor in range(3):  # in this order: each takes the lowest number that is free
     try:
         os.fstat(descriptor)
@@ -14,7 +16,8 @@ for descriptor in range(3):  # in this order: each takes the lowest number that 
         CLOSED.append(os.open(os.devnull, os.O_RDWR))
         os.set_inheritable(descriptor, True)
         if descriptor:
-            setattr(sys, "stdout" if descriptor == 1 else "stderr", open(descriptor, "w"))  # noqa: SIM115
+            STREAMS.append(open(descriptor, "w"))  # noqa: SIM115
+            setattr(sys, "stdout" if descriptor == 1 else "stderr", STREAMS[-1])
 
 
 def leave(number: int, frame: object) -> None:
@@ -835,9 +838,9 @@ def main() -> None:
     callbacks.redact.guard_streams()
     try:
         words.check(sys.argv[1:])
-        # A shell that asks what could be typed is answered by an exit.
-        exits = contextlib.nullcontext() if "_TFLOOP_COMPLETE" in os.environ else no_exit()
-        with signals.interrupting(), exits:
+        # Training, and the workers of a job, have handlers of their own.
+        own = launch.JOB in os.environ or sys.argv[1:2] == ["train"]
+        with contextlib.nullcontext() if own else signals.interrupting(), no_exit():
             code = typer.main.get_command(app).main(standalone_mode=False) or 0
     except KeyboardInterrupt as error:
         code = 128 + (error.args[0] if error.args else signal.SIGINT)

@@ -38,6 +38,8 @@ def no_exit() -> Iterator[None]:
         yield
     except SystemExit as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
+        if "typer" in Path(place.filename).parts:  # which answers a shell so, and minds a pipe that is closed
+            raise
         raise TrainingError(
             f"{Path(place.filename).name}, line {place.lineno}, in {place.name}: sys.exit({error.code!r}) can't end a "
             "run: raise an error; or, in a callback, call run.stop(reason)"
