@@ -283,13 +283,7 @@ def test_a_tool_that_is_stopped_leaves_nothing_in_the_temporary_directory(tool, 
     job = start(task, "task.py:Slow", *arguments, command=tool)
     job.wait_for(lambda: len(job.alive()) > 1, seconds=240)
     job.process.send_signal(number)
-    if tool == "sweep":
-        time.sleep(1.0)
-        job.process.send_signal(signal.SIGTERM)
-        time.sleep(1.0)
-        if job.process.poll() is None:
-            job.process.send_signal(signal.SIGTERM)  # the second wish: its trials are killed
-    code, _, lines = job.end()
+    code, _, lines = job.end(seconds=240)
     assert code == 75, lines
     deadline = time.monotonic() + 120
     while job.alive():
