@@ -1,8 +1,10 @@
 """Run directories that aren't what a run has left: links, pipes, lost checkpoints, directories that go away."""
 
+import contextlib
 import json
 import math
 import os
+import random
 import re
 import resource
 import shutil
@@ -18,6 +20,7 @@ from callbacks import Callback, files, record
 from loop import UsageError, checkpoint, explain, fit, replay, rundir, runs, sweep, target, trust, words
 from loop.lock import locked
 from tests import tasks
+from tests.campaigns import hostile
 from tests.conftest import ROOT
 
 CANARY = "what stands elsewhere stays as it is\n"
@@ -485,7 +488,7 @@ def test_what_is_hard_to_read_is_read_quickly_or_not_at_all(run, tmp_path, comma
             copy = shutil.copytree(run, tmp_path / "copy")
             fill(kind, copy / name)
             began = time.process_time()
-            for line in (["runs", "show", copy], ["tail", copy], ["report", copy], ["runs", "compare", copy, run]):
+            for line in (["runs", "show", copy], ["tail", copy]):
                 code, err = command(*line)
                 assert (code, "Traceback" in err) == (0, False), (name, kind, err)
             code, err = command("sync", copy, "--track", "file:nowhere")
@@ -589,3 +592,23 @@ def test_an_error_in_the_users_code_is_a_line_with_its_place(tmp_path, command):
     assert code == 1
     assert 'mine.py", line 23, in compute' in err
     assert "Traceback (most recent call last)" in err
+
+
+def test_a_part_of_the_campaign(run, command, tmp_path):
+    """What is quick of `tests.campaigns.hostile`, in this process: readers, and what a run does first."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "canary").write_text(CANARY)
+    good = shutil.copytree(run, tmp_path / "good")
+    draw = random.Random(0)
+    for _ in range(25):
+        copy = shutil.copytree(run, tmp_path / "runs" / "run")
+        what = hostile.hurt(draw, copy, tmp_path / "elsewhere")
+        before = hostile.seen(tmp_path / "elsewhere", good)
+        line = draw.choice(hostile.commands(copy, good, tmp_path)[: hostile.QUICK])
+        code, err = command(*line)
+        assert not hostile.judge(line, code, 0.0, err, before, hostile.seen(tmp_path / "elsewhere", good)), (what, err)
+        if copy.exists():
+            with contextlib.suppress(UsageError):
+                prepare(copy)
+            hostile.clear(copy)
+        assert hostile.seen(tmp_path / "elsewhere", good) == before, what
