@@ -221,6 +221,7 @@ def train(
     overfit: Annotated[
         int | None, Option(metavar="N", help="Train and evaluate on the first N global batches alone.")
     ] = None,
+    keep: Annotated[str | None, Option(help="Which weights are the result: last, or best.")] = None,
     dry_run_: Annotated[
         bool, Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
     ] = False,

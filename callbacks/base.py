@@ -13,6 +13,7 @@ EVENTS = (
     "data",
     "restore",
     "fit_start",
+    "phase_start",
     "epoch_start",
     "steps_end",
     "eval_end",
@@ -48,15 +49,18 @@ class Run(Protocol):
         progress: counters of steps, epochs and examples done.
         directory: the run directory.
         options: the options of `fit`, by name.
+        phase: the task's phase under way, with its `name`; None for a task without phases.
         total_steps: the step at which the run ends, or None where the data has no known length.
         history: one dict of floats for each finished epoch.
         saved_path: the checkpoint that was last completed in this process, or None.
+        best: the step whose weights are the result of the run, with the metric and its value, or None; see `keep_best`.
         stop_reason: why this worker asked for an end, or "".
         gauges: functions by name whose values are added to the metrics of steps and epochs; set them in `on_setup`, on
             all ranks.
         weights: the model's variables: the name, the variable, and whether it is trained.
         graph: the graph of the compiled training, once steps have been made, or None.
         save_on_stop: whether a stop, and the end of the run, writes a checkpoint; `Checkpoint` asks for it.
+        best_is_judged: whether another callback than `Checkpoint` says whose weights are the result.
         history_in_journal: whether the journal is the record of the history, so that checkpoints needn't hold it;
             `Journal` says so.
         save_in_background: whether training goes on while a checkpoint is written.
@@ -77,13 +81,17 @@ class Run(Protocol):
     history: list[dict[str, float]]
     save_on_stop: bool
     history_in_journal: bool
+    best_is_judged: bool
     save_in_background: bool
     save_must_succeed: bool
     check_on_save: bool
     saved_path: Path | None
+    best: dict[str, Any] | None
     stop_reason: str
     gauges: dict[str, Callable[[], float]]
 
+    @property
+    def phase(self) -> Any: ...
     @property
     def weights(self) -> list[tuple[str, Any, bool]]: ...
     @property
@@ -98,6 +106,7 @@ class Run(Protocol):
     def info(self) -> dict[str, Any]: ...
     def stop(self, reason: str) -> None: ...
     def save(self, reason: str, later: bool = False) -> None: ...
+    def keep_best(self, metric: str, value: float, step: int) -> None: ...
     def checkpoints(self) -> list[Path]: ...
     def discard(self, paths: list[Path]) -> None: ...
     def fingerprints(self) -> dict[int, list[str]]: ...
@@ -137,7 +146,7 @@ class Callback:
         """The model and the optimizer exist; nothing has been restored, no data has been read."""
 
     def on_data(self, run: Run, data: Any) -> Any:
-        """The data sources (`data.train`, `data.eval`) are known. Returns them, changed or as they are."""
+        """The data sources (`data.train`, `data.eval`) of a phase are known. Returns them, changed or as they are."""
         return data
 
     def on_restore(self, run: Run, path: Path | None) -> None:
@@ -145,6 +154,9 @@ class Callback:
 
     def on_fit_start(self, run: Run) -> None:
         """Everything is in place; no step has been made in this process."""
+
+    def on_phase_start(self, run: Run) -> None:
+        """A phase of the task starts, `run.phase`, with an optimizer of its own; a task without phases has one."""
 
     def on_epoch_start(self, run: Run) -> None:
         """An epoch starts, or goes on after a restore."""

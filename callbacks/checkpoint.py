@@ -10,6 +10,10 @@ from typing import Any
 from callbacks import direction
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
+from callbacks.redact import tell
+
+DEFAULT = "eval_loss"
+"""The metric by which the best checkpoint is kept, where no other is given."""
 
 PAUSE = 10.0
 """At the ends of short epochs, a checkpoint is written at most once in so many seconds."""
@@ -38,7 +42,7 @@ class Checkpoint(Callback):
         self,
         every: Every = "auto",
         keep_last: int = 3,
-        best: str | None = "eval_loss",
+        best: str | None = DEFAULT,
         mode: str = "auto",
         background: bool = True,
         on_error: str = "stop",
@@ -49,14 +53,15 @@ class Checkpoint(Callback):
         self.every: Every = "epoch" if every == "auto" else every
         self.pause = 0.0 if every == "epoch" else PAUSE
         self.keep_last = keep_last
-        self.best = best
-        self.watches = {"best": best} if best not in (None, "eval_loss") else {}
+        self.best = self._asked = best
+        self.watches = {"best": best} if best not in (None, DEFAULT) else {}
         self.sign = direction.sign(self, "best", best or "loss", mode)
         self.background = background
         self.on_error = on_error
         self.best_value: float | None = None
         self.best_step: int | None = None
         self._best_saved: int | None = None
+        self._result_saved: int | None = None
         self._due = -math.inf
 
     def on_setup(self, run: Run) -> None:
@@ -64,7 +69,13 @@ class Checkpoint(Callback):
         run.save_on_stop = True
         run.save_in_background = self.background
         run.save_must_succeed = self.on_error == "stop"
-        self.best_value, self.best_step, self._best_saved = None, None, None
+        self.best, self.best_value, self.best_step = self._asked, None, None
+        self._best_saved, self._result_saved = None, None
+
+    def on_data(self, run: Run, data: Any) -> Any:
+        if run.options["keep"] == "best" and self._asked in (None, DEFAULT):
+            self.best = "loss" if data.eval is None else DEFAULT
+        return data
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         if self.every != "epoch":
@@ -79,27 +90,43 @@ class Checkpoint(Callback):
             self._save(run, "epoch")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
-        if self.best_step in [step_of(each) for each in run.checkpoints()]:
+        there = [step_of(each) for each in run.checkpoints()]
+        if self.best_step in there:
             self._best_saved = self.best_step
+        if run.options["keep"] == "best" and self.best is not None and self.best_step is not None:
+            assert self.best_value is not None
+            if self.best_step in there:
+                run.keep_best(self.best, self.best_value, self.best_step)
+            else:  # of another run directory, or removed
+                tell_lost_best(self.best_step)
+                self.best_value = self.best_step = None
+
+    def on_fit_start(self, run: Run) -> None:
+        self._result_saved = run.best["step"] if run.best is not None else None
 
     def on_checkpoint(self, run: Run, reason: str) -> None:
         assert run.saved_path is not None
         step = step_of(run.saved_path)
         if step == self.best_step:
             self._best_saved = step
+        result = run.best["step"] if run.best is not None else None
+        if step == result:
+            self._result_saved = step
         # Later ones are of another life, and were passed over. The best may still have to be written: until it is, the
         # one before isn't given up.
         paths = [path for path in run.checkpoints() if step_of(path) <= step]
-        kept = (self.best_step, self._best_saved)
+        kept = (self.best_step, self._best_saved, result, self._result_saved)
         run.discard([path for path in paths[: -self.keep_last] if step_of(path) not in kept])
 
     def _judge(self, run: Run, metrics: Metrics) -> None:
         value = metrics.get(self.best, math.nan) if self.best else math.nan
         if math.isfinite(value) and (self.best_value is None or self.sign * (value - self.best_value) < 0):
             self.best_value, self.best_step = value, run.progress.step
+            if run.options["keep"] == "best" and self.best is not None:
+                run.keep_best(self.best, value, run.progress.step)
             if self._is_due():
                 self._save(run, "best")
-            else:
+            elif not run.best_is_judged:  # memory holds one, which must be the result of the run
                 run.save("best", later=True)
 
     def _is_due(self) -> bool:
@@ -119,3 +146,9 @@ class Checkpoint(Callback):
 def step_of(path: Path) -> int:
     """The step of a checkpoint, by its name."""
     return int(path.name.removeprefix("step-"))
+
+
+def tell_lost_best(step: int) -> None:
+    """Says that the best weights so far are those of another run directory, or were removed."""
+    where = "are not in this run directory, which keeps the best from here on"
+    tell(f"note: the best weights so far, of step {step:,}, {where}")

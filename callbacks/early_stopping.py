@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from callbacks.arguments import check
 from callbacks.base import Run
+from callbacks.checkpoint import tell_lost_best
 from callbacks.patience import Patience
 
 
@@ -14,15 +19,62 @@ class EarlyStopping(Patience):
         patience: how many measurements without improvement are borne, >= 1.
         min_delta: the least change that counts as an improvement, >= 0.
         mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
+        restore_best: whether the run returns the weights of the best measurement, however it ends; `export` and
+            `evaluate` of the run take them, too. They come from a checkpoint, so that `Checkpoint` is needed.
 
     Raises:
         ValueError: before the first step, if the run has no such metric.
     """
 
     def __init__(
-        self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
+        self,
+        metric: str = "eval_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str = "auto",
+        restore_best: bool = False,
     ) -> None:
         super().__init__(metric, patience, min_delta, mode)
+        check(self, isinstance(restore_best, bool), "give True or False", restore_best=restore_best)
+        self.restore_best = restore_best
+        self.best_step: int | None = None
+
+    def on_setup(self, run: Run) -> None:
+        super().on_setup(run)
+        self.best_step = None
+        run.best_is_judged |= self.restore_best
+
+    def on_data(self, run: Run, data: Any) -> Any:
+        if self.restore_best and run.options["keep"] == "best":
+            raise ValueError("EarlyStopping(restore_best=True) with keep='best': give one of the two")
+        if self.restore_best and not run.save_on_stop:
+            raise ValueError(
+                "EarlyStopping(restore_best=True) takes the weights of the best checkpoint: leave callbacks.Checkpoint "
+                "in the set"
+            )
+        return super().on_data(run, data)
+
+    def on_restore(self, run: Run, path: Path | None) -> None:
+        if not self.restore_best or self.best is None or self.best_step is None:
+            return
+        if any(each.name == f"step-{self.best_step:08d}" for each in run.checkpoints()):
+            run.keep_best(self.metric, self.best, self.best_step)
+            return
+        tell_lost_best(self.best_step)
+        self.best = self.best_step = None
+
+    def improved(self, run: Run, value: float) -> None:
+        self.best_step = run.progress.step
+        if self.restore_best:
+            run.keep_best(self.metric, value, run.progress.step)
+            run.save("best", later=True)
 
     def act(self, run: Run) -> None:
         run.stop(f"{self.metric} has not improved on {self.best} for {self.waited} measurements")
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"best_step": self.best_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.best_step = state.get("best_step")  # which older checkpoints don't have

@@ -58,6 +58,11 @@ class Journal(Callback):
         self._last = run.progress.step
         self._write(run, "fit_start", about=run.info, total_steps=run.total_steps)
 
+    def on_phase_start(self, run: Run) -> None:
+        if run.phase:
+            self._last = run.progress.step
+            self._write(run, "phase_start", total_steps=run.total_steps)
+
     def on_epoch_start(self, run: Run) -> None:
         self._write(run, "epoch_start")
 
@@ -131,8 +136,9 @@ def artifact(run: Run, path: Path, to: str | None = None, register: str | None =
 
 
 def _line(run: Run, event: str, more: Mapping[str, Any]) -> bytes:
-    line = {"time": time.time(), "event": event, "step": run.progress.step, "epoch": run.progress.epoch, **redact(more)}
-    line = jsonable(line)
+    phase = {"phase": run.phase.name} if run.phase else {}
+    where = {"step": run.progress.step, "epoch": run.progress.epoch, **phase}
+    line = jsonable({"time": time.time(), "event": event, **where, **redact(more)})
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 

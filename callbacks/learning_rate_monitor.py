@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 from callbacks.base import Callback, Run
 from callbacks.learning_rate import optimizers_of, rate_of
 
+_RATE = "learning_rate"
+
 
 class LearningRateMonitor(Callback):
     """Adds the learning rate to the metrics of steps and epochs: to journal, MLflow, TensorBoard, tables, history.
@@ -18,6 +20,23 @@ class LearningRateMonitor(Callback):
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
     def on_setup(self, run: Run) -> None:
-        for name, optimizer in optimizers_of(run).items():
-            run.gauges[f"{name}_learning_rate" if name else "learning_rate"] = functools.partial(rate_of, optimizer)
+        self._names = []
+        self._watch(run)
+
+    def on_fit_start(self, run: Run) -> None:
+        self._watch(run)  # a run that goes on may be in a later phase, with other optimizers
+
+    def on_phase_start(self, run: Run) -> None:
+        self._watch(run)
+
+    def _watch(self, run: Run) -> None:
+        for name in self._names:
+            del run.gauges[name]
+        optimizers = optimizers_of(run)
+        self._names = [f"{name}_{_RATE}" if name else _RATE for name in optimizers]
+        for name, optimizer in zip(self._names, optimizers.values(), strict=True):
+            run.gauges[name] = functools.partial(rate_of, optimizer)

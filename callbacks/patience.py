@@ -39,6 +39,9 @@ class Patience(Callback):
         """Called at each measurement at which the patience is at its end."""
         raise NotImplementedError
 
+    def improved(self, run: Run, value: float) -> None:
+        """Called at each measurement that is the best so far."""
+
     def on_setup(self, run: Run) -> None:
         self.best, self.waited = None, 0
 
@@ -57,6 +60,7 @@ class Patience(Callback):
         value = metrics[self.metric]
         if math.isfinite(value) and (self.best is None or self.sign * (value - self.best) < -self.min_delta):
             self.best, self.waited = value, 0
+            self.improved(run, value)
             return
         self.waited += 1
         if self.waited >= self.patience:

@@ -358,6 +358,9 @@ class _Story:
         self.total_steps = _count(entry.get("total_steps"))
         self._add({"starting": self._time - self._begun})
 
+    def _phase_start(self, entry: dict[str, Any]) -> None:
+        self.total_steps = _count(entry.get("total_steps"))
+
     def _call(self, entry: dict[str, Any]) -> None:
         self._calls = True
         self._add(_dict(entry.get("seconds")))
@@ -398,7 +401,8 @@ class _Story:
 
 
 _TELLING = (
-    "restore", "fit_start", "call", "summary", "checkpoint", "exception", "worker_gone", "worker_joined", "fit_end",
+    "restore", "fit_start", "phase_start", "call", "summary", "checkpoint", "exception", "worker_gone", "worker_joined",
+    "fit_end",
 )  # fmt: skip
 
 

@@ -56,6 +56,12 @@ class ReduceOnPlateau(Patience):
         self._cooling = 0
 
     def on_fit_start(self, run: Run) -> None:
+        self._refuse_schedules(run)
+
+    def on_phase_start(self, run: Run) -> None:
+        self._refuse_schedules(run)  # a phase has optimizers of its own
+
+    def _refuse_schedules(self, run: Run) -> None:
         for name, optimizer in optimizers_of(run).items():
             rate = getattr(optimizer, "_learning_rate", optimizer.learning_rate)
             if callable(rate):

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from loop.data import ArrayData, Padding, StreamData
     from loop.errors import PeerError, TrainingError, UsageError
     from loop.evaluate import evaluate
-    from loop.fit import FitResult, fit
+    from loop.fit import fit
     from loop.keras_task import KerasTask
+    from loop.phases import Phase
     from loop.replica import all_gather, example_seed, first_row
+    from loop.result import FitResult
     from loop.run import Run
     from loop.task import TrainTask
     from loop.values import Perplexity, unweighted
@@ -30,6 +32,7 @@ __all__ = [
     "Padding",
     "PeerError",
     "Perplexity",
+    "Phase",
     "Run",
     "StreamData",
     "TrainTask",
@@ -46,11 +49,12 @@ __all__ = [
 
 _HOMES = {
     "ArrayData": "data",
-    "FitResult": "fit",
+    "FitResult": "result",
     "KerasTask": "keras_task",
     "Padding": "data",
     "PeerError": "errors",
     "Perplexity": "values",
+    "Phase": "phases",
     "Run": "run",
     "StreamData": "data",
     "TrainTask": "task",

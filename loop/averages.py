@@ -48,6 +48,10 @@ class Averages:
         for weight, average in zip(self._weights, self.variables, strict=True):
             weight.assign(self._backend.local_values(average)[0])
 
+    def forget(self) -> None:
+        """There are none from now on: the model has been given other weights for good."""
+        self.variables, self._weights = [], []
+
     def _swap(self) -> None:
         for weight, average in zip(self._weights, self.variables, strict=True):
             own, other = self._backend.local_values(weight)[0], self._backend.local_values(average)[0]

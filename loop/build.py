@@ -61,7 +61,8 @@ class Built:
         optimizer: what `build_optimizer` returned: an optimizer, or a dict of them.
         optimizers: by name, "" for a single one: each optimizer, and the indices of its variables among the model's
             trainable ones.
-        phases: the names of the values of each `step.minimize` of a training step, by the optimizer's name; "" is all.
+        minimized: the names of the values of each `step.minimize` of a training step, by the optimizer's name; "" is
+            all.
         values: the names of the values of `compute`, the loss first; none where there is no `compute`, and only a
             training step of the task's own.
         metrics: Keras metrics by the name of the value that they are updated with.
@@ -73,7 +74,7 @@ class Built:
     model: Any
     optimizer: Any
     optimizers: dict[str, tuple[Any, list[int]]]
-    phases: dict[str, list[str]]
+    minimized: dict[str, list[str]]
     values: list[str]
     metrics: dict[str, Any]
     penalty_grows: bool = False
@@ -87,7 +88,14 @@ class Built:
 
 
 @hinted
-def build(task: TrainTask, backend: Backend, precision: str, example: Any, rows: RowCounts | None = None) -> Built:
+def build(
+    task: TrainTask,
+    backend: Backend,
+    precision: str,
+    example: Any,
+    rows: RowCounts | None = None,
+    model: Any = None,
+) -> Built:
     """Builds model and optimizer with all their variables, before anything is traced.
 
     Args:
@@ -96,6 +104,7 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any, rows:
         precision: a key of `PRECISIONS`.
         example: a few examples as a batch, on which `compute` is tried.
         rows: how many rows it will be handed; None: nobody knows.
+        model: the model of the phase before; None: the task builds it.
 
     Raises:
         UsageError: the task returned something that can't be trained; the message shows the fix.
@@ -107,11 +116,13 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any, rows:
         )
     made: list[tf.Variable] = []
     with backend.scope(), keras_precision(precision), recorded(made):
-        model = task.build_model()
+        model = task.build_model() if model is None else model
         if not isinstance(model, tf.Module) and not isinstance(model, keras.Model):
             raise UsageError(
                 f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
             )
+        if task.phase is not None:
+            task.begin_phase(model, task.phase)
         stateful = check_stateful(stateful_layers(model), rows)
         trial = Trial(example, rows, stateful, fixed_inputs(model))
         if type(task)._prepare is not TrainTask._prepare:
@@ -138,7 +149,11 @@ def build(task: TrainTask, backend: Backend, precision: str, example: Any, rows:
             with put_back(_state(task, model, made)):
                 phases = tried_step(task, optimizer, model, trial)
         if not trainable_variables(model):
-            raise UsageError("the model has no trainable variables: build_model() must return one with weights")
+            where = f" in the phase {task.phase.name!r}, after begin_phase()" if task.phase else ""
+            raise UsageError(
+                f"the model has no trainable variables{where}: build_model() must return one with weights that aren't "
+                "all frozen"
+            )
         optimizers = _assigned(task, model, optimizer)
         # Slots exist before step 1, so that they can be broadcast and restored.
         variables = trainable_variables(model)

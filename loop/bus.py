@@ -112,6 +112,11 @@ class Bus:
         if first is not None:
             raise first
 
+    def forget(self) -> None:
+        """Forgets what was counted since callbacks were last called: another phase has other values."""
+        for listener in self._listeners:
+            listener.totals = np.zeros(())
+
     def steps_left(self) -> int | None:
         """How many steps may be made before a callback wants the host."""
         left = [listener.schedule.steps_left(self._run.progress.step) for listener in self._listeners]

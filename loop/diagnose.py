@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop import random
+from loop.assembly import enter
 from loop.backends.base import Backend, fingerprint
 from loop.build import Built, build, keras_precision, layers, model_variables
 from loop.data import BatchOptions, Rows, contents, count, first, likely_rows, open_data, source
@@ -35,6 +36,7 @@ def causes(task: TrainTask, options: dict[str, Any], small: Callable[..., Any]) 
         options: the options of `fit`.
         small: makes a task of (task, number of examples, precision) that has a part of its data.
     """
+    enter(task, options, 0)
     found = list(_data(task, options))
     if type(task).compute is TrainTask.compute:
         return found  # a training step of its own, in which one loss may follow from another
@@ -63,7 +65,7 @@ def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
 
 def _compute(task: TrainTask, options: dict[str, Any], small: Callable[..., Any], precision: str) -> list[str]:
     """Whether the values of an example depend on anything but the example."""
-    keras.utils.set_random_seed(options["seed"])
+    options = enter(task, options, 0)  # of a task with phases: the first one
     part: Any = small(task, EXAMPLES, precision)
     data = open_data(part, options | {"batch_size": EXAMPLES, "shuffle": False, "drop_remainder": False})
     batch = source(first(part.train_data(), EXAMPLES), BatchOptions(EXAMPLES), "train_data()").head(EXAMPLES)

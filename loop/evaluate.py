@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from callbacks import ShardData
 from loop import backends, checkpoint, inexact, launch, rundir
+from loop.assembly import assemble, index_of
 from loop.backends.base import Backend
-from loop.build import all_variables, build
-from loop.data import likely_rows, open_data
+from loop.build import all_variables
+from loop.data import likely_rows
 from loop.errors import UsageError
 from loop.options import with_defaults
 from loop.state import assign, averaged, numbered
@@ -32,7 +32,7 @@ def evaluate(
 
     Args:
         task: the task, with the hyperparameters of the run.
-        path: a checkpoint, or a run directory (its newest good checkpoint is taken).
+        path: a checkpoint, or a run directory: its newest good checkpoint is taken, or the best where the run keeps it.
         batch_size: the global batch; it doesn't change the result.
         backend: as for `fit`.
         precision: as for `fit`.
@@ -52,12 +52,14 @@ def evaluate(
         "overfit": None,
     }  # the training data isn't used
     engine = backend if isinstance(backend, Backend) else backends.create(launch.choose(options["backend"])[0])
-    keras.utils.set_random_seed(options["seed"])
-    data = open_data(task, options)
+    _, manifest = rundir.locate_weights(Path(path))
+    with rundir.of_a_run(path):
+        index = index_of(manifest, task)
+        options, data, built = assemble(
+            task, engine, options, index, lambda options, data: likely_rows(options, engine.replicas, engine.replicas)
+        )
     if data.eval is None:
         raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
-    rows = likely_rows(options, engine.replicas, engine.replicas)
-    built = build(task, engine, options["precision"], data.train.example, rows)
     load_weights(built.model, Path(path))
     # The checkpoint's moving averages have been loaded as the weights.
     step = Step(task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None} | inexact.OFF)
@@ -65,11 +67,11 @@ def evaluate(
 
 
 def load_weights(model: Any, path: Path) -> dict[str, Any]:
-    """Gives a model the weights of a checkpoint, or of the newest one of a run directory; returns its manifest.
+    """Gives a model the weights of a checkpoint, or those that are the result of a run; returns the manifest.
 
     Where the run kept moving averages of its weights, it is those.
     """
-    found, manifest = rundir.locate(path)
+    found, manifest = rundir.locate_weights(path)
     tensors: dict[str, np.ndarray] = checkpoint.read(found, manifest)
     assign(numbered("model", all_variables(model)), averaged(tensors))
     return manifest

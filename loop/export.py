@@ -19,14 +19,16 @@ import numpy as np
 import tensorflow as tf
 
 from loop import checkpoint, rundir
+from loop.assembly import assemble, index_of
 from loop.backends.base import Backend
 from loop.build import Built, all_variables, build, carried_variables, model_variables
-from loop.data import likely_rows, open_data
+from loop.data import likely_rows
 from loop.errors import TrainingError, UsageError
 from loop.evaluate import load_weights
 from loop.options import with_defaults
 from loop.replica import probing
 from loop.run import Run
+from loop.seeds import random_state, set_random_state
 from loop.state import assign, averaged, numbered, snapshot
 from loop.task import TrainTask, target_of
 from loop.tracing import as_written
@@ -65,7 +67,7 @@ def export(
     shown = ""
     try:
         if out.suffix == ".npz":
-            found, manifest = rundir.locate(path)
+            found, manifest = rundir.locate_weights(path)
             tensors = checkpoint.read(found, manifest)
             weights = {name.removeprefix("model/"): tensor for name, tensor in averaged(tensors).items()}
             with partial.open("wb") as file:
@@ -96,11 +98,13 @@ def export(
 
 def rebuild(task: TrainTask, path: Path) -> tuple[Any, Any]:
     """The model of a checkpoint, with its weights; and a few examples, of the evaluation data if there are any."""
-    _, manifest = rundir.locate(path)
-    data = open_data(task, with_defaults(task, {"steps": 1}) | {"eval_every": "epoch"})
+    _, manifest = rundir.locate_weights(path)
     about = manifest["run"]
+    options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1}
+    options |= {"precision": about["options"]["precision"]}
     rows = likely_rows(about["options"], about.get("replicas", 1))
-    built = build(task, Backend(), about["options"]["precision"], data.train.example, rows)
+    index = index_of(manifest, task)
+    _, data, built = assemble(task, Backend(), options, index, lambda options, data: rows)
     load_weights(built.model, path)
     return built.model, examples_for(built, (data.eval or data.train).example)
 
@@ -115,13 +119,24 @@ def export_run(run: Run, out: Path) -> tuple[Any, Any]:
     tensors = averaged(arrays(snapshot(run)[0]))
     data = run.step.data
     # Another model: that of the run may be in several places, or in others' hands, and has its raw weights.
-    rows = likely_rows(run.options, run.backend.replicas)
-    built = build(run.task, Backend(), run.options["precision"], data.train.example, rows)
+    built = _built_again(run)
     assign(numbered("model", all_variables(built.model)), tensors)
     example = examples_for(built, (data.eval or data.train).example)
     served = Served(built.model, *call_of(run.task, built.model, example))
     save(served, out, out)
     return served.example(), served.outputs()
+
+
+def _built_again(run: Run) -> Built:
+    """The model of a run once more, as it is in its phase. The run's random numbers go on as if it weren't made."""
+    before, index = random_state(), run.plan.place.index
+    rows = likely_rows(run.options, run.backend.replicas)
+    try:
+        if index:
+            return assemble(run.task, Backend(), run.options, index, lambda options, data: rows).built
+        return build(run.task, Backend(), run.options["precision"], run.step.data.train.example, rows)
+    finally:
+        set_random_state(before)
 
 
 def call_of(task: TrainTask, model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

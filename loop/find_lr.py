@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -22,9 +21,9 @@ from callbacks import ShardData
 from callbacks.files import hidden_name, replacing
 from callbacks.journal import jsonable
 from loop import inexact
+from loop.assembly import assemble
 from loop.backends.base import Backend
-from loop.build import build, learning_rates
-from loop.data import open_data
+from loop.build import learning_rates
 from loop.errors import UsageError
 from loop.step import EPOCH_ENDED, NOT_FINITE, Step
 from loop.task import TrainTask
@@ -106,10 +105,7 @@ def find_lr(
         UsageError: the task can't be trained, or its rates have no ratio.
     """
     options = options | inexact.OFF | {"ema": None, "profile": None, "eval_every": "never", "on_nonfinite": "stop"}
-    keras.utils.set_random_seed(options["seed"])
-    sources = open_data(task, options)
-    rows = sources.train.row_counts(engine.replicas, options["accumulate"])
-    built = build(task, engine, options["precision"], sources.train.example, rows)
+    options, sources, built = assemble(task, engine, options)  # of a task with phases: the first one
     with engine.scope():
         rate = tf.Variable(low, trainable=False, dtype=tf.float64)
     ratios = _ratios(built.optimizer)
@@ -120,7 +116,7 @@ def find_lr(
     losses: list[float] = []
     rates = [float(each) for each in np.geomspace(low, high, steps)]
     best = math.inf
-    for loss in _losses(step, rates, rate, list(built.phases)):
+    for loss in _losses(step, rates, rate, list(built.minimized)):
         losses.append(loss)
         progress(1)
         now = _average(losses)[-1]
@@ -131,7 +127,7 @@ def find_lr(
     return Found(rates, losses, False, ratios)
 
 
-def _losses(step: Step, rates: Sequence[float], rate: tf.Variable, phases: Sequence[str]) -> Iterator[float]:
+def _losses(step: Step, rates: Sequence[float], rate: tf.Variable, minimized: Sequence[str]) -> Iterator[float]:
     """Makes a step with each rate, and gives its loss: the sum of all, where a step has several."""
     source = step.data.train
     handle, epoch, at = source.start(0, 0), 0, 0
@@ -151,7 +147,7 @@ def _losses(step: Step, rates: Sequence[float], rate: tf.Variable, phases: Seque
             if ending == EPOCH_ENDED:
                 handle, epoch, at = source.next_epoch(handle), epoch + 1, 0
         means = step.means(totals)
-        yield sum(means[f"{name}_loss" if name else "loss"] for name in phases)
+        yield sum(means[f"{name}_loss" if name else "loss"] for name in minimized)
 
 
 def _ratios(optimizer: Any) -> dict[str, float]:

@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
-from callbacks import Callback, Profiler, complete
-from callbacks.history import COUNTERS
+from callbacks import Callback, Checkpoint, Profiler, complete
 from callbacks.redact import remember
 from loop import backends, inexact, launch, rundir, split
+from loop.assembly import assemble, begin
 from loop.backends.base import Backend
-from loop.build import build
 from loop.bus import Bus
-from loop.data import Data, open_data
-from loop.errors import RegroupError, no_exit
+from loop.data import Data
+from loop.errors import RegroupError, UsageError, no_exit
 from loop.options import DEFAULTS, with_defaults
+from loop.phases import PER_PHASE
+from loop.result import FitResult, result, take_best
 from loop.run import Run
 from loop.step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
 from loop.task import TrainTask, check_is_task, hyperparameters
-
-
-@dataclasses.dataclass
-class FitResult:
-    """What `fit` returns.
-
-    Attributes:
-        status: "finished", "stopped" (by a callback) or "preempted" (by a signal, after saving).
-        steps: optimizer steps made, earlier lives of the run included.
-        epochs: epochs completed.
-        examples: examples used.
-        metrics: means over the last epoch; with prefix `eval_` over the whole evaluation data.
-        history: the same for each epoch, with `epoch`, `step` and `examples`.
-        run_dir: the run directory.
-        weights_sha256: SHA-256 over dtype, shape and little-endian bytes of all model variables, in order.
-        model: the trained model.
-        backend: the engine's name.
-        replicas: how many there were.
-        examples_per_second: while training, the first compiled call not counted.
-    """
-
-    status: str
-    steps: int
-    epochs: int
-    examples: int
-    metrics: dict[str, float]
-    history: list[dict[str, float]]
-    run_dir: Path
-    weights_sha256: str
-    model: Any
-    backend: str
-    replicas: int
-    examples_per_second: float
 
 
 def fit(
@@ -91,6 +57,7 @@ def fit(
     profile: str | None = None,
     accept_changes: bool | None = None,
     overfit: int | None = None,
+    keep: str | None = None,
 ) -> FitResult:
     """Trains a task.
 
@@ -101,6 +68,7 @@ def fit(
         go on from the newest good checkpoint, or start          on_restore
         give all workers the same variables                      on_fit_start
         until the last step is made, or somebody says stop:
+            at the start of a phase of the task                  on_phase_start
             at the start of an epoch                             on_epoch_start
             make steps in one compiled call, up to a boundary    on_steps_end
             where it is due, evaluate the whole set              on_eval_end
@@ -171,6 +139,9 @@ def fit(
         overfit: trains on the first so many global batches alone, again and again, and evaluates on the same examples;
             they are read once, and not shuffled unless `shuffle` is given. A model that can't learn them by heart has
             a mistake; None: all data.
+        keep: which weights are returned, and what `export` and `evaluate` of the run take: those of the `last` step, or
+            the `best`, by the metric of `callbacks.Checkpoint` (`eval_loss`; without an evaluation `loss`). The run
+            itself can go on from its last step in either case; `last`.
 
     Raises:
         UsageError: something handed in is wrong; the message says what to do.
@@ -184,6 +155,8 @@ def fit(
     options["backend"] = engine.name
     profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
     chosen = [*complete(callbacks, task.build_callbacks()), *profiler]
+    if options["keep"] == "best" and not any(isinstance(each, Checkpoint) for each in chosen):
+        raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
     while True:
         try:
             with no_exit():
@@ -205,22 +178,20 @@ def live(
     run_dir: str | Path | None,
 ) -> Run:
     """One life of a run: the whole of it, but in an elastic job, where there is another with each set of workers."""
-    keras.utils.set_random_seed(options["seed"])
-    sources = open_data(task, options)
-    rows = sources.train.row_counts(engine.replicas, options["accumulate"])
-    built = build(task, engine, options["precision"], sources.train.example, rows)
+    found = assemble(task, engine, options)
     with rundir.prepared(task, run_dir, options["resume"], engine) as directory:
-        run = Run(task, engine, options, built, directory)
+        run = Run(task, engine, options, found.options, found.built, directory)
         bus = Bus(callbacks, run)
         with run.signals(), run.watchdog.watching():
             try:
-                set_up(run, bus, sources)
+                set_up(run, bus, found.data)
                 train(run, bus)
                 last_saves(run, bus)
                 run.step.average_statistics()
                 tell_time(run, bus)
                 if options["profile"]:
                     bus.fire("profile", "summary", split.summary(engine.gather_json(run.stopwatch.total)))
+                take_best(run)
                 run.agree()
             except BaseException as error:
                 meant = run.meaning(error)
@@ -239,12 +210,11 @@ def live(
 def set_up(run: Run, bus: Bus, sources: Data) -> None:
     """Takes the run to where it starts."""
     bus.fire("setup")
-    sources = bus.fire_data(sources)
-    run.step = Step(run.task, run.built, run.backend, sources, run.options)
+    make_step(run, bus, sources)
     bus.check_metrics()
     run.agree()
     with run.watchdog.phase("restoring"):
-        path = rundir.restore(run)
+        path = rundir.restore(run, lambda: enter_phase(run, bus))
     bus.fire("restore", path)
     with run.guard(), run.watchdog.phase("opening the data"):
         run.begun = True
@@ -255,13 +225,51 @@ def set_up(run: Run, bus: Bus, sources: Data) -> None:
     run.agree()
 
 
+def make_step(run: Run, bus: Bus, sources: Data) -> None:
+    """Has the data shared out, and makes the compiled step of the phase."""
+    sources = bus.fire_data(sources)
+    options = {**run.options, **{name: run.phase_options[name] for name in PER_PHASE}}
+    run.step = Step(run.task, run.built, run.backend, sources, options)
+
+
+def enter_phase(run: Run, bus: Bus) -> None:
+    """Goes to the task's next phase: the model goes on; data, optimizer and compiled step are made anew."""
+    found = begin(run.task, run.backend, run.options, run.plan.place.index + 1, run.model)
+    run.enter_phase(found)
+    bus.forget()
+    make_step(run, bus, found.data)
+
+
+def next_phase(run: Run, bus: Bus) -> None:
+    """Ends the phase under way, and begins the next one. All workers do the same."""
+    if not run.epoch_closed:  # a callback has ended the phase within an epoch
+        bus.fire("epoch_end", run.close_epoch())
+    if run.progress.step_in_epoch:
+        run.next_epoch()
+    with run.watchdog.phase("beginning a phase"):
+        run.step.averages.take()
+        with run.guard():
+            enter_phase(run, bus)
+        run.agree()
+        run.backend.broadcast_variables(run.variables)
+        with run.guard():
+            run.open_data()
+        run.agree()
+
+
 def train(run: Run, bus: Bus) -> None:
     """The loop itself, from where the run stands to its end."""
-    step, progress, epoch_under_way = run.step, run.progress, False
+    progress, epoch_under_way = run.progress, False
     while not run.at_end:
         tell_time(run, bus)
+        if run.phase_over:
+            next_phase(run, bus)
+            epoch_under_way = False
+        step = run.step
         if not epoch_under_way:
             epoch_under_way = True
+            if run.plan.begins:
+                bus.fire("phase_start")
             bus.fire("epoch_start")
             if between_calls(run, bus):
                 return
@@ -344,11 +352,10 @@ def steps_to_boundary(run: Run, bus: Bus) -> int:
     """How many steps the next call makes: as many as fit the pace, until somebody wants the host or something ends."""
     progress, options = run.progress, run.options
     pace = inexact.to_average(run.pace.steps, progress.step_in_epoch, options["local_steps"])
-    left = [pace, bus.steps_left()]
+    left: list[int | None] = [pace, bus.steps_left()]
     if run.step.data.train.steps_per_epoch is not None:
         left.append(run.step.data.train.steps_per_epoch - progress.step_in_epoch)
-    if options["steps"] is not None:
-        left.append(options["steps"] - progress.step)
+    left.append(run.plan.steps_left)
     if isinstance(options["eval_every"], int):
         left.append(options["eval_every"] - progress.step % options["eval_every"])
     return min(steps for steps in left if steps is not None)
@@ -386,13 +393,3 @@ def start(name: str) -> Backend:
     """Starts the engine of this name; `auto` finds it."""
     chosen, _ = launch.choose(name)
     return backends.create(chosen)
-
-
-def result(run: Run) -> FitResult:
-    """What the caller gets."""
-    metrics = {name: value for name, value in (run.history[-1] if run.history else {}).items() if name not in COUNTERS}
-    done = run.progress
-    return FitResult(
-        run.status, done.step, done.epoch, done.examples, metrics, run.history, run.directory, run.weights_sha256(),
-        run.model, run.backend.name, run.backend.replicas, run.examples_per_second,
-    )  # fmt: skip

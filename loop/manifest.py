@@ -95,6 +95,12 @@ def _are_options(value: Any) -> bool:
     return sized and value.get("precision", _PRECISIONS[0]) in _PRECISIONS
 
 
+def _is_place(value: Any) -> bool:
+    counts = ("index", "step", "epoch")
+    named = isinstance(value, dict) and value.keys() == {*counts, "ended"}
+    return named and type(value["ended"]) is bool and all(_is_count(value[name]) for name in counts)
+
+
 _COUNT = (_is_count, "a number of steps, epochs or examples")
 _RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "": {
@@ -107,6 +113,9 @@ _RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
         "epoch_ends?": (_is(bool), "true or false"),
         "learning_rates?": (_all(lambda value: value is None or _is_number(value)), "a list of learning rates"),
         "workers?": (lambda value: bool(value) and _all(_is_worker)(value), "a list of workers' states"),
+        "journal?": (_is_count, "a number of bytes"),
+        "phase?": (_is_place, "a place among phases"),
+        "best?": (lambda value: isinstance(value, dict) and _is_count(value.get("step")), "the best step"),
         "bad?": (lambda value: isinstance(value, dict) and _all(_is(str))(value.get("names")), "what wasn't finite"),
     },
     "progress": dict.fromkeys(("step", "epoch", "step_in_epoch", "examples"), _COUNT),

@@ -13,6 +13,7 @@ from typing import Any
 
 from callbacks.nearest import nearest
 from loop.errors import UsageError
+from loop.phases import Phase, phases_of
 
 BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
 """The engines that are ours; see `loop.plugins` for others."""
@@ -47,6 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "profile": None,
     "accept_changes": False,
     "overfit": None,
+    "keep": "last",
 }
 """The options of `fit` that a task may have defaults for, and the defaults of tfloop."""
 
@@ -66,6 +68,13 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}"
             )
     passed = {name: whole(value) for name, value in given.items() if value is not None}
+    phases = [] if task is None else phases_of(task)
+    for name in ("epochs", "steps") if phases else ():
+        if name in passed or name in own:
+            raise UsageError(
+                f"{name}={passed.get(name, own.get(name))}: {type(task).__name__} has phases "
+                f"({', '.join(phase.name for phase in phases)}), which say how long each is: leave {name} out"
+            )
     if "epochs" in passed and "steps" in passed:
         raise UsageError(f"epochs={passed['epochs']} and steps={passed['steps']}: give one of the two")
     if "epochs" in passed:
@@ -83,7 +92,16 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(
             f"clip_norm={options['clip_norm']} and clip_value={options['clip_value']}: give one of the two"
         )
-    return options
+    return options | _lengths(phases)
+
+
+def _lengths(phases: list[Phase]) -> dict[str, int | None]:
+    """The options that say how long a run of these phases is, as far as that is known; none without phases."""
+    found: dict[str, int | None] = {}
+    for name in ("epochs", "steps") if phases else ():
+        lengths = [getattr(phase, name) for phase in phases]
+        found[name] = None if None in lengths else sum(lengths)
+    return found
 
 
 def whole(value: Any) -> Any:
@@ -164,5 +182,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stall_timeout": (_is_positive, "give a number of seconds > 0"),
     "profile": (_is_span, "give the first and the last step to trace, such as 10:20; steps count from 1"),
     "accept_changes": (_is_one_of(True, False), "give True or False"),
+    "keep": (_is_one_of("last", "best"), "give last or best"),
     "overfit": (_is_int(1, None), "give a whole number >= 1 of global batches, or None for all data"),
 }

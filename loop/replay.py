@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from callbacks.journal import jsonable
 from loop import checkpoint, rundir
+from loop.assembly import assemble, index_of
 from loop.backends.base import Backend
-from loop.build import as_tf, build, carried_variables, trainable_variables, variable_names
-from loop.data import ArraySource, BatchOptions, Data, Rows, likely_rows, open_data, rows
+from loop.build import as_tf, carried_variables, trainable_variables, variable_names
+from loop.data import ArraySource, BatchOptions, Data, Rows, likely_rows, rows
 from loop.errors import UsageError
 from loop.options import with_defaults
 from loop.state import assign, named_variables_of, numbered, unpacked
@@ -87,10 +87,13 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     bad, options = manifest["bad"], dict(manifest["run"]["options"])
     options |= {"clip_norm": None, "clip_value": None, "compile": "graph", "ema": None, "on_nonfinite": "stop"}
     options["profile"] = None
+    lengths = {name: options.pop(name) for name in ("epochs", "steps")}  # which a task with phases doesn't take
     options = with_defaults(task, {name: each for name, each in options.items() if each is not None} | {"ema": None})
-    keras.utils.set_random_seed(options["seed"])
-    engine, example = Backend(), open_data(task, options).train.example
-    built = build(task, engine, options["precision"], example, likely_rows(options, 1))
+    engine = Backend()
+    options, sources, built = assemble(
+        task, engine, options | lengths, index_of(manifest, task), lambda options, data: likely_rows(options, 1)
+    )
+    example = sources.train.example
     tensors = checkpoint.read(path, manifest)
     batch, index = unpacked(tensors, example)
     data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), options["seed"]))

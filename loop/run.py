@@ -24,9 +24,11 @@ from callbacks.files import Anchor, read_json, write_json
 from callbacks.journal import jsonable
 from callbacks.redact import redact, tell
 from loop import build, checkpoint, fault, launch, signals, state
+from loop.assembly import Assembled
 from loop.backends.base import Backend, fingerprint
 from loop.errors import PeerError, TrainingError, UsageError, no_exit
 from loop.pace import Pace
+from loop.phases import Phase, Plan, as_json, phases_of
 from loop.scale import SMALLEST
 from loop.seeds import set_random_state
 from loop.split import COMPILING, Stopwatch
@@ -59,20 +61,30 @@ class Run:
     """One training run. The public names are those that `callbacks.Run` promises to callbacks."""
 
     def __init__(
-        self, task: TrainTask, backend: Backend, options: dict[str, Any], built: build.Built, directory: Path
+        self,
+        task: TrainTask,
+        backend: Backend,
+        options: dict[str, Any],
+        phase_options: dict[str, Any],
+        built: build.Built,
+        directory: Path,
     ) -> None:
         self.task, self.backend, self.options, self.directory = task, backend, options, directory
         self.built, self.model, self.optimizer = built, built.model, built.optimizer
         self.progress = Progress()
+        self.plan = Plan(phases_of(task), options, self.progress)
+        self.phase_options = phase_options
         self.history: list[history.Row] = []
         self.save_on_stop = self.check_on_save = self.history_in_journal = False
         self.save_in_background = self.save_must_succeed = True
+        self.best_is_judged = False
         self.step: Step
         self.handle: Any = None
         self.adopted: list[str] = []
         self.random_state: dict[str, Any] | None = None
         self.stream_state: np.ndarray | None = None
         self.learning_rates = build.learning_rates(built.optimizer)
+        self.model_variables = [build.model_variables(built.model)]
         self._anchor = Anchor(directory) if backend.is_chief else None
         self.writer = Writer(self.check_directory)
         self.stopwatch = Stopwatch()
@@ -95,6 +107,9 @@ class Run:
         self._saves: list[tuple[str, int]] = []
         self.saved_path: Path | None = None
         self.newest_checkpoint: str | None = None  # of this run directory, by its name
+        # On the chief: the step whose weights are the result, the metric and its value; see `keep_best`.
+        self.best: dict[str, Any] | None = None
+        self.best_step: int | None = None  # that step, once the model has its weights
         self._error: BaseException | None = None
         self._signals = 0
         self._calls = 0
@@ -124,8 +139,12 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """The step at which the run ends, or None where the data has no known length."""
-        per_epoch = self.step.data.train.steps_per_epoch
-        return self.options["steps"] or (per_epoch and per_epoch * self.options["epochs"])
+        return self.plan.total_steps(self.step.data.train.steps_per_epoch)
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase of the task that the run is in; None for a task without phases."""
+        return self.plan.phase if self.plan.named else None
 
     @property
     def examples_per_second(self) -> float:
@@ -157,6 +176,7 @@ class Run:
             "options": {name: plain(value) for name, value in self.options.items()},
             "batch_size": self.options["batch_size"],
             "parameters": build.parameters(self.model),
+            **({"phases": as_json(self.plan.named)} if self.plan.named else {}),
             "backend": self.backend.name,
             "workers": self.backend.workers,
             "replicas": self.backend.replicas,
@@ -188,6 +208,10 @@ class Run:
             self._hold_reason = reason
         else:
             self._save_reason = self._save_reason or reason
+
+    def keep_best(self, metric: str, value: float, step: int) -> None:
+        """Makes the weights of a step the result of the run, as long as no other is better; its checkpoint is kept."""
+        self.best = {"step": step, "metric": metric, "value": value}
 
     def checkpoints(self) -> list[Path]:
         """The checkpoints of this run, oldest first."""
@@ -244,14 +268,18 @@ class Run:
 
     @property
     def at_last_step(self) -> bool:
-        """Whether the number of steps that was asked for has been made."""
-        return self.options["steps"] is not None and self.progress.step >= self.options["steps"]
+        """Whether the number of steps that was asked for, in this phase, has been made."""
+        return self.plan.at_last_step
 
     @property
     def at_end(self) -> bool:
         """Whether all steps, or all epochs, have been made, and evaluated."""
-        last_epoch = self.options["steps"] is None and self.progress.epoch >= self.options["epochs"]
-        return not self.evaluating and (self.at_last_step or last_epoch)
+        return self.phase_over and self.plan.is_last
+
+    @property
+    def phase_over(self) -> bool:
+        """Whether all of the phase has been made, and evaluated."""
+        return not self.evaluating and self.plan.over
 
     @property
     def failing(self) -> bool:
@@ -365,8 +393,7 @@ class Run:
         every, step = self.options["eval_every"], self.progress.step
         if self.step.data.eval is None or every == "never" or self.evaluated_at == step:
             return False
-        last_epoch = self.options["steps"] is None and self.progress.epoch + 1 == self.options["epochs"]
-        last = self.at_last_step or (epoch_ends and last_epoch)
+        last = self.at_last_step or (epoch_ends and self.plan.in_last_epoch)
         return last or (epoch_ends if every == "epoch" else step % every == 0)
 
     def evaluated(self, totals: np.ndarray) -> None:
@@ -437,6 +464,24 @@ class Run:
             self.handle = self.step.data.train.next_epoch(self.handle)
         self.epoch_totals = np.zeros(())
 
+    def enter_phase(self, found: Assembled) -> None:
+        """Goes to the next phase, with what the task has made for it. What was of the one before is dropped."""
+        self.plan.advance()
+        self.built, self.optimizer, self.phase_options = found.built, found.built.optimizer, found.options
+        self.learning_rates = build.learning_rates(self.optimizer)
+        self.model_variables.append(build.model_variables(self.model))
+        self.random_state = self.stream_state = None
+        self.eval_metrics, self.epoch_totals = {}, np.zeros(())
+        self.epoch_ends = False
+        every = self.options["steps_per_call"]
+        self.pace, self.eval_pace, self._calls = Pace(every), Pace(every), 0
+
+    @property
+    def epoch_closed(self) -> bool:
+        """Whether the history has a row of the epoch, or of what has been made of it, or nothing was."""
+        closed = bool(self.history) and self.history[-1]["step"] == self.progress.step
+        return closed or not self.progress.step_in_epoch
+
     def save_checkpoint(self) -> None:
         """Takes the snapshot that the workers have agreed on, and lets the chief write it; see `saved`."""
         reason = self._save_reason or self._hold_reason or self.stop_reason or ("end" if self.at_end else "signal")
@@ -473,6 +518,8 @@ class Run:
             return Snapshot(reason, self.progress.step)
         tensors, rest = state.snapshot(self)
         rest |= state.history_of(self) | {"workers": workers}
+        if self.best is not None:
+            rest["best"] = self.best
         return Snapshot(reason, self.progress.step, tensors | streams, rest)
 
     def close_writer(self) -> None:
@@ -547,8 +594,8 @@ class Run:
             UsageError: the data pipeline isn't the one whose position was saved.
         """
         done, source = self.progress, self.step.data.train
-        position = done.epoch, done.step_in_epoch
-        if done.step and source.steps_per_epoch is None and self.stream_state is None:
+        position = done.epoch - self.plan.place.epoch, done.step_in_epoch  # a phase has a stream of its own
+        if any(position) and source.steps_per_epoch is None and self.stream_state is None:
             self._tell("the checkpoint has no state of the data pipeline: reading up to where the run was")
         if source.steps_per_epoch is not None and done.step_in_epoch > source.steps_per_epoch:
             raise UsageError(

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from callbacks.files import fsync_directory, read_json
 from callbacks.journal import jsonable
 from callbacks.redact import HIDDEN, redact, tell
 from loop import checkpoint, intact, launch, manifest, target, trust
+from loop.assembly import index_of
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.lock import A_LOOK, locked
@@ -102,11 +103,15 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ke
     return directory
 
 
-def restore(run: Run) -> Path | None:
+def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
     """Takes the run to where its checkpoint is, if it has one.
 
     The chief reads the files; the other workers take the position from it, and the variables by the broadcast that
     follows.
+
+    Args:
+        run: the run, at the start of its first phase.
+        enter_phase: takes it to the next phase.
 
     Returns:
         The checkpoint, or None: the run starts.
@@ -132,6 +137,8 @@ def restore(run: Run) -> Path | None:
     if path is None:
         return None
     with run.guard(), of_a_run(path):
+        for _ in range(index_of(state, run.task)):
+            enter_phase()
         restore_state(run, tensors, state)
     run.agree()
     run.backend.broadcast_variables(run.variables)
@@ -166,6 +173,20 @@ def _find(run: Run) -> tuple[Path, dict[str, Any]] | None:
 def newest(paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
     """The newest good one of these checkpoints, and its manifest; bad ones are named and passed over."""
     return checkpoint.newest(paths, lambda text: tell(f"warning: {text}"), manifest.verify)
+
+
+def locate_weights(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint whose weights are the result of a run: the best where the run keeps it, else as `locate`."""
+    found, about = locate(path)
+    step = about["best"]["step"] if "best" in about else about["step"]
+    if found == path or step == about["step"]:
+        return found, about
+    best = found.parent / f"step-{step:08d}"
+    try:
+        return best, manifest.verify(best)
+    except checkpoint.CheckpointError as error:
+        tell(f"warning: the best checkpoint is passed over: {error}")
+        return found, about
 
 
 def locate(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -230,6 +251,7 @@ def _compare(run: Run, path: Path, found: dict[str, Any]) -> list[str]:
     pairs |= {"the stream's split over workers": (found["layout"], run.step.data.train.layout)}
     old, new = before["hyperparameters"], now["hyperparameters"]
     pairs |= {f"the field {name}": (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])}
+    pairs |= _phases(before.get("phases"), now.get("phases"), index_of(found, run.task))
     changed = differences(pairs)
     if changed and not run.options["accept_changes"]:
         raise UsageError(
@@ -247,6 +269,17 @@ def _compare(run: Run, path: Path, found: dict[str, Any]) -> list[str]:
             "so to rounding, not to the bit"
         )
     return [name for name, (was, is_) in pairs.items() if _differ(was, is_)]
+
+
+def _phases(before: Any, now: Any, index: int) -> dict[str, tuple[Any, Any]]:
+    """What must stay as it was: all of the phases that are over, and of the one under way all but its length."""
+    if not before or not now:
+        return {"phases": (before or None, now or None)}
+    begun = []
+    for phases in (before, now):
+        current = [{"name": each["name"], "batch_size": each["batch_size"]} for each in phases[index : index + 1]]
+        begun.append(phases[:index] + current)
+    return {"the phases so far": (begun[0], begun[1])}
 
 
 def differences(pairs: dict[str, tuple[Any, Any]]) -> list[str]:

@@ -29,6 +29,7 @@ from loop.build import (
 )
 from loop.data import Rows
 from loop.errors import UsageError
+from loop.phases import Place
 from loop.seeds import random_state
 from loop.writer import arrays
 
@@ -101,6 +102,7 @@ def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any
         "learning_rates": jsonable(run.learning_rates),
         "layout": run.step.data.train.layout,
         "run": redact(run.info),
+        **({"phase": dataclasses.asdict(run.plan.place)} if run.plan.named else {}),
     }
 
 
@@ -188,6 +190,9 @@ def restore(run: Run, tensors: dict[str, np.ndarray] | None, state: dict[str, An
     mine = workers[run.backend.rank if len(workers) == run.backend.workers else 0]
     run.random_state = mine["random"]
     run.progress = Progress(**state["progress"])
+    run.plan.follow(run.progress)
+    if run.plan.named and "phase" in state:
+        run.plan.place = Place(**{**state["phase"], "index": run.plan.place.index})
     run.epoch_totals = np.array([float(total) for total in state["epoch_totals"]])
     run.eval_metrics = {name: float(value) for name, value in state["eval_metrics"].items()}
     run.history = [history.as_numbers(row) for row in state["history"]]

@@ -89,7 +89,7 @@ class Step:
         self._variables = trainable_variables(built.model)
         wide = any(variable.dtype == "float64" for variable in as_tf(self._variables))
         self.dtype = tf.float64 if wide else tf.float32
-        self._trained = {name: Values(names, built.metrics) for name, names in built.phases.items()}
+        self._trained = {name: Values(names, built.metrics) for name, names in built.minimized.items()}
         self._connected: dict[str, list[int]] = {}
         compiled = data.train if options["compile"] == "xla" else None
         self.computing = Computing(backend, options, compiled, built.fixed_rows)

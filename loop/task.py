@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loop.errors import UsageError
+from loop.phases import Phase
 
 
 class TrainTask:
@@ -17,6 +18,7 @@ class TrainTask:
     Class attributes:
         defaults: the task's own defaults for options of `fit`, such as `{"batch_size": 64, "epochs": 6}`; what is
             passed or typed wins.
+        phase: the phase under way, of a task with `phases`; all methods may look at it.
         loss_reduction: what the gradient is of: "mean", sum(loss * weight) / sum(weight) over the global batch; or
             "sum", sum(loss * weight), which is never divided, as Keras's `reduction="sum"`. What is then reported as
             "loss" is the sum of a batch; over several batches their mean, each weighed by its rows, as Keras has it.
@@ -25,6 +27,7 @@ class TrainTask:
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
+    phase: ClassVar[Phase | None] = None
     loss_reduction: str = "mean"
     repeated_rows: str = "summed"
 
@@ -72,6 +75,23 @@ class TrainTask:
         of replicas: states are added up, and the result is made of the sum.
         """
         return {}
+
+    def phases(self) -> list[Phase]:
+        """Returns the phases of the training, in order, such as `[Phase("head", epochs=3), Phase("all", steps=500)]`.
+
+        Each is as a `fit` of its own of the same model, one after the other: `begin_phase` is called, then
+        `train_data`, `eval_data` and `build_optimizer` anew, and `compute` is traced anew; `self.phase` says which it
+        is. The run is one: one directory, one journal, steps and epochs counted on, to be resumed in any phase. No
+        phases: `epochs` or `steps` of `fit` say how long it is.
+        """
+        return []
+
+    def begin_phase(self, model: Any, phase: Phase) -> None:
+        """Called at the start of each phase, before anything of it is made; of a resumed run, of each one so far.
+
+        Here layers are frozen (`layer.trainable = False`) and unfrozen. What is changed must follow from the phase and
+        the model alone, so that a resumed run comes to the same.
+        """
 
     def build_callbacks(self) -> list[Any]:
         """Returns callbacks that the task wants in each of its runs, such as `[callbacks.ShardData("file")]`.

@@ -185,6 +185,7 @@ def _work(
             chosen += [Pruning()]
         if typed.trial is not None:
             chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(typed.trial)]
+            given["keep"] = "last"
         if typed.dry_run_:
             fields = dry_run.dry_run(task, made, given)
         else:

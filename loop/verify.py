@@ -16,11 +16,13 @@ import keras
 import numpy as np
 
 from loop import devices, diagnose, inexact, terminal
+from loop.assembly import enter
 from loop.backends.base import Backend
 from loop.build import as_tf, build, trainable_variables, variable_names
 from loop.data import in_float64, open_data, part
 from loop.errors import UsageError
 from loop.options import with_defaults
+from loop.phases import phases_of
 from loop.state import named_variables_of
 from loop.statistics import statistics
 from loop.step import EPOCH_ENDED, NOT_FINITE, Step
@@ -178,26 +180,18 @@ def options_of(task: TrainTask, precision: str, batch_size: int | None) -> dict[
 
 def record(task: TrainTask, backend: Backend, precision: str, batch_size: int | None) -> Arrays:
     """Trains for a few steps, and writes down every number by kind, step and name."""
-    options = options_of(task, precision, batch_size)
     keras.utils.clear_session(free_memory=False)  # names of layers start anew, and are the same each time
-    keras.utils.set_random_seed(options["seed"])
-    small: Any = _Small(task, 2 * options["batch_size"] + 1, precision)
-    data = open_data(small, options)
-    rows = data.train.row_counts(backend.replicas, options["accumulate"])
-    built = build(task, backend, precision, data.train.example, rows)
-    step = Step(task, built, backend, data.sharded(backend, "example"), options)
-    step.watch_gradients()
-    backend.broadcast_variables(built.variables + step.variables)
-    names = variable_names(trainable_variables(built.model))
     found: Arrays = {}
-    for number, totals in enumerate(_steps(step), 1):
-        for index, (name, gradient) in enumerate(zip(names, step.gradients, strict=True)):
-            found[f"gradients/{number}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
-        for name, value in step.means(totals).items():
-            found[f"metrics/{number}/{name}"] = np.array(value)
-    evaluated = step.evaluation.means(step.evaluation.whole()) if data.eval is not None else {}
-    found |= {f"metrics/end/{name}": np.array(value) for name, value in evaluated.items()}
-    step.average_statistics()
+    built, number = None, 0
+    for index in range(max(len(phases_of(task)), 1)):
+        options = enter(task, options_of(task, precision, batch_size), index)
+        small: Any = _Small(task, 2 * options["batch_size"] + 1, precision)
+        data = open_data(small, options)
+        rows = data.train.row_counts(backend.replicas, options["accumulate"])
+        built = build(task, backend, precision, data.train.example, rows, built and built.model)
+        step = Step(task, built, backend, data.sharded(backend, "example"), options)
+        number = _train(step, number, found)
+    assert built is not None
     trained = {id(variable) for variable in as_tf(trainable_variables(built.model))}
     gathered = {id(variable) for variable in statistics(built.model)}
     for name, variable in named_variables_of(built).items():
@@ -205,6 +199,25 @@ def record(task: TrainTask, backend: Backend, precision: str, batch_size: int | 
             kind = "weights" if id(variable) in trained else "statistics"
             found[f"{kind}/{name.removeprefix('model/')}"] = backend.local_values(variable)[0]
     return found
+
+
+def _train(step: Step, number: int, found: Arrays) -> int:
+    """Trains for a phase, writes every number down in `found`, and returns how many steps have been made by then."""
+    backend = step.backend
+    step.watch_gradients()
+    backend.broadcast_variables(step.built.variables + step.variables)
+    names = variable_names(trainable_variables(step.model))
+    end = f"end-{number}" if number else "end"
+    for totals in _steps(step):
+        number += 1
+        for index, (name, gradient) in enumerate(zip(names, step.gradients, strict=True)):
+            found[f"gradients/{number}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
+        for name, value in step.means(totals).items():
+            found[f"metrics/{number}/{name}"] = np.array(value)
+    evaluated = step.evaluation.means(step.evaluation.whole()) if step.data.eval is not None else {}
+    found |= {f"metrics/{end}/{name}": np.array(value) for name, value in evaluated.items()}
+    step.average_statistics()
+    return number
 
 
 def _steps(step: Step) -> Iterator[np.ndarray]:

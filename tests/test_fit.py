@@ -56,6 +56,7 @@ def test_events_of_a_small_run_exactly(quiet):
         ("data", 0),
         ("restore", 0),
         ("fit_start", 0),
+        ("phase_start", 0),
         *epoch,
         *second,
         ("checkpoint", 12),
