@@ -284,7 +284,8 @@ def test_train_evaluate_export(command, tmp_path):
     (tmp_path / "run").rename(tmp_path / "away")
     (tmp_path / "runs").mkdir()
     (tmp_path / "away").rename(tmp_path / "runs" / "run")
-    code, again, _ = command("evaluate", "latest", "--json")
+    assert "--trust" in command("evaluate", "latest")[2]  # it lies at another path than it was trained at
+    code, again, _ = command("evaluate", "latest", "--trust", "--json")
     assert (code, again) == (0, out)
     assert command("export", "ru", "again.npz")[0] == 0
     code, _, err = command("evaluate", "rnu")
@@ -312,7 +313,7 @@ def test_train_evaluate_export(command, tmp_path):
         ("a.toml", "batch_size = 1\nbatch-size = 2", "batch-size is there twice"),
         ("a.toml", "set = 1", "set = 1: give a table of the task's fields"),
         ("a.toml", "set.'a=b' = 1", "set has 'a=b', which can't be the name of a field"),
-        ("a.toml", "set.shape = [1, 2]", r"set.shape = \[1, 2\]: give a number, a text"),
+        ("a.toml", "set.shape = [1, [2]]", r"set.shape = \[1, \[2\]\]: give a number, a text.* or a list of these"),
         ("a.toml", "precision = 'fp8'", "precision='fp8': give float32"),
     ],
 )
