@@ -117,7 +117,7 @@ def ways_out(secret):
     run = SimpleNamespace(
         info={"task": "T", "hyperparameters": {"db_password": secret}},
         progress=SimpleNamespace(step=1, epoch=0), history=[{"loss": 1.0, f"loss {secret}": 1.0}],
-        directory=Path("run") / secret.replace("/", "").replace("\0", "")[:50], stop_reason=told,
+        directory=Path("run") / secret.replace("/", "").replace("\0", "")[:50], stop_reason=told, phase=None,
     )  # fmt: skip
     stream, buffer = io.StringIO(), io.BytesIO()
     redact.tell(f"{error}\n{error!r}\n{told}", stream)
@@ -169,7 +169,7 @@ def test_no_way_out_tells_a_secret(secret):
 
 
 def test_one_function_prints_all_that_is_told():
-    """Whatever is printed on stderr goes through `redact.tell`, but for what a worker tells its launcher."""
+    """What goes to stderr goes through `redact.tell`, but for a worker's word to its launcher, and a fixed text."""
     found = []
     files = {*(ROOT / "loop").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")} - {ROOT / "callbacks" / "redact.py"}
     for path in sorted(files):
@@ -178,7 +178,7 @@ def test_one_function_prints_all_that_is_told():
                 name = ast.unparse(node.func)
                 if name in ("print", "sys.stderr.write", "traceback.print_exc"):
                     found.append((path.name, ast.unparse(node.args[0]).split(" ")[0]))
-    assert found == [("progress.py", "MARK")]
+    assert found == [("progress.py", "MARK"), ("run.py", "f'{start}{text}'")]
 
 
 # Runs
@@ -286,8 +286,14 @@ def test_a_sweep_over_a_secret_trains_with_it_and_tells_its_number(monkeypatch):
     assert len(sweep.sweep(plan, Fields, 2, 2, Path("swept"), io.StringIO()).rows) == 2  # it goes on
 
 
-def test_an_error_of_a_command_tells_no_secret(capsys):
+def test_an_error_of_a_command_tells_no_secret(capsys, monkeypatch):
+    monkeypatch.delenv("TFLOOP_DEBUG", raising=False)
     redact.remember({"pwd": "hunter2hunter2"})
+    assert words.told(RuntimeError("hunter2hunter2\x1b[31m")) == 1
+    assert "RuntimeError: ***" in (line := capsys.readouterr().err)
+    assert "hunter2" not in line
+    assert line.strip().isprintable()
+    monkeypatch.setenv("TFLOOP_DEBUG", "1")
     assert words.told(RuntimeError("hunter2hunter2\x1b[31m")) == 1
     assert capsys.readouterr().err.endswith("RuntimeError: ***\\x1b[31m\n")
 

@@ -115,9 +115,9 @@ def test_a_command_tells_of_hostile_runs_without_their_control_characters(tmp_pa
 FULL = """
 import subprocess, sys
 from pathlib import Path
-from callbacks import mlflow
+from callbacks import files, mlflow
 from callbacks.csv_logger import CSVLogger
-from loop import checkpoint, sweep
+from loop import checkpoint
 from types import SimpleNamespace as Some
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16384", "tmpfs", disk], check=True)
@@ -130,7 +130,7 @@ for write in (
     lambda: checkpoint.write_json(disk / "run.json", {"a": "b" * 9999}),
     lambda: checkpoint.write(disk / "checkpoints", 1, {}, {"a": "b" * 9999}),
     lambda: mlflow.write_state(disk, "sqlite:///x", "e" * 9999),
-    lambda: sweep._write(disk / "run.json", "x" * 9999),
+    lambda: files.write_text(disk / "run.json", "x" * 9999),
     lambda: CSVLogger().on_epoch_end(run, {}),
 ):
     try:
