@@ -1,0 +1,22 @@
+"""A convolutional network, compiled for Keras, as a task."""
+
+from convnet import images, labels, make_model
+
+from loop import ArrayData, KerasTask, fit
+
+
+class ConvNet(KerasTask):
+    defaults = {"batch_size": 128, "epochs": 2, "shuffle": False}
+
+    def __init__(self):
+        self.compiled(
+            make_model,
+            train=ArrayData(images[:1000], labels[:1000]),
+            eval=ArrayData(images[1000:], labels[1000:]),
+        )
+
+
+if __name__ == "__main__":
+    result = fit(ConvNet(), seed=0)
+    weights = result.model.get_weights()
+    accuracy = result.metrics["eval_accuracy"]
