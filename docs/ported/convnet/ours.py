@@ -2,17 +2,17 @@
 
 from convnet import images, labels, make_model
 
-from loop import ArrayData, KerasTask, fit
+from loop import KerasTask, fit
 
 
 class ConvNet(KerasTask):
     defaults = {"batch_size": 128, "epochs": 2, "shuffle": False}
 
     def __init__(self):
-        self.compiled(
+        super().__init__(
             make_model,
-            train=ArrayData(images[:1000], labels[:1000]),
-            eval=ArrayData(images[1000:], labels[1000:]),
+            train=(images[:1000], labels[:1000]),
+            eval=(images[1000:], labels[1000:]),
         )
 
 

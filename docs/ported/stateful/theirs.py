@@ -1,6 +1,6 @@
 """An LSTM that carries its state from batch to batch through an epoch."""
 
-from wave import BATCH, inputs, make_model, targets
+from series import BATCH, inputs, make_model, targets
 
 import keras
 
