@@ -1,4 +1,4 @@
-"""The compiled stateful LSTM as a task: its state is part of each checkpoint."""
+"""The compiled stateful LSTM as a task; its state is in each checkpoint."""
 
 from series import BATCH, inputs, make_model, targets
 

@@ -1,8 +1,7 @@
 """An LSTM that carries its state from batch to batch through an epoch."""
 
-from series import BATCH, inputs, make_model, targets
-
 import keras
+from series import BATCH, inputs, make_model, targets
 
 keras.utils.set_random_seed(0)
 model = make_model()
