@@ -2,6 +2,7 @@
 
 from series import BATCH, inputs, make_model, targets
 
+from callbacks import LambdaCallback
 from loop import KerasTask, fit
 
 
@@ -10,6 +11,12 @@ class Wave(KerasTask):
 
     def __init__(self):
         super().__init__(make_model, train=(inputs, targets))
+
+    def build_callbacks(self):
+        def forget(run):
+            run.model.layers[0].reset_state()
+
+        return [LambdaCallback(epoch_start=forget)]
 
 
 if __name__ == "__main__":
