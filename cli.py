@@ -376,15 +376,16 @@ def verify(
     target_: Target,
     set_: Set = None,
     batch_size: Annotated[int | None, Option(help="The global batch; the task's own if not given.")] = None,
+    compile_: Annotated[str | None, Option("--compile", help="graph or xla; the task's own if not given.")] = None,
     processes: Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
     as_json: AsJson = False,
     record: Annotated[Path | None, Option(hidden=True)] = None,
 ) -> None:
     """Show that a task has the same numbers on any number of replicas, or why not."""
-    with_defaults(None, {"batch_size": batch_size})
+    with_defaults(None, {"batch_size": batch_size, "compile": compile_})
     target.check(target_)
     if record is not None:
-        _record(target_, set_ or (), batch_size, record)
+        _record(target_, set_ or (), batch_size, compile_, record)
         return
 
     def job(directory: Path) -> str:
@@ -402,7 +403,9 @@ def verify(
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
         backend = launch.job_backend()[0]
         task = target.load(target_, set_ or ())
-        found = verify_.verify(task, batch_size, job=job if processes else None, job_engine=backend, progress=progress)
+        found = verify_.verify(
+            task, batch_size, job=job if processes else None, job_engine=backend, progress=progress, compile=compile_
+        )
     show(verify_.as_json(found), verify_.lines(found), as_json)
     raise typer.Exit(0 if found.same else FAILED)
 
@@ -434,14 +437,16 @@ def replay(
     show(replay_.as_json(found), replay_.lines(found), as_json)
 
 
-def _record(target_: str, assignments: list[str] | tuple[()], batch_size: int | None, directory: Path) -> None:
+def _record(
+    target_: str, assignments: list[str] | tuple[()], batch_size: int | None, compile_: str | None, directory: Path
+) -> None:
     """What `verify` does in a worker of its job."""
     with launch.reporting() as report:
         with launch.quiet_start():
             from loop import backends, verify
 
             task, made = backends.with_task(lambda: target.load(target_, assignments), launch.choose("auto")[0])
-        verify.write(directory, task, made, batch_size)
+        verify.write(directory, task, made, batch_size, compile_)
         made.exchange(0)  # nobody leaves before all are done
         made.close()
         report(0)

@@ -91,11 +91,13 @@ class Computing:
         branch = source not in self.everyone and source.leaves_some_without(self._backend.replicas * parts)
         compiled = self.compiles(source)
         replica.collective = not (branch or compiled)
+        replica.compiled = source is self._compiled and self._backend.replicas > 1
         try:
             with within(replica):
                 yield replica
         except Exception as error:
-            self._problem = replica.problem or (error if isinstance(error, UsageError) else None)
+            own = replica.problem or (error if isinstance(error, UsageError) else None)
+            self._problem = own or self._problem  # another replica's error may be what has ended this one
             if not isinstance(self._problem, EveryoneNeededError):
                 raise
             self.everyone.add(source)

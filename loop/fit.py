@@ -125,7 +125,8 @@ def fit(
         steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second, and
             of slow ones up to eight in a second.
         compile: `graph`, or `xla`: on one device, many steps as one program of XLA's, if the data are arrays; else
-            forward and backward pass of each replica. Random layers draw other numbers then; `graph`.
+            forward and backward pass of each replica. Random layers draw other numbers then, so that several
+            replicas refuse them; `graph`.
         prefetch: how many batches a `tf.data.Dataset` is read ahead, or `auto`: as TensorFlow finds best; 2.
         eval_every: `epoch`, a number of steps, or `never`; `epoch`. The end of training is always evaluated, except
             with `never`.

@@ -65,6 +65,7 @@ def _by_row(original: Any, draw: Any) -> Any:
         known = tf.get_static_value(tf.convert_to_tensor(shape, tf.int32))
         if replica is None or (known is not None and not (known.size and known[0] == replica.fixed_rows)):
             return original(shape, seed, *args, **kwargs)
+        replica.check_draws()
         return draw(shape, seed, *args, **kwargs)
 
     function.by_row = True  # type: ignore[attr-defined]

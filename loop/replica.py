@@ -44,6 +44,7 @@ class Replica:
         self._draws = phase << 10
         self._room = max(most, backend.replicas)  # where nobody has any, each has a stand-in
         self.collective = True
+        self.compiled = False  # by XLA, if the options ask for it
         self.problem: Exception | None = None
         self._graph = tf.compat.v1.get_default_graph()
         self.count = count(rows.batch)
@@ -104,6 +105,21 @@ class Replica:
     def _noted(self, problem: Exception) -> Exception:
         self.problem = problem  # because a function in between may turn it into an error of its own
         return problem
+
+    def check_draws(self) -> None:
+        """Refuses random numbers by row in what XLA is to compile: it makes other numbers of the same bits.
+
+        Raises:
+            UsageError: `compile="xla"` on several replicas.
+        """
+        if self.compiled:
+            raise self._noted(
+                UsageError(
+                    f"compile='xla' on {self.backend.replicas} replicas: random layers (Dropout, noise) draw other "
+                    "numbers in XLA than in the graph, so that the result would depend on the number of replicas: use "
+                    "compile='graph', or one replica"
+                )
+            )
 
     def seed_of_draw(self) -> tf.Tensor:
         """A seed for the next random operation of this trace: int64 [2], from run seed, epoch, batch and place."""

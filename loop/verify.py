@@ -96,6 +96,7 @@ def verify(
     job: Callable[[Path], str] | None = None,
     job_engine: str = "",
     progress: Callable[[str], None] = lambda text: None,
+    compile: str | None = None,
 ) -> Report:
     """Trains a task for a few steps in several ways, and compares gradients, weights, statistics and metrics.
 
@@ -105,7 +106,8 @@ def verify(
         replicas: on how many devices to train it, beside one: GPUs if there are enough, else logical CPU devices.
         job: records the task in real processes, into a directory; gives an error, or "". None: no processes.
         job_engine: the engine of those.
-        progress: is told what is being done.
+        progress: is called with what is being done.
+        compile: `graph` or `xla`; None: the task's own.
 
     Raises:
         UsageError: the task can't be trained at all.
@@ -123,7 +125,7 @@ def verify(
         for precision in BOUNDS:
             progress(f"{precision}: 1 replica")
             try:
-                reference = record(task, Backend(), precision, batch_size)
+                reference = record(task, Backend(), precision, batch_size, compile)
             except Exception as error:
                 if precision == "float32" or isinstance(error, UsageError):
                     raise
@@ -133,7 +135,7 @@ def verify(
             steps = len({name.split("/")[1] for name in reference if name.startswith("gradients/")})
             for engine, n, backend in ways:
                 progress(f"{precision}: {n} replica{'s' * (n > 1)}{' again' * (n == 1)}")
-                found = record(task, backend, precision, batch_size)
+                found = record(task, backend, precision, batch_size, compile)
                 comparisons.append(compare(precision, engine, n, reference, found))
             if job is not None and not problem:
                 with np.load(Path(directory) / f"{precision}.npz", allow_pickle=False) as stored:
@@ -171,20 +173,23 @@ UNKNOWN = (
 )
 
 
-def options_of(task: TrainTask, precision: str, batch_size: int | None) -> dict[str, Any]:
+def options_of(task: TrainTask, precision: str, batch_size: int | None, compile: str | None = None) -> dict[str, Any]:
     """The options with which a task is verified: its own, but for precision and length, and nothing is compressed."""
-    options = with_defaults(task, {"batch_size": batch_size, "precision": precision, "eval_every": "epoch"})
+    given = {"batch_size": batch_size, "precision": precision, "compile": compile, "eval_every": "epoch"}
+    options = with_defaults(task, given)
     options |= {"epochs": EPOCHS, "steps": None, "backend": "single", "compression": "none", "overfit": None}
     return options | inexact.OFF
 
 
-def record(task: TrainTask, backend: Backend, precision: str, batch_size: int | None) -> Arrays:
+def record(
+    task: TrainTask, backend: Backend, precision: str, batch_size: int | None, compile: str | None = None
+) -> Arrays:
     """Trains for a few steps, and writes down every number by kind, step and name."""
     keras.utils.clear_session(free_memory=False)  # names of layers start anew, and are the same each time
     found: Arrays = {}
     built, number = None, 0
     for index in range(max(len(phases_of(task)), 1)):
-        options = enter(task, options_of(task, precision, batch_size), index)
+        options = enter(task, options_of(task, precision, batch_size, compile), index)
         small: Any = _Small(task, 2 * options["batch_size"] + 1, precision)
         data = open_data(small, options)
         rows = data.train.row_counts(backend.replicas, options["accumulate"])
@@ -295,11 +300,13 @@ def difference(name: str, reference: Arrays, found: Arrays) -> float:
     return apart / scale if scale else apart
 
 
-def write(directory: Path, task: TrainTask, backend: Backend, batch_size: int | None) -> None:
+def write(
+    directory: Path, task: TrainTask, backend: Backend, batch_size: int | None, compile: str | None = None
+) -> None:
     """Records a task in each precision as the worker of a job; the chief writes what was found."""
     for precision in BOUNDS:
         try:
-            found = record(task, backend, precision, batch_size)
+            found = record(task, backend, precision, batch_size, compile)
         except Exception:
             if precision == "float32":
                 raise

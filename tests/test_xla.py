@@ -11,8 +11,10 @@ import pytest
 import tensorflow as tf
 
 import callbacks
-from loop import ArrayData, TrainingError, fit
+from loop import ArrayData, TrainingError, UsageError, fit
+from loop.backends import create
 from loop.build import model_variables
+from loop.verify import verify
 from tests.conftest import ROOT
 from tests.tasks import Conv, Weighted
 
@@ -117,3 +119,25 @@ fit(Weighted(), epochs=4, batch_size=8, compile="xla", callbacks=[*callbacks.sta
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Compilation of XLA executable time") == 1, done.stderr
+
+
+def test_several_replicas_refuse_random_layers():
+    """XLA makes other floats of the same random bits: one replica and several would differ."""
+    with pytest.raises(UsageError, match="compile='xla' on 2 replicas: random layers"):
+        trained(Conv(), backend=create("mirrored", 2), compile="xla", epochs=1)
+    with pytest.raises(UsageError, match="compile='xla' on 2 replicas"):
+        verify(Conv(), 16, (2,), compile="xla")
+    assert trained(Dropped(), backend=create("mirrored", 2), epochs=1).steps > 0
+
+
+class Dropped(Weighted):
+    """Dropout alone, without anything that needs other replicas."""
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.3), keras.layers.Dense(1)])
+
+
+def test_dropout_without_batch_norm_is_refused_too():
+    with pytest.raises(UsageError, match="compile='xla' on 3 replicas"):
+        trained(Dropped(), backend=create("mirrored", 3), compile="xla", epochs=1)
+    assert trained(Dropped(), compile="xla", epochs=1).steps > 0
