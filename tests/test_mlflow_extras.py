@@ -72,7 +72,7 @@ def test_artifacts_arrive_once_and_a_bad_one_holds_nothing_up(database, tmp_path
 
 def test_artifact_is_a_line_of_the_journal_and_nothing_without_one(tmp_path):
     progress = types.SimpleNamespace(step=3, epoch=1)
-    run = types.SimpleNamespace(directory=tmp_path, progress=progress)
+    run = types.SimpleNamespace(directory=tmp_path, progress=progress, phase=None)
     journal.artifact(run, tmp_path / "report.html")
     assert not (tmp_path / journal.NAME).exists()
     (tmp_path / journal.NAME).touch()
@@ -229,7 +229,7 @@ def test_samples_as_pictures_and_text_and_what_the_machine_is_at(quiet, tmp_path
 
     # Another rank's samples travel with the end of an epoch, and keep their time and step.
     progress = types.SimpleNamespace(step=9, epoch=0)
-    other = types.SimpleNamespace(directory=tmp_path / "run", progress=progress)
+    other = types.SimpleNamespace(directory=tmp_path / "run", progress=progress, phase=None)
     other.backend = types.SimpleNamespace(rank=1, is_chief=False, gather_json=lambda own: [[], own])
     elsewhere = SystemMetrics()
     elsewhere.on_fit_start(other)

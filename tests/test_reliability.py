@@ -490,12 +490,14 @@ def test_each_worker_gets_its_own_state_back():
     from types import SimpleNamespace
 
     from loop import state
+    from loop.phases import Plan
 
     taken = []
     backend = SimpleNamespace(rank=1, workers=2)
     run = SimpleNamespace(
-        backend=backend, adopted=[], callbacks={"mine": SimpleNamespace(load_state_dict=taken.append)}
-    )
+        backend=backend, adopted=[], callbacks={"mine": SimpleNamespace(load_state_dict=taken.append)},
+        plan=Plan([], {"epochs": 1, "steps": None}, state.Progress()),
+    )  # fmt: skip
     kept = {
         "evaluating": False, "epoch_ends": False, "progress": {}, "epoch_totals": [], "eval_metrics": {}, "history": [],
         "evaluated_at": 0, "workers": [{"random": rank, "callbacks": {"mine": {"rank": rank}}} for rank in (0, 1)],
