@@ -174,7 +174,7 @@ def _is_wide(predictions: Any) -> bool:
 
 
 def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
-    """The sum of the outputs' losses, as "loss" and "count" of `TrainTask.compute`.
+    """The sum of the outputs' losses, as "loss" and "loss_count" of `TrainTask.compute`.
 
     Each output has a divisor of its own. Where it is fixed, it is a factor of the values. Where the data decides
     (masks, sums of weights), it is that of the global batch, which the replicas add up before they differentiate.
@@ -182,7 +182,7 @@ def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
     if len(losses) == 1:
         only = losses[0]
         values = only.values if only.scale is None else only.values * _number(only.scale, only.values.dtype)
-        return {"loss": values} if only.summed else {"loss": values, "count": only.count}
+        return {"loss": values} if only.summed else {"loss": values, "loss_count": only.count}
     if all(each.summed for each in losses):
         return {"loss": tf.add_n([each.by_example() for each in losses])}
     dtype = losses[0].values.dtype
@@ -196,7 +196,7 @@ def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
             each.by_example() * (rows if each.summed else tf.math.divide_no_nan(rows, counts[1 + place]))
             for place, each in enumerate(losses)
         ]
-    return {"loss": tf.add_n([tf.cast(part, dtype) for part in parts]), "count": one}
+    return {"loss": tf.add_n([tf.cast(part, dtype) for part in parts]), "loss_count": one}
 
 
 def reported(losses: Sequence[OutputLoss]) -> dict[str, Any]:

@@ -123,10 +123,10 @@ class TrainTask:
         Returns:
             A dict of tensors of shape `[n]` or `[n, ...]`, one value per element and never a mean. `"loss"` is
             minimised; `"weight"` (optional, same shape as loss, not differentiated) weighs it and every value of the
-            same shape; `"count"` (optional, of the loss's shape or [n], not differentiated) is what each element adds
-            to the divisor of the loss, where that isn't its weight. All others are metrics. The loss is minimised and
-            reported as sum(loss * weight) / sum(count), each other value as sum(value * weight) / sum(weight), and one
-            marked with `loop.unweighted` as its mean.
+            same shape; `"loss_count"` (optional, of the loss's shape or [n], not differentiated) is what each element
+            adds to the divisor of the loss, where that isn't its weight. All others are metrics. The loss is minimised
+            and reported as sum(loss * weight) / sum(loss_count), each other value as sum(value * weight) /
+            sum(weight), and one marked with `loop.unweighted` as its mean.
         """
         raise UsageError(f"{type(self).__name__} has no compute(): define it and return a dict with per-example 'loss'")
 

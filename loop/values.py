@@ -16,7 +16,7 @@ EXAMPLES, SKIPPED, SUMS = 0, 1, 2
 """Places in a vector of totals: the number of examples, that of skipped steps, and where sums and states begin."""
 
 
-RESERVED = ("loss", "weight", "count")
+RESERVED = ("loss", "weight", "loss_count")
 """The keys of what `compute` returns that have a meaning of their own."""
 
 
@@ -38,7 +38,7 @@ def unweighted(value: Any) -> Any:
             which then gets no sample weights: a tensor, or a tuple such as (labels, predictions).
 
     Returns:
-        The marked value, to be returned under a name of its own; not as "loss", "weight" or "count".
+        The marked value, to be returned under a name of its own; not as "loss", "weight" or "loss_count".
     """
     return value if isinstance(value, Unweighted) else Unweighted(value)
 
@@ -93,8 +93,8 @@ class Values:
             weight = tf.stop_gradient(tf.cast(weight, dtype))
         found = {name: tf.cast(content(values[name]), dtype) for name in self.names}
         sums = {"loss": _weighted_sum(found["loss"], weight)}
-        if "count" in values:
-            sums["loss"] = sums["loss"][0], tf.reduce_sum(tf.stop_gradient(tf.cast(values["count"], dtype)))
+        if "loss_count" in values:
+            sums["loss"] = sums["loss"][0], tf.reduce_sum(tf.stop_gradient(tf.cast(values["loss_count"], dtype)))
         counted = [name for name in self.names if isinstance(values[name], Unweighted)]
         sums |= _sums({name: found[name] for name in self.names[1:] if name not in counted}, weight)
         sums |= _sums({name: found[name] for name in counted}, None)
@@ -189,7 +189,7 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
         if isinstance(values.get(name), Unweighted):
             raise UsageError(
                 f'compute() returned "{name}" as loop.unweighted(...), which is for metrics alone: return the tensor '
-                'itself; what the loss is divided by is said by "count"'
+                'itself; what the loss is divided by is said by "loss_count"'
             )
     found_as = {name: _tensor(name, content(value)) for name, value in values.items() if name not in metrics}
     for name, tensor in found_as.items():
@@ -217,16 +217,16 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
                 f'compute() returned "weight" of shape {list(weight)} beside "loss" of shape {list(shapes["loss"])}: '
                 "give both one shape, with tf.broadcast_to(weight, tf.shape(loss))"
             )
-        weighed = [name for name in shapes if name != "count" and not isinstance(values[name], Unweighted)]
+        weighed = [name for name in shapes if name != "loss_count" and not isinstance(values[name], Unweighted)]
         for name, shape in ((name, shapes[name]) for name in weighed):
             if shape[: weight.rank] != weight:
                 raise UsageError(
                     f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
                     "can't weigh: its shape must begin with that of the weight"
                 )
-    if "count" in values and n is not None and shapes["count"] not in (shapes["loss"], shapes["loss"][:1]):
+    if "loss_count" in values and n is not None and shapes["loss_count"] not in (shapes["loss"], shapes["loss"][:1]):
         raise UsageError(
-            f'compute() returned "count" of shape {list(shapes["count"])} beside "loss" of shape '
+            f'compute() returned "loss_count" of shape {list(shapes["loss_count"])} beside "loss" of shape '
             f"{list(shapes['loss'])}: give what each element adds to the divisor, in the shape of the loss, "
             "or what each example adds, in shape [n]"
         )

@@ -55,7 +55,7 @@ class AsKeras(TrainTask):
         inputs, labels, weight = batch
         loss = tf.reduce_sum((model(inputs, training=training) - labels) ** 2, -1)
         values = {"loss": loss, "weight": weight}
-        return values if self.reduction == "sum" else values | {"count": tf.ones_like(loss)}
+        return values if self.reduction == "sum" else values | {"loss_count": tf.ones_like(loss)}
 
 
 def by_keras(reduction, penalty, clip=None):
@@ -202,8 +202,11 @@ def test_unweighted_values_count_examples(replicas, options, quiet):
     ("values", "message"),
     [
         (lambda loss: {"loss": loop.unweighted(loss)}, r'"loss" as loop.unweighted\(...\), which is for metrics'),
-        (lambda loss: {"loss": loss, "count": tf.ones([tf.size(loss), 2])}, '"count" of shape .3, 2. beside "loss"'),
-        (lambda loss: {"loss": loss, "count": tf.constant(1.0)}, 'a scalar for "count"'),
+        (
+            lambda loss: {"loss": loss, "loss_count": tf.ones([tf.size(loss), 2])},
+            '"loss_count" of shape .3, 2. beside "loss"',
+        ),
+        (lambda loss: {"loss": loss, "loss_count": tf.constant(1.0)}, 'a scalar for "loss_count"'),
     ],
 )
 def test_misplaced_marks_are_refused(values, message, quiet):
@@ -221,7 +224,7 @@ def test_what_is_counted_may_be_the_examples_of_a_loss_per_element(quiet):
     class Sequences(Weighted):
         def compute(self, model, batch, training):
             tokens = (model(batch[0], training=training) - tf.constant([[1.0, 2.0, 3.0]])) ** 2
-            return {"loss": tokens, "count": tf.ones([tf.shape(tokens)[0]])}
+            return {"loss": tokens, "loss_count": tf.ones([tf.shape(tokens)[0]])}
 
     class Added(Weighted):
         def compute(self, model, batch, training):
