@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from callbacks import LambdaCallback, Notify, delivery, journal, notify, record, redact, report
 from loop import fit, runs, sweep, tune, words
 from loop.evaluate import evaluate
-from loop.rundir import task_of
+from loop.rundir import differences, task_of
 from tests.conftest import ROOT
 from tests.tasks import Plain
 
@@ -226,6 +226,12 @@ def test_no_file_of_a_run_tells_a_secret_and_it_goes_on_with_another(quiet, tmp_
         assert secret not in written
     assert of.hyperparameters["db_password"] == of.hyperparameters["hf_token"] == "***"
     assert any("no answer from mysql+pymysql://***@host" in fault.text for fault in of.faults)
+
+
+def test_what_is_hidden_can_not_differ():
+    """A value may be hidden in one attempt alone: because it holds what only that one knows for a secret."""
+    pairs = {"a": ("***", "relu"), "b": (["x", "u:***@h"], ["x", "y"]), "c": ("relu", "tanh"), "d": (1, 1)}
+    assert differences(pairs) == ["c was 'relu', now 'tanh'"]
 
 
 def test_a_run_of_an_older_version_shows_no_secret_and_goes_on(quiet, tmp_path):
