@@ -449,7 +449,7 @@ def test_a_manifest_that_is_none_of_a_run_is_bad_input(quiet, tmp_path):
         directory = tmp_path / str(len(str(state)))
         directory.mkdir(exist_ok=True)
         checkpoint.write(directory / "checkpoints", 3, {"model/00000:w": np.zeros(3)}, state)
-        with pytest.raises(UsageError, match="its manifest is none of a run"):
+        with pytest.raises(UsageError, match="none of its 1 checkpoints is good"):
             fit(Plain(), callbacks=quiet(), run_dir=directory)
 
 
