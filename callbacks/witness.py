@@ -50,17 +50,17 @@ class Witness(Callback):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         data = copy.copy(data)
         train = data.train = copy.copy(data.train)
-        share = train.share
+        replica_rows = train.replica_rows
 
         def watched(*arguments: Any) -> Any:
             import tensorflow as tf
 
-            rows = share(*arguments)
+            rows = replica_rows(*arguments)
             with tf.device("CPU:0"):
                 tf.numpy_function(self._write, [*rows[1:], *tf.nest.flatten(rows.batch)], [])
             return rows
 
-        train.share = watched
+        train.replica_rows = watched
         return data
 
     def on_fit_start(self, run: Run) -> None:

@@ -507,8 +507,9 @@ def test_what_is_another_users(run, tmp_path):
         os.chown(path, 12345, 12345)
     (run / "journal.jsonl").chmod(0o600)  # which stays root's
     (closed / "checkpoints").chmod(0)
-    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        path.chmod(0o755)
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == 0 and not path.stat().st_mode & 0o001:
+            path.chmod(0o755)
     answers, told = os.pipe()
     if not (child := os.fork()):
         sys.stderr = os.fdopen(told, "w")

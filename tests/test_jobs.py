@@ -160,7 +160,10 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(task):
     done = tfloop("train", "task.py:Failing", *ENGINES["horovod"], "--track", "off", "--json", cwd=task)
     assert (done.returncode, done.stdout) == (1, "")
     assert "RuntimeError: planted on rank 1" in done.stderr
-    assert done.stderr.splitlines()[-1] == "tfloop: error: rank 1: RuntimeError: planted on rank 1"
+    assert done.stderr.splitlines()[-1] == (
+        "tfloop: error: rank 1: RuntimeError: planted on rank 1 "
+        "(task.py, line 13, in train_data; --debug shows the traceback)"
+    )
 
 
 @needs_horovod
