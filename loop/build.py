@@ -126,7 +126,7 @@ def build(
         stateful = check_stateful(stateful_layers(model), rows)
         trial = Trial(example, rows, stateful, fixed_inputs(model))
         if type(task)._prepare is not TrainTask._prepare:
-            with put_back(_state(task, model, made)):
+            with put_back(_state(task, model, made, backend)):
                 trial.call(lambda batch: task._prepare(model, batch))
     trial.metrics = metrics = checked_metrics(task.build_metrics())
     with backend.scope(), keras_precision(precision):
@@ -140,13 +140,13 @@ def build(
 
         names, grows = [], False
         if type(task).compute is not TrainTask.compute or type(task).train_step is TrainTask.train_step:
-            with put_back(_state(task, model, made)):
+            with put_back(_state(task, model, made, backend)):
                 names = trial.names(tried)
                 grows = penalties[0] != penalties[-1] and trial.grow(tried, penalties)
         optimizer = task.build_optimizer()
         phases = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
-            with put_back(_state(task, model, made)):
+            with put_back(_state(task, model, made, backend)):
                 phases = tried_step(task, optimizer, model, trial)
         if not trainable_variables(model):
             where = f" in the phase {task.phase.name!r}, after begin_phase()" if task.phase else ""
@@ -166,12 +166,13 @@ def build(
     return Built(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup, trial.fixed)
 
 
-def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable]) -> list[tf.Variable]:
+def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: Backend) -> list[tf.Variable]:
     """All that a call of the model or of the task's methods may change, as far as it can be known."""
     found = [*others, *held_by(task), *global_seeds()]
     with contextlib.suppress(ValueError):  # tf_keras, of a model without an input shape: it has no variables yet
         found += model_variables(model)
-    return found
+    # A task may still hold metrics that it made for another backend, which this build doesn't touch.
+    return [variable for variable in found if backend.can_read(variable)]
 
 
 def _by_lookup(
@@ -199,7 +200,7 @@ def _by_lookup(
         finally:
             logger.setLevel(level)
 
-    with put_back(_state(task, model, carried_variables(model))):
+    with put_back(_state(task, model, carried_variables(model), backend)):
         found = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
     return {index: kind for index, kind in found.items() if index in asked}
 

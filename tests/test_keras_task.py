@@ -136,6 +136,16 @@ def test_what_compile_takes_trains_as_in_fit(case, engines, quiet):
         assert {name: result.metrics[name] for name in same} == pytest.approx({name: expected[name] for name in same})
 
 
+def test_one_task_trains_on_one_backend_after_the_other(engines, quiet):
+    """Its metrics are made anew for each: those of another strategy can't be read."""
+    make, data, options = cases()["names"]
+    task = KerasTask.from_compiled(make, data, **options)
+    found = [by_task(task, quiet, engines[replicas]).metrics for replicas in (2, 3, 1, 2)]
+    assert found[0] == found[3]
+    for metrics in found[1:3]:
+        assert metrics == pytest.approx(found[0])
+
+
 def test_what_from_compiled_takes_can_be_given(engines, quiet):
     make, data, options = cases()["names"]
     witness, _ = by_fit(make, data, **options)

@@ -76,6 +76,10 @@ class Backend:
         """The context in which variables are created."""
         return contextlib.nullcontext()
 
+    def can_read(self, variable: tf.Variable) -> bool:
+        """Whether a variable can be read within `scope`: one that another strategy made can't."""
+        return True
+
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function` once in each replica of this worker; what it returns may be handed to a later `run`."""
         return function(*args)

@@ -31,6 +31,9 @@ class StrategyBackend(Backend):
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return self.strategy.scope()
 
+    def can_read(self, variable: tf.Variable) -> bool:
+        return getattr(variable, "_distribute_strategy", self.strategy) is self.strategy
+
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.strategy.run(function, args)
 
