@@ -184,8 +184,8 @@ def test_sys_exit_in_a_task_is_no_success(place, command):  # noqa: F811
     else:
         added = f"\nclass Exits(Mine):\n    def {place}(self, *args, **named):\n        {exits}\n"
     Path("mine.py").write_text(Path("mine.py").read_text() + added)
-    task = "Mine" if place == "the module" else "Exits"
-    code, out, err = command("train", f"mine.py:{task}", "--track", "off", "--backend", "single")
+    name = "Mine" if place == "the module" else "Exits"
+    code, out, err = command("train", f"mine.py:{name}", "--track", "off", "--backend", "single")
     assert (code, out) == (1, ""), err
     assert "sys.exit(0) can't end a run" in err.splitlines()[-1]
     assert "Traceback" not in err

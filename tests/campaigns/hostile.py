@@ -47,9 +47,22 @@ SECONDS, PATIENCE = 10, 90
 
 def hurt(draw, run, elsewhere):
     """Does something to a run directory; returns what, in words."""
-    return draw.choice((exchange, exchange, exchange, fill, fill, seal, seal, seal, twist, tear, drop))(
-        draw, run, elsewhere
-    )
+    way = draw.choice((exchange, exchange, exchange, fill, fill, seal, seal, seal, twist, tear, drop))
+    try:
+        return way(draw, run, elsewhere)
+    except ValueError:  # an earlier one has left no JSON to change
+        return tear(draw, run, elsewhere)
+
+
+def regular_text(path):
+    """The text of a file; a pipe, which would block, is none.
+
+    Raises:
+        ValueError: it is no regular file, or no text.
+    """
+    if not path.is_file():
+        raise ValueError(path)
+    return path.read_text()
 
 
 def places(draw, run):
@@ -136,7 +149,7 @@ def seal(draw, run, elsewhere):
         return tear(draw, run, elsewhere)
     for each in before:
         shutil.rmtree(each)
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = json.loads(regular_text(path / "manifest.json"))
     manifest.pop("sha256")
     manifest, where = exchanged(draw, manifest)
     if isinstance(manifest, dict):
@@ -151,11 +164,11 @@ def twist(draw, run, elsewhere):
     """Nonsense in `run.json`, or in a line of the journal."""
     if draw.random() < 0.5:
         path = run / "run.json"
-        value, where = exchanged(draw, json.loads(path.read_text()))
+        value, where = exchanged(draw, json.loads(regular_text(path)))
         path.write_text(json.dumps(value))
         return f"run.json{where} is nonsense"
     path = run / "journal.jsonl"
-    lines = path.read_text().splitlines()
+    lines = regular_text(path).splitlines()
     number = draw.randrange(len(lines))
     value, where = exchanged(draw, json.loads(lines[number]))
     lines[number] = json.dumps(value)
