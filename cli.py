@@ -47,15 +47,17 @@ from typer.core import TyperCommand
 
 import callbacks
 import callbacks.progress
-import callbacks.record
-from callbacks.journal import jsonable
-from loop import completion, config, dry_run, explain, launch, runs, signals, target, terminal, tracking, words
-from loop import new as new_
-from loop import sweep as sweep_
-from loop import train as train_
-from loop import tune as tune_
+import callbacks.run_record.record
+from callbacks.run_record.journal import jsonable
+from loop.commands import command_line, completion, config, dry_run, runs, terminal, tracking
+from loop.commands import new as new_
+from loop.commands import sweep as sweep_
+from loop.commands import train as train_
+from loop.commands import tune as tune_
 from loop.errors import FAILED, PREEMPTED, TrainingError, UsageError, no_exit
+from loop.launch import explain, launcher, signals
 from loop.options import nearest, with_defaults
+from loop.target import task_loader
 
 NO_DIRECTORY = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
 """The endings of names that nobody gives a directory, in small letters."""
@@ -263,7 +265,7 @@ def finish(
 ) -> NoReturn:
     """Prints how it ended, and where a browser shows it, and ends."""
     if error:
-        words.say(error)
+        command_line.say(error)
     if result is not None:
         show(result, lines(result), as_json)
         if seen and code == 0 and sys.stderr.isatty():
@@ -274,7 +276,9 @@ def finish(
 def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
     """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
     if as_json:
-        print(result if isinstance(result, str) else json.dumps(jsonable(callbacks.redact.redact(result))))
+        print(
+            result if isinstance(result, str) else json.dumps(jsonable(callbacks.run_record.redaction.redact(result)))
+        )
         if 1 in CLOSED:
             print("note: stdout is closed: the result isn't shown", file=sys.stderr)
         return
@@ -306,7 +310,7 @@ def checkpointed(run: str, task_target: str | None) -> Path:
     """The run that is meant, which has a checkpoint; TARGET is checked, too."""
     path = runs.checkpointed(runs.named(run))
     if task_target is not None:
-        target.check(task_target)
+        task_loader.check(task_target)
     return path
 
 
@@ -323,19 +327,22 @@ def evaluate(
     """Evaluate a checkpoint on the whole evaluation data."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
     path = checkpointed(run, task_target)
-    engine = launch.place(backend or "auto", workers)
-    if engine in ("horovod", "multiworker") and launch.job_size() is None:
-        finish(*launch.run(engine, workers or 1, sys.argv[1:]), as_json, metric_lines)
-    with launch.reporting() as report, launch.quiet_start():
-        from loop import backends, rundir
+    engine = launcher.place(backend or "auto", workers)
+    if engine in ("horovod", "multiworker") and launcher.job_size() is None:
+        finish(*launcher.run(engine, workers or 1, sys.argv[1:]), as_json, metric_lines)
+    with launcher.reporting() as report, launcher.quiet_start():
+        from loop import backends
+        from loop.run import run_directory
 
-        (task, manifest), made = backends.with_task(lambda: rundir.task_of(path, task_target, trust), engine, workers)
-        from loop.evaluate import evaluate as evaluate_
+        (task, manifest), made = backends.with_task(
+            lambda: run_directory.task_of(path, task_target, trust), engine, workers
+        )
+        from loop.commands.evaluate import evaluate as evaluate_
 
         precision = manifest["run"]["options"]["precision"]
         metrics = evaluate_(task, path, batch_size=batch_size, backend=made, precision=precision)
         report(0, None, metrics)
-    if launch.JOB not in os.environ and made.is_chief:
+    if launcher.JOB not in os.environ and made.is_chief:
         finish(0, "", metrics, as_json, metric_lines)
 
 
@@ -360,13 +367,16 @@ def export(
         raise UsageError(f"{out} exists already: remove it, or give another name")
     if out.suffix not in (".npz", ".keras") and out.suffix.lower() in NO_DIRECTORY:
         raise UsageError(f"{out}: there is no such format: give OUT.npz, OUT.keras, or a directory for a SavedModel")
-    with shown_stages(3) as progress, launch.quiet_start():
-        from loop import devices, rundir
+    with shown_stages(3) as progress, launcher.quiet_start():
+        from loop.backends import devices
+        from loop.run import run_directory
 
         devices.prepare()
-        from loop.export import export as export_
+        from loop.commands.export import export as export_
 
-        task = None if out.suffix == ".npz" else rundir.task_of(path, task_target, trust)[0]  # weights need no model
+        task = (
+            None if out.suffix == ".npz" else run_directory.task_of(path, task_target, trust)[0]
+        )  # weights need no model
         shown = export_(task, path, out, check, progress)
     print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
 
@@ -383,26 +393,26 @@ def verify(
 ) -> None:
     """Show that a task has the same numbers on any number of replicas, or why not."""
     with_defaults(None, {"batch_size": batch_size, "compile": compile_})
-    target.check(target_)
+    task_loader.check(target_)
     if record is not None:
         _record(target_, set_ or (), batch_size, compile_, record)
         return
 
     def job(directory: Path) -> str:
-        code, problem, _ = launch.run(backend, 2, [*sys.argv[1:], "--record", str(directory)])
+        code, problem, _ = launcher.run(backend, 2, [*sys.argv[1:], "--record", str(directory)])
         if code == PREEMPTED:
             raise KeyboardInterrupt
         return problem
 
-    with shown_stages(9 + processes) as progress, launch.quiet_start():
-        from loop import devices
-        from loop import verify as verify_
+    with shown_stages(9 + processes) as progress, launcher.quiet_start():
+        from loop.backends import devices
+        from loop.commands import verify as verify_
 
         devices.alike(max(verify_.REPLICAS))
         if not devices.use_gpus():
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
-        backend = launch.job_backend()[0]
-        task = target.load(target_, set_ or ())
+        backend = launcher.job_backend()[0]
+        task = task_loader.load(target_, set_ or ())
         found = verify_.verify(
             task, batch_size, job=job if processes else None, job_engine=backend, progress=progress, compile=compile_
         )
@@ -425,14 +435,15 @@ def replay(
     if not (path / "bad").is_dir():
         runs.checkpointed(path)
     if task_target is not None:
-        target.check(task_target)
-    with launch.quiet_start():
-        from loop import devices, rundir
-        from loop import replay as replay_
+        task_loader.check(task_target)
+    with launcher.quiet_start():
+        from loop.backends import devices
+        from loop.commands import replay as replay_
+        from loop.run import run_directory
 
         devices.prepare()
         place_, _ = replay_.locate(path)
-        task, _ = rundir.task_of(place_, task_target, trust)
+        task, _ = run_directory.task_of(place_, task_target, trust)
         found = replay_.replay(task, place_)
     show(replay_.as_json(found), replay_.lines(found), as_json)
 
@@ -441,11 +452,12 @@ def _record(
     target_: str, assignments: list[str] | tuple[()], batch_size: int | None, compile_: str | None, directory: Path
 ) -> None:
     """What `verify` does in a worker of its job."""
-    with launch.reporting() as report:
-        with launch.quiet_start():
-            from loop import backends, verify
+    with launcher.reporting() as report:
+        with launcher.quiet_start():
+            from loop import backends
+            from loop.commands import verify
 
-            task, made = backends.with_task(lambda: target.load(target_, assignments), launch.choose("auto")[0])
+            task, made = backends.with_task(lambda: task_loader.load(target_, assignments), launcher.choose("auto")[0])
         verify.write(directory, task, made, batch_size, compile_)
         made.exchange(0)  # nobody leaves before all are done
         made.close()
@@ -470,19 +482,19 @@ def chaos(
     as_json: AsJson = False,
 ) -> None:
     """Show that kill -9 at any moment loses nothing of a task's training."""
-    from loop import chaos as chaos_
+    from loop.commands import chaos as chaos_
 
     if not 1 <= kills <= chaos_.MOST_KILLS:
         raise UsageError(f"--kills {kills}: give a whole number from 1 to {chaos_.MOST_KILLS}")
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
     with_defaults(None, options)
     if checkpoint_every is not None:
-        words.schedule(checkpoint_every)
-    target.check(target_)
-    launch.place(backend or "auto", workers)
+        command_line.schedule(checkpoint_every)
+    task_loader.check(target_)
+    launcher.place(backend or "auto", workers)
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
-    arguments = words.arguments(options | {"workers": workers}, set_ or ())
+    arguments = command_line.arguments(options | {"workers": workers}, set_ or ())
     with (
         stopped_clean(f"what was made is in {keep}" if keep else "nothing is left behind"),
         signals.temporary_directory("tfloop-chaos-") as directory,
@@ -526,13 +538,13 @@ def tune(
         raise UsageError(f"--out {out} exists already: give another name" + (", or --force" if out.is_file() else ""))
     if not os.access(out.parent, os.W_OK):
         raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
-    if launch.job_size() is not None:
+    if launcher.job_size() is not None:
         raise UsageError("tune starts its workers itself: call it once, with --workers")
     config.arguments(config_ or (), train_options(), ())
-    target.check(target_)
-    launch.place(backend or "auto", workers)
+    task_loader.check(target_)
+    launcher.place(backend or "auto", workers)
     typed = {"batch_size": batch_size, "backend": backend, "workers": workers}
-    arguments = words.arguments(typed, set_ or (), config_ or ())
+    arguments = command_line.arguments(typed, set_ or (), config_ or ())
     stages = len(tune_.TUNED) * rounds * 2
     with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
         found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
@@ -587,7 +599,7 @@ def sweep(
 ) -> None:
     """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(None, options | {"eval_every": words.number_or_word(eval_every)})
+    with_defaults(None, options | {"eval_every": command_line.number_or_word(eval_every)})
     if sweep_.is_directory(target_):
         for name in context.params:
             source = context.get_parameter_source(name)
@@ -601,24 +613,24 @@ def sweep(
         os.chdir(plan.place)
     else:
         directory = sweep_dir
-        target.check(target_)
-        launch.place(backend or "auto", workers, asynchronous=True)
+        task_loader.check(target_)
+        launcher.place(backend or "auto", workers, asynchronous=True)
         swept, drawn = sweep_.assigned("--grid", grid or ()), sweep_.assigned("--random", random or ())
         typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
         plan = sweep_.Plan(
-            target=target.absolute(target_), grid=swept, random=drawn, metric=metric,
+            target=task_loader.absolute(target_), grid=swept, random=drawn, metric=metric,
             direction=sweep_.direction(metric, direction), sampler=sampler, pruner=pruner, seed=seed or 0,
             place=str(Path.cwd()),
             arguments=sweep_.arguments(typed, set_ or (), config_ or (), train_options(), [*swept, *drawn]),
         )  # fmt: skip
-    if launch.job_size() is not None:
+    if launcher.job_size() is not None:
         raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
     count = plan.trials(trials)
-    with launch.quiet_start():
-        from loop import devices
+    with launcher.quiet_start():
+        from loop.backends import devices
 
         devices.prepare()
-        kind = target.find(plan.target)
+        kind = task_loader.find(plan.target)
     found = sweep_.sweep(plan, kind, count, jobs, directory)
     show(found.as_json(), found.lines(), as_json)
     if found.stopped:
@@ -649,13 +661,13 @@ def find_lr(
         raise UsageError(f"--out {out}: give a name that ends in .png, .svg or .json")
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise UsageError(f"--out {out}: it can't be written there")
-    target.check(target_)
-    engine = launch.place(backend or "auto", workers, alone="find-lr")
-    with launch.quiet_start():
+    task_loader.check(target_)
+    engine = launcher.place(backend or "auto", workers, alone="find-lr")
+    with launcher.quiet_start():
         from loop import backends
 
-        task, made = backends.with_task(lambda: target.load(target_, set_ or ()), engine, workers)
-        from loop import find_lr as find_lr_
+        task, made = backends.with_task(lambda: task_loader.load(target_, set_ or ()), engine, workers)
+        from loop.commands import find_lr as find_lr_
 
         options = with_defaults(task, given | {"backend": engine})
     with callbacks.progress.counted(steps, "step", sys.stderr) as advance:
@@ -669,8 +681,8 @@ def find_lr(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what works on this machine, what doesn't, and what to do about it."""
-    with launch.quiet_start():
-        from loop.doctor import examine
+    with launcher.quiet_start():
+        from loop.commands.doctor import examine
 
         findings = examine()
     if as_json:
@@ -693,14 +705,14 @@ def ui(
 ) -> None:
     """Start the MLflow UI on the default store, and print its address."""
     from callbacks import files
-    from callbacks.mlflow import default_uri
+    from callbacks.mlflow.tracker import default_uri
 
     uri = default_uri()
     path = files.sqlite_path(uri)
     if path and not path.exists():
         raise UsageError(f"{path} isn't there: train something first, here")
-    if not launch.port_is_free(host, port):
-        taken, port = port, launch.free_ports(1)[0]
+    if not launcher.port_is_free(host, port):
+        taken, port = port, launcher.free_ports(1)[0]
         print(f"port {taken} is in use, taking {port}", file=sys.stderr)
     # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
     print(
@@ -763,7 +775,7 @@ def show_run(
     context: typer.Context, run: Name, metric: Metric = None, as_json: AsJson = False, root: Root = None
 ) -> None:
     """Show a run: curves, parameters, checkpoints, and where its time went."""
-    record = callbacks.record.read(runs.locate(root or context.obj or runs.ROOT, run))
+    record = callbacks.run_record.record.read(runs.locate(root or context.obj or runs.ROOT, run))
     if as_json:
         print(runs.shown_as_json(record))
     else:
@@ -773,7 +785,7 @@ def show_run(
 @runs_app.command("compare")
 def compare_runs(context: typer.Context, names: Names, metric: Metric = None, root: Root = None) -> None:
     """Show what runs differ in, and their curves in one plot."""
-    records = [callbacks.record.read(runs.locate(root or context.obj or runs.ROOT, name)) for name in names]
+    records = [callbacks.run_record.record.read(runs.locate(root or context.obj or runs.ROOT, name)) for name in names]
     terminal.write(runs.compare(records, metric))
 
 
@@ -792,7 +804,9 @@ def remove_runs(
     if not yes:
         if not sys.stdin.isatty():
             raise UsageError("runs rm asks first, and there is no terminal: give --yes")
-        terminal.write([f"{callbacks.record.printable(str(path))}  {terminal.size(runs.size(path))}" for path in paths])
+        terminal.write(
+            [f"{callbacks.run_record.record.printable(str(path))}  {terminal.size(runs.size(path))}" for path in paths]
+        )
         if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
             raise typer.Exit(0)
     left = [text for path in paths for text in runs.remove(path)]
@@ -825,15 +839,15 @@ def report(
     root: Root = None,
 ) -> None:
     """Make the page of a run anew: its curves, settings, time and faults, in one file."""
-    from callbacks import report as page
+    from callbacks.run_record import report as page
 
     path = runs.locate(root or runs.ROOT, run)
     out = out or path / page.NAME
-    shown = callbacks.record.printable(str(out))
+    shown = callbacks.run_record.record.printable(str(out))
     try:
         if out.exists() and not page.is_report(out):
             raise UsageError(f"{shown} exists already, and is no report: give another name")
-        page.write(out, callbacks.record.read(path))
+        page.write(out, callbacks.run_record.record.read(path))
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
     print(f"wrote {shown}", file=sys.stderr)
@@ -841,20 +855,20 @@ def report(
 
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
-    callbacks.redact.guard_streams()
+    callbacks.run_record.redaction.guard_streams()
     try:
-        words.check(sys.argv[1:])
+        command_line.check(sys.argv[1:])
         # Training, and the workers of a job, have handlers of their own.
-        own = launch.JOB in os.environ or sys.argv[1:2] == ["train"]
+        own = launcher.JOB in os.environ or sys.argv[1:2] == ["train"]
         with contextlib.nullcontext() if own else signals.interrupting(), no_exit():
             code = typer.main.get_command(app).main(standalone_mode=False) or 0
     except KeyboardInterrupt as error:
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
     except Exception as error:
-        code = words.told(error)
+        code = command_line.told(error)
     with contextlib.suppress(OSError):  # a terminal that is gone
         sys.stderr.flush()
-    sys.exit(code if words.flushed() else code or FAILED)
+    sys.exit(code if command_line.flushed() else code or FAILED)
 
 
 if signal.getsignal(signal.SIGINT) is leave:

@@ -62,11 +62,11 @@ def step_ways(backend: Any, model: str, names: Sequence[str], sent: dict[str, An
     import keras
 
     from loop import ArrayData, TrainTask
-    from loop.build import build
-    from loop.communication import collectives
     from loop.data import open_data
     from loop.options import with_defaults
-    from loop.step import Step
+    from loop.step.build import build
+    from loop.step.communication import collectives
+    from loop.step.train_step import Step
 
     class Dense(TrainTask):
         def build_model(self) -> Any:
@@ -260,7 +260,7 @@ def multiworker_worker(out: str, rounds: int) -> None:
 
 def multiworker(rounds: int) -> Any:
     """Runs the workers of `tf.distribute`."""
-    from loop.launch import free_ports
+    from loop.launch.launcher import free_ports
 
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     with tempfile.TemporaryDirectory() as directory:

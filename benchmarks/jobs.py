@@ -27,7 +27,7 @@ def run(module: str, jobs: Sequence[Job]) -> Any:
     Returns:
         What the worker of rank 0 wrote to the file that `joined` told it.
     """
-    from loop.horovodrun import rendezvous
+    from loop.launch.horovodrun import rendezvous
 
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         plan, out = Path(directory) / "plan.json", Path(directory) / "out.json"

@@ -17,7 +17,8 @@ import keras
 import numpy as np
 
 import callbacks
-from loop import ArrayData, TrainTask, checkpoint, fit
+from loop import ArrayData, TrainTask, fit
+from loop.checkpoint import checkpoint_files
 
 EXAMPLES = 2_000_000
 POSITIONS = (10, 1_000_000)
@@ -54,15 +55,15 @@ def main(rounds: int) -> None:
         first = Path(temporary) / "first"
         train(first, POSITIONS[0])
         path = first / "checkpoints" / f"step-{POSITIONS[0]:08d}"
-        manifest = checkpoint.verify(path)
-        tensors = checkpoint.read(path, manifest)
+        manifest = checkpoint_files.verify(path)
+        tensors = checkpoint_files.read(path, manifest)
         state = {name: each for name, each in manifest.items() if name not in ("format", "step", "files", "tensors")}
         seconds: dict[int, list[float]] = {position: [] for position in POSITIONS}
         for number in range(rounds):
             for position in POSITIONS:
                 directory = Path(temporary) / f"{number}-{position}"
                 progress = {"step": position, "epoch": 0, "step_in_epoch": position, "examples": position}
-                checkpoint.write(directory / "checkpoints", position, tensors, state | {"progress": progress})
+                checkpoint_files.write(directory / "checkpoints", position, tensors, state | {"progress": progress})
                 seconds[position].append(train(directory, position + 1))
                 shutil.rmtree(directory)
         near, far = (statistics.median(seconds[position]) for position in POSITIONS)

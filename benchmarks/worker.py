@@ -119,7 +119,7 @@ def main(workload: str, module: str, given: str) -> int:
 
 def spread(processes: int) -> int:
     """Runs this same worker in several processes; the first one has the line to the one that measures."""
-    from loop.horovodrun import rendezvous
+    from loop.launch.horovodrun import rendezvous
 
     command = [sys.executable, *sys.orig_argv[1:]]
     with rendezvous(processes) as places:

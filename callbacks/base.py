@@ -30,7 +30,7 @@ Every = int | str | tuple[int, ...]
 
 
 class Progress(Protocol):
-    """Where the run stands; see `loop.run.Progress`."""
+    """Where the run stands; see `loop.run.run.Progress`."""
 
     step: int
     epoch: int
@@ -39,7 +39,7 @@ class Progress(Protocol):
 
 
 class Run(Protocol):
-    """What every hook is handed: the run as a callback sees it. `loop.run.Run` is the real one.
+    """What every hook is handed: the run as a callback sees it. `loop.run.run.Run` is the real one.
 
     Attributes:
         task: the user's task.
@@ -67,7 +67,7 @@ class Run(Protocol):
         save_must_succeed: whether the run fails when a checkpoint can't be written; the last one always must.
         check_on_save: whether replicas are compared before a checkpoint is written; `Sentinel` asks for it.
         examples_per_second: the speed of training since the start of this process, compiled calls only.
-        seconds: where the time since then went, by part: see `loop.split`.
+        seconds: where the time since then went, by part: see `loop.monitor.stopwatch`.
     """
 
     task: Any

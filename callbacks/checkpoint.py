@@ -10,7 +10,7 @@ from typing import Any
 from callbacks import direction
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
-from callbacks.redact import tell
+from callbacks.run_record.redaction import tell
 
 DEFAULT = "eval_loss"
 """The metric by which the best checkpoint is kept, where no other is given."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from callbacks.arguments import check
 from callbacks.base import Callback, Metrics, Run
 from callbacks.files import write_text
-from callbacks.redact import redact
+from callbacks.run_record.redaction import redact
 
 
 class CSVLogger(Callback):

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
 
+ROOT = Path(__file__).resolve().parent.parent
+"""The directory that holds the packages `loop` and `callbacks`, and `cli.py`."""
 SQLITE = "sqlite:///"
 """How the address of a store in a sqlite file begins."""
 LONGEST = 1 << 26

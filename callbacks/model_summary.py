@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from callbacks.arguments import check
 from callbacks.base import Callback, Run
-from callbacks.redact import tell
+from callbacks.run_record.redaction import tell
 
 _HEAD = ("layer", "shape", "trained", "not trained", "bytes")
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from callbacks import redact
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Run, shown_status
-from callbacks.journal import jsonable
 from callbacks.nearest import nearest
+from callbacks.run_record import redaction
+from callbacks.run_record.journal import jsonable
 
 KINDS = ("end", "failure", "checkpoint")
 """What can be told."""
@@ -60,7 +60,7 @@ class Notify(Callback):
         parts = urlsplit(url)
         user, at, host = parts.netloc.rpartition("@")
         self._url = parts._replace(netloc=host).geturl()
-        redact.hidden |= {url, self._url}
+        redaction.hidden |= {url, self._url}
         self._headers = {"Content-Type": "application/json", "User-Agent": "tfloop"}
         if at:
             self._headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
@@ -93,7 +93,7 @@ class Notify(Callback):
             "status": status, "step": run.progress.step, "epoch": run.progress.epoch, "metrics": metrics,
             "time": time.time(), "error" if kind == "failure" else "reason": why,
         }  # fmt: skip
-        body = json.dumps(jsonable(redact.redact(message)), allow_nan=False).encode()
+        body = json.dumps(jsonable(redaction.redact(message)), allow_nan=False).encode()
         thread = threading.Thread(target=self._post, args=(body,), name="notify", daemon=True)
         _under_way[thread] = time.monotonic() + self.timeout
         try:
@@ -125,7 +125,7 @@ class Notify(Callback):
     def _trouble(self, reason: str) -> None:
         if not self._told:
             self._told = True
-            redact.tell(f"warning: the webhook at {self.place} was not told ({reason})")
+            redaction.tell(f"warning: the webhook at {self.place} was not told ({reason})")
 
 
 def _opener() -> Any:

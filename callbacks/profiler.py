@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
-from callbacks.redact import tell
+from callbacks.run_record.redaction import tell
 
 
 class Profiler(Callback):

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Every, Metrics, Run, shown_status
 from callbacks.epoch_lines import EpochLines, epoch_of, number, numbers
-from callbacks.redact import mask, shown
+from callbacks.run_record.redaction import mask, shown
 
 RELAY = "TFLOOP_PROGRESS"
 """Environment variable: "relay" makes a worker write its progress as marked lines, for its launcher to draw."""

@@ -8,7 +8,7 @@ from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Metrics, Run
 from callbacks.learning_rate import optimizers_of, rate_of
 from callbacks.patience import Patience
-from callbacks.redact import tell
+from callbacks.run_record.redaction import tell
 
 
 class ReduceOnPlateau(Patience):

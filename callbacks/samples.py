@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from callbacks import files, journal
+from callbacks import files
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
+from callbacks.run_record import journal
 
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ-+.,:>/_%? "
 # Three pixels wide, five high: a row is an octal digit. Enough for labels.

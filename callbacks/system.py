@@ -9,9 +9,9 @@ import threading
 import time
 from typing import Any, ClassVar, Literal
 
-from callbacks import journal
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Metrics, Run
+from callbacks.run_record import journal
 
 _MEGA = 1e6
 

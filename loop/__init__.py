@@ -11,17 +11,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loop.commands.evaluate import evaluate
     from loop.data import ArrayData, Padding, StreamData
     from loop.errors import PeerError, TrainingError, UsageError
-    from loop.evaluate import evaluate
     from loop.fit import fit
     from loop.keras_task import KerasTask
-    from loop.phases import Phase
-    from loop.replica import all_gather, example_seed, first_row
-    from loop.result import FitResult
-    from loop.run import Run
+    from loop.options import Phase
+    from loop.run.result import FitResult
+    from loop.run.run import Run
+    from loop.step.metric_sums import Perplexity, unweighted
+    from loop.step.replica import all_gather, example_seed, first_row
     from loop.task import TrainTask
-    from loop.values import Perplexity, unweighted
 
     __version__: str
 

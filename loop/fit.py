@@ -10,18 +10,22 @@ from typing import Any
 import numpy as np
 
 from callbacks import Callback, Checkpoint, Profiler, complete
-from callbacks.redact import remember
-from loop import backends, inexact, launch, rundir, split
-from loop.assembly import assemble, begin
+from callbacks.run_record.redaction import remember
+from loop import backends
 from loop.backends.base import Backend
-from loop.bus import Bus
 from loop.data import Data
 from loop.errors import RegroupError, UsageError, no_exit
+from loop.launch import launcher
+from loop.monitor import stopwatch
 from loop.options import DEFAULTS, with_defaults
-from loop.phases import PER_PHASE
-from loop.result import FitResult, result, take_best
-from loop.run import Run
-from loop.step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
+from loop.run import run_directory
+from loop.run.bus import Bus
+from loop.run.phases import PER_PHASE
+from loop.run.result import FitResult, result, take_best
+from loop.run.run import Run
+from loop.run.session import assemble, begin
+from loop.step import approximations
+from loop.step.train_step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
 from loop.task import TrainTask, check_is_task, hyperparameters
 
 
@@ -180,7 +184,7 @@ def live(
 ) -> Run:
     """One life of a run: the whole of it, but in an elastic job, where there is another with each set of workers."""
     found = assemble(task, engine, options)
-    with rundir.prepared(task, run_dir, options["resume"], engine) as directory:
+    with run_directory.prepared(task, run_dir, options["resume"], engine) as directory:
         run = Run(task, engine, options, found.options, found.built, directory)
         bus = Bus(callbacks, run)
         with run.signals(), run.watchdog.watching():
@@ -191,7 +195,7 @@ def live(
                 run.step.average_statistics()
                 tell_time(run, bus)
                 if options["profile"]:
-                    bus.fire("profile", "summary", split.summary(engine.gather_json(run.stopwatch.total)))
+                    bus.fire("profile", "summary", stopwatch.summary(engine.gather_json(run.stopwatch.total)))
                 take_best(run)
                 run.agree()
             except BaseException as error:
@@ -215,7 +219,7 @@ def set_up(run: Run, bus: Bus, sources: Data) -> None:
     bus.check_metrics()
     run.agree()
     with run.watchdog.phase("restoring"):
-        path = rundir.restore(run, lambda: enter_phase(run, bus))
+        path = run_directory.restore(run, lambda: enter_phase(run, bus))
     bus.fire("restore", path)
     with run.guard(), run.watchdog.phase("opening the data"):
         run.begun = True
@@ -310,7 +314,7 @@ def evaluate(run: Run, bus: Bus) -> bool:
     while step is not None:
         if between_calls(run, bus, run.eval_pace.steps):
             return False
-        part, begun = "evaluation" if run.eval_pace.calls else split.COMPILING, time.perf_counter()
+        part, begun = "evaluation" if run.eval_pace.calls else stopwatch.COMPILING, time.perf_counter()
         with run.watchdog.phase(lambda: f"{run.step.whereabouts.doing()} of the evaluation"), run.stopwatch.at(part):
             step, some = run.step.evaluation.steps(handle, step, run.next_steps)
         run.eval_pace.record(run.next_steps, time.perf_counter() - begun)
@@ -352,7 +356,7 @@ def tell_time(run: Run, bus: Bus) -> None:
 def steps_to_boundary(run: Run, bus: Bus) -> int:
     """How many steps the next call makes: as many as fit the pace, until somebody wants the host or something ends."""
     progress, options = run.progress, run.options
-    pace = inexact.to_average(run.pace.steps, progress.step_in_epoch, options["local_steps"])
+    pace = approximations.to_average(run.pace.steps, progress.step_in_epoch, options["local_steps"])
     left: list[int | None] = [pace, bus.steps_left()]
     if run.step.data.train.steps_per_epoch is not None:
         left.append(run.step.data.train.steps_per_epoch - progress.step_in_epoch)
@@ -392,5 +396,5 @@ def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> 
 
 def start(name: str) -> Backend:
     """Starts the engine of this name; `auto` finds it."""
-    chosen, _ = launch.choose(name)
+    chosen, _ = launcher.choose(name)
     return backends.create(chosen)

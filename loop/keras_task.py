@@ -10,10 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from loop import keras_compile
-from loop.build import keras_models, layers
 from loop.data import ArrayData
 from loop.errors import UsageError
+from loop.model.variables import keras_models, layers
+from loop.step import keras_compile
 from loop.task import TrainTask
 
 _OWN_STEPS = ("train_step", "test_step", "compute_loss", "compute_metrics")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import operator
 import re
 import reprlib
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from callbacks.nearest import nearest
 from loop.errors import UsageError
-from loop.phases import Phase, phases_of
 
 BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
-"""The engines that are ours; see `loop.plugins` for others."""
+"""The engines that are ours; see `loop.launch.plugins` for others."""
+
+PLUGIN_GROUP = "tfloop.backends"
+"""The entry-point group of backends of other packages."""
 
 _LARGEST = 2**53  # steps, examples and the like are counted in 64 bits, and multiplied
 
@@ -129,9 +133,12 @@ def _is_one_of(*values: Any) -> Callable[[Any], bool]:
 
 
 def _is_engine(value: Any) -> bool:
-    from loop import plugins  # which is slow to look
+    return isinstance(value, str) and (value in BACKENDS or value in plugin_entry_points())
 
-    return isinstance(value, str) and (value in BACKENDS or value in plugins.found())
+
+def plugin_entry_points() -> dict[str, EntryPoint]:
+    """The backends of other packages that are installed, by their names for `--backend`; none is loaded."""
+    return {each.name: each for each in sorted(entry_points(group=PLUGIN_GROUP), key=lambda each: each.name)}
 
 
 def _is_positive(value: Any) -> bool:
@@ -185,3 +192,57 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "keep": (_is_one_of("last", "best"), "give last or best"),
     "overfit": (_is_int(1, None), "give a whole number >= 1 of global batches, or None for all data"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a training, such as that of the head alone, and then of all layers; see `TrainTask.phases`.
+
+    Attributes:
+        name: what it is called in the task, the journal and messages.
+        epochs: its length in epochs.
+        steps: its length in steps instead.
+        batch_size: its global batch; None: that of the run.
+    """
+
+    name: str
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+
+
+def phases_of(task: Any) -> list[Phase]:
+    """The phases of a task, checked; none where it has none.
+
+    Raises:
+        UsageError: something that is no phase, two of one name, a length that is missing or makes no sense.
+    """
+    method = getattr(task, "phases", None)
+    if not callable(method):  # a field of that name
+        return []
+    kind, found = type(task).__name__, method()
+    if not isinstance(found, list | tuple) or not all(isinstance(each, Phase) for each in found):
+        raise UsageError(
+            f'{kind}.phases() returned {found!r:.99}: return a list of loop.Phase, such as [Phase("head", epochs=3)]'
+        )
+    names = [phase.name for phase in found]
+    for phase in found:
+        _check_phase(kind, phase, names)
+    if found and dataclasses.is_dataclass(task) and "phase" in [field.name for field in dataclasses.fields(task)]:
+        raise UsageError(f"{kind} has phases(), and a field named phase, which is where the phase stands: rename it")
+    return list(found)
+
+
+def _check_phase(kind: str, phase: Phase, names: list[str]) -> None:
+    """Refuses a phase that can't be."""
+    if not isinstance(phase.name, str) or not phase.name:
+        raise UsageError(f"{kind}.phases(): Phase({phase.name!r}): give it a name")
+    what = f"{kind}.phases(): Phase({phase.name!r})"
+    if names.count(phase.name) > 1:
+        raise UsageError(f"{what} is there twice: give each a name of its own")
+    if (phase.epochs is None) == (phase.steps is None):
+        raise UsageError(f"{what}: give its length, as epochs=N or as steps=N")
+    for name in ("epochs", "steps", "batch_size"):
+        value = getattr(phase, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UsageError(f"{what}: {name}={value!r}: give a whole number >= 1")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loop.errors import UsageError
-from loop.phases import Phase
+from loop.options import Phase
 
 
 class TrainTask:

@@ -1,1 +1,1 @@
-"""Tests mirror the tree: `loop/step.py` is tested in `test_step.py`."""
+"""Tests mirror the tree: `loop/step/train_step.py` is tested in `test_step.py`."""

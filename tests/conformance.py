@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from loop import ArrayData, TrainTask, UsageError, backends, communication, inexact
-from loop.build import build
+from loop import ArrayData, TrainTask, UsageError, backends
 from loop.data import open_data
 from loop.options import with_defaults
-from loop.step import Step
+from loop.step import approximations, communication
+from loop.step.build import build
+from loop.step.train_step import Step
 
 
 def check_ranks(backend):
@@ -126,10 +127,10 @@ def check_adasum_is_the_adaptive_sum_or_refused(backend):
     p = backend.replicas
     if p > 1 and (reason := backend.no_adasum()):
         with pytest.raises(UsageError, match=r"only Horovod can|without MPI|a power of 2"):
-            inexact.check(backend, options, None)
+            approximations.check(backend, options, None)
         assert reason
         return
-    inexact.check(backend, options, None)
+    approximations.check(backend, options, None)
     if p == 1:
         return
     shares = [np.random.default_rng(rank).normal(size=5) for rank in range(p)]

@@ -10,7 +10,7 @@ import tensorflow as tf
 import callbacks
 import loop
 from loop import ArrayData, TrainTask, fit
-from loop.build import keras_precision
+from loop.model.precision import keras_precision
 
 
 def regression(examples, features=5, seed=0, dtype="float32"):

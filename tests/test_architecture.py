@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from loop import target
+from loop.target import task_loader
 from tests.conftest import ROOT
 
 FLOORS = ("callbacks", "loop", "cli")
@@ -47,33 +47,42 @@ def test_imports_run_one_way():
 
 
 def floors():
-    """The floors of `loop/` as the picture in docs/architecture.md has them: by room, from the ground up."""
+    """The rows of `loop/` in the picture of docs/architecture.md: each folder's number, from the top."""
     picture = (ROOT / "docs" / "architecture.md").read_text().split("```text\n")[1].split("```")[0]
-    found, floor = {}, 0
-    for line in reversed(picture.splitlines()):
-        floor += "─" in line
-        cells = line.split("│")[1:-1]
-        if len(cells) == 2:
-            found |= dict.fromkeys(cells[1][14:].split(), floor)
-    return found
+    cells = [line.split("│")[2].strip() for line in picture.splitlines() if line.count("│") == 4]
+    return {name: number for number, name in enumerate(filter(None, cells))}
 
 
-def test_imports_run_down_the_floors_of_the_picture():
-    where = floors()
-    rooms = {path: path.parent.name if path.parent.name != "loop" else path.stem for path in ROOT.glob("loop/**/*.py")}
-    rooms = {path: room for path, room in rooms.items() if room != "__init__"}
-    assert set(rooms.values()) <= set(where)
-    for path, room in rooms.items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "loop":
-                parts = node.module.split(".")
-                names = parts[1:2] or [alias.name for alias in node.names]
-                assert not [name for name in names if where.get(name, 0) > where[room]], f"{path} imports {names}"
+def folders_imported(path):
+    """The folders and files of `loop/` that a file imports, wherever the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "loop":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loop."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("loop."))
+
+
+def test_imports_run_down_the_picture():
+    order = floors()
+    arrows = set()
+    for path in ROOT.glob("loop/**/*.py"):
+        where = path.relative_to(ROOT / "loop").parts[0].removesuffix(".py")
+        if where == "__init__":
+            continue
+        assert where in order, f"{where} isn't in the picture of docs/architecture.md"
+        for name in folders_imported(path):
+            assert order[name] >= order[where], f"{path} imports {name}, which stands above"
+            if name != where:
+                arrows.add((where, name))
+    assert len(order) <= 16
+    assert len(arrows) <= 70
 
 
 def test_collectives_stand_in_backends_alone():
     pattern = re.compile(r"\b(hvd|horovod\.tensorflow|tf\.distribute|all_reduce\(tf|strategy\.(run|reduce))\b")
-    allowed = {"loop/doctor.py"}  # asks Horovod what it was built with
+    allowed = {"loop/commands/doctor.py"}  # asks Horovod what it was built with
     for path in sources():
         name = path.relative_to(ROOT).as_posix()
         if name.startswith("loop/backends/") or name in allowed:
@@ -111,7 +120,7 @@ def test_wheel_has_three_names_and_the_shipped_examples(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"callbacks", "cli.py", "loop"}
-    assert {f"loop/examples/{name}.py" for name in [*target.SHIPPED, "template"]} <= set(names)
+    assert {f"loop/examples/{name}.py" for name in [*task_loader.SHIPPED, "template"]} <= set(names)
     assert {"loop/py.typed", "callbacks/py.typed"} <= set(names)
 
 

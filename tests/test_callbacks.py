@@ -13,10 +13,10 @@ import pytest
 
 import callbacks
 from callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping, LearningRateScaling, MLflowTracker, Schedule
-from callbacks import journal as journal_module
 from callbacks.direction import lower_is_better
 from callbacks.progress import Display, Progress
-from callbacks.redact import redact
+from callbacks.run_record import journal as journal_module
+from callbacks.run_record.redaction import redact
 from loop import TrainingError, UsageError, fit
 from loop.backends import create
 from tests.tasks import Legacy, Plain, Streamed, Weighted
@@ -71,7 +71,7 @@ def test_standard_set_can_be_changed_dropped_and_added_to():
 
 
 def test_chief_only_callbacks_are_not_registered_elsewhere(quiet):
-    from loop.bus import Bus
+    from loop.run.bus import Bus
 
     class Elsewhere:
         is_chief = False

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from callbacks.witness import Example, Witness, _hash, differences, used
-from loop import ArrayData, backends, chaos, fit
+from loop import ArrayData, backends, fit
+from loop.commands import chaos
 from tests.campaigns import damage, syscalls
 from tests.conftest import ROOT, tfloop
 from tests.tasks import Plain, Streamed, Weighted

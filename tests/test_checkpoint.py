@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loop import checkpoint, fault
+from loop.checkpoint import checkpoint_files
+from loop.monitor import fault_injection
 from tests.campaigns import writer
 from tests.conftest import ROOT
 
@@ -31,13 +32,13 @@ TENSORS = {
 
 
 def write(directory, step=5):
-    return checkpoint.write(directory, step, TENSORS, {"progress": {"step": step}})
+    return checkpoint_files.write(directory, step, TENSORS, {"progress": {"step": step}})
 
 
 def test_what_is_written_comes_back_bit_for_bit(tmp_path):
     path = write(tmp_path)
-    manifest = checkpoint.verify(path)
-    found = checkpoint.read(path, manifest)
+    manifest = checkpoint_files.verify(path)
+    found = checkpoint_files.read(path, manifest)
     assert list(found) == list(TENSORS)
     for name, value in TENSORS.items():
         assert found[name].dtype == value.dtype
@@ -52,7 +53,7 @@ def test_what_is_written_comes_back_bit_for_bit(tmp_path):
 def test_any_damage_is_found(data, tmp_path_factory):
     directory = tmp_path_factory.mktemp("damage")
     older, newer = write(directory, 3), write(directory, 4)
-    original = checkpoint.verify(newer)
+    original = checkpoint_files.verify(newer)
     victim = newer / data.draw(st.sampled_from(["manifest.json", "tensors.npz"]))
     content = victim.read_bytes()
     kind = data.draw(st.sampled_from(["flip", "truncate", "delete", "empty"]))
@@ -67,7 +68,7 @@ def test_any_damage_is_found(data, tmp_path_factory):
     else:
         victim.write_bytes(b"")
     warnings = []
-    path, manifest = checkpoint.newest(checkpoint.complete(directory), warnings.append)
+    path, manifest = checkpoint_files.newest(checkpoint_files.complete(directory), warnings.append)
     if path == newer:  # a flip from one white space to another
         assert victim.name == "manifest.json"
         assert manifest == original
@@ -79,32 +80,38 @@ def test_any_damage_is_found(data, tmp_path_factory):
 def test_none_good_is_an_error_not_a_fresh_start(tmp_path):
     for step in (3, 4):
         (write(tmp_path, step) / "tensors.npz").write_bytes(b"garbage")
-    with pytest.raises(checkpoint.CheckpointError, match="none of its 2 checkpoints is good; not starting from step 0"):
-        checkpoint.newest(checkpoint.complete(tmp_path), lambda text: None)
+    with pytest.raises(
+        checkpoint_files.CheckpointError, match="none of its 2 checkpoints is good; not starting from step 0"
+    ):
+        checkpoint_files.newest(checkpoint_files.complete(tmp_path), lambda text: None)
 
 
 def test_half_written_ones_are_not_found_and_are_replaced(tmp_path):
     partial = tmp_path / "step-00000005.tmp"
     partial.mkdir()
     (partial / "tensors.npz").write_bytes(b"half")
-    assert checkpoint.complete(tmp_path) == []
-    assert checkpoint.complete(tmp_path / "nowhere") == []
-    assert checkpoint.verify(write(tmp_path))["step"] == 5
+    assert checkpoint_files.complete(tmp_path) == []
+    assert checkpoint_files.complete(tmp_path / "nowhere") == []
+    assert checkpoint_files.verify(write(tmp_path))["step"] == 5
     assert not partial.exists()
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         write(tmp_path, step)
-    assert [checkpoint.verify(path)["step"] for path in checkpoint.complete(tmp_path)] == [5, 99_999_999, 100_000_000]
+    assert [checkpoint_files.verify(path)["step"] for path in checkpoint_files.complete(tmp_path)] == [
+        5,
+        99_999_999,
+        100_000_000,
+    ]
 
 
 def sign(path, **changes):
     """Changes a checkpoint as somebody does who knows how to make its digests right."""
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["tensors.npz"] = checkpoint._describe(path / "tensors.npz")
+    manifest["files"]["tensors.npz"] = checkpoint_files._describe(path / "tensors.npz")
     manifest = {name: value for name, value in {**manifest, **changes}.items() if name != "sha256"}
-    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": checkpoint._digest(manifest)}))
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": checkpoint_files._digest(manifest)}))
     return path
 
 
@@ -159,17 +166,17 @@ KERNEL = "model/00000:dense/kernel"
 def test_tensors_of_a_stranger(make, why, tmp_path):
     path = write(tmp_path)
     make(path / "tensors.npz")
-    manifest = checkpoint.verify(sign(path))
-    with pytest.raises(checkpoint.CheckpointError, match=rf"step-00000005: tensors.npz can't be read \(.*{why}"):
-        checkpoint.read(path, manifest)
+    manifest = checkpoint_files.verify(sign(path))
+    with pytest.raises(checkpoint_files.CheckpointError, match=rf"step-00000005: tensors.npz can't be read \(.*{why}"):
+        checkpoint_files.read(path, manifest)
     assert not (tmp_path / "unpickled").exists()
 
 
 def test_declared_sizes_are_not_believed(tmp_path):
     path = write(tmp_path)
     entries = [{"name": KERNEL, "dtype": "float32", "shape": [1 << 40]}]
-    with pytest.raises(checkpoint.CheckpointError, match=r"not float32\[1099511627776\]"):
-        checkpoint.read(path, checkpoint.verify(sign(path, tensors=entries)))
+    with pytest.raises(checkpoint_files.CheckpointError, match=r"not float32\[1099511627776\]"):
+        checkpoint_files.read(path, checkpoint_files.verify(sign(path, tensors=entries)))
 
 
 @pytest.mark.parametrize(
@@ -188,8 +195,8 @@ def test_declared_sizes_are_not_believed(tmp_path):
     ],
 )
 def test_manifests_of_a_stranger(changes, why, tmp_path):
-    with pytest.raises(checkpoint.CheckpointError, match=why):
-        checkpoint.verify(sign(write(tmp_path), **changes))
+    with pytest.raises(checkpoint_files.CheckpointError, match=why):
+        checkpoint_files.verify(sign(write(tmp_path), **changes))
 
 
 JSON = st.recursive(
@@ -211,13 +218,13 @@ def test_any_json_is_a_good_manifest_or_an_error(changes, whole, tmp_path_factor
     for text in (None, json.dumps(whole)):
         sign(path, **changes) if text is None else (path / "manifest.json").write_text(text)
         try:
-            manifest = checkpoint.verify(path)
-        except checkpoint.CheckpointError:
+            manifest = checkpoint_files.verify(path)
+        except checkpoint_files.CheckpointError:
             continue
-        assert (manifest["format"], manifest["step"]) == (checkpoint.FORMAT, 5)
+        assert (manifest["format"], manifest["step"]) == (checkpoint_files.FORMAT, 5)
         try:
-            found = checkpoint.read(path, manifest)
-        except checkpoint.CheckpointError:
+            found = checkpoint_files.read(path, manifest)
+        except checkpoint_files.CheckpointError:
             continue
         assert all(np.array_equal(found[name], TENSORS[name]) for name in found)
 
@@ -228,8 +235,8 @@ def test_any_json_is_a_good_manifest_or_an_error(changes, whole, tmp_path_factor
 def test_json_that_breaks_parsers(content, tmp_path):
     path = write(tmp_path)
     (path / "manifest.json").write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(checkpoint.CheckpointError, match=r"its manifest\.json can't be read"):
-        checkpoint.verify(path)
+    with pytest.raises(checkpoint_files.CheckpointError, match=r"its manifest\.json can't be read"):
+        checkpoint_files.verify(path)
 
 
 @pytest.mark.parametrize("victim", ["manifest.json", "tensors.npz"])
@@ -238,16 +245,16 @@ def test_what_is_no_file_is_not_read(make, victim, tmp_path):
     path = write(tmp_path)
     (path / victim).unlink()
     make(path / victim)
-    with pytest.raises(checkpoint.CheckpointError, match=f"{victim} can't be read"):
-        checkpoint.verify(path)
+    with pytest.raises(checkpoint_files.CheckpointError, match=f"{victim} can't be read"):
+        checkpoint_files.verify(path)
 
 
 def test_every_type_of_numbers_comes_back(tmp_path):
     names = [np.dtype(code).name for code in "?bhilBHILefdFD"]
     names += [name for name in dir(ml_dtypes) if name.startswith(("bfloat", "float", "int", "uint"))]
     tensors = {f"{name}/{n}": np.ones([2] * n).astype(name) for name in names for n in (0, 1, 2)}
-    path = checkpoint.write(tmp_path, 1, tensors | {"empty": np.zeros((0, 3))}, {})
-    found = checkpoint.read(path, checkpoint.verify(path))
+    path = checkpoint_files.write(tmp_path, 1, tensors | {"empty": np.zeros((0, 3))}, {})
+    found = checkpoint_files.read(path, checkpoint_files.verify(path))
     assert all((found[n].dtype, found[n].tobytes()) == (t.dtype, t.tobytes()) for n, t in tensors.items())
     assert found["empty"].shape == (0, 3)
 
@@ -258,25 +265,25 @@ def test_the_same_step_again_keeps_a_good_one_and_replaces_a_damaged_one(tmp_pat
     assert write(tmp_path) == path
     assert (path / "manifest.json").stat().st_ino == before
     (path / "tensors.npz").write_bytes(b"garbage")
-    assert checkpoint.verify(write(tmp_path))
+    assert checkpoint_files.verify(write(tmp_path))
     (tmp_path / "step-00000006").write_text("in the way")
-    assert checkpoint.verify(write(tmp_path, 6))
+    assert checkpoint_files.verify(write(tmp_path, 6))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
 
 
 def test_the_same_step_with_more_to_tell_takes_the_old_ones_place_or_leaves_it(tmp_path, monkeypatch):
-    checkpoint.write(tmp_path, 5, TENSORS, {"told": 1})
-    monkeypatch.setattr(checkpoint.fault, "_plans", [("write-aside", "*", 0, "raise")])
-    with pytest.raises(checkpoint.fault.PlannedError):
-        checkpoint.write(tmp_path, 5, TENSORS, {"told": 2})
+    checkpoint_files.write(tmp_path, 5, TENSORS, {"told": 1})
+    monkeypatch.setattr(checkpoint_files.fault, "_plans", [("write-aside", "*", 0, "raise")])
+    with pytest.raises(checkpoint_files.fault.PlannedError):
+        checkpoint_files.write(tmp_path, 5, TENSORS, {"told": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
-    assert checkpoint.verify(tmp_path / "step-00000005")["told"] == 1
+    assert checkpoint_files.verify(tmp_path / "step-00000005")["told"] == 1
     (tmp_path / "step-00000005").rename(tmp_path / "step-00000005.old.tmp")  # as a kill would leave it
-    checkpoint.mend(tmp_path)
-    assert checkpoint.verify(tmp_path / "step-00000005")["told"] == 1
-    checkpoint.write(tmp_path, 5, TENSORS, {"told": 2})
+    checkpoint_files.mend(tmp_path)
+    assert checkpoint_files.verify(tmp_path / "step-00000005")["told"] == 1
+    checkpoint_files.write(tmp_path, 5, TENSORS, {"told": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
-    assert checkpoint.verify(tmp_path / "step-00000005")["told"] == 2
+    assert checkpoint_files.verify(tmp_path / "step-00000005")["told"] == 2
 
 
 def test_needs_no_tensorflow():
@@ -284,7 +291,7 @@ def test_needs_no_tensorflow():
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
-POINTS = re.findall(r'fault.reached\("(write-[a-z]+)"', inspect.getsource(checkpoint))
+POINTS = re.findall(r'fault.reached\("(write-[a-z]+)"', inspect.getsource(checkpoint_files))
 
 
 @pytest.mark.parametrize(("point", "before"), [*((p, b) for p in POINTS for b in ("1", "1 2")), ("write-manifest", "")])
@@ -296,7 +303,7 @@ def test_a_kill_at_any_stage_loses_nothing(point, before, tmp_path):
             (written / "tensors.npz").write_bytes(b"garbage")
     if point == "write-aside" and before == "1":
         return  # nothing is in the way
-    environment = os.environ | {fault.VARIABLE: f"{point}:0:2:kill"}
+    environment = os.environ | {fault_injection.VARIABLE: f"{point}:0:2:kill"}
     command = [sys.executable, "-P", "-m", "tests.campaigns.writer", tmp_path, "2"]
     assert subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode == -signal.SIGKILL
     renamed = point in ("write-rename", "write-done")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cli
-from callbacks.redact import as_typed, mask
+from callbacks.run_record.redaction import as_typed, mask
 from tests.conftest import ROOT, TFLOOP, tfloop
 
 TASK = """
@@ -83,7 +83,7 @@ def test_ctrl_c_while_all_is_loaded_ends_it_without_a_word():
         "import cli\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     )
-    for name, expected in (("typer", 130), ("loop.words", 130), ("none", 0)):
+    for name, expected in (("typer", 130), ("loop.commands.command_line", 130), ("none", 0)):
         done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, cwd=ROOT, timeout=60)
         assert (done.returncode, done.stderr) == (expected, "")
 
@@ -327,7 +327,7 @@ def test_bad_files_are_one_line_too(name, text, message, command, tmp_path):
 
 
 def test_what_is_typed_wins_over_files_and_a_later_file_over_an_earlier(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("callbacks.redact.as_typed", as_typed.copy())
+    monkeypatch.setattr("callbacks.run_record.redaction.as_typed", as_typed.copy())
     (tmp_path / "one.toml").write_text(
         'batch-size = 20\nepochs = 3\nclip_norm = 1\nshuffle = false\n[set]\nhidden = 8\nrate = 0.01\nname = "it = 1"'
     )
@@ -429,10 +429,10 @@ def test_doctor_names_a_broken_tf_config(command, monkeypatch):
 
 
 def test_shipped_examples_are_listed_by_their_file_and_class():
-    from loop import target
+    from loop.target import task_loader
 
-    for name, kind in target.SHIPPED.items():
-        assert f"\nclass {kind}(" in target.shipped_path(name).read_text()
+    for name, kind in task_loader.SHIPPED.items():
+        assert f"\nclass {kind}(" in task_loader.shipped_path(name).read_text()
 
 
 def test_command_is_installed():

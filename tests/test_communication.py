@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks import scaling
 from loop import UsageError, fit
 from loop.backends import create
-from loop.communication import check, reduced, split
+from loop.step.communication import check, reduced, split
 from tests.exactness import SETTINGS, by_hand, largest_difference, trained, weights_of
 from tests.tasks import Plain
 

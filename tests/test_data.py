@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from loop import ArrayData, UsageError
 from loop.backends.base import Backend
+from loop.backends.devices import logical_cpus
 from loop.data import BatchOptions, StreamSource, count, source
-from loop.devices import logical_cpus
 
 
 class Worker(Backend):

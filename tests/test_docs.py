@@ -19,8 +19,9 @@ import typer
 import callbacks
 import cli
 import loop
-from loop import ArrayData, TrainTask, fit, target
+from loop import ArrayData, TrainTask, fit
 from loop.backends import create
+from loop.target import task_loader
 from tests.conftest import ROOT, needs_horovod
 
 DOCS = ROOT / "docs"
@@ -77,7 +78,7 @@ def test_the_horovod_programs_come_to_the_same_loss(tmp_path):
     """In two processes, which run one program after the other."""
     paths = [str(COMING_FROM / "horovod" / f"{whose}.py") for whose in ("theirs", "ours")]
     done = subprocess.run(
-        [sys.executable, "-m", "loop.horovodrun", "2", sys.executable, "-c", BOTH, *paths],
+        [sys.executable, "-m", "loop.launch.horovodrun", "2", sys.executable, "-c", BOTH, *paths],
         capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -230,4 +231,4 @@ def test_addresses_that_lead_nowhere_are_found(tmp_path):
 def test_targets_on_the_pages_can_be_trained():
     """The command that a page names finds its task in the file."""
     for path in sorted(COMING_FROM.glob("*/ours.py")):
-        target.check(f"{path}:Digits")
+        task_loader.check(f"{path}:Digits")

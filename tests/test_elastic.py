@@ -7,7 +7,9 @@ import pytest
 
 import callbacks
 from callbacks.witness import Witness, differences, used
-from loop import UsageError, elastic, fit, target
+from loop import UsageError, fit
+from loop.launch import elastic
+from loop.target import task_loader
 from tests.campaigns import elastic as campaign
 from tests.campaigns.elastic import TASK, Job, distance
 from tests.conftest import needs_horovod
@@ -21,7 +23,7 @@ def test_workers_that_are_killed_change_nothing(tmp_path):
         (tmp_path / "task.py").write_text(TASK)
         chosen = callbacks.standard(mlflow=None, progress=None) + [Witness(tmp_path / "witness")]
         alone = fit(
-            target.load("task.py:Held", ()),
+            task_loader.load("task.py:Held", ()),
             epochs=12,
             batch_size=50,
             seed=3,

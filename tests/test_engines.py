@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import tf_keras
 
-from loop import UsageError, backends, doctor, fit, inexact, launch, plugins
+from loop import UsageError, backends, fit, options
 from loop.backends.base import Backend
+from loop.commands import doctor
 from loop.data import open_data
+from loop.launch import launcher, plugins
 from loop.options import with_defaults
+from loop.step import approximations
 from tests import conformance
 from tests.conftest import ROOT, tfloop
 from tests.exactness import CASES, SETTINGS, by_hand, largest_difference, trained, weights_of
@@ -140,12 +143,12 @@ def test_devices_are_chosen_on_the_command_line(command):  # noqa: F811
     ],
 )
 def test_a_named_tpu_is_chosen(backend, environment, chosen, monkeypatch):
-    monkeypatch.setattr(launch, "horovod_missing", lambda: None)
-    assert launch.choose(backend, None, environment)[0] == chosen
+    monkeypatch.setattr(launcher, "horovod_missing", lambda: None)
+    assert launcher.choose(backend, None, environment)[0] == chosen
 
 
 def test_a_tpu_that_does_not_answer_is_bad_input(monkeypatch):
-    monkeypatch.setenv("TPU_NAME", f"grpc://127.0.0.1:{launch.free_ports(1)[0]}")
+    monkeypatch.setenv("TPU_NAME", f"grpc://127.0.0.1:{launcher.free_ports(1)[0]}")
     with pytest.raises(UsageError, match=r"no TPU 'grpc://127.*refused.*give --tpu the name of one in your Google"):
         backends.create("tpu")
 
@@ -193,7 +196,7 @@ def site(tmp_path_factory):
 
 
 def test_plugins_are_listed_without_loading_them(site):
-    code = "import sys; from loop import plugins; print(*plugins.found(), 'tensorflow' in sys.modules)"
+    code = "import sys; from loop.launch import plugins; print(*plugins.entry_points(), 'tensorflow' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.split() == ["broken", "onedevice", "False"], done.stderr
@@ -218,7 +221,7 @@ def installed(site, monkeypatch):
 
 def test_doctor_lists_plugins(installed, monkeypatch):
     def states():
-        return {each["what"]: (each["state"], each["found"]) for each in map(doctor._plugin, plugins.found())}
+        return {each["what"]: (each["state"], each["found"]) for each in map(doctor._plugin, plugins.entry_points())}
 
     state, found = states()["Backend onedevice"]
     assert (state, found.split(": ")[1][:13]) == ("missing", "set ONEDEVICE")
@@ -267,18 +270,18 @@ class Careless(Backend):
 
 def test_auto_asks_plugins_by_priority_after_the_job_and_before_our_own(monkeypatch, capsys):
     made = ["Shy", "Careless", "Nameless", "Eager"]
-    entries = [importlib.metadata.EntryPoint(each.lower(), f"{__name__}:{each}", plugins.GROUP) for each in made]
-    entries += [importlib.metadata.EntryPoint("single", f"{__name__}:Shy", plugins.GROUP)]
-    entries += [importlib.metadata.EntryPoint("function", f"{__name__}:off_by_hand", plugins.GROUP)]
+    entries = [importlib.metadata.EntryPoint(each.lower(), f"{__name__}:{each}", options.PLUGIN_GROUP) for each in made]
+    entries += [importlib.metadata.EntryPoint("single", f"{__name__}:Shy", options.PLUGIN_GROUP)]
+    entries += [importlib.metadata.EntryPoint("function", f"{__name__}:off_by_hand", options.PLUGIN_GROUP)]
     monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
-    monkeypatch.setattr(launch, "count_gpus", lambda: 4)
-    assert launch.choose("auto", None, {})[0] == "eager"
+    monkeypatch.setattr(launcher, "count_gpus", lambda: 4)
+    assert launcher.choose("auto", None, {})[0] == "eager"
     warnings = capsys.readouterr().err
     for each in ("'careless' .* OSError: planted", "'nameless' .* has the name 'single'", "'single' ", "no subclass"):
         assert len([line for line in warnings.splitlines() if re.search(each, line)]) == 1, each
-    assert launch.choose("auto", 2, {})[0] in ("horovod", "multiworker")  # it has one worker
-    assert launch.choose("auto", None, {"TPU_NAME": "x"})[0] == "tpu"
-    assert launch.choose("shy", None, {}) == ("shy", "asked for")
+    assert launcher.choose("auto", 2, {})[0] in ("horovod", "multiworker")  # it has one worker
+    assert launcher.choose("auto", None, {"TPU_NAME": "x"})[0] == "tpu"
+    assert launcher.choose("shy", None, {}) == ("shy", "asked for")
 
 
 # Inexact
@@ -298,7 +301,7 @@ def test_what_local_steps_cannot_go_with_is_refused(quiet):
     ]:
         options = with_defaults(task, {"local_steps": 4, **chosen})
         with pytest.raises(UsageError, match=f"local_steps=4 {message}|local_steps=4 .* {message}"):
-            inexact.check(pair, options, open_data(task, options).train)
+            approximations.check(pair, options, open_data(task, options).train)
 
 
 def test_one_replica_has_nothing_to_average(capsys):

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 import callbacks
-from loop import UsageError, backends, fit, target
+from loop import UsageError, backends, fit
+from loop.target import task_loader
 from tests.conftest import ROOT
 
 
@@ -15,7 +16,7 @@ def quietly():
 
 
 def test_charlm_learns_more_than_how_frequent_characters_are():
-    task = target.load("charlm", ["context=32", "width=32", "layers=1", "characters=100000"])
+    task = task_loader.load("charlm", ["context=32", "width=32", "layers=1", "characters=100000"])
     result = fit(task, steps=60, callbacks=quietly())
     assert result.metrics["eval_loss"] < result.metrics["eval_unigram"] - 0.2
     # The unigram entropy is a property of the text: an independent count of it.
@@ -27,8 +28,8 @@ def test_charlm_learns_more_than_how_frequent_characters_are():
 
 
 def test_bring_your_keras_model():
-    path = target.shipped_path("bring_your_keras_model")
-    result = fit(target.load(f"{path}:MyModel"), callbacks=quietly())
+    path = task_loader.shipped_path("bring_your_keras_model")
+    result = fit(task_loader.load(f"{path}:MyModel"), callbacks=quietly())
     assert result.history[-1]["eval_loss"] < result.history[0]["eval_loss"]
     assert result.metrics["eval_accuracy"] > 0.85
 
@@ -57,7 +58,7 @@ def test_keras_task_uses_names_functions_and_weights():
 @pytest.mark.parametrize("name", ["digits", "bring_your_keras_model"])
 def test_examples_run_as_scripts(name, tmp_path):
     done = subprocess.run(
-        [sys.executable, target.shipped_path(name)], capture_output=True, text=True, timeout=240, cwd=tmp_path
+        [sys.executable, task_loader.shipped_path(name)], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert "'eval_accuracy': 0." in done.stdout
@@ -67,7 +68,7 @@ def test_examples_run_as_scripts(name, tmp_path):
 def test_the_readmes_own_task_trains(tmp_path):
     code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     (tmp_path / "readme_task.py").write_text(code)
-    result = fit(target.load("readme_task.py:Digits", ["hidden=128"]), epochs=5, callbacks=quietly())
+    result = fit(task_loader.load("readme_task.py:Digits", ["hidden=128"]), epochs=5, callbacks=quietly())
     assert result.metrics["accuracy"] > 0.9
 
 
@@ -94,7 +95,7 @@ class FirstSteps(callbacks.Callback):
     ],
 )
 def test_example_learns_and_has_the_same_numbers_on_two_replicas(name, fields, steps, learns):
-    first, task = FirstSteps(), target.load(name, fields)
+    first, task = FirstSteps(), task_loader.load(name, fields)
     result = fit(task, steps=steps, eval_every=steps, callbacks=quietly() + [first])
     assert learns(result.metrics), result.metrics
     two = fit(task, steps=3, eval_every="never", backend=backends.create("mirrored", 2), callbacks=quietly())
@@ -105,7 +106,7 @@ def test_example_learns_and_has_the_same_numbers_on_two_replicas(name, fields, s
 def test_workers_read_files_of_their_own_which_are_written_once(tmp_path):
     from loop.data import shard_files
 
-    task = target.load("tfrecords")
+    task = task_loader.load("tfrecords")
     shares = [[image.tobytes() for image, _ in shard_files(task.read("train-*"), 2, rank).as_numpy_iterator()]
               for rank in (0, 1)]  # fmt: skip
     everything = [image.tobytes() for image, _ in task.read("train-*").as_numpy_iterator()]
@@ -119,14 +120,14 @@ def test_workers_read_files_of_their_own_which_are_written_once(tmp_path):
     # Another worker that comes late finds them, and leaves nothing behind; one that can't write says so.
     records = tmp_path / "runs" / "digits-tfrecords"
     before = {path: path.stat().st_mtime_ns for path in records.iterdir()}
-    target.load("tfrecords").train_data()
+    task_loader.load("tfrecords").train_data()
     assert {path: path.stat().st_mtime_ns for path in records.iterdir()} == before
     assert [path.name for path in records.parent.iterdir()] == [records.name]
 
 
 def test_callback_of_ones_own_goes_on_where_it_was(tmp_path):
     def lines(steps, run_dir):
-        fit(target.load("custom_callback", ["width=16", "every=5"]), steps=steps, eval_every="never",
+        fit(task_loader.load("custom_callback", ["width=16", "every=5"]), steps=steps, eval_every="never",
             run_dir=run_dir, callbacks=quietly())  # fmt: skip
         return (run_dir / "names.txt").read_text().splitlines()
 
@@ -148,12 +149,12 @@ def test_task_s_own_callbacks_take_the_place_of_standard_ones_and_what_is_handed
 def test_example_whose_package_is_missing_says_which(monkeypatch):
     monkeypatch.setitem(sys.modules, "tf_keras", None)
     with pytest.raises(UsageError, match="'keras2' needs tf-keras: install it, with pip install tf-keras"):
-        target.load("keras2")
+        task_loader.load("keras2")
 
 
 def test_each_shipped_example_is_listed_with_its_command():
     listed = (ROOT / "examples" / "README.md").read_text()
-    for name in target.SHIPPED:
+    for name in task_loader.SHIPPED:
         assert f"]({name}.py)" in listed
         assert f"`tfloop train {name}" in listed
     for path in (ROOT / "examples" / "cluster").iterdir():

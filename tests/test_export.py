@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from loop import ArrayData, UsageError, fit
+from loop.commands.export import distance, export
 from loop.errors import TrainingError
-from loop.export import distance, export
 from tests.tasks import Legacy, Plain, Unweighted, regression
 
 INPUTS = regression(7)[0]

@@ -9,10 +9,11 @@ from typing import Literal, Optional
 
 import pytest
 
-from loop import UsageError, config, fit, sweep
-from loop.fields import restored, set_fields, split
-from loop.rundir import task_of
-from loop.state import plain
+from loop import UsageError, fit
+from loop.commands import config, sweep
+from loop.run.run_directory import task_of
+from loop.run.state import plain
+from loop.target.fields import restored, set_fields, split
 from loop.task import hyperparameters
 from tests.tasks import Plain
 

@@ -13,9 +13,10 @@ import typer.main
 import cli
 import loop
 from callbacks import standard
-from loop import ArrayData, backends, completion, fit
+from loop import ArrayData, backends, fit
+from loop.commands import completion
+from loop.commands.new import class_name, fitting, new
 from loop.errors import UsageError
-from loop.new import class_name, fitting, new
 from tests.conftest import ROOT, needs_horovod, tfloop
 from tests.tasks import Plain, Streamed, Weighted, regression
 

@@ -30,9 +30,10 @@ from callbacks import (
     ReduceOnPlateau,
     standard,
 )
-from loop import ArrayData, TrainTask, fit, launch
+from loop import ArrayData, TrainTask, fit
 from loop.errors import UsageError
-from loop.target import check
+from loop.launch import launcher
+from loop.target.task_loader import check
 from tests.conftest import TFLOOP
 from tests.tasks import Weighted
 
@@ -83,7 +84,7 @@ def test_the_end_names_what_shows_the_run(track, seen, tmp_path, monkeypatch, ca
     report.touch()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr(
-        "loop.train.train", lambda typed, arguments: (0, "", {"status": "finished", "run_dir": str(tmp_path)})
+        "loop.commands.train.train", lambda typed, arguments: (0, "", {"status": "finished", "run_dir": str(tmp_path)})
     )
     monkeypatch.setattr("sys.argv", ["tfloop", "train", "digits", *(["--track", track] if track else [])])
     with pytest.raises(SystemExit) as ended:
@@ -94,7 +95,7 @@ def test_the_end_names_what_shows_the_run(track, seen, tmp_path, monkeypatch, ca
 
 def test_what_was_imported_costs_the_end_of_the_process_nothing():
     try:
-        with launch.quiet_start():
+        with launcher.quiet_start():
             pass  # TensorFlow is there, as behind any of the command's starts
         assert gc.get_freeze_count() > 100_000
     finally:

@@ -15,7 +15,7 @@ import callbacks
 from callbacks import EVENTS, Callback, Checkpoint
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
-from loop.pace import Pace
+from loop.run.pace import Pace
 from tests.tasks import Conv, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import cli
 from loop.errors import BAD_INPUT, FAILED, PREEMPTED, UsageError
-from loop.target import SHIPPED
+from loop.target.task_loader import SHIPPED
 
 LONG = settings(
     max_examples=1000, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)

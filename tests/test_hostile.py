@@ -16,9 +16,15 @@ import keras
 import pytest
 
 import cli
-from callbacks import Callback, files, record
-from loop import UsageError, checkpoint, explain, fit, replay, rundir, runs, sweep, target, trust, words
-from loop.lock import locked
+from callbacks import Callback, files
+from callbacks.run_record import record
+from loop import UsageError, fit
+from loop.checkpoint import checkpoint_files
+from loop.checkpoint.lock import locked
+from loop.commands import command_line, replay, runs, sweep
+from loop.launch import explain
+from loop.run import run_directory, trust
+from loop.target import task_loader
 from tests import tasks
 from tests.campaigns import hostile
 from tests.conftest import ROOT
@@ -32,7 +38,7 @@ def tiny(**more):
 
 def prepare(directory, resume="auto"):
     """What a run does first in a directory."""
-    return rundir._prepare(tiny(), directory, resume, kept=False)
+    return run_directory._prepare(tiny(), directory, resume, kept=False)
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +136,13 @@ def test_links_of_directories(run, tmp_path, canary, quiet):
 
 
 def test_files_of_a_checkpoint_are_no_links(run, tmp_path):
-    path = checkpoint.complete(run / "checkpoints")[-1]
+    path = checkpoint_files.complete(run / "checkpoints")[-1]
     os.link(path / "tensors.npz", tmp_path / "copy")  # a copy as `cp -al` makes one: it is never written in place
-    assert checkpoint.verify(path)
+    assert checkpoint_files.verify(path)
     (path / "tensors.npz").unlink()
     (path / "tensors.npz").symlink_to(tmp_path / "copy")
-    with pytest.raises(checkpoint.CheckpointError, match=r"tensors.npz can't be read"):
-        checkpoint.verify(path)
+    with pytest.raises(checkpoint_files.CheckpointError, match=r"tensors.npz can't be read"):
+        checkpoint_files.verify(path)
 
 
 def test_one_place_writes_a_file_under_another_name():
@@ -146,7 +152,7 @@ def test_one_place_writes_a_file_under_another_name():
         for path in [*ROOT.glob("loop/**/*.py"), *ROOT.glob("callbacks/*.py")]
         if ".replace(path)" in path.read_text() or "partial.replace(" in path.read_text()
     }
-    assert renaming == {"callbacks/files.py", "callbacks/logged_model.py", "loop/export.py"}
+    assert renaming == {"callbacks/files.py", "callbacks/mlflow/logged_model.py", "loop/commands/export.py"}
 
 
 # Lost checkpoints
@@ -270,7 +276,7 @@ def strangers(run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     mark = tmp_path / "mark"
     (tmp_path / "evil.py").write_text(EVIL.format(mark=str(mark)))
-    path = checkpoint.complete(run / "checkpoints")[-1]
+    path = checkpoint_files.complete(run / "checkpoints")[-1]
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["run"]["target"] = f"{tmp_path / 'evil.py'}:Weighted"
     manifest["bad"] = {"step": 3, "epoch": 2, "step_in_epoch": 0, "names": ["the loss"]}
@@ -282,12 +288,12 @@ def strangers(run, tmp_path, monkeypatch):
 def sign(path, manifest):
     """Writes a manifest as somebody does who knows how to make its digest right."""
     manifest = {name: value for name, value in manifest.items() if name != "sha256"}
-    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": checkpoint._digest(manifest)}))
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": checkpoint_files._digest(manifest)}))
 
 
 def test_the_task_that_a_strangers_directory_names_is_not_imported(strangers, command, tmp_path):
     run, mark = strangers
-    bad = checkpoint.complete(run / "checkpoints")[-1]
+    bad = checkpoint_files.complete(run / "checkpoints")[-1]
     for line in (["evaluate", run], ["export", run, "out"], ["replay", bad], ["evaluate", bad], ["replay", run]):
         code, err = command(*line)
         assert (code, err.count("\n")) == (2, 1), err
@@ -304,7 +310,7 @@ def test_the_task_with_which_this_user_has_trained_there_is_taken(strangers, com
     run, mark = strangers
     fit(tiny(), epochs=3, run_dir=run, callbacks=quiet())
     assert command("evaluate", run)[0] == 0
-    assert command("evaluate", checkpoint.complete(run / "checkpoints")[-2])[0] == 0  # which names the stranger's
+    assert command("evaluate", checkpoint_files.complete(run / "checkpoints")[-2])[0] == 0  # which names the stranger's
     assert not mark.exists()
     moved = run.rename(tmp_path / "moved")
     assert "you haven't trained there on this machine" in command("evaluate", moved)[1]
@@ -412,10 +418,10 @@ def test_numbers_that_are_not_finite_are_saved_restored_and_replayed(tmp_path, q
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert train(1)[1].lowest == "restored"
     place, _ = replay.locate(tmp_path / "run")
-    task, _ = rundir.task_of(place, f"{__file__}:Rates")
+    task, _ = run_directory.task_of(place, f"{__file__}:Rates")
     assert (str(task.rate), task.bounds) == (str(rate), [-math.inf, 1.0])
     assert replay.replay(Rates(rate=rate), place).again
-    assert math.isnan(target.load(f"{__file__}:Rates", fields={"rate": "nan"}).rate)
+    assert math.isnan(task_loader.load(f"{__file__}:Rates", fields={"rate": "nan"}).rate)
 
 
 # What is sealed, and absurd
@@ -450,16 +456,16 @@ ABSURD_RUN = [
 
 
 def test_a_sealed_manifest_with_absurd_content_is_refused(run, tmp_path):
-    path = checkpoint.complete(run / "checkpoints")[-1]
+    path = checkpoint_files.complete(run / "checkpoints")[-1]
     original = json.loads((path / "manifest.json").read_text())
     cases = ABSURD + [({"run": {**original["run"], **changes}}, why) for changes, why in ABSURD_RUN]
     for changes, why in cases:
         sign(path, {**original, **changes})
         with pytest.raises(UsageError, match=why) as told:
-            rundir.locate(path)
+            run_directory.locate(path)
         assert "\n" not in str(told.value)
         assert len(str(told.value)) < 500
-    shutil.rmtree(checkpoint.complete(run / "checkpoints")[0])
+    shutil.rmtree(checkpoint_files.complete(run / "checkpoints")[0])
     sign(path, {**original, "workers": [{"random": {"python": [3, "zz", None]}, "callbacks": {}}]})
     with pytest.raises(UsageError, match="state of the random generators is none"):
         fit(tiny(), epochs=3, run_dir=run)
@@ -519,7 +525,7 @@ def test_what_is_another_users(run, tmp_path):
             try:
                 act()
             except BaseException as error:
-                print(words.told(error), file=sys.stderr)
+                print(command_line.told(error), file=sys.stderr)
         sys.stderr.flush()
         os._exit(0)
     os.close(told)
@@ -539,13 +545,13 @@ def test_a_limit_of_file_sizes(run, quiet, capfd):
     try:
         with pytest.raises(OSError, match="File too large") as ended:
             fit(tiny(), epochs=4, run_dir=run, callbacks=quiet(report=None))
-        assert words.told(ended.value) == 1
+        assert command_line.told(ended.value) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     err = capfd.readouterr().err
     assert "Traceback" not in err
     assert "can't be written (File too large): make room there" in err
-    assert [path.name for path in checkpoint.complete(run / "checkpoints")][-1] == "step-00000002"
+    assert [path.name for path in checkpoint_files.complete(run / "checkpoints")][-1] == "step-00000002"
 
 
 USERS = r"""

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import cli
-from loop import UsageError, agent, launch, schedulers
-from loop import hosts as hosts_
+from loop import UsageError
+from loop.launch import host_agent, launcher, schedulers
+from loop.launch import hosts as hosts_
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
 
@@ -258,7 +259,7 @@ def test_places_under_mpirun(mpi, monkeypatch):
         }  # fmt: skip
     else:
         place = schedulers.place("auto", OPEN_MPI)
-        assert launch.read_tf_config(place["TF_CONFIG"]) == (1, 2)
+        assert launcher.read_tf_config(place["TF_CONFIG"]) == (1, 2)
         assert re.findall(r"127\.0\.0\.1:\d+", place["TF_CONFIG"])
     assert "TF_CONFIG" in schedulers.place("multiworker", OPEN_MPI)
     assert schedulers.place("auto", {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}) == {}
@@ -266,7 +267,7 @@ def test_places_under_mpirun(mpi, monkeypatch):
 
 def test_places_under_srun():
     place = schedulers.place("auto", SLURM)
-    rank, addresses = launch.tf_cluster(place["TF_CONFIG"])
+    rank, addresses = launcher.tf_cluster(place["TF_CONFIG"])
     base = 10_000 + 256 * (4713 % 88)
     assert rank == 2
     assert list(addresses.values()) == [f"n09:{base}", f"n09:{base + 1}", f"n10:{base}"]
@@ -299,7 +300,7 @@ def test_places_under_srun():
 )
 def test_jobs_that_cannot_be_joined(backend, environment, message, monkeypatch):
     monkeypatch.setattr(schedulers, "horovod_has_mpi", lambda: False)
-    monkeypatch.setattr(launch, "horovod_missing", lambda: None)
+    monkeypatch.setattr(launcher, "horovod_missing", lambda: None)
     with pytest.raises(UsageError, match=message):
         schedulers.place(backend, environment)
 
@@ -501,7 +502,7 @@ def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_p
 
 def test_an_agent_runs_workers_and_ends_them_when_its_launcher_is_gone(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "loop.agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-P", "-m", "loop.launch.host_agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
     def tell(**message):
@@ -510,16 +511,16 @@ def test_an_agent_runs_workers_and_ends_them_when_its_launcher_is_gone(tmp_path)
 
     def hear(name):
         for line in process.stdout:
-            assert line.startswith(agent.MARK.encode()), line
-            message = json.loads(line[len(agent.MARK) :])
+            assert line.startswith(host_agent.MARK.encode()), line
+            message = json.loads(line[len(host_agent.MARK) :])
             if name in message:
                 return message
         raise AssertionError(f"ended without {name}")
 
     tell(ask={"directory": str(tmp_path), "files": ["digits", "no.py:Task"], "interface": None, "slots": 2})
     answer = hear("answer")["answer"]
-    assert answer["versions"] == agent.versions()
-    assert answer["files"] == {"digits": agent.digest("digits"), "no.py:Task": None}
+    assert answer["versions"] == host_agent.versions()
+    assert answer["files"] == {"digits": host_agent.digest("digits"), "no.py:Task": None}
     assert len(set(answer["ports"])) == 2
     places = {rank: {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"} for rank in (0, 1)}
     tell(start={"environment": {}, "arguments": ["train", "digits"], "places": places})

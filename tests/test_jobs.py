@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loop import launch, schedulers
+from loop.launch import launcher, schedulers
 from tests.conftest import TFLOOP, needs_horovod, tfloop
 
 ENGINES = {
@@ -147,9 +147,9 @@ class Slow(Base):
 
 @pytest.fixture
 def task(tmp_path):
-    from loop import target
+    from loop.target import task_loader
 
-    (tmp_path / "examples_digits.py").write_text(target.shipped_path("digits").read_text())
+    (tmp_path / "examples_digits.py").write_text(task_loader.shipped_path("digits").read_text())
     (tmp_path / "task.py").write_text(TASK)
     return tmp_path
 
@@ -274,7 +274,7 @@ def test_horovodrun_is_joined(tmp_path):
 
 
 def test_tf_config_is_joined(tmp_path):
-    addresses = [f"127.0.0.1:{port}" for port in launch.free_ports(2)]
+    addresses = [f"127.0.0.1:{port}" for port in launcher.free_ports(2)]
     cluster = {"chief": addresses[:1], "worker": addresses[1:]}
     workers = [
         subprocess.Popen(

@@ -7,7 +7,7 @@ import pytest
 from loop import KerasTask, UsageError, fit
 from loop.backends import create
 from loop.backends.base import Backend
-from loop.build import keras_precision
+from loop.model.precision import keras_precision
 
 ROWS, BATCH = 21, 8
 """The last batch of an epoch has 5 examples: on 3 replicas, shares of 1, 2 and 2."""

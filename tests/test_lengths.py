@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from loop import ArrayData, Padding, StreamData, TrainTask, UsageError, fit
 from loop.backends import create
-from loop.build import build
 from loop.data import BatchOptions, count, first, in_float64, open_data, part, source
 from loop.options import with_defaults
-from loop.step import Step
+from loop.step.build import build
+from loop.step.train_step import Step
 from tests.test_data import Worker
 from tests.test_docs import DOCS, blocks
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from callbacks import MLflowTracker, SamplePredictions, SystemMetrics, journal
-from callbacks.delivery import ID, PARENT, SENT, points
-from callbacks.mlflow import write_state
+from callbacks import MLflowTracker, SamplePredictions, SystemMetrics
+from callbacks.mlflow.delivery import ID, PARENT, SENT, points
+from callbacks.mlflow.tracker import write_state
+from callbacks.run_record import journal
 from callbacks.samples import grid
 from loop import TrainTask, fit
 from tests.tasks import Conv, Plain, regression

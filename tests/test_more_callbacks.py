@@ -33,11 +33,10 @@ from callbacks import (
     ReduceOnPlateau,
     TensorBoard,
     Timer,
-    delivery,
-    journal,
     notify,
-    redact,
 )
+from callbacks.mlflow import delivery
+from callbacks.run_record import journal, redaction
 from loop import ArrayData, UsageError, fit
 from loop.backends import create
 from tests.conftest import ROOT, needs_horovod
@@ -279,7 +278,10 @@ backend.close()
 def test_reduce_on_plateau_agrees_in_two_horovod_workers(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     done = subprocess.run(
-        [sys.executable, "-m", "loop.horovodrun", "2", sys.executable, str(tmp_path / "job.py"), str(tmp_path / "run")],
+        [
+            sys.executable, "-m", "loop.launch.horovodrun", "2",
+            sys.executable, str(tmp_path / "job.py"), str(tmp_path / "run"),
+        ],
         capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -388,7 +390,7 @@ def server(monkeypatch):
         about.answers.set()
         serving.shutdown()
         thread.join()
-    redact.hidden.clear()
+    redaction.hidden.clear()
 
 
 def all_told():
@@ -569,7 +571,7 @@ def test_lambda_callback_hears_every_event(quiet, tmp_path):
 
 
 def test_lambda_callback_runs_where_it_is_asked_to():
-    from loop.bus import Bus
+    from loop.run.bus import Bus
 
     run = SimpleNamespace(backend=SimpleNamespace(is_chief=False), callbacks={})
     Bus([LambdaCallback(setup=print), everywhere := LambdaCallback(setup=print, runs_on="all")], run)
@@ -641,4 +643,4 @@ def test_lines_of_usage_on_the_page_can_be_evaluated():
     page = (ROOT / "docs" / "callbacks.md").read_text()
     for line in re.findall(r"^\| `\w+` \|.*\| `(\w+\(.*\))` \|$", page, re.MULTILINE):
         assert isinstance(eval(line, vars(callbacks) | {"tf": tf, "ArrayData": ArrayData}), Callback)
-    redact.hidden.clear()
+    redaction.hidden.clear()

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 import callbacks
-from loop import UsageError, fit, launch, target
+from loop import UsageError, fit
 from loop.backends.parameter_server import answers
+from loop.launch import launcher
+from loop.target import task_loader
 from tests import conformance
 from tests.conftest import ROOT, TFLOOP, tfloop
 from tests.exactness import SETTINGS, Prime, by_hand, largest_difference, weights_of
@@ -36,8 +38,8 @@ def config(cluster, job="chief", index=0):
 
 
 def test_its_job_is_known_by_its_parameter_servers():
-    assert launch.choose("auto", None, {"TF_CONFIG": config(JOB)})[0] == "parameter_server"
-    ranks = [launch.read_tf_config(config(JOB, *task)) for task in (("chief", 0), ("worker", 1), ("ps", 0))]
+    assert launcher.choose("auto", None, {"TF_CONFIG": config(JOB)})[0] == "parameter_server"
+    ranks = [launcher.read_tf_config(config(JOB, *task)) for task in (("chief", 0), ("worker", 1), ("ps", 0))]
     assert ranks == [(0, 4), (2, 4), (3, 4)]
 
 
@@ -57,7 +59,7 @@ def test_jobs_of_another_kind_are_refused(backend, cluster, message):
     task = next((job for job in ("chief", "worker") if (cluster or {}).get(job)), "chief")
     environment = {"TF_CONFIG": config(cluster, task)} if cluster else {}
     with pytest.raises(UsageError, match=message):
-        launch.choose(backend, None, environment)
+        launcher.choose(backend, None, environment)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 def test_one_worker_is_exact_and_its_checkpoint_is_any_engines(tmp_path):
     """Joined through TF_CONFIG. Steps of one worker are made in their order; variables are in shards."""
-    ports = launch.free_ports(4)
+    ports = launcher.free_ports(4)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
     serve = [*TFLOOP, "train", "digits"]
@@ -141,7 +143,7 @@ class Held(Digits):  # no epoch begins before its file is there
 
 
 def test_a_worker_that_is_killed_twice_costs_nothing_and_a_killed_server_is_named_with_the_checkpoint(tmp_path):
-    (tmp_path / "digits.py").write_text(target.shipped_path("digits").read_text())
+    (tmp_path / "digits.py").write_text(task_loader.shipped_path("digits").read_text())
     (tmp_path / "held.py").write_text(HELD)
     command = ["train", "held.py:Held", "--backend", "parameter_server", "--workers", 2, "--ps", 1, "--run-dir", "run"]
     command += ["--track", "off", "--json"]
@@ -199,7 +201,7 @@ def serves(directory, rank):
     """Whether this process listens at its port."""
     variables = Path(f"/proc/{pid(directory, rank)}/environ").read_text().split("\0")
     [text] = [each.partition("=")[2] for each in variables if each.startswith("TF_CONFIG=")]
-    return answers(list(launch.tf_cluster(text)[1].values())[rank])
+    return answers(list(launcher.tf_cluster(text)[1].values())[rank])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ import pytest
 import tensorflow as tf
 
 from callbacks import Callback, Checkpoint, LearningRateMonitor
-from loop import ArrayData, Phase, TrainTask, UsageError, checkpoint, dry_run, evaluate, find_lr, fit, verify
+from loop import ArrayData, Phase, TrainTask, UsageError, fit
 from loop.backends import create
-from loop.export import export
+from loop.checkpoint import checkpoint_files
+from loop.commands import dry_run, evaluate, find_lr, verify
+from loop.commands.export import export
 from tests.tasks import regression
 
 
@@ -123,7 +125,7 @@ def test_a_run_that_is_killed_in_any_phase_ends_with_the_same_bits(replicas, str
 
     named = [(entry["event"], entry["phase"]) for entry in entries("whole") if entry["event"] == "phase_start"]
     assert named == [("phase_start", name) for name in ("head", "all", "cool")]
-    manifest = checkpoint.verify(Path("whole/checkpoints/step-00000023"))
+    manifest = checkpoint_files.verify(Path("whole/checkpoints/step-00000023"))
     assert manifest["phase"] == {"index": 2, "step": 18, "epoch": 4, "ended": False}
     slots = [each["name"] for each in manifest["tensors"] if each["name"].startswith("optimizer/")]
     assert len(slots) == 4  # counter, rate and the momenta of the head's two: those of other phases are dropped

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from callbacks import Callback, standard
 from loop import ArrayData, TrainingError, UsageError, fit
-from loop import scale as scaling
 from loop.backends import create
+from loop.step import loss_scale as scaling
 from tests.tasks import Alarm, Plain, Weighted, regression
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 import callbacks
 from callbacks import Callback
 from loop import fit
-from loop.split import PARTS, Stopwatch, summary
+from loop.monitor.stopwatch import PARTS, Stopwatch, summary
 from tests.tasks import Plain, Streamed
 
 

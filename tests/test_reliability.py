@@ -16,13 +16,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from callbacks import Callback, Checkpoint, record
-from loop import checkpoint, fit, launch, rundir
-from loop import replay as replaying
+from callbacks import Callback, Checkpoint
+from callbacks.run_record import record
+from loop import fit
 from loop.backends import create
+from loop.checkpoint import checkpoint_files
+from loop.checkpoint.lock import locked
+from loop.commands import replay as replaying
 from loop.errors import TrainingError, UsageError
-from loop.lock import locked
-from loop.watchdog import Watchdog
+from loop.launch import launcher
+from loop.monitor.watchdog import Watchdog
+from loop.run import run_directory
 from tests.tasks import Alarm, Conv, Plain, Streamed, Unweighted, regression
 
 
@@ -101,9 +105,9 @@ def test_stream_goes_on_from_its_iterators_state_or_counts_its_way_and_says_so(k
     assert ("position can't be saved (PyFunc is stateful)" in said) is not saved
     with dies():
         stream(kind, "killed", quiet, At(9, kill))
-    path, manifest = rundir.locate(rundir.Path("killed"))
+    path, manifest = run_directory.locate(run_directory.Path("killed"))
     assert manifest["step"] == 8
-    assert any(name.startswith("stream/") for name in checkpoint.read(path, manifest)) is saved
+    assert any(name.startswith("stream/") for name in checkpoint_files.read(path, manifest)) is saved
     capfd.readouterr()
     resumed = stream(kind, "killed", quiet)
     assert ("reading up to where the run was" in capfd.readouterr().err) is not saved
@@ -203,7 +207,7 @@ def test_sigusr1_saves_at_once_and_training_goes_on(quiet):
     result = fit(Plain(), epochs=1, batch_size=20, callbacks=quiet() + [ask, look], run_dir="run")
     assert (result.status, result.steps) == ("finished", 6)
     assert seen == ["step-00000003"]
-    events = map(json.loads, rundir.Path("run/journal.jsonl").read_text().splitlines())
+    events = map(json.loads, run_directory.Path("run/journal.jsonl").read_text().splitlines())
     first = next(each for each in events if each["event"] == "checkpoint")
     assert (first["reason"], first["checkpoint"]) == ("SIGUSR1", "step-00000003")
 
@@ -219,7 +223,7 @@ class SignalledInFirstCompile(Plain):
 
 def test_a_signal_that_the_launcher_hands_on_too_is_not_a_second_one(quiet, monkeypatch):
     """As where it is sent to all processes: by systemd, or in a step of Slurm."""
-    monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
+    monkeypatch.setenv(launcher.LAUNCHER, str(os.getppid()))
     again = [At(3, lambda run: os.kill(os.getpid(), signal.SIGTERM)) for _ in range(2)]
     result = fit(Plain(), epochs=2, batch_size=20, steps_per_call=1, callbacks=quiet() + again)
     assert result.status == "preempted"
@@ -228,7 +232,7 @@ def test_a_signal_that_the_launcher_hands_on_too_is_not_a_second_one(quiet, monk
 def test_signal_within_the_first_compile_saves_after_it(quiet):
     cut = fit(SignalledInFirstCompile(), epochs=2, batch_size=20, callbacks=quiet(), run_dir="run")
     assert cut.status == "preempted"
-    assert cut.steps == rundir.locate(rundir.Path("run"))[1]["step"] == 1
+    assert cut.steps == run_directory.locate(run_directory.Path("run"))[1]["step"] == 1
 
 
 # The writer
@@ -241,14 +245,14 @@ class Full(Callback):
         self.first, self.last, self.monkeypatch = first, last, monkeypatch
 
     def on_setup(self, run):
-        write = checkpoint.write
+        write = checkpoint_files.write
 
         def full(directory, step, *rest):
             if self.first <= step <= self.last:
                 raise OSError(28, "No space left on device")
             return write(directory, step, *rest)
 
-        self.monkeypatch.setattr(checkpoint, "write", full)
+        self.monkeypatch.setattr(checkpoint_files, "write", full)
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -260,8 +264,8 @@ def test_error_of_the_writer_ends_the_run_and_old_checkpoints_are_kept(first, ba
             Plain(), epochs=2, batch_size=20, eval_every="never", run_dir="run",
             callbacks=quiet(checkpoint=saving) + [Full(monkeypatch, first)],
         )  # fmt: skip
-    assert rundir.locate(rundir.Path("run"))[1]["step"] == first - 2
-    assert rundir.read_json(rundir.Path("run/run.json"))["status"] == "failed"
+    assert run_directory.locate(run_directory.Path("run"))[1]["step"] == first - 2
+    assert run_directory.read_json(run_directory.Path("run/run.json"))["status"] == "failed"
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -275,13 +279,13 @@ def test_error_of_the_writer_may_be_a_warning_but_not_for_the_last_checkpoint(ba
 
     assert run("a", 4, 8).status == "finished"
     assert "warning: a checkpoint could not be written ([Errno 28] No space left" in capfd.readouterr().err
-    assert rundir.locate(rundir.Path("a"))[1]["step"] == 12
+    assert run_directory.locate(run_directory.Path("a"))[1]["step"] == 12
     with pytest.raises(OSError, match="No space left"):
         run("b", 12)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_its_values_are_those_of_then(quiet, monkeypatch):
-    begun, gate, write, log = threading.Event(), threading.Event(), checkpoint.write, []
+    begun, gate, write, log = threading.Event(), threading.Event(), checkpoint_files.write, []
 
     def slow(directory, step, tensors, state):
         log.append(("begin", step))
@@ -290,7 +294,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_its_values_are_those
         log.append(("end", step))
         return write(directory, step, tensors, state)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(checkpoint_files, "write", slow)
 
     class Watch(Callback):
         every = 1
@@ -310,9 +314,11 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_its_values_are_those
     fit(Plain(), steps=5, batch_size=20, eval_every="never", callbacks=saving + [Watch()], run_dir="run")
     assert log.index(("begin", 3)) < log.index(("step", 5)) < log.index(("end", 3))
     assert log.index(("end", 3)) < log.index(("saved", "step-00000003"))
-    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(checkpoint_files, "write", write)
     three = fit(Plain(), steps=3, batch_size=20, eval_every="never", callbacks=quiet(), run_dir="three")
-    stored = checkpoint.read(path := rundir.Path("run/checkpoints/step-00000003"), checkpoint.verify(path))
+    stored = checkpoint_files.read(
+        path := run_directory.Path("run/checkpoints/step-00000003"), checkpoint_files.verify(path)
+    )
     np.testing.assert_array_equal(stored["model/00001:w"], three.model.w.numpy())
 
 
@@ -434,12 +440,12 @@ def test_accepted_learning_rate_takes_effect(quiet):
 
 def test_other_versions_and_places_are_told(quiet, capfd):
     fit(Plain(), epochs=1, callbacks=quiet(), run_dir="run")
-    path, manifest = rundir.locate(rundir.Path("run"))
+    path, manifest = run_directory.locate(run_directory.Path("run"))
     manifest["run"]["versions"]["tensorflow"] = "2.0.0"
-    tensors = checkpoint.read(path, manifest)
+    tensors = checkpoint_files.read(path, manifest)
     manifest = {name: value for name, value in manifest.items() if name not in ("format", "step", "files", "tensors")}
     (path / "manifest.json").unlink()
-    checkpoint.write(path.parent, 4, tensors, manifest)
+    checkpoint_files.write(path.parent, 4, tensors, manifest)
     fit(Plain(), epochs=2, callbacks=quiet(), run_dir="run")
     assert "note: goes on elsewhere than it was: tensorflow was '2.0.0', now" in capfd.readouterr().err
 
@@ -448,7 +454,7 @@ def test_a_manifest_that_is_none_of_a_run_is_bad_input(quiet, tmp_path):
     for state in ({}, {"run": {}}, {"run": {"task": "Plain"}}, {"run": []}):
         directory = tmp_path / str(len(str(state)))
         directory.mkdir(exist_ok=True)
-        checkpoint.write(directory / "checkpoints", 3, {"model/00000:w": np.zeros(3)}, state)
+        checkpoint_files.write(directory / "checkpoints", 3, {"model/00000:w": np.zeros(3)}, state)
         with pytest.raises(UsageError, match="none of its 1 checkpoints is good"):
             fit(Plain(), callbacks=quiet(), run_dir=directory)
 
@@ -457,7 +463,7 @@ def test_a_save_that_is_due_at_an_evaluation_waits_for_it_and_more_steps_go_on(q
     saving = quiet(checkpoint=Checkpoint(every=3))
     options = {"batch_size": 20, "run_dir": "run", "steps_per_call": 2}
     first = fit(Many(), steps=9, **options, callbacks=saving)
-    assert rundir.locate(rundir.Path("run"))[1]["evaluating"] is False
+    assert run_directory.locate(run_directory.Path("run"))[1]["evaluating"] is False
     again = fit(Many(), steps=9, **options, callbacks=quiet())
     assert (again.steps, again.history) == (9, first.history)
     result = fit(Many(), steps=16, **options, callbacks=quiet(checkpoint=Checkpoint(every=3)))
@@ -490,8 +496,8 @@ def test_state_with_numbers_as_keys_is_kept(quiet):
 def test_each_worker_gets_its_own_state_back():
     from types import SimpleNamespace
 
-    from loop import state
-    from loop.phases import Plan
+    from loop.run import state
+    from loop.run.phases import Plan
 
     taken = []
     backend = SimpleNamespace(rank=1, workers=2)
@@ -515,14 +521,14 @@ def test_damaged_later_checkpoints_take_no_place_among_the_last(quiet):
     options = {"steps": 9, "batch_size": 20, "eval_every": "never", "run_dir": "run"}
     fit(Plain(), **options, callbacks=quiet(checkpoint=Checkpoint(every=3)))
     for step in (6, 9):
-        rundir.Path(f"run/checkpoints/step-{step:08d}/tensors.npz").write_bytes(b"garbage")
+        run_directory.Path(f"run/checkpoints/step-{step:08d}/tensors.npz").write_bytes(b"garbage")
     seen = []
     look = At(5, lambda run: seen.append(run.saved_path.name))
     with dies():
         saving = Checkpoint(every=4, keep_last=1, background=False)
         fit(Plain(), **options, callbacks=quiet(checkpoint=saving) + [look, At(5, kill)])
     assert seen == ["step-00000004"]
-    assert rundir.locate(rundir.Path("run"))[1]["step"] == 4
+    assert run_directory.locate(run_directory.Path("run"))[1]["step"] == 4
 
 
 # The lock
@@ -530,8 +536,8 @@ def test_damaged_later_checkpoints_take_no_place_among_the_last(quiet):
 
 def test_second_run_in_a_directory_is_refused_and_names_the_first(quiet, tmp_path):
     code = (
-        "import sys, loop.lock, pathlib\n"
-        "with loop.lock.locked(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
+        "import sys, loop.checkpoint.lock, pathlib\n"
+        "with loop.checkpoint.lock.locked(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -551,8 +557,8 @@ def test_second_run_in_a_directory_is_refused_and_names_the_first(quiet, tmp_pat
 
 def test_lock_is_free_after_its_owner_though_a_child_has_inherited_it(tmp_path):
     code = (
-        "import os, sys, loop.lock, pathlib\n"
-        "with loop.lock.locked(pathlib.Path(sys.argv[1])):\n"
+        "import os, sys, loop.checkpoint.lock, pathlib\n"
+        "with loop.checkpoint.lock.locked(pathlib.Path(sys.argv[1])):\n"
         "    child = os.fork()\n"
         "    if child: print(child, flush=True); os._exit(0)\n"
         "    sys.stdin.read(); os._exit(0)"
@@ -684,8 +690,8 @@ def test_step_that_is_not_finite_is_kept_and_replayed(kind, on_nonfinite, quiet)
     else:
         assert fit(task, **options, callbacks=quiet(), run_dir="run").steps == 6
     before = fit(kind(), **options | {"epochs": None, "steps": 3}, callbacks=quiet(), run_dir="before").model
-    path = rundir.Path("run/bad/step-00000004")
-    tensors = checkpoint.read(path, checkpoint.verify(path))
+    path = run_directory.Path("run/bad/step-00000004")
+    tensors = checkpoint_files.read(path, checkpoint_files.verify(path))
     np.testing.assert_array_equal(tensors["model/00001:w"], before.w.numpy())
     found = replaying.replay(kind(), path)
     assert (found.step, found.epoch, found.examples) == (4, 1, 20)
@@ -730,7 +736,7 @@ def test_hostile_names_stay_within_the_runs_directory(quiet):
     for name in ("../../../etc/x", "/abs", "Ünïcode\n\x1b[31m", "...", "a" * 300):
         kind = type(name, (Plain,), {})
         directory = fit(kind(), epochs=1, callbacks=quiet(journal=None)).run_dir
-        assert directory.parent == rundir.Path("runs").resolve()
+        assert directory.parent == run_directory.Path("runs").resolve()
         assert directory.name.isascii()
         assert directory.name.isprintable()
 
@@ -746,9 +752,9 @@ def test_jumping_clocks_change_no_order(quiet, monkeypatch):
     finally:
         monkeypatch.setattr(time, "time", real)
     assert result.steps == 18
-    points = [json.loads(line) for line in rundir.Path("run/journal.jsonl").read_text().splitlines()]
+    points = [json.loads(line) for line in run_directory.Path("run/journal.jsonl").read_text().splitlines()]
     assert [each["step"] for each in points] == sorted(each["step"] for each in points)
-    assert rundir.locate(rundir.Path("run"))[1]["step"] == 18
+    assert run_directory.locate(run_directory.Path("run"))[1]["step"] == 18
 
 
 class Ragged(Plain):
@@ -777,16 +783,16 @@ def test_batches_that_change_shape_are_traced_once(quiet):
 
 
 def test_faults_can_be_planned(quiet, monkeypatch):
-    from loop import fault
+    from loop.monitor import fault_injection
 
-    monkeypatch.setattr(fault, "_plans", None)
+    monkeypatch.setattr(fault_injection, "_plans", None)
     monkeypatch.setenv("TFLOOP_FAULT", "callback-epoch_end:0:4:raise")
-    with pytest.raises(fault.PlannedError, match="callback-epoch_end:0:4:raise"):
+    with pytest.raises(fault_injection.PlannedError, match="callback-epoch_end:0:4:raise"):
         fit(Plain(), epochs=2, callbacks=quiet(), run_dir="run")
-    monkeypatch.setattr(fault, "_plans", None)
+    monkeypatch.setattr(fault_injection, "_plans", None)
     for wrong in ("save", "save:0:0:explode", "save:one:0:kill"):
-        monkeypatch.setattr(fault, "_plans", None)
+        monkeypatch.setattr(fault_injection, "_plans", None)
         monkeypatch.setenv("TFLOOP_FAULT", wrong)
         with pytest.raises(UsageError, match=f"TFLOOP_FAULT={wrong}: give point:rank:step:how"):
-            fault.reached("save")
-    monkeypatch.setattr(fault, "_plans", None)
+            fault_injection.reached("save")
+    monkeypatch.setattr(fault_injection, "_plans", None)

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import loop
 from callbacks import Callback, Checkpoint
-from loop import ArrayData, UsageError, evaluate, fit
-from loop import random as rowwise
+from loop import ArrayData, UsageError, fit
 from loop.backends import create
 from loop.backends.base import Backend
+from loop.commands import evaluate
 from loop.data import Rows
-from loop.replica import Replica, within
+from loop.step import row_random as rowwise
+from loop.step.replica import Replica, within
 from tests.exactness import largest_difference, trained, weights_of
 from tests.tasks import Plain, Unweighted, regression
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 import callbacks
 import cli
-from callbacks import record, report
-from callbacks.record import Checkpoint, Fault, Record
+from callbacks.run_record import record, report
+from callbacks.run_record.record import Checkpoint, Fault, Record
 from loop import fit
 from tests.conftest import ROOT
 from tests.tasks import Plain

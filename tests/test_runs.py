@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 
 import callbacks
 import cli
-from callbacks import record
+from callbacks.run_record import record
 from examples.digits import Digits
-from loop import fit, runs, terminal
+from loop import fit
+from loop.checkpoint.lock import locked
+from loop.commands import runs, terminal
 from loop.errors import UsageError
-from loop.lock import locked
 from tests.conftest import ROOT, TFLOOP
 
 
@@ -393,7 +394,8 @@ def test_a_run_is_followed_to_its_end(trained):
 
 def test_following_ends_when_the_run_is_killed(tmp_path):
     hold = (
-        "import sys, pathlib as p, loop.lock as l\nwith l.locked(p.Path('r')):\n    print(flush=True); sys.stdin.read()"
+        "import sys, pathlib as p, loop.checkpoint.lock as l\n"
+        "with l.locked(p.Path('r')):\n    print(flush=True); sys.stdin.read()"
     )
     journal(tmp_path / "r", {"event": "restore"}, status="running")
     with subprocess.Popen(

@@ -10,9 +10,10 @@ import pytest
 import callbacks
 from callbacks import Callback, Checkpoint
 from callbacks import checkpoint as policy
-from callbacks.journal import read_history
-from loop import checkpoint, fit
+from callbacks.run_record.journal import read_history
+from loop import fit
 from loop.backends import create
+from loop.checkpoint import checkpoint_files
 from tests.tasks import Plain
 
 
@@ -57,7 +58,7 @@ def killed(directory, epoch, **options):
 
 
 def steps_of(directory):
-    return [int(path.name.removeprefix("step-")) for path in checkpoint.complete(Path(directory) / "checkpoints")]
+    return [int(path.name.removeprefix("step-")) for path in checkpoint_files.complete(Path(directory) / "checkpoints")]
 
 
 def manifest_size(directory, step):
@@ -74,7 +75,7 @@ def test_checkpoints_do_not_grow_with_the_epochs():
     # All that may differ are the digits of counters and of means.
     assert abs(manifest_size("run", 180) - manifest_size("run", 3)) < 100
     assert manifest_size("run", 180) < 20_000
-    assert "history" not in checkpoint.verify(Path("run/checkpoints/step-00000180"))
+    assert "history" not in checkpoint_files.verify(Path("run/checkpoints/step-00000180"))
 
 
 def test_history_after_a_resume_is_complete_wherever_it_stands(whole, capfd):
@@ -93,12 +94,12 @@ def test_an_older_run_goes_on_with_its_history(whole):
     """Its checkpoints have the history, and the lines of its journal no examples."""
     killed("old", 3)
     path = Path("old/checkpoints/step-00000009")
-    manifest = checkpoint.verify(path)
-    tensors = checkpoint.read(path, manifest)
+    manifest = checkpoint_files.verify(path)
+    tensors = checkpoint_files.read(path, manifest)
     state = {name: value for name, value in manifest.items() if name not in ("format", "step", "files", "tensors")}
     del state["journal"]
     shutil.rmtree("old/checkpoints")
-    checkpoint.write(path.parent, 9, tensors, state | {"history": whole.history[:3]})
+    checkpoint_files.write(path.parent, 9, tensors, state | {"history": whole.history[:3]})
     lines = [json.loads(line) for line in Path("old/journal.jsonl").read_text().splitlines()]
     text = [json.dumps({name: value for name, value in line.items() if name != "examples"}) for line in lines]
     Path("old/journal.jsonl").write_text("\n".join(text) + "\n")

@@ -17,10 +17,13 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from callbacks import LambdaCallback, Notify, delivery, journal, notify, record, redact, report
-from loop import fit, runs, sweep, tune, words
-from loop.evaluate import evaluate
-from loop.rundir import differences, task_of
+from callbacks import LambdaCallback, Notify, notify
+from callbacks.mlflow import delivery
+from callbacks.run_record import journal, record, redaction, report
+from loop import fit
+from loop.commands import command_line, runs, sweep, tune
+from loop.commands.evaluate import evaluate
+from loop.run.run_directory import differences, task_of
 from tests.conftest import ROOT
 from tests.tasks import Plain
 
@@ -43,22 +46,22 @@ PUBLIC = (
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """What a test has redact know is forgotten when it is over."""
-    monkeypatch.setattr(redact, "hidden", set())
-    monkeypatch.setattr(redact, "as_typed", [])
+    monkeypatch.setattr(redaction, "hidden", set())
+    monkeypatch.setattr(redaction, "as_typed", [])
 
 
 @pytest.mark.parametrize("name", SECRETS.split())
 def test_names_of_secrets_are_known(name):
-    assert redact.redact({name: "x", "n": 3}) == {name: "***", "n": 3}
-    assert redact.mask(f"T({name}='x', n=3)") == f"T({name}=***, n=3)"
+    assert redaction.redact({name: "x", "n": 3}) == {name: "***", "n": 3}
+    assert redaction.mask(f"T({name}='x', n=3)") == f"T({name}=***, n=3)"
 
 
 def test_names_that_only_look_so_are_left_alone():
     values = dict.fromkeys(PUBLIC.split(), "value") | {"token": 5, "pad_token_id": 0, "use_auth": True, "cookie": None}
-    assert redact.redact(values) == values
-    assert redact.redact({"pwd": 12, "db": {"password": 15}}) == {"pwd": "***", "db": {"password": "***"}}
+    assert redaction.redact(values) == values
+    assert redaction.redact({"pwd": 12, "db": {"password": 15}}) == {"pwd": "***", "db": {"password": "***"}}
     measured = {"metrics": {"pass": 0.5, "secret": "nan"}}
-    assert redact.redact(measured) == measured
+    assert redaction.redact(measured) == measured
 
 
 @pytest.mark.parametrize(
@@ -83,20 +86,20 @@ def test_names_that_only_look_so_are_left_alone():
     ],
 )  # fmt: skip
 def test_credentials_in_texts(text, masked):
-    assert redact.mask(text) == (masked or text)
+    assert redaction.mask(text) == (masked or text)
 
 
 def test_what_is_too_short_is_hidden_behind_its_name_alone():
-    redact.remember({"password": "relu", "secret": "1234567", "passphrase": "123456789012", "pwd": "default"})
+    redaction.remember({"password": "relu", "secret": "1234567", "passphrase": "123456789012", "pwd": "default"})
     text = "relu 1234567 123456789012 0.123456789012 default"
-    assert redact.mask(text) == "relu 1234567 *** 0.123456789012 default"
-    assert redact.mask("password=relu") == "password=***"
+    assert redaction.mask(text) == "relu 1234567 *** 0.123456789012 default"
+    assert redaction.mask("password=relu") == "password=***"
 
 
 def test_hostile_texts_take_no_long_time():
     """Linear: what is quadratic would take hours."""
     for part in ("a://", "a=", '"a":', "?a=", "://a@", '"a":"', "'", "authorization:", "?a%", "[", "a"):
-        redact.mask(part * (400_000 // len(part)) + "=@:")
+        redaction.mask(part * (400_000 // len(part)) + "=@:")
 
 
 # All ways out
@@ -120,8 +123,8 @@ def ways_out(secret):
         directory=Path("run") / secret.replace("/", "").replace("\0", "")[:50], stop_reason=told, phase=None,
     )  # fmt: skip
     stream, buffer = io.StringIO(), io.BytesIO()
-    redact.tell(f"{error}\n{error!r}\n{told}", stream)
-    masked = redact.Masked(buffer, "utf-8", "backslashreplace")
+    redaction.tell(f"{error}\n{error!r}\n{told}", stream)
+    masked = redaction.Masked(buffer, "utf-8", "backslashreplace")
     print(told, error, repr(error), json.dumps(told), shlex.join([secret]), file=masked, flush=True)
     entry = journal._line(run, "exception", {"error": repr(error), "metrics": {f"loss {secret}": 1.0}})
     story = record._Story(True, {})
@@ -136,31 +139,33 @@ def ways_out(secret):
         target="f.py:T", grid={"db_password": f"{json.dumps(secret)},b"}, random={}, metric="loss",
         direction="minimize", sampler="tpe", pruner="none", seed=0, arguments=[f"--set=api_key={secret}"], place="/",
     )  # fmt: skip
-    row = tune.Row({}, problem=tune.reason(1, f"tfloop: error: {redact.mask(told)}"))
+    row = tune.Row({}, problem=tune.reason(1, f"tfloop: error: {redaction.mask(told)}"))
     return {
         "stream": stream.getvalue(), "stdout": buffer.getvalue().decode(), "journal": entry.decode(),
-        "structure": json.dumps(redact.redact({"a": [told, {"db_password": secret}], secret: 1}), ensure_ascii=False),
+        "structure": json.dumps(
+            redaction.redact({"a": [told, {"db_password": secret}], secret: 1}), ensure_ascii=False
+        ),
         "fault": story.faults[0].text, "webhook": posted[0].decode(), "MLflow's trouble": delivery.reason(error),
         "report": report._text(told), "sweep": json.dumps(sweep._about(plan, Fields, 2)), "tune": row.problem,
         "tail": runs.told({"event": "exception", "step": 1, "time": 1.0, "error": told}),
     }  # fmt: skip
 
 
-@given(secret=st.text(st.characters(codec="utf-8"), min_size=redact.LEAST, max_size=60))
+@given(secret=st.text(st.characters(codec="utf-8"), min_size=redaction.LEAST, max_size=60))
 @example("hunter2hunter2")
 @example("p@ss/w:rd?&=#%")
 @example('it\'s "quoted" \\ and\ttabbed')
 @example("-----BEGIN KEY-----\nMIIEvgIBADAN\nBgkqhkiG9w0B\n-----END KEY-----")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_way_out_tells_a_secret(secret):
-    redact.hidden.clear()
-    redact.remember({"db_password": secret})
-    pattern = redact._pattern()
+    redaction.hidden.clear()
+    redaction.remember({"db_password": secret})
+    pattern = redaction._pattern()
     if pattern is None or not pattern.fullmatch(secret):
         return  # a number, a common word or white space: see the test of short ones
     told = ways_out(secret)
-    redact.hidden.clear()
-    redact.remember({"db_password": "another one"})
+    redaction.hidden.clear()
+    redaction.remember({"db_password": "another one"})
     assume(not any(secret in text for text in ways_out("another one").values()))  # it is a word of our own
     for where, text in told.items():
         assert "***" in text, where
@@ -249,7 +254,7 @@ def test_a_run_of_an_older_version_shows_no_secret_and_goes_on(quiet, tmp_path):
             "error": "no login with https://u:p@h/?pwd=x1y2z3",
         }
         file.write(json.dumps(line) + "\n")
-    redact.hidden.clear()
+    redaction.hidden.clear()
     of = record.read(tmp_path / "run")
     shown = "\n".join([*runs.show(of), *runs.tail(tmp_path / "run", 99, follow=False), report.html(of)])
     assert "abcdefghijklmnop" not in shown
@@ -294,13 +299,13 @@ def test_a_sweep_over_a_secret_trains_with_it_and_tells_its_number(monkeypatch):
 
 def test_an_error_of_a_command_tells_no_secret(capsys, monkeypatch):
     monkeypatch.delenv("TFLOOP_DEBUG", raising=False)
-    redact.remember({"pwd": "hunter2hunter2"})
-    assert words.told(RuntimeError("hunter2hunter2\x1b[31m")) == 1
+    redaction.remember({"pwd": "hunter2hunter2"})
+    assert command_line.told(RuntimeError("hunter2hunter2\x1b[31m")) == 1
     assert "RuntimeError: ***" in (line := capsys.readouterr().err)
     assert "hunter2" not in line
     assert line.strip().isprintable()
     monkeypatch.setenv("TFLOOP_DEBUG", "1")
-    assert words.told(RuntimeError("hunter2hunter2\x1b[31m")) == 1
+    assert command_line.told(RuntimeError("hunter2hunter2\x1b[31m")) == 1
     assert capsys.readouterr().err.endswith("RuntimeError: ***\\x1b[31m\n")
 
 

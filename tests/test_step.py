@@ -7,10 +7,10 @@ import tensorflow as tf
 
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
-from loop.build import build
 from loop.data import open_data
 from loop.options import with_defaults
-from loop.step import Step
+from loop.step.build import build
+from loop.step.train_step import Step
 from tests.exactness import largest_difference
 from tests.tasks import Alarm, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import callbacks
-import loop.train as train_
-from loop import TrainingError, fit, launch, signals
+import loop.commands.train as train_
+from loop import TrainingError, fit
+from loop.launch import launcher, signals
 from tests.conftest import ROOT, TFLOOP
 from tests.tasks import Plain
 from tests.test_cli import command  # noqa: F401 - a fixture
@@ -66,7 +67,7 @@ def test_a_closed_terminal_saves_and_ends_and_it_is_said_at_once(quiet, capfd):
     assert signal.getsignal(signal.SIGHUP) is before
     deadline = time.monotonic() + 60
     text = ""
-    while launch.STOPPING not in text:  # of a thread
+    while launcher.STOPPING not in text:  # of a thread
         assert time.monotonic() < deadline
         text += capfd.readouterr().err
 
@@ -221,7 +222,7 @@ def test_a_job_whose_terminal_is_closed_saves_and_says_how_to_go_on(start, task)
     job.process.send_signal(signal.SIGHUP)
     code, _, lines = job.end()
     assert code == 75
-    assert launch.STOPPING in lines
+    assert launcher.STOPPING in lines
     assert lines[-1].startswith(
         "tfloop train task.py:Slow --backend multiworker --workers 2 --epochs 500 --run-dir run"
     )

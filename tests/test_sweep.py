@@ -18,10 +18,11 @@ import pytest
 import callbacks
 import cli
 from callbacks.files import read_json
-from loop import UsageError, backends, fit, sweep
-from loop.find_lr import find_lr, lines
+from loop import UsageError, backends, fit
+from loop.commands import sweep
+from loop.commands.find_lr import find_lr, lines
+from loop.commands.sweep import Plan, Range
 from loop.options import with_defaults
-from loop.sweep import Plan, Range
 from tests.campaigns.sweep import Life, check
 from tests.conftest import ROOT
 from tests.tasks import Plain, Streamed

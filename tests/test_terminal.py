@@ -12,11 +12,12 @@ import termios
 
 import pytest
 
-from callbacks import progress, redact
+from callbacks import progress
 from callbacks.files import naming
-from callbacks.record import Record
-from loop import runs, terminal, verify
-from loop.verify import Comparison, Report
+from callbacks.run_record import redaction
+from callbacks.run_record.record import Record
+from loop.commands import runs, terminal, verify
+from loop.commands.verify import Comparison, Report
 from tests.conftest import ROOT, TFLOOP
 
 
@@ -98,7 +99,7 @@ def test_no_metric_and_no_directory_controls_the_terminal():
     }  # fmt: skip
     for kind in ("start", "epoch", "end"):
         display.update(state | {"kind": kind})
-    redact.tell(f"note: {HOSTILE}", stream)
+    redaction.tell(f"note: {HOSTILE}", stream)
     text = stream.getvalue()
     assert all(line.isprintable() for line in text.splitlines())
     assert "\\x1b]0;owned" in text

@@ -21,11 +21,12 @@ import pytest
 import callbacks
 import cli
 from callbacks import MLflowTracker
-from callbacks.delivery import Courier, Delivery, key, points
 from callbacks.files import sqlite_path
-from callbacks.mlflow import store
-from loop import fit, trust
-from loop.launch import free_ports
+from callbacks.mlflow.delivery import Courier, Delivery, key, points
+from callbacks.mlflow.tracker import store
+from loop import fit
+from loop.launch.launcher import free_ports
+from loop.run import trust
 from tests.conftest import ROOT
 from tests.tasks import Plain
 

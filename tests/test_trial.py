@@ -8,7 +8,7 @@ import tf_keras
 
 from loop import ArrayData, KerasTask, TrainTask, UsageError, fit
 from loop.backends import create
-from loop.build import build
+from loop.step.build import build
 from tests.tasks import Unweighted
 
 ROWS = {"batch_size": 8, "shuffle": False, "seed": 3}

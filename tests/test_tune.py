@@ -7,8 +7,9 @@ import tomllib
 
 import pytest
 
-from loop import UsageError, tune
-from loop.tune import Report, Row, _Tuner, reason
+from loop import UsageError
+from loop.commands import tune
+from loop.commands.tune import Report, Row, _Tuner, reason
 
 ABOUT = {
     "options": {"compile": "graph", "steps_per_call": "auto", "prefetch": 2, "batch_size": 32},

@@ -9,7 +9,7 @@ import tensorflow as tf
 import loop
 from loop import ArrayData, TrainTask, UsageError, fit
 from loop.backends import create
-from loop.build import keras_precision
+from loop.model.precision import keras_precision
 from tests.exactness import largest_difference
 from tests.tasks import Plain, TwoRates, Unweighted, Weighted, regression
 

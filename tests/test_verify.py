@@ -18,7 +18,7 @@ import tf_keras
 
 import loop
 from loop import ArrayData, UsageError
-from loop.verify import lines, verify
+from loop.commands.verify import lines, verify
 from tests.conftest import TFLOOP, needs_horovod, tfloop
 from tests.tasks import Conv, Plain, Unweighted, Weighted, regression
 from tests.test_optimizers import Adversarial
@@ -290,9 +290,9 @@ class Halved(Base):
 
 @needs_horovod
 def test_a_mistake_that_only_real_processes_show(tmp_path):
-    from loop import target
+    from loop.target import task_loader
 
-    (tmp_path / "examples_digits.py").write_text(target.shipped_path("digits").read_text())
+    (tmp_path / "examples_digits.py").write_text(task_loader.shipped_path("digits").read_text())
     (tmp_path / "task.py").write_text(TASK)
     done = tfloop("verify", "task.py:Halved", cwd=tmp_path)
     assert done.returncode == 1, done.stderr

@@ -13,8 +13,8 @@ import tensorflow as tf
 import callbacks
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
-from loop.build import model_variables
-from loop.verify import verify
+from loop.commands.verify import verify
+from loop.model.variables import model_variables
 from tests.conftest import ROOT
 from tests.tasks import Conv, Weighted
 

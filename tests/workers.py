@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from loop import launch
+from loop.launch import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = {
@@ -22,12 +22,12 @@ JOBS = {
 def places(engine, workers):
     """What tells each worker its place, as an outside launcher would."""
     if engine == "horovod":
-        from loop.horovodrun import rendezvous
+        from loop.launch.horovodrun import rendezvous
 
         with rendezvous(workers) as each:
             yield each
     else:
-        addresses = [f"127.0.0.1:{port}" for port in launch.free_ports(workers)]
+        addresses = [f"127.0.0.1:{port}" for port in launcher.free_ports(workers)]
         tasks = [{"type": "worker", "index": rank} for rank in range(workers)]
         yield [{"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task})} for task in tasks]
 

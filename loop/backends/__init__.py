@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from loop import devices as devices_
-from loop import fault, launch, plugins
+from loop.backends import devices as devices_
 from loop.backends.base import Backend
 from loop.errors import UsageError
+from loop.launch import launcher, plugins
+from loop.monitor import fault_injection
 
 Loaded = TypeVar("Loaded")
 _BEFORE_THE_TASK = ("multiworker", "parameter_server", "tpu")
@@ -54,7 +55,7 @@ def create(
 
     Args:
         name: `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, or a plug-in's;
-            `loop.launch.choose` decides what `auto` is.
+            `loop.launch.launcher.choose` decides what `auto` is.
         workers: for `mirrored` and `central`: the number of replicas; None: all devices.
         devices: for `mirrored` and `central`: a replica on each of these instead, such as `["gpu:0", "gpu:2"]`; of
             CPUs, as many logical devices are made as are named.
@@ -63,10 +64,10 @@ def create(
     Raises:
         UsageError: there is no such engine, or no such device.
     """
-    fault.reached("start", launch.job_rank())
-    launch.mark("arrived")
+    fault_injection.reached("start", launcher.job_rank())
+    launcher.mark("arrived")
     made = _create(name, workers, devices, min_shard_bytes)
-    launch.mark("started")
+    launcher.mark("started")
     return made
 
 
@@ -87,7 +88,7 @@ def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_s
     if name == "horovod":
         from loop.backends.horovod import ElasticHorovod, Horovod
 
-        return ElasticHorovod() if launch.WORKER in os.environ else Horovod()
+        return ElasticHorovod() if launcher.WORKER in os.environ else Horovod()
     if name == "parameter_server":
         from loop.backends.parameter_server import ParameterServer
 
@@ -96,7 +97,7 @@ def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_s
         from loop.backends.strategy import TPU
 
         return TPU()
-    if name in plugins.found():
+    if name in plugins.entry_points():
         made: Backend = plugins.load(name).create(workers)
         return made
     raise UsageError(f"there is no backend {name!r}")

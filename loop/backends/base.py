@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from loop import devices
+from loop.backends import devices
 
 if TYPE_CHECKING:
-    from loop.elastic import Member
+    from loop.launch.elastic import Member
 
 
 class Backend:
@@ -48,7 +48,7 @@ class Backend:
     own_variables: ClassVar[bool] = True
     priority: ClassVar[int | None] = 0
 
-    # Before there is one; see `loop.plugins`
+    # Before there is one; see `loop.launch.plugins`
 
     @classmethod
     def available(cls, workers: int = 1) -> str | None:
@@ -130,7 +130,7 @@ class Backend:
         """
 
     def call(self, function: Any, handle: Any, epoch: int, step: int, steps: int) -> list[tuple[int, np.ndarray]]:
-        """Has a compiled function of `loop.step.Step` make `steps` steps from `step` on, in one part or in several.
+        """Has a compiled function of the training step make `steps` steps from `step` on, in one part or in several.
 
         Returns:
             At which step each part began, and what the function returned for it.

@@ -13,10 +13,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from loop import elastic, launch
 from loop.backends.base import Backend, of_one_dtype
-from loop.devices import use_gpus
+from loop.backends.devices import use_gpus
 from loop.errors import RegroupError, UsageError
+from loop.launch import elastic, launcher
 
 
 class Horovod(Backend):
@@ -73,7 +73,7 @@ class Horovod(Backend):
 
 
 class ElasticHorovod(Horovod):
-    """Horovod in a job of `loop.elastic`: after `regroup` it is that of another generation."""
+    """Horovod in a job of `loop.launch.elastic`: after `regroup` it is that of another generation."""
 
     member: elastic.Member
 
@@ -83,7 +83,7 @@ class ElasticHorovod(Horovod):
         self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
 
     def outlives(self, error: BaseException) -> bool:
-        return isinstance(error, RegroupError) or launch.gone(error)
+        return isinstance(error, RegroupError) or launcher.gone(error)
 
     def regroup(self) -> None:
         # Whoever joins builds the model for the first time, and collectives go by the names of what they reduce.
@@ -119,9 +119,9 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
         UsageError: there are others, but nothing says where to meet them.
     """
     if not {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"} <= os.environ.keys():
-        if (launch.job_size() or 1) > 1 and not hvd.mpi_built():  # Horovod would abort the process
+        if (launcher.job_size() or 1) > 1 and not hvd.mpi_built():  # Horovod would abort the process
             raise UsageError(
-                f"HOROVOD_SIZE={launch.job_size()} without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, where its workers "
+                f"HOROVOD_SIZE={launcher.job_size()} without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, where its workers "
                 "meet: Horovod's launcher sets all of them; unset HOROVOD_RANK and HOROVOD_SIZE where it isn't meant"
             )
         return
@@ -140,8 +140,8 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
         finally:
             connection.close()
 
-    own, size = launch.job_rank(), launch.job_size() or 1
-    launch.await_peers(
+    own, size = launcher.job_rank(), launcher.job_size() or 1
+    launcher.await_peers(
         {f"rank {rank}": functools.partial(ask, "PUT" if rank == own else "GET", rank) for rank in range(size)}
     )
 

@@ -23,12 +23,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop import launch, signals
+from loop.backends.devices import local_rank, use_gpus
 from loop.backends.strategy import StrategyBackend
-from loop.build import as_tf
-from loop.data import ArraySource, Data
-from loop.devices import local_rank, use_gpus
 from loop.errors import UsageError
+from loop.launch import launcher, signals
+from loop.model.variables import as_tf
 
 PARTS = 2
 """Into so many parts for each worker a call is cut: a slow worker makes fewer of them."""
@@ -48,7 +47,7 @@ class ParameterServer(StrategyBackend):
     asynchronous = True
 
     def __init__(self, min_shard_bytes: int | None = None) -> None:
-        rank, places = launch.tf_cluster(os.environ["TF_CONFIG"])
+        rank, places = launcher.tf_cluster(os.environ["TF_CONFIG"])
         if rank:
             raise UsageError(
                 f"this process is {list(places)[rank]}, and only the chief calls fit: start it with `tfloop train ... "
@@ -60,13 +59,13 @@ class ParameterServer(StrategyBackend):
         with contextlib.suppress(RuntimeError):  # TensorFlow has started: what there is must do
             tf.config.threading.set_inter_op_parallelism_threads(at_once(places))
             tf.config.set_visible_devices([], "GPU")
-        launch.await_peers(
+        launcher.await_peers(
             {f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in list(places)[1:]}
         )
         # What happens to workers is its business, and it tells it in hundreds of lines.
         logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
         # Should one go just now: TensorFlow waits for many minutes, and holds the interpreter meanwhile.
-        faulthandler.dump_traceback_later(launch.start_timeout(), exit=True, file=launch.stderr)
+        faulthandler.dump_traceback_later(launcher.start_timeout(), exit=True, file=launcher.stderr)
         partition = tf.distribute.experimental.partitioners.MinSizePartitioner
         self.strategy = tf.distribute.ParameterServerStrategy(
             tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc"),
@@ -78,7 +77,7 @@ class ParameterServer(StrategyBackend):
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put one of its own there
 
-    def check(self, variables: Sequence[Any], data: Data, options: dict[str, Any]) -> None:
+    def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
         parts = sum(len(shards(variable)) for variable in as_tf(variables))
         if len(self._servers) > parts:
             raise UsageError(
@@ -91,7 +90,7 @@ class ParameterServer(StrategyBackend):
                 "model has others (a tf.Module's, or of tf_keras): leave it out"
             )
         for name, source in (("train_data()", data.train), ("eval_data()", data.eval)):
-            if not isinstance(source, ArraySource | None):
+            if source is not None and source.steps_per_epoch is None:  # a stream
                 raise UsageError(
                     f"{name} is a tf.data.Dataset, which only one process can read in its order: with "
                     "backend='parameter_server', return ArrayData, of which any worker can read any batch"
@@ -167,14 +166,14 @@ def serve(threads: int = 0) -> None:
         UsageError: somebody else has its port.
         TrainingError: the chief isn't there in time.
     """
-    rank, places = launch.tf_cluster(os.environ["TF_CONFIG"])
+    rank, places = launcher.tf_cluster(os.environ["TF_CONFIG"])
     config = json.loads(os.environ["TF_CONFIG"])
     name, chief = list(places)[rank], next(iter(places.values()))
     if name.startswith("worker "):
         use_gpus(local_rank() or 0)
     else:
         tf.config.set_visible_devices([], "GPU")
-    launch.mark("arrived")
+    launcher.mark("arrived")
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec(config["cluster"]), config["task"]["type"], int(config["task"]["index"]), "grpc",
@@ -187,8 +186,8 @@ def serve(threads: int = 0) -> None:
             f"TF_CONFIG: this process is {name} at {places[name]}, but can't listen at that port ({error.message}): "
             "end what has it (`ss -ltnp` shows that), or give another port in the TF_CONFIG of all processes"
         ) from None
-    launch.mark("started")
-    launch.await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
+    launcher.mark("started")
+    launcher.await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
     # Whoever is told to stop, the chief must still be able to save: it ends first.
     for number in signals.STOPS:
         signal.signal(number, signal.SIG_IGN)

@@ -13,12 +13,12 @@ from loop.backends.base import Backend
 from loop.data.arrays import ArrayData, ArraySource
 from loop.data.batch import BatchOptions, count
 from loop.data.batched import check_unbatched, warn_of_equal_sizes
+from loop.data.host_random import random_state, set_random_state
 from loop.data.padded_arrays import PaddedArraySource
 from loop.data.parts import first, no_examples
 from loop.data.pipelines import one_order_an_epoch
 from loop.data.streams import StreamData, StreamSource
 from loop.errors import UsageError
-from loop.seeds import random_state, set_random_state
 from loop.task import TrainTask
 
 Source = ArraySource | StreamSource

@@ -7,11 +7,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from loop import checkpoint
+from loop.checkpoint import checkpoint_files
 from tests.campaigns.writer import find, write
 
 STEPS = (1, 2, 3, 4)
-FILES = (checkpoint.TENSORS, checkpoint.MANIFEST)
+FILES = (checkpoint_files.TENSORS, checkpoint_files.MANIFEST)
 
 
 def truncate(draw, path, other):
@@ -103,7 +103,7 @@ def judge(damaged, original, where):
     error = ""
     try:
         found = find(damaged)
-    except checkpoint.CheckpointError as raised:
+    except checkpoint_files.CheckpointError as raised:
         error = str(raised)
     if error:
         assert good is None, f"{where}: {good} is good, but: {error}"

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from callbacks.witness import differences, used
-from loop import checkpoint
+from loop.checkpoint import checkpoint_files
 
 TRAIN = [sys.executable, "-P", "-m", "cli", "train"]
 OPTIONS = ["--epochs=12", "--batch-size=50", "--steps-per-call=3", "--seed=3", "--track=off", "--json"]
@@ -117,7 +117,9 @@ class Job:
 
     def weights(self):
         """All variables of its last checkpoint."""
-        return checkpoint.read(*checkpoint.newest(checkpoint.complete(self.directory / "run" / "checkpoints"), print))
+        return checkpoint_files.read(
+            *checkpoint_files.newest(checkpoint_files.complete(self.directory / "run" / "checkpoints"), print)
+        )
 
     def close(self):
         """Ends it, if it hasn't."""

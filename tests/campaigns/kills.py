@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from loop.chaos import WRITING, chaos, lines
+from loop.commands.chaos import WRITING, chaos, lines
 
 ENGINES = {
     "single": (18, ["--backend=single"]),

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from loop import checkpoint
+from loop.checkpoint import checkpoint_files
 from tests.campaigns.writer import find, tensors, write
 
 WAITS, BEGINS, ENDS = "getsid(0)", "/tfloop-write-begins", "/tfloop-write-ends"
@@ -27,7 +27,7 @@ SCENES = {  # what is there before step 3 is written
     "with older ones": lambda directory: [write(directory, step) for step in (1, 2)],
     "over a damaged one": lambda directory: [
         write(directory, 2),
-        (write(directory, STEP) / checkpoint.TENSORS).write_bytes(b"garbage"),
+        (write(directory, STEP) / checkpoint_files.TENSORS).write_bytes(b"garbage"),
     ],
     "over a good one": lambda directory: [write(directory, step) for step in (2, STEP)],
     "over one with less to tell": lambda directory: [write(directory, 2), write(directory, STEP, told="less")],
@@ -123,7 +123,7 @@ def main(every=1):
 def resumed(directory):
     """The step that a run goes on from."""
     if directory.exists():
-        checkpoint.mend(directory)
+        checkpoint_files.mend(directory)
     return find(directory)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loop import checkpoint
+from loop.checkpoint import checkpoint_files
 
 EXAMPLES, BATCH, EPOCHS = 40, 4, 6
 
@@ -29,10 +29,10 @@ def main():
     checkpoints = given.run_dir / "checkpoints"
     given.run_dir.mkdir(exist_ok=True)
     (given.run_dir / "run.json").write_text(json.dumps({"pid": os.getpid()}))
-    found = checkpoint.newest(checkpoint.complete(checkpoints), print)
+    found = checkpoint_files.newest(checkpoint_files.complete(checkpoints), print)
     step, weights = 0, b""
     if found:
-        step, weights = found[1]["step"], checkpoint.read(*found)["weights"].tobytes()
+        step, weights = found[1]["step"], checkpoint_files.read(*found)["weights"].tobytes()
     life = len(list(given.run_dir.glob("life-*")))
     (given.run_dir / f"life-{life}").touch()
     fault = given.fault if life else ""
@@ -58,7 +58,7 @@ def main():
             time.sleep(0.002)
             if step % int(given.checkpoint_every or per_epoch) == 0:
                 tensors = {"weights": np.frombuffer(weights, np.uint8), "ballast": np.zeros(1_000_000)}
-                checkpoint.write(checkpoints, step, tensors, {})
+                checkpoint_files.write(checkpoints, step, tensors, {})
     result = {"weights_sha256": hashlib.sha256(weights).hexdigest(), "steps": step, "examples": step * BATCH}
     print(json.dumps(result | {"backend": "none", "replicas": 1}))
 

@@ -13,14 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-from loop import launch
-from loop.lock import locked
+from loop.checkpoint.lock import locked
+from loop.launch import launcher
 
 SECONDS = float(os.environ.get("TRIAL_SECONDS", "0.01"))
 
 
 def main():
-    launch.die_with_parent()
+    launcher.die_with_parent()
     stops = []
     signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
     parser = argparse.ArgumentParser()

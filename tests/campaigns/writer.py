@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from loop import checkpoint
+from loop.checkpoint import checkpoint_files
 
 
 def tensors(step, size=2000):
@@ -22,7 +22,7 @@ def tensors(step, size=2000):
 
 def write(directory, step, **more):
     """Writes the checkpoint of a step, with more in its manifest if that is given."""
-    return checkpoint.write(directory, step, tensors(step), {"progress": {"step": step}, **more})
+    return checkpoint_files.write(directory, step, tensors(step), {"progress": {"step": step}, **more})
 
 
 def find(directory):
@@ -32,13 +32,13 @@ def find(directory):
         CheckpointError: none is good.
         AssertionError: something has been loaded that was never written.
     """
-    found = checkpoint.newest(checkpoint.complete(directory), lambda text: None)
+    found = checkpoint_files.newest(checkpoint_files.complete(directory), lambda text: None)
     if found is None:
         return None
     path, manifest = found
     step = manifest["progress"]["step"]
     assert (path.name, manifest["step"]) == (f"step-{step:08d}", step)
-    loaded, expected = checkpoint.read(path, manifest), tensors(step)
+    loaded, expected = checkpoint_files.read(path, manifest), tensors(step)
     assert list(loaded) == list(expected)
     for name, value in expected.items():
         bits = [(each.dtype, each.shape, each.tobytes()) for each in (loaded[name], value)]

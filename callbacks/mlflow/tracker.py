@@ -1,0 +1,213 @@
+"""MLflowTracker: shows the run in MLflow. A process of its own follows the journal: training never waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from callbacks import files
+from callbacks.arguments import check, is_number
+from callbacks.base import Callback, Run
+from callbacks.files import ROOT, read_json, write_text
+from callbacks.mlflow import logged_model
+from callbacks.run_record import journal
+from callbacks.run_record.redaction import redact, tell
+
+STATE = "mlflow.json"
+"""The file in the run directory that says which store, experiment and MLflow run this is."""
+_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks", "file")
+_UNSAID = 0.3  # seconds that the end may wait before it says for what
+_GRACE = 5.0  # seconds beyond the wait after which a process that doesn't say anything is killed
+
+
+def default_uri() -> str:
+    """The tracking store: `MLFLOW_TRACKING_URI`, or the sqlite file `runs/mlflow.db` below the current directory.
+
+    Always explicit: MLflow's own default changes silently when an old `./mlruns` lies about.
+    """
+    return os.environ.get("MLFLOW_TRACKING_URI") or files.sqlite_uri(Path("runs").resolve() / "mlflow.db")
+
+
+def _is_store(uri: Any) -> bool:
+    """Whether MLflow can have a store there: what has no scheme that it knows is a slip, `of` for `off` say."""
+    if not isinstance(uri, str) or uri.strip() in ("", "http://", "https://"):
+        return False
+    scheme, colon, _ = uri.partition(":")
+    if not colon:
+        return uri == "databricks" or "MLFLOW_ALLOW_FILE_STORE" in os.environ
+    plugins = {each.name for each in entry_points(group="mlflow.tracking_store")}
+    return scheme.partition("+")[0] in _SCHEMES or scheme in plugins
+
+
+def store(uri: str | None) -> str:
+    """A tracking store that was given, or the default one; the path of a sqlite file is made absolute."""
+    return files.absolute_sqlite(uri or default_uri())
+
+
+class MLflowTracker(Callback):
+    """Logs the run to MLflow: parameters, metrics by step, tags, the run directory's files, and how it ended.
+
+    Metrics of an epoch bear their plain names; those within an epoch are named `step/...`. A run that is resumed in its
+    directory goes on in the same MLflow run. Trouble with the store is told once and never stops or delays the
+    training: all points are in the journal, from which they are delivered as soon as the store can be reached.
+
+    Args:
+        uri: the tracking store; None: see `default_uri`.
+        experiment: the experiment's name; None: the task's.
+        wait: how long the end of the run may wait for the store, in seconds.
+        tags: tags of your own, by name; they win over ours.
+        parent: the id of a run in the same store within which this one is shown; None: `MLFLOW_PARENT_RUN_ID`.
+        log_model: whether the model of a run that has come to its end is written to `model/`, with signature and input
+            example, and is among the run's artifacts: `mlflow.pyfunc.load_model("runs:/<run id>/model")`.
+        register: under which name it becomes a version of a registered model; includes `log_model`.
+
+    Without `parent`, a run of MLflow's that is active here (`mlflow.start_run()`), or named by `MLFLOW_RUN_ID`, is
+    used, and not ended. If it has the points of another training already, the run becomes one within it.
+    """
+
+    def __init__(
+        self,
+        uri: str | None = None,
+        experiment: str | None = None,
+        wait: float = 60.0,
+        tags: Mapping[str, Any] | None = None,
+        parent: str | None = None,
+        log_model: bool = False,
+        register: str | None = None,
+    ) -> None:
+        what = "give a URI such as sqlite:///mlflow.db or http://host:5000"
+        check(self, uri is None or _is_store(uri), what, uri=redact(uri))
+        check(self, is_number(wait, 0, 1e6), "give seconds, from 0 to 1000000", wait=wait)
+        good = register is None or (isinstance(register, str) and register.strip() and not set("/:'\"") & set(register))
+        check(self, bool(good), "give a name without / : and quotes", register=register)
+        named = isinstance(tags or {}, Mapping) and all(isinstance(name, str) and name for name in tags or ())
+        check(self, named, "each tag needs a name, a text", tags=tags)
+        self.uri = uri
+        self.experiment = experiment
+        self.wait = wait
+        self.tags = {name: str(value) for name, value in (tags or {}).items()}
+        self.parent = parent
+        self.log_model, self.register = log_model or register is not None, register
+        self._store = ""
+        self._courier: subprocess.Popen[str] | None = None
+        self._delivers = False  # whether the courier knows its run
+        self._error = ""
+
+    def warm(self) -> None:
+        """Starts the process that delivers, if there is none: it takes seconds to import MLflow, best spent early.
+
+        The command line calls it before TensorFlow is loaded; `on_setup` does otherwise.
+        """
+        if self._courier is not None:
+            return
+        # A process, not a thread: importing MLflow alone, some seconds of Python, would take the interpreter from the
+        # training for up to a tenth of a second at a time. And it can be left behind, whatever it is stuck in.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        scheme = self._begun_elsewhere()[0].partition(":")[0]
+        try:
+            self._courier = subprocess.Popen(
+                [sys.executable, "-P", "-m", "callbacks.mlflow.delivery", scheme],
+                env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            self._error = f"no process can be started: {error.strerror}"
+
+    def close(self) -> None:
+        """Ends the process that `warm` has started, if no run has come to it."""
+        if self._courier is not None and not self._delivers:
+            self._courier.kill()
+            self._courier.communicate()
+            self._courier = None
+
+    def on_setup(self, run: Run) -> None:
+        self.warm()
+
+    def on_fit_start(self, run: Run) -> None:
+        if not (run.directory / journal.NAME).exists():
+            raise ValueError("MLflowTracker feeds on the journal: keep callbacks.Journal in the set")
+        if self._delivers:  # the workers of an elastic job have formed anew
+            return
+        parent = self.parent or os.environ.get("MLFLOW_PARENT_RUN_ID") or None
+        self._store, given = self._begun_elsewhere()
+        experiment = self.experiment or run.info["task"]
+        own = {"parent": parent, "given": None} if parent else {"given": given} if given else {}
+        write_state(run.directory, self._store, experiment, tags=redact(self.tags), **own)
+        self.warm()
+        if self._courier is None:
+            return
+        assert self._courier.stdin is not None
+        # By stdin, since the URI may hold a password, and a command line can be seen by all.
+        order = {"directory": str(run.directory), "uri": self._store, "experiment": experiment}
+        with contextlib.suppress(BrokenPipeError):  # it has died; the end of the run says so
+            self._courier.stdin.write(json.dumps(order) + "\n")
+            self._courier.stdin.flush()
+        self._delivers = True
+
+    def _begun_elsewhere(self) -> tuple[str, str | None]:
+        """The store; and the run in it that is active in this process, or that the environment names, if any."""
+        loaded = sys.modules.get("mlflow")
+        active = loaded.active_run() if loaded else None
+        if loaded and active:
+            there = store(loaded.get_tracking_uri())
+            if self.uri is None or store(self.uri) == there:
+                return there, active.info.run_id
+        return store(self.uri), os.environ.get("MLFLOW_RUN_ID") or None
+
+    def on_fit_end(self, run: Run, status: str) -> None:
+        if self.log_model and status in ("finished", "stopped"):
+            try:
+                journal.artifact(run, logged_model.write(run), register=self.register)
+            except Exception as error:  # the training is done, and saved
+                text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                _warn(f"the model isn't logged ({text})")
+        self.close()  # if the run ended before it began
+        outcome: dict[str, Any] = {"error": self._error, "warnings": []}
+        if self._courier is not None:
+            outcome |= _finish(self._courier, self.wait)
+            self._courier, self._delivers = None, False
+        for text in outcome["warnings"]:
+            _warn(text)
+        if outcome["error"]:
+            _warn(
+                f"MLflow at {self._store} did not take everything ({outcome['error']}); all points "
+                f"are in {run.directory / journal.NAME}, and `tfloop sync {run.directory}` delivers the rest"
+            )
+
+
+def _finish(courier: subprocess.Popen[str], wait: float) -> dict[str, Any]:
+    """Lets the courier deliver the rest, and hears what became of it."""
+    try:
+        try:
+            output, _ = courier.communicate(f"{wait}\n", timeout=_UNSAID)
+        except subprocess.TimeoutExpired:
+            tell(f"sending the rest to MLflow (at most {wait:.0f} s) ...")
+            output, _ = courier.communicate(timeout=wait + _GRACE)
+        outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return outcome
+    except subprocess.TimeoutExpired:
+        courier.kill()
+        courier.communicate()
+        return {"error": f"no answer within {wait:.0f} s"}
+    except (IndexError, ValueError):
+        return {"error": f"its process ended with {courier.returncode}"}
+
+
+def _warn(text: str) -> None:
+    tell(f"warning: {text}")
+
+
+def write_state(directory: Path, uri: str, experiment: str, **more: Any) -> None:
+    """Notes where the run is delivered to, and what else is to be known there; of the same store, the rest stays."""
+    old, uri = read_json(directory / STATE), redact(uri)
+    kept = old if old.get("uri") == uri else {name: old[name] for name in ("tags",) if name in old}
+    state = {"run_id": None, **kept, "uri": uri, "experiment": experiment, **more}
+    if state != old:
+        write_text(directory / STATE, json.dumps(state))

@@ -1,0 +1,132 @@
+"""Manifest: what a checkpoint's manifest must say of a run before anything is done with it.
+
+Its digest only shows that it is as it was written. Who has written it may be anybody, and so may be what it says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loop.checkpoint import checkpoint_files
+
+_LARGEST = 2**53  # steps and examples are counted in 64 bits, and multiplied
+_PRECISIONS = ("float32", "float64", "bfloat16", "mixed_float16")
+_NOT_FINITE = ("nan", "inf", "-inf")  # as JSON has them: it has no such numbers
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Checks a checkpoint as `checkpoint.verify` does, and what its manifest says of the run; returns the manifest.
+
+    Raises:
+        CheckpointError: it is damaged, or its manifest is none of a run.
+    """
+    manifest = checkpoint_files.verify(path)
+    problem = _problem(manifest)
+    if problem:
+        raise checkpoint_files.CheckpointError(f"{path}: its manifest is none of a run ({problem})")
+    return manifest
+
+
+def _problem(manifest: dict[str, Any]) -> str:
+    """What is wrong with a manifest, or ""."""
+    for where, rules in _RULES.items():
+        part = manifest if where == "" else manifest.get(where)
+        if not isinstance(part, dict):
+            return _said(where, part, "an object")
+        for name, (test, meant) in rules.items():
+            optional = name.endswith("?")
+            name = name.removesuffix("?")
+            if name in part and not test(part[name]):
+                return _said(f"{where}.{name}".lstrip("."), part[name], meant)
+            if name not in part and not optional:
+                return f"it has no {f'{where}.{name}'.lstrip('.')}"
+    return _inconsistency(manifest)
+
+
+def _inconsistency(manifest: dict[str, Any]) -> str:
+    """What can't be at once: an epoch has at least one step, and a step one example or none."""
+    progress, step = manifest["progress"], manifest["step"]
+    for name in ("step_in_epoch", "epoch"):
+        if progress[name] > progress["step"]:
+            return f"{name} {progress[name]} after {progress['step']} steps"
+    kept = step - progress["step"] in (0, 1) if "bad" in manifest else step == progress["step"]
+    return "" if kept else f"it is of step {step}, and stands at step {progress['step']}"
+
+
+def _said(name: str, value: Any, meant: str) -> str:
+    return f"{name} is {value!r:.60}, not {meant}"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    return value in _NOT_FINITE if isinstance(value, str) else type(value) in (int, float) and abs(value) < math.inf
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+def _all(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(test, value))
+
+
+def _by_name(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(test, value.values()))
+
+
+def _is_worker(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("random"), dict)
+        and _by_name(_is(dict))(value.get("callbacks"))
+    )
+
+
+def _are_options(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    sized = type(value.get("batch_size", 1)) is int and 0 < value.get("batch_size", 1) < _LARGEST
+    return sized and value.get("precision", _PRECISIONS[0]) in _PRECISIONS
+
+
+def _is_place(value: Any) -> bool:
+    counts = ("index", "step", "epoch")
+    named = isinstance(value, dict) and value.keys() == {*counts, "ended"}
+    return named and type(value["ended"]) is bool and all(_is_count(value[name]) for name in counts)
+
+
+_COUNT = (_is_count, "a number of steps, epochs or examples")
+_RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "": {
+        "step": _COUNT,
+        "epoch_totals?": (_all(_is_number), "a list of numbers"),
+        "eval_metrics?": (_by_name(_is_number), "numbers by name"),
+        "history?": (_all(_by_name(_is_number)), "a list of numbers by name"),
+        "evaluated_at?": (lambda value: type(value) is int and -1 <= value < _LARGEST, "a step"),
+        "evaluating?": (_is(bool), "true or false"),
+        "epoch_ends?": (_is(bool), "true or false"),
+        "learning_rates?": (_all(lambda value: value is None or _is_number(value)), "a list of learning rates"),
+        "workers?": (lambda value: bool(value) and _all(_is_worker)(value), "a list of workers' states"),
+        "journal?": (_is_count, "a number of bytes"),
+        "phase?": (_is_place, "a place among phases"),
+        "best?": (lambda value: isinstance(value, dict) and _is_count(value.get("step")), "the best step"),
+        "bad?": (lambda value: isinstance(value, dict) and _all(_is(str))(value.get("names")), "what wasn't finite"),
+    },
+    "progress": dict.fromkeys(("step", "epoch", "step_in_epoch", "examples"), _COUNT),
+    "run": {
+        "task": (_is(str), "the name of a class"),
+        "target?": (_is(str, type(None)), "a target"),
+        "hyperparameters": (_is(dict), "an object"),
+        "options": (_are_options, "the options of a run"),
+        "versions?": (_by_name(_is(str)), "texts by name"),
+        "machine?": (_is(dict), "an object"),
+        "backend?": (_is(str), "the name of an engine"),
+        "replicas?": (_is_count, "a number"),
+    },
+}

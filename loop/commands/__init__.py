@@ -1,0 +1,1 @@
+"""Commands: one a file, each called by `cli.py` with what was typed."""

@@ -1,0 +1,58 @@
+"""The process that tries an exported model: loads it as anybody would, and notes its outputs for some inputs.
+
+    python -m loop.commands.check_export MODEL INPUTS.npz OUTPUTS.npz HOW
+
+HOW is JSON: `call`, for a Keras file, what the model is called with, with `{"input": name}` where an input stands;
+`family`, keras or tf_keras; `target`, whose file has the classes of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def main(model: str, question: str, answer: str, how: str) -> None:
+    """Loads the model, calls it, and writes what it returns."""
+    import tensorflow as tf
+
+    from loop.commands.export import texts_as_bytes
+    from loop.run.serving import plain_outputs
+
+    about = json.loads(how)
+    with np.load(question, allow_pickle=False) as file:
+        inputs = {name: tf.constant(value) for name, value in file.items()}
+    if about["call"] is None:
+        outputs = tf.saved_model.load(model).signatures["serving_default"](**inputs)
+    else:
+        if about["target"]:
+            from loop.target import task_loader
+
+            with contextlib.suppress(Exception):  # not all that the task needs is here: the model may need none of it
+                task_loader.load(about["target"])
+        loaded = importlib.import_module(f"{about['family']}.models").load_model(model)
+        args, kwargs = filled(about["call"], inputs)
+        outputs = plain_outputs(loaded(*args, **kwargs))
+    outputs = outputs if isinstance(outputs, dict) else {"output_0": outputs}
+    np.savez(answer, allow_pickle=False, **{name: texts_as_bytes(value.numpy()) for name, value in outputs.items()})
+
+
+def filled(call: Any, inputs: dict[str, Any]) -> Any:
+    """What the model is called with, with the inputs in their places."""
+    if isinstance(call, dict):
+        if set(call) == {"input"} and isinstance(call["input"], str):
+            return inputs[call["input"]]
+        return {name: filled(each, inputs) for name, each in call.items()}
+    return [filled(each, inputs) for each in call] if isinstance(call, list) else call
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")

@@ -1,0 +1,131 @@
+"""What is typed, word by word; and how a command that fails says so: in one line, with its exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import reprlib
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from callbacks import Schedule
+from callbacks.files import FileError, MovedError
+from callbacks.run_record.redaction import tell
+from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
+from loop.launch import explain, launcher
+from loop.options import nearest
+
+
+def check(words: Sequence[str]) -> None:
+    """Refuses words that no option can mean: an empty value is a variable of the shell that isn't set.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for before, word in zip(["", *words], words, strict=False):
+        if "\0" in word:
+            raise UsageError("an argument has a NUL character in it: leave it out")
+        if (re.fullmatch(r"--[a-z][a-z-]*", before) and not word) or re.fullmatch(r"--[a-z-]+=", word):
+            raise UsageError(f"{(word or before).rstrip('=')}: the value is empty: give one, or leave the option out")
+
+
+def number_or_word(text: str | None) -> int | str | None:
+    """A typed value that may be a number."""
+    return int(text) if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text) else text
+
+
+def schedule(text: str) -> int | str:
+    """What was typed as `--checkpoint-every`; UsageError if it is no schedule."""
+    every = number_or_word(text)
+    assert every is not None
+    try:
+        if every != "auto":
+            Schedule(every)
+    except ValueError as error:
+        raise UsageError(f"--checkpoint-every {text}: {error}") from None
+    return every
+
+
+def arguments(typed: Mapping[str, Any], assignments: Sequence[str], files: Sequence[Path] = ()) -> list[str]:
+    """Options of one command, as they are to be typed for `train`; those that weren't given (None) are left out."""
+    return [
+        *(f"--{name.replace('_', '-')}={value}" for name, value in typed.items() if value is not None),
+        *(f"--set={text}" for text in assignments),
+        *(f"--config={path}" for path in files),
+    ]
+
+
+def told(error: Exception) -> int:
+    """Says on stderr why a command failed, and returns its exit code.
+
+    In a job of ours the launcher says it, once for all workers.
+    """
+    alone, number = launcher.JOB not in os.environ, error.errno if isinstance(error, OSError) else None
+    where = error.filename if isinstance(error, OSError) else None
+    if isinstance(error, UsageError | TrainingError):
+        if alone:
+            say(str(error))
+        return BAD_INPUT if isinstance(error, UsageError) else FAILED
+    if isinstance(error, FileError):
+        if alone:
+            say(str(error))
+        return FAILED if isinstance(error, MovedError) else BAD_INPUT
+    if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
+        tell(_wrong_usage(error))
+        return BAD_INPUT
+    if number == errno.ENAMETOOLONG:
+        say(f"{reprlib.repr(where)}: the name is too long")
+        return BAD_INPUT
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if alone:
+            what = f"{where or 'stdout, or a file,'} can't be written ({os.strerror(number)})"
+            say(f"{what}: make room there, and start the same command again")
+        flushed(tells=False)
+        return FAILED
+    if explain.DEBUG not in os.environ:
+        if alone and where is not None and not explain.place(error):
+            say(f"{where}: {os.strerror(number or 0)}")
+        elif alone:
+            say(explain.in_a_line(error))
+        return FAILED
+    trace = step = error.__traceback__
+    while step is not None:  # what led to the command says nothing
+        trace = step.tb_next if "typer" in Path(step.tb_frame.f_code.co_filename).parts else trace
+        step = step.tb_next
+    tell("".join(traceback.format_exception(error.with_traceback(trace or error.__traceback__))).rstrip("\n"))
+    return FAILED
+
+
+def say(text: str) -> None:
+    """Says what went wrong, in a line on stderr."""
+    tell(f"tfloop: error: {text}")
+
+
+def flushed(tells: bool = True) -> bool:
+    """Writes what is still to be written on stdout. Returns whether that was taken; `tells` if not."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python tries again when it ends
+        if tells and error.errno != errno.EPIPE:  # of `head`, for example, which has seen enough
+            say(f"stdout can't be written ({error.strerror}): what the command has done stands, what it tells is lost")
+        return False
+    return True
+
+
+def _wrong_usage(error: Any) -> str:
+    """What typer finds wrong with the words typed, in one line, with the value; or the help, where there were none."""
+    text = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(text)
+    if hasattr(error.__cause__, "errors"):  # why a value is none of its type
+        found = error.__cause__.errors()[0]
+        what = found["msg"].removeprefix("Input ").partition(",")[0]
+        text = f"{error.param.opts[0]} {found['input']}: {what}"
+    elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
+        text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
+    return f"tfloop: error: {' '.join(text.split())}"

@@ -1,0 +1,153 @@
+"""Examines this machine: what works, what doesn't, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from callbacks.files import sqlite_path
+from callbacks.mlflow.tracker import default_uri
+from callbacks.run_record.redaction import mask, redact
+from loop.errors import UsageError
+from loop.launch import launcher, plugins
+
+Finding = dict[str, str]
+
+
+def examine() -> list[Finding]:
+    """One finding for each thing: `what`, `state` ("ok", "missing" or "broken"), `found`, and `fix`."""
+    parts = (_python, _tensorflow, _devices, _horovod, _compilers, _tf_config, _mlflow, _run_directory, _ports)
+    return [*map(_safely, parts), *map(_plugin, plugins.entry_points())]
+
+
+def _safely(part: object) -> Finding:
+    try:
+        return part()  # type: ignore[operator]
+    except Exception as error:  # a broken installation is what this is here to find
+        name = getattr(part, "__name__", str(part)).strip("_")
+        return finding(name, "broken", f"{type(error).__name__}: {error}", "install it anew: uv sync --reinstall")
+
+
+def finding(what: str, state: str, found: str, fix: str = "") -> Finding:
+    """One line of the report."""
+    return {"what": what, "state": state, "found": found, "fix": fix}
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} at {sys.executable}, tfloop {version('tfloop')}"
+    if (3, 11) <= sys.version_info < (3, 14):
+        return finding("Python", "ok", found)
+    return finding("Python", "broken", found, "use Python 3.11, 3.12 or 3.13: TensorFlow has no build for another")
+
+
+def _tensorflow() -> Finding:
+    import keras
+    import tensorflow as tf
+
+    if keras.backend.backend() != "tensorflow":
+        fix = "unset KERAS_BACKEND, or set it to tensorflow"
+        return finding("TensorFlow", "broken", f"Keras computes with {keras.backend.backend()}", fix)
+    try:
+        legacy = f", tf-keras {version('tf-keras')}"
+    except PackageNotFoundError:
+        legacy = ", no tf-keras (extra keras2)"
+    return finding("TensorFlow", "ok", f"{tf.__version__}, Keras {keras.__version__}{legacy}")
+
+
+def _devices() -> Finding:
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus]
+    found = f"{os.cpu_count()} CPU cores, " + (", ".join(names) or "no GPU")
+    if launcher.count_gpus() > len(gpus):
+        fix = "TensorFlow doesn't see it: uv sync --extra gpu, and check nvidia-smi"
+        return finding("Devices", "broken", f"{found}, but the machine has {launcher.count_gpus()}", fix)
+    return finding("Devices", "ok", found)
+
+
+def _horovod() -> Finding:
+    if missing := launcher.horovod_missing():
+        return finding("Horovod", "missing", missing, "without it, --workers N uses multiworker")
+    import horovod.tensorflow as hvd
+
+    parts = {
+        "gloo": hvd.gloo_built(),
+        "mpi": hvd.mpi_built(),
+        "nccl": bool(hvd.nccl_built()),
+        "cuda": hvd.cuda_built(),
+    }
+    built = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in parts.items())
+    return finding(
+        "Horovod", "ok" if parts["gloo"] or parts["mpi"] else "broken", f"{version('horovod')}, built with: {built}"
+    )
+
+
+def _plugin(name: str) -> Finding:
+    what, where = f"Backend {name}", plugins.origin(name)
+    try:
+        _, missing = plugins.ask(name)
+    except UsageError as error:
+        return finding(what, "broken", str(error))
+    return finding(what, "missing" if missing else "ok", f"{where}: {missing}" if missing else where)
+
+
+def _compilers() -> Finding:
+    there = {name: shutil.which(name) for name in ("g++", "clang++", "make")}
+    found = ", ".join(f"{name} {'yes' if path else 'no'}" for name, path in there.items())
+    if (there["g++"] or there["clang++"]) and there["make"]:
+        return finding("Compilers", "ok", found)
+    return finding("Compilers", "missing", found, "install g++ and make to build Horovod; nothing else needs them")
+
+
+def _tf_config() -> Finding:
+    text = os.environ.get("TF_CONFIG")
+    if text is None:
+        return finding("TF_CONFIG", "ok", "not set: this process is a job of its own")
+    try:
+        rank, workers = launcher.read_tf_config(text)
+    except UsageError as error:
+        return finding("TF_CONFIG", "broken", mask(str(error)), "mend it, or unset TF_CONFIG")
+    return finding("TF_CONFIG", "ok", f"rank {rank} of {workers} workers")
+
+
+def _mlflow() -> Finding:
+    uri = default_uri()
+    found = f"{version('mlflow')}, store {redact(uri)}"
+    if path := sqlite_path(uri):
+        there = path if path.exists() else next(parent for parent in path.parents if parent.exists())
+        if not os.access(there, os.W_OK):
+            return finding(
+                "MLflow", "broken", found, f"{there} can't be written: go elsewhere, or set MLFLOW_TRACKING_URI"
+            )
+        return finding("MLflow", "ok", found + ("" if path.exists() else " (made by the first run)"))
+    from mlflow import MlflowClient
+
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    try:
+        MlflowClient(uri).search_experiments(max_results=1)
+    except Exception as error:
+        return finding(
+            "MLflow", "broken", f"{found}: {mask(str(error))[:200]}", "start the server, or unset MLFLOW_TRACKING_URI"
+        )
+    return finding("MLflow", "ok", found)
+
+
+def _run_directory() -> Finding:
+    here = Path.cwd()
+    if not os.access(here, os.W_OK):
+        return finding("Run directory", "broken", f"{here} can't be written", "go elsewhere, or give --run-dir")
+    free = shutil.disk_usage(here).free / 2**30
+    fix = "" if free > 1 else "make room: checkpoints need it"
+    return finding("Run directory", "ok" if free > 1 else "missing", f"{here / 'runs'}, {free:.1f} GiB free", fix)
+
+
+def _ports() -> Finding:
+    ports = launcher.free_ports(2)
+    taken = "" if launcher.port_is_free("127.0.0.1", 5000) else "; 5000 is in use, tfloop ui will take another one"
+    return finding("Free ports", "ok", f"on loopback, for workers: {', '.join(map(str, ports))}{taken}")

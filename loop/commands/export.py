@@ -1,0 +1,158 @@
+"""Exports the model of a run: weights as npz, a Keras file, or a SavedModel; each is tried in a new process first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from callbacks.files import ROOT
+from loop.backends.base import Backend
+from loop.checkpoint import checkpoint_files
+from loop.commands.evaluate import load_weights
+from loop.data import likely_rows
+from loop.errors import TrainingError, UsageError
+from loop.options import with_defaults
+from loop.run import run_directory
+from loop.run.serving import Served, call_of, examples_for, save
+from loop.run.session import assemble, index_of
+from loop.run.state import averaged
+from loop.task import TrainTask, target_of
+
+TOLERANCE = 1e-6
+"""How far outputs of a model that was loaded again may lie from its own, by the greatest of them if that is above 1."""
+
+
+def export(
+    task: TrainTask | None,
+    path: Path,
+    out: Path,
+    check: bool = True,
+    progress: Callable[[str], Any] = lambda text: None,
+) -> str:
+    """Writes the model of a checkpoint; `out` appears whole or not at all.
+
+    Args:
+        task: the task of the run; not needed for weights.
+        path: a checkpoint, or a run directory.
+        out: `*.npz`: all model variables, keys `00000:<variable name>` in order; `*.keras`: a Keras file; else the
+            directory of a SavedModel, with the signature `serving_default`, also callable as `serve`.
+        check: whether a new process loads what was written, and its outputs on evaluation examples are compared.
+        progress: is told what is done next.
+
+    Returns:
+        What the check has shown, or "".
+
+    Raises:
+        UsageError: there is no such checkpoint, or the model has no such format.
+        TrainingError: what was written can't be loaded, or gives other outputs.
+    """
+    partial = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
+    shown = ""
+    try:
+        if out.suffix == ".npz":
+            found, manifest = run_directory.locate_weights(path)
+            tensors = checkpoint_files.read(found, manifest)
+            weights = {name.removeprefix("model/"): tensor for name, tensor in averaged(tensors).items()}
+            with partial.open("wb") as file:
+                np.savez(file, allow_pickle=False, **weights)
+        else:
+            assert task is not None
+            with contextlib.suppress(RuntimeError):  # the check's process must compute as this one does
+                tf.config.set_visible_devices([], "GPU")
+            progress("building the model")
+            model, batch = rebuild(task, path)
+            served = Served(model, *call_of(task, model, batch))
+            progress(f"writing {out}")
+            save(served, partial, out)
+            if check:
+                progress("loading it in a new process")
+                shown = compare(served, partial, out, target_of(task))
+        if out.is_dir():
+            raise UsageError(f"{out} exists already: remove it, or give another name")
+        partial.replace(out)
+    except OSError as error:
+        raise UsageError(f"{out} can't be written ({error.strerror or error})") from None
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        partial.unlink(missing_ok=True)
+    return shown
+
+
+def rebuild(task: TrainTask, path: Path) -> tuple[Any, Any]:
+    """The model of a checkpoint, with its weights; and a few examples, of the evaluation data if there are any."""
+    _, manifest = run_directory.locate_weights(path)
+    about = manifest["run"]
+    options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1}
+    options |= {"precision": about["options"]["precision"]}
+    rows = likely_rows(about["options"], about.get("replicas", 1))
+    index = index_of(manifest, task)
+    _, data, built = assemble(task, Backend(), options, index, lambda options, data: rows)
+    load_weights(built.model, path)
+    return built.model, examples_for(built, (data.eval or data.train).example)
+
+
+def compare(served: Served, partial: Path, out: Path, target: str | None) -> str:
+    """Has a new process load what was written, and compares the outputs for the examples; tells what that has shown."""
+    is_keras = out.suffix == ".keras"
+    with tempfile.TemporaryDirectory(prefix="tfloop-export-") as directory:
+        question, answer = Path(directory, "inputs.npz"), Path(directory, "outputs.npz")
+        example = served.example()
+        inputs = example if isinstance(example, dict) else {next(iter(served._inputs.value)): example}
+        np.savez(question, allow_pickle=False, **{name: texts_as_bytes(value) for name, value in inputs.items()})
+        family = type(served.model).__module__.split(".")[0]
+        how = {"call": served.skeleton() if is_keras else None, "family": family, "target": target}
+        command = [sys.executable, "-P", "-m", "loop.commands.check_export", str(partial), str(question), str(answer)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [*command, json.dumps(how, default=str)], capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "-1"},
+        )  # fmt: skip
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            hint = ": its classes need @keras.saving.register_keras_serializable()" if is_keras else ""
+            raise TrainingError(
+                f"{out} is not written: a new process can't load it ({why}){hint}; export it to another format, or "
+                "give --no-check"
+            )
+        with np.load(answer, allow_pickle=False) as found:
+            got = dict(found)
+    expected = served.call(served._inputs.value) if is_keras else served.outputs()
+    wanted = expected if isinstance(expected, dict) else {"output_0": expected}
+    wanted = {name: texts_as_bytes(np.asarray(value)) for name, value in wanted.items()}
+    if {name: each.shape for name, each in got.items()} != {name: each.shape for name, each in wanted.items()}:
+        raise TrainingError(f"{out} is not written: loaded in a new process, it has other outputs: {', '.join(got)}")
+    worst = max((distance(each, got[name]) for name, each in wanted.items()), default=0.0)
+    n = len(next(iter(inputs.values())))
+    if not worst <= TOLERANCE:
+        raise TrainingError(
+            f"{out} is not written: loaded in a new process, its outputs for {n} examples differ by {worst:.2g}; give "
+            "--no-check to have it all the same"
+        )
+    return f"loaded in a new process, its outputs for {n} examples differ by {worst:.2g}"
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """How far outputs lie apart, by the greatest of them if that is above 1."""
+    if a.dtype.kind not in "fc":
+        return float(not np.array_equal(a, b))
+    with np.errstate(invalid="ignore"):
+        apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a.astype("f8") - b.astype("f8")))
+    size = np.abs(a[np.isfinite(a)]).max(initial=1.0)
+    return float(np.max(apart, initial=0.0) / size)
+
+
+def texts_as_bytes(value: np.ndarray) -> np.ndarray:
+    """Texts, of which TensorFlow makes objects, as a file without pickle can hold them."""
+    return value.astype("S") if value.dtype == object else value

@@ -1,0 +1,149 @@
+"""MLflow as the command line has it: the tracker that `train` asks for, and what `sync` delivers afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from callbacks import MLflowTracker
+from callbacks.files import is_plain, opened, read_json
+from callbacks.mlflow.tracker import store as store_of
+from callbacks.progress import counted
+from callbacks.run_record import journal
+from callbacks.run_record.record import printable
+from callbacks.run_record.redaction import HIDDEN, redact, tell
+from callbacks.run_record.report import NAME as REPORT
+from loop.checkpoint import lock
+from loop.errors import TrainingError, UsageError
+from loop.run import trust
+
+
+def tracker(
+    track: str | None,
+    wait: float = 60.0,
+    tags: Sequence[str] = (),
+    log_model: bool = False,
+    register: str | None = None,
+) -> MLflowTracker | None:
+    """What follows a run, by what was typed; None: `--track off`.
+
+    Raises:
+        UsageError: one of them can't be, or not with another.
+    """
+    typed = {"--tag": tags, "--log-model": log_model, "--register": register}
+    if track == "off":
+        for option, value in typed.items():
+            if value:
+                raise UsageError(f"--track off with {option}: leave one of them out")
+        return None
+    for text in tags:
+        if not re.fullmatch(r"[^=]+=.*", text, re.DOTALL):
+            raise UsageError(f"--tag {text}: give KEY=VALUE")
+    try:
+        return MLflowTracker(
+            track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
+        )
+    except ValueError as error:
+        what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
+        names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
+        raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
+
+
+def seen(track: str | None, run_dir: str | None) -> str:
+    """Where a browser shows a run that was tracked so: `tfloop ui` has the default store, else it is the report."""
+    if run_dir is None:  # a dry run
+        return ""
+    if track != "off" and store_of(track) == store_of(None):
+        return "tfloop ui"
+    report = Path(run_dir) / REPORT
+    return printable(str(report)) if report.exists() else ""
+
+
+def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
+    """Delivers what MLflow hasn't of a run that is over, and of the trials of a sweep.
+
+    Args:
+        run_dir: the run directory, or that of a sweep.
+        track: the store; None: the one that the run was delivered to, if this user has made the run here.
+        trusted: whether it may be the one that the directory itself names, whoever has written that.
+
+    Raises:
+        UsageError: it is no run, or under way, or there is no such store.
+        TrainingError: the store did not take everything.
+    """
+    if tracker(track) is None:
+        raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
+    if not _is_deliverable(run_dir):
+        raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
+    store = _deliver_rest(run_dir, track, trusted)
+    if "sweep" in read_json(run_dir / "run.json"):
+        for trial in filter(_is_deliverable, sorted(run_dir.glob("trial-*"))):
+            try:
+                _deliver_rest(trial, store, trusted)
+            except UsageError as error:  # it lives on, though the sweep was killed
+                tell(f"warning: {error}")
+
+
+def _is_deliverable(run_dir: Path) -> bool:
+    """Whether a directory is a run's that has something to tell."""
+    return is_plain(run_dir / journal.NAME) and "task" in read_json(run_dir / "run.json")
+
+
+def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
+    """Delivers what MLflow hasn't of one run, and returns the store."""
+    from callbacks.mlflow import delivery, tracker
+
+    uri = track or read_json(run_dir / tracker.STATE).get("uri")
+    if not (track or trusted or uri in (None, redact(tracker.store(None))) or trust.may_contact(run_dir, uri)):
+        raise UsageError(
+            f"{run_dir}: you haven't trained there on this machine, and the store that it names ({str(uri)!r:.200}) "
+            "isn't contacted unasked: give it as --track URI, or --trust if that directory is yours"
+        )
+    if not track and uri and HIDDEN in uri and not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
+        raise UsageError(f"{run_dir / tracker.STATE} has the store's URI without its secrets: give it as --track URI")
+    store = tracker.store(uri)
+    trust.note_store(run_dir, redact(store))
+    sent = delivery.Delivery(run_dir.resolve(), store)
+    with _sole_deliverer(run_dir):
+        tell(f"asking MLflow at {redact(store)} what it has")
+        for last in (False, True):  # a connection that was closed while idle is no reason to fail
+            try:
+                count = sent.pending()
+                tell(f"delivering {count:,} points")
+                with counted(count, "point", sys.stderr) as advance:
+                    sent.deliver(advance)
+                sent.close()
+                break
+            except Exception as error:  # whatever the store does
+                sent.disconnect()
+                if last:
+                    why = delivery.reason(error)
+                    text = f"MLflow at {redact(store)} did not take everything ({why}); try again later"
+                    raise TrainingError(text) from None
+    for text in sent.warnings():
+        tell(f"warning: {text}")
+    files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
+    print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
+    return store
+
+
+@contextlib.contextmanager
+def _sole_deliverer(run_dir: Path) -> Iterator[None]:
+    """Holds the lock of a run directory, if it has one: a run that is under way delivers by itself."""
+    path = run_dir / lock.NAME
+    if not os.path.lexists(path):
+        yield
+        return
+    with os.fdopen(opened(path, os.O_RDWR), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = read_json(path)
+            who = f" (pid {holder['pid']}, host {holder['host']})" if {"pid", "host"} <= set(holder) else ""
+            raise UsageError(f"{run_dir}: the run is under way{who}: it delivers by itself") from None
+        yield

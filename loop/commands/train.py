@@ -1,0 +1,206 @@
+"""`tfloop train`: checks what was typed, and has `fit` called: in this process, or in workers that it starts.
+
+Loads no TensorFlow before training begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import callbacks
+from callbacks.pruning import Pruning
+from callbacks.run_record.redaction import tell
+from callbacks.trial import Trial
+from callbacks.witness import Witness
+from loop.commands import command_line, dry_run, runs, tracking
+from loop.errors import PREEMPTED, UsageError
+from loop.launch import elastic, hosts, launcher
+from loop.options import DEFAULTS, with_defaults
+from loop.target import task_loader
+from loop.task import TrainTask
+
+
+class Place(NamedTuple):
+    """Where a task is trained: the engine, why that one, and what it is to have."""
+
+    engine: str
+    why: str
+    workers: int | None
+    hosts: dict[str, int]
+    limits: elastic.Limits | None
+    devices: list[str] | None
+
+
+def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any] | None]:
+    """Trains a task.
+
+    Args:
+        typed: what was typed, by the names of the command's parameters.
+        arguments: the same as it was typed, for workers.
+
+    Returns:
+        The exit code; what went wrong, or ""; the result, if it is this process that tells it.
+    """
+    given = _options(typed)
+    with_defaults(None, given)
+    every = command_line.schedule(typed.checkpoint_every)
+    tracker = tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
+    task_loader.check(typed.target_)
+    _check(typed)
+    place = _place(typed)
+    with contextlib.ExitStack() as beginning:
+        beginning.enter_context(launcher.before_training())
+        if place.engine in ("horovod", "multiworker", "parameter_server") and launcher.job_size() is None:
+            code, problem, fields = _launch(typed, place, arguments)
+        elif place.engine == "parameter_server" and launcher.job_rank():
+            with launcher.reporting():
+                with launcher.quiet_start():
+                    from loop.backends.parameter_server import serve
+                serve(typed.threads or 0)
+            return 0, "", None
+        else:
+            if tracker is not None and launcher.job_rank() == 0 and not typed.dry_run_ and typed.trial is None:
+                beginning.callback(tracker.close)
+                tracker.warm()  # while TensorFlow is loaded
+            chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
+            code, problem, fields = _work(typed, given, place, chosen, beginning)
+    if typed.dry_run_ and fields is not None:
+        fields["why"] = place.why
+    elif code == PREEMPTED and fields is not None:
+        _tell_how_to_go_on(typed, arguments, fields)
+    return code, problem, fields
+
+
+def _tell_how_to_go_on(typed: Any, arguments: Sequence[str], fields: dict[str, Any]) -> None:
+    """Says with which command an interrupted run goes on."""
+    command, directory = ["tfloop", *arguments], Path(fields["run_dir"])
+    for place in reversed([place for place, word in enumerate(command) if word.partition("=")[0] == "--resume"]):
+        del command[place : place + (1 if "=" in command[place] else 2)]
+    if typed.resume not in (None, "auto") and typed.config_:  # a file may have it
+        command.append("--resume=auto")
+    if typed.run_dir is None:
+        shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
+        command += ["--run-dir", str(shown)]
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
+
+
+def _options(typed: Any) -> dict[str, Any]:
+    """The options of `fit`; None: not typed."""
+    given = {name.rstrip("_"): value for name, value in vars(typed).items() if name.rstrip("_") in DEFAULTS}
+    return given | {
+        name: command_line.number_or_word(given[name]) for name in ("steps_per_call", "prefetch", "eval_every")
+    }
+
+
+def _check(typed: Any) -> None:
+    """Refuses what can't be, whatever the engine is; sets what all workers are to have."""
+    if typed.threads is not None and not 1 <= typed.threads <= launcher.MOST_WORKERS:
+        raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {launcher.MOST_WORKERS}")
+    if typed.trial is not None or typed.prunable or typed.witness is not None:
+        launcher.die_with_parent()
+    if typed.start_timeout is not None:
+        if not 0 < typed.start_timeout < float("inf"):
+            raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
+        os.environ[launcher.START_TIMEOUT] = str(typed.start_timeout)
+    launcher.start_timeout()
+    fresh = typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()  # else it goes on from those
+    if fresh and typed.resume not in (None, "auto", "never") and not typed.hosts_ and launcher.job_size() is None:
+        runs.checkpointed(Path(typed.resume), "--resume ")
+
+
+def _place(typed: Any) -> Place:
+    """Where the task is to be trained; refuses what doesn't fit together."""
+    backend, tpu, devices = typed.backend, typed.tpu, typed.devices
+    if tpu is not None:
+        os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
+    places = hosts.read(typed.hosts_, typed.workers, backend or "auto", typed.interface, typed.remote_python)
+    workers = sum(places.values()) or typed.workers
+    limits = elastic.limits(typed.elastic_, typed.discovery, backend or "auto", workers, typed.hosts_)
+    if limits is not None:
+        for option, value in (("--profile", typed.profile), ("--devices", devices), ("--tpu", tpu)):
+            if value is not None:
+                raise UsageError(f"--elastic {typed.elastic_} with {option} {value}: leave one of them out")
+        backend = "horovod"
+    towers = launcher.device_names(devices.split(",")) if devices is not None else None
+    backend = backend or ("mirrored" if towers else "auto")
+    engine = launcher.place(backend, workers, asynchronous=True)
+    why = launcher.choose(backend, workers)[1] if typed.dry_run_ else ""
+    if typed.ps is not None:
+        launcher.check_servers(engine, typed.ps)
+    least = typed.min_shard_bytes
+    if least is not None and (engine != "parameter_server" or least < 1):
+        raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
+    for option, value, meant in (("--tpu", tpu, ("tpu",)), ("--devices", devices, ("mirrored", "central"))):
+        if value is not None and engine not in meant:
+            raise UsageError(f"{option} {value} with --backend {engine}: leave one out, or use {' or '.join(meant)}")
+    if towers and workers not in (None, len(towers)):
+        raise UsageError(f"--workers {workers} with {len(towers)} devices: leave --workers out")
+    return Place(engine, why, workers, places, limits, towers)
+
+
+def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any] | None]:
+    """Starts workers, which come to `_work` with the same arguments, and waits for them."""
+    count = place.workers or 1
+    what = f"{count} worker{'s' * (count > 1)}"
+    where = f" on {len(place.hosts)} hosts" if place.hosts else ""
+    tell(f"starting {what}{where} ({place.engine}) ...")
+    with contextlib.ExitStack() as stack:
+        cluster = None
+        if place.hosts:
+            files = hosts.files(typed.target_, typed.config_ or ())
+            connection = hosts.connect(place.hosts, place.engine, files, typed.interface, typed.remote_python)
+            cluster = stack.enter_context(connection)
+        if place.limits is None:
+            done = launcher.run(place.engine, count, arguments, typed.ps or 1, cluster)
+        else:
+            done = elastic.run(place.limits, place.workers, arguments, cluster)
+    if done[0] == PREEMPTED and done[2] is None:
+        tell(launcher.STOPPED)
+    return done
+
+
+def _work(
+    typed: Any, given: dict[str, Any], place: Place, chosen: callbacks.StandardSet, beginning: contextlib.ExitStack
+) -> tuple[int, str, dict[str, Any] | None]:
+    """Trains in this process, which may be one of several; `beginning` is closed when it has the signals no more."""
+    with launcher.reporting() as report:
+        with launcher.quiet_start():
+            from loop import backends
+
+            def load() -> TrainTask:
+                task = task_loader.load(typed.target_, typed.set_ or ())
+                with_defaults(task, given)
+                return task
+
+            task, made = backends.with_task(
+                load, place.engine, place.workers, place.devices, typed.min_shard_bytes, typed.threads
+            )
+        from loop.fit import fit
+
+        if typed.witness is not None:
+            chosen += [Witness(typed.witness)]
+        if typed.prunable:
+            chosen += [Pruning()]
+        if typed.trial is not None:
+            chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(typed.trial)]
+            given["keep"] = "last"
+        if typed.dry_run_:
+            fields = dry_run.dry_run(task, made, given)
+        else:
+            result = fit(task, **given | {"backend": made}, run_dir=typed.run_dir, callbacks=chosen)
+            fields = {name: value for name, value in vars(result).items() if name != "model"}
+            fields["run_dir"] = str(result.run_dir)
+        beginning.close()
+        made.close()
+        code = PREEMPTED if fields["status"] == "preempted" else 0
+        report(code, None, fields)
+    if launcher.JOB in os.environ:
+        # A saved run is no failure for which the others are to be ended: its code is in the report.
+        return 0, "", None
+    return code, "", fields if made.is_chief else None

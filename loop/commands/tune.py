@@ -1,0 +1,334 @@
+"""`tfloop tune`: trains a task with other settings for a while each, and finds those that are fastest on this machine.
+
+Each trial is `tfloop train` in a process of its own, one at a time: it has the machine, and its memory, to itself.
+Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from callbacks.files import hidden_name, read_json, replacing
+from callbacks.run_record.redaction import mask
+from loop.errors import TrainingError, UsageError
+from loop.launch.launcher import CHATTER, LAUNCHER
+
+TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
+"""What can be tried, in this order: each with the best of those before it."""
+_COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
+_ALWAYS = ["--track=off", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
+_GAIN = 1.02  # what is faster by less isn't worth another setting
+_CLOSE = 0.9  # what is slower than that at first sight isn't measured again
+_GRACE = 3.0  # seconds that a trial has to end, when it is told to
+
+
+@dataclasses.dataclass
+class Row:
+    """A combination of settings, and what was measured with it.
+
+    Attributes:
+        changes: what is other than without them, by the names of options.
+        speeds: examples per second, of each trial.
+        against: how many times faster than without changes.
+        memory: the most that a trial had, in bytes, in all its workers.
+        gpu_memory: the most that it had on a GPU.
+        problem: why it can't be measured, or "".
+    """
+
+    changes: dict[str, Any]
+    speeds: list[float] = dataclasses.field(default_factory=list)
+    against: float | None = None
+    memory: int = 0
+    gpu_memory: int = 0
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.changes.items()) or "as it is"
+
+    @property
+    def speed(self) -> float:
+        """The median of its trials; 0 if there is none."""
+        return statistics.median(self.speeds or [0.0])
+
+
+@dataclasses.dataclass
+class Report:
+    """What `tune` found.
+
+    Attributes:
+        arguments: of `tfloop train`: the target and options.
+        about: what `run.json` says of the run without changes.
+        rows: all that was measured, without changes first.
+        best: the one to take.
+        settings: its settings, by the names of options; those too that could have been others.
+        notes: what else is to be said.
+    """
+
+    arguments: list[str]
+    about: dict[str, Any]
+    rows: list[Row]
+    best: Row
+    settings: dict[str, Any]
+    notes: list[str]
+
+
+def tune(
+    arguments: Sequence[str],
+    only: Collection[str] = TUNED,
+    seconds: float = 2.0,
+    rounds: int = 3,
+    batch_size: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Tries one setting after the other, each with the best of those before it.
+
+    Args:
+        arguments: of `tfloop train`: the target and options.
+        only: what to try, of `TUNED`.
+        seconds: how long a trial measures.
+        rounds: how often what is close is measured, in turns.
+        batch_size: whether the fastest batch size is taken, too.
+        progress: is told what is being measured.
+
+    Raises:
+        UsageError: the task can't be trained at all.
+        TrainingError: it fails as it is.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfloop-tune-", ignore_cleanup_errors=True) as directory:
+        return _Tuner(arguments, seconds, rounds, Path(directory), progress).tune(only, batch_size)
+
+
+class _Tuner:
+    """The trials of a task, one after the other."""
+
+    def __init__(
+        self, arguments: Sequence[str], seconds: float, rounds: int, directory: Path, progress: Callable[[str], None]
+    ) -> None:
+        self._arguments, self._seconds, self._rounds = list(arguments), seconds, rounds
+        self._directory, self._progress = directory, progress
+        self._about: dict[str, Any] = {}
+        self._rows: list[Row] = []
+        self._notes: list[str] = []
+
+    def tune(self, only: Collection[str], batch_size: bool) -> Report:
+        """See the function of this name."""
+        best = default = self._measured({})
+        if default.problem:
+            raise (UsageError if self._code == 2 else TrainingError)(default.problem)
+        default.against = 1.0
+        about = self._about
+        now = {name: about["options"][name.replace("-", "_")] for name in TUNED if name != "threads"}
+        others = _others(now, about)
+        for name in (name for name in others if name in only):
+            best = self._best(best, [self._measured(best.changes | {name: value}) for value in others[name]])
+        if "batch-size" in only:
+            rows = self._batch_sizes(best, now["batch-size"])
+            if batch_size and rows:
+                best = self._best(best, [max(rows, key=lambda row: row.speed)])
+        if len(best.changes) > 1:  # each was compared with the one before: now all of them with none
+            for _ in range(self._rounds):
+                self._measure(default)
+                self._measure(best)
+            best.against = self._recent(best) / self._recent(default)
+            if best.against < _GAIN:
+                self._notes.append(f"{best}: all in all no faster than as it is")
+                best = default
+        settings = {name: now[name] for name in others if name in now} | best.changes
+        return Report(self._arguments, about, self._rows, best, settings, self._notes)
+
+    def _measured(self, changes: Mapping[str, Any]) -> Row:
+        self._rows.append(Row(dict(changes)))
+        self._measure(self._rows[-1])
+        return self._rows[-1]
+
+    def _recent(self, row: Row) -> float:
+        return statistics.median(row.speeds[-self._rounds :])
+
+    def _best(self, best: Row, rows: Sequence[Row]) -> Row:
+        """The fastest, where it is surely faster than the best so far: those that are close take turns with it."""
+        assert best.against is not None
+        close = [row for row in rows if row.speed >= _CLOSE * best.speeds[-1]]
+        for _ in range(self._rounds - 1 if close else 0):
+            for row in (best, *close):
+                self._measure(row)
+        fastest, usual = best, best.speeds[-self._rounds :]
+        gain = _GAIN if self._rounds > 1 else 1 / _CLOSE  # one trial says nothing of the noise
+        for row in (row for row in rows if row.speeds):
+            recent = row.speeds[-self._rounds :]
+            row.against = best.against * self._recent(row) / self._recent(best)
+            noise = max(max(each) - min(each) for each in (recent, usual))
+            surely = self._recent(row) - self._recent(best) > noise and row.against >= gain * best.against
+            if surely and self._recent(row) > self._recent(fastest):
+                fastest = row
+        return fastest
+
+    def _batch_sizes(self, best: Row, size: int) -> list[Row]:
+        """Doubles the batch while memory lasts, there are so many examples, and it makes training faster."""
+        assert best.against is not None
+        rows, growth, waits = [best], best.memory, 0
+        while waits < 2:
+            size *= 2
+            if self._examples is not None and size > self._examples:
+                self._notes.append(f"batch-size {size}: there are only {self._examples} examples")
+                break
+            if (needed := rows[-1].memory + growth) > (there := available()):
+                self._notes.append(
+                    f"batch-size {size}: would need about {_gb(needed)} of memory, {_gb(there)} are free"
+                )
+                break
+            row = self._measured(best.changes | {"batch-size": size})
+            if row.problem:
+                break
+            row.against = best.against * row.speed / best.speed
+            growth = 2 * max(0, row.memory - rows[-1].memory)
+            waits = 0 if row.speed >= _GAIN * max(each.speed for each in rows) else waits + 1
+            rows.append(row)
+        return rows[1:]
+
+    def _measure(self, row: Row) -> None:
+        """A trial."""
+        self._progress(f"{row}{f', trial {len(row.speeds) + 1}' if row.speeds else ''}")
+        place = Path(tempfile.mkdtemp(dir=self._directory))
+        changes = [f"--{name}={value}" for name, value in row.changes.items()]
+        own = [f"--trial={self._seconds}", f"--run-dir={place / 'run'}"]
+        environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": str(place)}
+        with (place / "stderr").open("wb") as stderr:
+            process = subprocess.Popen(
+                [*_COMMAND, *self._arguments, *changes, *_ALWAYS, *own],
+                env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                self._code = process.wait()
+            finally:
+                _end(process)
+        found = [read_json(path) for path in sorted((place / "run").glob("trial-*.json"))]
+        if self._code == 0 and found and (speed := found[0]["examples_per_second"]):
+            row.speeds.append(speed)
+            row.memory = max(row.memory, sum(each["memory"] for each in found))
+            row.gpu_memory = max(row.gpu_memory, *(each["gpu_memory"] for each in found))
+            if not self._about:
+                self._about = read_json(place / "run" / "run.json") | {"stream": found[0]["stream"]}
+                self._examples = found[0]["examples"]
+        elif not row.speeds:
+            row.problem = reason(self._code, (place / "stderr").read_text(errors="replace"))
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _others(now: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The settings to try beside those that are, but for the size of the batch."""
+    cpus, threads = about["machine"]["cpus"], about["machine"]["intra_op_threads"]
+    found: dict[str, list[Any]] = {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
+    if about["stream"]:
+        found["prefetch"] = [1, 2, 8, "auto"]
+    found["threads"] = sorted({1, max(1, cpus // 2), cpus, max(1, cpus // about["workers"])})
+    used = {**now, "threads": threads or cpus}
+    return {name: [value for value in values if value != used[name]] for name, values in found.items()}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Nothing of a trial lives on: a launcher that is told twice ends its workers, and then itself."""
+    try:
+        for _ in range(2):
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def reason(code: int, printed: str) -> str:
+    """Why a process has failed, in a line."""
+    if code == -signal.SIGKILL:
+        return "killed, or out of memory"
+    lines = [line.strip() for line in printed.splitlines() if line.strip() and not re.match(CHATTER, line)]
+    said = [
+        line for line in lines if line.startswith("tfloop: error: ") or re.match(r"[\w.]+(Error|Exception)\b", line)
+    ]
+    last = [*lines[-1:], *said[-1:]] or [f"exit code {code}, without a word"]
+    return last[-1].removeprefix("tfloop: error: ")
+
+
+def available() -> int:
+    """How many bytes of memory are free on this machine, or left to this container."""
+    free = [sys.maxsize]
+    with contextlib.suppress(OSError):
+        [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free.append(1024 * int(kilobytes))
+    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free.append(limit - used)
+    return min(free)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
+    """The report for people, line by line: its text, and whether it is the best one (True)."""
+    width = max(len(str(row)) for row in report.rows) + 2
+    on_gpu = any(row.gpu_memory for row in report.rows)
+    yield (
+        f"{'':{width}}{'examples/s':>14}{'as it is = 1':>15}{'peak memory':>14}{'on the GPU' if on_gpu else '':>14}",
+        None,
+    )
+    for row in report.rows:
+        if row.problem:
+            yield f"{row!s:{width}}  failed: {row.problem}", None
+            continue
+        gpu = f"{_gb(row.gpu_memory):>14}" if on_gpu else ""
+        best = row is report.best
+        mark = "  best" if best else ""
+        yield f"{row!s:{width}}{row.speed:>14,.0f}{row.against:>15.2f}{_gb(row.memory):>14}{gpu}{mark}", best or None
+    for note in report.notes:
+        yield note, None
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report for programs."""
+    rows = [dataclasses.asdict(row) | {"examples_per_second": row.speed} for row in report.rows]
+    return {"settings": report.settings, "ratio": report.best.against, "rows": rows, "notes": report.notes}
+
+
+def write(path: Path, report: Report) -> None:
+    """Writes the best settings, for `--config`: whole, or not at all."""
+    about, default = report.about, report.rows[0]
+    replicas = f"{about['replicas']} replica{'s' * (about['replicas'] > 1)}"
+    found = f"nothing was faster than as it is, {default.speed:,.0f} examples/s"
+    if report.best.changes:
+        speeds = f"{report.best.speed:,.0f} examples/s instead of {default.speed:,.0f}"
+        found = f"{report.best.against:.2f} times as fast as it was: {speeds}"
+    comments = [
+        f"tfloop tune {' '.join(report.arguments)}",
+        f"{time.strftime('%Y-%m-%d')}, {about['machine']['cpus']} CPUs, {about['backend']}, {replicas}, "
+        f"TensorFlow {about['versions']['tensorflow']}",
+        found,
+    ]
+    if "batch-size" in report.best.changes:
+        comments.append("with another batch size something else is learned: look at the learning rate")
+    written = [f"# {' '.join(mask(text).split())}" for text in comments]
+    written += [f"{name} = {json.dumps(value)}" for name, value in report.settings.items()]
+    try:
+        with replacing(path, aside=hidden_name(path)) as file:
+            file.write(("\n".join(written) + "\n").encode())
+    except OSError as error:
+        raise UsageError(f"--out {path}: {error.strerror}") from None

@@ -1,0 +1,73 @@
+"""Horovod's rendezvous for our workers; with workers on this machine: `python -m loop.launch.horovodrun N COMMAND...`.
+
+`horovodrun` loads TensorFlow in the launcher to ask what Horovod was built with, its rendezvous server listens on all
+interfaces, and it puts two processes around each worker that hide how that one died. This is the same server, bound to
+loopback, because it asks nobody who he is, or to the one address that the hosts of a job share with the launcher; the
+workers are the caller's to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+if TYPE_CHECKING:
+    from loop.launch.hosts import Cluster
+
+LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
+
+
+@contextlib.contextmanager
+def rendezvous(
+    workers: int, cluster: Cluster | None = None, shares: Mapping[str, int] | None = None
+) -> Iterator[list[dict[str, str]]]:
+    """Serves the rendezvous as long as it is entered; gives the environment variables of each worker, by rank.
+
+    Args:
+        workers: how many there are.
+        cluster: the hosts that they are on; None: this machine.
+        shares: how many are on which of these hosts, by address; None: as many as each is to have.
+    """
+    address, interfaces = "127.0.0.1", {"localhost": LOOPBACK}
+    if cluster is not None:
+        address, interfaces = cluster.address, cluster.interfaces()
+        shares = shares or {host.address: host.slots for host in cluster.hosts}
+    hosts = ",".join(f"{host}:{count}" for host, count in (shares or {"localhost": workers}).items())
+    slots = get_host_assignments(parse_hosts(hosts), workers)
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+    server.init(slots)
+    threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
+    port = server.server_address[1]
+    places = [
+        create_run_env_vars(address, [interfaces[slot.hostname]], port) | create_slot_env_vars(slot) for slot in slots
+    ]
+    try:
+        yield [{name: str(value) for name, value in place.items()} for place in places]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def main(workers: int, command: list[str]) -> int:
+    """Runs the command in N processes; returns 1 if one of them failed. The failure itself is the workers' to tell."""
+    with rendezvous(workers) as places:
+        processes = [subprocess.Popen(command, env={**os.environ, **place}) for place in places]
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            time.sleep(0.1)
+        for process in processes:  # where one has failed
+            process.terminate()
+        return max(process.wait() != 0 for process in processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,72 @@
+"""Engines of other packages, by the entry-point group `tfloop.backends`. Listing them loads none of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from callbacks.run_record.redaction import tell
+from loop.errors import UsageError
+from loop.options import BACKENDS
+from loop.options import plugin_entry_points as entry_points
+
+INTERFACE = "loop.backends.base.Backend"
+"""The class that a plug-in's backend is a subclass of."""
+
+
+def origin(name: str) -> str:
+    """Where a plug-in comes from: its package with its version, and its class."""
+    plugin = entry_points()[name]
+    return (f"{plugin.dist.name} {plugin.dist.version}, " if plugin.dist else "") + plugin.value
+
+
+def load(name: str) -> type[Any]:
+    """The engine class of a plug-in.
+
+    Raises:
+        UsageError: it can't be loaded, or is no engine of this name.
+    """
+    try:
+        made = entry_points()[name].load()
+    except Exception as error:  # whatever it does
+        raise _broken(name, f"{type(error).__name__}: {error}") from None
+    # By its name: to import the class here would load TensorFlow.
+    bases = made.__mro__ if isinstance(made, type) else ()
+    if INTERFACE not in [f"{base.__module__}.{base.__qualname__}" for base in bases]:
+        raise _broken(name, f"it is no subclass of {INTERFACE}")
+    if name in BACKENDS or made.name != name:
+        raise _broken(name, f"its class has the name {made.name!r}: both must be the same, and none of tfloop's own")
+    return made
+
+
+def ask(name: str, workers: int = 1) -> tuple[type[Any], str | None]:
+    """The engine class of a plug-in, and why it can't be used here for so many workers; None: it can.
+
+    Raises:
+        UsageError: it can't be loaded, or can't say.
+    """
+    made = load(name)
+    try:
+        return made, made.available(workers)
+    except Exception as error:
+        raise _broken(name, f"{type(error).__name__}: {error}") from None
+
+
+def first_available(workers: int) -> str | None:
+    """The plug-in that `auto` takes: of those that can be used, the one of the greatest priority.
+
+    One that is broken is told, and passed over.
+    """
+    usable = []
+    for name in entry_points():
+        try:
+            engine, missing = ask(name, workers)
+        except UsageError as error:
+            tell(f"warning: {error}")
+            continue
+        if missing is None and engine.priority is not None:
+            usable.append((-engine.priority, name))
+    return min(usable)[1] if usable else None
+
+
+def _broken(name: str, problem: str) -> UsageError:
+    return UsageError(f"the plug-in {name!r} ({origin(name)}) is broken: {problem}; mend it, or uninstall it")

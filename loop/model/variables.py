@@ -1,0 +1,125 @@
+"""The variables, layers and penalties of a model, whatever its family: Keras 3, `tf_keras` or a plain `tf.Module`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def keras_models() -> tuple[type, ...]:
+    """The model classes of the Keras families that are loaded."""
+    legacy = sys.modules.get("tf_keras")
+    return (keras.Model, legacy.Model) if legacy else (keras.Model,)
+
+
+def as_tf(variables: Sequence[Any]) -> list[tf.Variable]:
+    """The TensorFlow variables behind Keras 3 variables; others as they are."""
+    return [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+
+
+def keras_layers(model: Any) -> list[Any]:
+    """The Keras 3 layers that a plain tf.Module holds: TensorFlow doesn't count their variables as the module's."""
+    if isinstance(model, keras_models()):
+        return []
+    return list(model._flatten(predicate=lambda value: isinstance(value, keras.Layer)))
+
+
+def layers(model: Any) -> list[Any]:
+    """All layers of a model, those within other layers and within a plain tf.Module too."""
+    found: dict[int, Any] = {}
+    within: list[Any] = [model] if isinstance(model, keras_models()) else keras_layers(model)
+    for each in within:
+        inner = each._flatten_layers(include_self=True, recursive=True)
+        found |= {id(layer): layer for layer in inner}
+    return list(found.values())
+
+
+def trainable_variables(model: Any) -> list[Any]:
+    """The model's trainable variables, in its own order; of a tf.Module those of its Keras layers too."""
+    within = keras_layers(model)
+    found = [*model.trainable_variables, *(variable for layer in within for variable in layer.trainable_variables)]
+    return found + [variable for variable in loose_variables(model) if variable.trainable]
+
+
+def all_variables(model: Any) -> list[Any]:
+    """All variables of the model, in its own order; of a tf.Module those of its Keras layers too."""
+    found = [*model.variables, *(variable for layer in keras_layers(model) for variable in layer.variables)]
+    return found + loose_variables(model)
+
+
+def loose_variables(model: Any) -> list[Any]:
+    """The Keras 3 variables that a plain tf.Module holds itself, which TensorFlow doesn't count as its variables."""
+    if isinstance(model, keras_models()):
+        return []
+    return list(model._flatten(predicate=lambda value: isinstance(value, keras.Variable)))
+
+
+def stateful_layers(model: Any) -> list[Any]:
+    """The recurrent layers of a model that carry their state from batch to batch."""
+    return [layer for layer in layers(model) if getattr(layer, "stateful", False) and hasattr(layer, "states")]
+
+
+def carried_variables(model: Any) -> list[tf.Variable]:
+    """What a model carries from batch to batch, a row for each row of a batch: Keras doesn't count it among its own."""
+    own = {id(variable) for variable in model_variables(model)}
+    found = [state for layer in stateful_layers(model) for state in tf.nest.flatten(layer.states)]
+    return [variable for variable in as_tf(found) if id(variable) not in own]
+
+
+def fixed_inputs(model: Any) -> list[int]:
+    """The batch sizes that the inputs of a Keras model name."""
+    inputs = getattr(model, "inputs", None) if isinstance(model, keras_models()) else None
+    shapes = [tuple(each.shape) for each in tf.nest.flatten(inputs or [])]
+    return sorted({shape[0] for shape in shapes if shape and shape[0] is not None})
+
+
+def losses(model: Any) -> list[Any]:
+    """The penalties of the model's layers, of the last call."""
+    if within := keras_layers(model):
+        return [penalty for layer in within for penalty in layer.losses]
+    return list(getattr(model, "losses", []))
+
+
+def model_variables(model: Any) -> list[tf.Variable]:
+    """All variables of the model as TensorFlow's."""
+    return as_tf(all_variables(model))
+
+
+def optimizer_variables(optimizer: Any) -> list[tf.Variable]:
+    """All variables of an optimizer, or of a dict of them: counter, learning rate, slots."""
+    if isinstance(optimizer, Mapping):
+        return [variable for each in optimizer.values() for variable in optimizer_variables(each)]
+    variables = optimizer.variables
+    found = as_tf(variables() if callable(variables) else variables)
+    rate = getattr(optimizer, "_learning_rate", None)  # tf_keras leaves it out
+    if isinstance(rate, tf.Variable) and not any(rate is variable for variable in found):
+        found.append(rate)
+    return found
+
+
+def updates_rows(optimizer: Any) -> bool:
+    """Whether an optimizer leaves rows alone whose gradient is 0: Keras 3's plain SGD."""
+    own = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
+    return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in own)
+
+
+def learning_rates(optimizer: Any) -> list[float | None]:
+    """The learning rate of an optimizer, or of each of a dict of them; None for a schedule."""
+    each = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    rates = [getattr(one, "_learning_rate", one.learning_rate) for one in each]
+    return [None if callable(rate) else float(np.asarray(rate)) for rate in rates]
+
+
+def variable_names(variables: Sequence[Any]) -> list[str]:
+    """The names of variables as the user knows them: paths in Keras 3."""
+    return [getattr(variable, "path", None) or variable.name.split(":")[0] for variable in variables]
+
+
+def parameters(model: Any) -> int:
+    """The number of trainable parameters."""
+    return sum(int(variable.shape.num_elements()) for variable in as_tf(trainable_variables(model)))

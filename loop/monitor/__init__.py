@@ -1,0 +1,1 @@
+"""Looking at a run from beside it: a stopwatch, a watchdog, and faults that tests ask for."""

@@ -1,0 +1,126 @@
+"""Phases: the parts of a training, one after the other; in which of them a run is, and where it ends.
+
+A run without phases has one, as long as `epochs` or `steps` say. Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from loop.options import Phase
+
+if TYPE_CHECKING:
+    from loop.run.state import Progress
+
+PER_PHASE = ("epochs", "steps", "seed", "batch_size")
+"""The options that a phase may have of its own."""
+
+_SEED_STRIDE = 1_000_003  # so that a phase of one run hardly has the seed of a phase of another
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a run is among its phases.
+
+    Attributes:
+        index: of the phase.
+        step: of the run, at its start.
+        epoch: of the run, at its start.
+        ended: whether a callback has ended the phase.
+    """
+
+    index: int = 0
+    step: int = 0
+    epoch: int = 0
+    ended: bool = False
+
+
+class Plan:
+    """The phases of a run, and its place among them.
+
+    Args:
+        phases: of the task; none: one phase without a name, as long as the options say.
+        options: those of `fit`.
+        progress: the position of the run; set anew by `follow`.
+    """
+
+    def __init__(self, phases: list[Phase], options: Mapping[str, Any], progress: Progress) -> None:
+        epochs = options["epochs"] if options["steps"] is None else None
+        self.named = phases
+        self.phases = phases or [Phase("", epochs, options["steps"])]
+        self.place = Place()
+        self._progress = progress
+
+    def follow(self, progress: Progress) -> None:
+        """From now on, this is the position of the run."""
+        self._progress = progress
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that the run is in."""
+        return self.phases[self.place.index]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether there is none after it."""
+        return self.place.index + 1 == len(self.phases)
+
+    @property
+    def begins(self) -> bool:
+        """Whether no step of the phase has been made."""
+        return self._progress.step == self.place.step
+
+    @property
+    def steps_left(self) -> int | None:
+        """How many steps are left of a phase whose length is a number of steps, else None."""
+        return None if self.phase.steps is None else self.place.step + self.phase.steps - self._progress.step
+
+    @property
+    def at_last_step(self) -> bool:
+        """Whether all steps of a phase whose length is a number of steps have been made."""
+        return self.steps_left is not None and self.steps_left <= 0
+
+    @property
+    def in_last_epoch(self) -> bool:
+        """Whether the epoch under way is the last one of a phase whose length is a number of epochs."""
+        return self.phase.epochs is not None and self._progress.epoch + 1 == self.place.epoch + self.phase.epochs
+
+    @property
+    def over(self) -> bool:
+        """Whether the phase is at its end."""
+        epochs = self.phase.epochs
+        all_epochs = epochs is not None and self._progress.epoch >= self.place.epoch + epochs
+        return self.place.ended or self.at_last_step or all_epochs
+
+    def advance(self) -> None:
+        """Goes to the next phase, from here on."""
+        self.place = Place(self.place.index + 1, self._progress.step, self._progress.epoch)
+
+    def total_steps(self, steps_per_epoch: int | None) -> int | None:
+        """The step at which the run ends, where that is known: the data of a later phase isn't opened yet.
+
+        Args:
+            steps_per_epoch: of the phase that the run is in; None: not known.
+        """
+        total = self.place.step
+        for phase in self.phases[self.place.index :]:
+            if phase is not self.phase and phase.steps is None:
+                return None
+            if phase.steps is None and steps_per_epoch is None:
+                return None
+            total += phase.steps if phase.steps is not None else (phase.epochs or 0) * (steps_per_epoch or 0)
+        return total
+
+
+def as_json(phases: list[Phase]) -> list[dict[str, Any]]:
+    """The phases as JSON values."""
+    return [dataclasses.asdict(phase) for phase in phases]
+
+
+def options_of(options: Mapping[str, Any], index: int, phase: Phase) -> dict[str, Any]:
+    """The options of `fit` in a phase: with its length, its batch, and random numbers of its own."""
+    length = {"steps": phase.steps, "epochs": phase.epochs or options["epochs"]}
+    seed = (options["seed"] + index * _SEED_STRIDE) % 2**31
+    return {**options, **length, "seed": seed, "batch_size": phase.batch_size or options["batch_size"]}

@@ -1,0 +1,102 @@
+"""What `fit` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from callbacks.run_record.history import COUNTERS
+from callbacks.run_record.redaction import tell
+from loop.checkpoint import checkpoint_files
+from loop.run.run import Run
+from loop.run.session import index_of
+from loop.run.state import assign, averaged, numbered
+
+
+@dataclasses.dataclass
+class FitResult:
+    """What `fit` returns.
+
+    Attributes:
+        status: "finished", "stopped" (by a callback) or "preempted" (by a signal, after saving).
+        steps: optimizer steps made, earlier lives of the run included.
+        epochs: epochs completed.
+        examples: examples used.
+        metrics: means over the last epoch, or that of the best weights where those are kept; with prefix `eval_` over
+            the whole evaluation data.
+        history: the same for each epoch, with `epoch`, `step` and `examples`.
+        run_dir: the run directory.
+        weights_sha256: SHA-256 over dtype, shape and little-endian bytes of all model variables, in order.
+        model: the trained model.
+        backend: the engine's name.
+        replicas: how many there were.
+        examples_per_second: while training, the first compiled call not counted.
+        best_step: the step whose weights these are, where the best are kept and aren't the last; else None.
+    """
+
+    status: str
+    steps: int
+    epochs: int
+    examples: int
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
+    run_dir: Path
+    weights_sha256: str
+    model: Any
+    backend: str
+    replicas: int
+    examples_per_second: float
+    best_step: int | None = None
+
+
+def take_best(run: Run) -> None:
+    """Gives the model the weights of the best checkpoint, where those are the result of the run. All workers call it.
+
+    What isn't the model's stays as it is: nothing is trained or saved after this.
+    """
+    step = run.backend.broadcast_json(run.best and run.best["step"])
+    if step is None or step == run.progress.step:
+        return
+    taken = False
+    with run.guard():
+        if run.backend.is_chief:
+            taken = _read_best(run)
+    run.agree()
+    if not run.backend.broadcast_json(taken):
+        return
+    run.step.averages.forget()
+    run.backend.broadcast_variables(run.model_variables[-1])
+    run.best_step = step
+    if run.backend.is_chief and run.best is not None:
+        about = f"{run.best['metric']} {run.best['value']:.6g}"
+        tell(f"note: the weights are those of step {step:,}, the best ({about})")
+
+
+def _read_best(run: Run) -> bool:
+    """Reads the weights of the best checkpoint into the model; False, with a warning, where that can't be done."""
+    assert run.best is not None
+    path = run.directory / "checkpoints" / f"step-{run.best['step']:08d}"
+    try:
+        manifest = checkpoint_files.verify(path)
+        tensors = averaged(checkpoint_files.read(path, manifest))
+    except checkpoint_files.CheckpointError as error:
+        tell(f"warning: the best weights can't be read, these are the last ones: {error}")
+        return False
+    # The order of a model's variables may depend on which of them were trained in that phase.
+    variables = run.model_variables[index_of(manifest, run.task)]
+    assign(numbered("model", variables), tensors)
+    return True
+
+
+def result(run: Run) -> FitResult:
+    """What the caller gets."""
+    row = run.history[-1] if run.history else {}
+    if run.best_step is not None:
+        row = next((each for each in run.history if each["step"] == run.best_step), row)
+    metrics = {name: value for name, value in row.items() if name not in COUNTERS}
+    done = run.progress
+    return FitResult(
+        run.status, done.step, done.epoch, done.examples, metrics, run.history, run.directory, run.weights_sha256(),
+        run.model, run.backend.name, run.backend.replicas, run.examples_per_second, run.best_step,
+    )  # fmt: skip

@@ -1,0 +1,197 @@
+"""A model as it is served: what `compute` calls it with becomes the inputs of a SavedModel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.checkpoint.writer import arrays
+from loop.data import likely_rows
+from loop.data.host_random import random_state, set_random_state
+from loop.errors import UsageError
+from loop.model.variables import all_variables, carried_variables, model_variables
+from loop.run.session import assemble
+from loop.run.state import assign, averaged, numbered, snapshot
+from loop.step.build import Built, build
+from loop.step.example_trace import of_size, put_back
+from loop.step.replica import probing
+from loop.step.tracing import as_written
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+from loop.task import TrainTask
+
+
+def examples_for(built: Built, example: Any) -> Any:
+    """Examples for a model to be called with: as many as it takes, where it takes no other number."""
+    return example if built.fixed_rows is None else of_size(example, built.fixed_rows)
+
+
+def export_run(run: Run, out: Path) -> tuple[Any, Any]:
+    """Writes the model of a run that is under way as a SavedModel; see `Run.export`."""
+    tensors = averaged(arrays(snapshot(run)[0]))
+    data = run.step.data
+    # Another model: that of the run may be in several places, or in others' hands, and has its raw weights.
+    built = _built_again(run)
+    assign(numbered("model", all_variables(built.model)), tensors)
+    example = examples_for(built, (data.eval or data.train).example)
+    served = Served(built.model, *call_of(run.task, built.model, example))
+    save(served, out, out)
+    return served.example(), served.outputs()
+
+
+def _built_again(run: Run) -> Built:
+    """The model of a run once more, as it is in its phase. The run's random numbers go on as if it weren't made."""
+    before, index = random_state(), run.plan.place.index
+    rows = likely_rows(run.options, run.backend.replicas)
+    try:
+        if index:
+            return assemble(run.task, Backend(), run.options, index, lambda options, data: rows).built
+        return build(run.task, Backend(), run.options["precision"], run.step.data.train.example, rows)
+    finally:
+        set_random_state(before)
+
+
+def call_of(task: TrainTask, model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which `compute` calls the model first, on a batch that is evaluated."""
+    kind: Any = type(model)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    if callable(model):
+        original = kind.__call__
+
+        def listening(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self is model:
+                calls.append((args, kwargs))
+            return original(self, *args, **kwargs)
+
+        own = "__call__" in vars(kind)
+        kind.__call__ = listening
+        try:
+            state = [*model_variables(model), *carried_variables(model)]
+            with probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])), put_back(state):
+                task.compute(model, batch, training=False)
+        finally:
+            if own:
+                kind.__call__ = original
+            else:
+                del kind.__call__
+    if not calls:
+        raise UsageError(
+            f"compute() of {type(task).__name__} never calls the model as model(...), so that nobody knows what is to "
+            "be served: give the model a __call__ and use it there, or export its weights to a file *.npz"
+        )
+    return calls[0]
+
+
+class Served(tf.Module):
+    """A model with a function `serve` of its tensors alone: one tensor as it is, or several in a dict by name.
+
+    Args:
+        model: the model.
+        args: what it is called with; a tensor is an input, all else stays as it is here.
+        kwargs: the same by name.
+    """
+
+    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.model: Any = model
+        inputs = named_tensors((args, kwargs), "input")
+        if not inputs:
+            raise UsageError("compute() calls the model without a tensor: there is nothing to serve")
+        if list(inputs) == ["input_0"]:
+            inputs = {"inputs": inputs["input_0"]}
+        self._call, self._inputs = Hidden((args, kwargs)), Hidden(inputs)
+        specs = {name: self._spec(i, leaf, name) for i, (name, leaf) in enumerate(self._inputs.value.items())}
+        signature = [specs if len(specs) > 1 else next(iter(specs.values()))]
+        self.serve = tf.function(self._serve, input_signature=signature, autograph=False)
+
+    def _spec(self, index: int, leaf: tf.Tensor, name: str) -> tf.TensorSpec:
+        """Any number of examples, and what else a functional Keras model leaves open."""
+        known = [each.shape for each in getattr(self.model, "inputs", None) or ()]
+        shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])
+        if len(known) == len(self._inputs.value) and tf.TensorShape(known[index]).is_compatible_with(leaf.shape):
+            shape = tf.TensorShape(known[index])
+        return tf.TensorSpec(shape, leaf.dtype, name)
+
+    def _serve(self, inputs: Any) -> Any:
+        return self.call(inputs if isinstance(inputs, dict) else {next(iter(self._inputs.value)): inputs})
+
+    def call(self, inputs: dict[str, tf.Tensor]) -> Any:
+        """The model's outputs: a tensor, or tensors by name."""
+        left = iter(inputs[name] for name in self._inputs.value)
+        args, kwargs = keras.tree.map_structure(
+            lambda leaf: next(left) if tf.is_tensor(leaf) else leaf, self._call.value
+        )
+        return plain_outputs(as_written(called)(self.model, args, kwargs))
+
+    def example(self) -> Any:
+        """The examples that it was made with, as `serve` takes them."""
+        found = {name: tensor.numpy() for name, tensor in self._inputs.value.items()}
+        return found if len(found) > 1 else next(iter(found.values()))
+
+    def outputs(self) -> Any:
+        """What `serve` gives for them."""
+        return tf.nest.map_structure(lambda tensor: tensor.numpy(), self.serve(self.example()))
+
+    def skeleton(self) -> Any:
+        """What the model is called with as JSON values; the name of an input stands as `{"input": name}`."""
+        names = iter(self._inputs.value)
+        return keras.tree.map_structure(
+            lambda leaf: {"input": next(names)} if tf.is_tensor(leaf) else leaf, self._call.value
+        )
+
+
+class Hidden:
+    """A value that a `tf.Module` holds, and that isn't saved with it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def called(model: Any, args: Any, kwargs: Any) -> Any:
+    """Calls the model; a function, so that AutoGraph can be told to follow it."""
+    return model(*args, **kwargs)
+
+
+def plain_outputs(outputs: Any) -> Any:
+    """What a model returned: a tensor as it is, several by name; bfloat16, which few know, as float32."""
+    found = {
+        name: tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+        for name, tensor in named_tensors(outputs, "output").items()
+    }
+    return found["output_0"] if tf.is_tensor(outputs) else found
+
+
+def named_tensors(structure: Any, kind: str) -> dict[str, tf.Tensor]:
+    """The tensors of a structure, by the keys that lead to them; `kind_0`, `kind_1` where there are none."""
+    found: dict[str, tf.Tensor] = {}
+    for path, leaf in keras.tree.flatten_with_path(structure):
+        if tf.is_tensor(leaf):
+            name = "_".join(re.sub(r"\W", "_", key) for key in path if isinstance(key, str))
+            found[name if name and name not in found else f"{name or kind}_{len(found)}"] = leaf
+    return found
+
+
+def save(served: Served, partial: Path, out: Path) -> None:
+    """Writes the model in the format that the name of `out` says."""
+    if out.suffix != ".keras":
+        tf.saved_model.save(served, str(partial), signatures={"serving_default": served.serve})
+        return
+    if not hasattr(served.model, "save"):
+        raise UsageError(f"{out}: the model is a plain tf.Module, not a Keras model: export it to a directory")
+    try:
+        served.model.save(partial)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{out}: Keras can't save this model ({first_line(error)}): export it to a directory"
+        ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,251 @@
+"""Builds what a task describes: its model and optimizer, with all their variables, on an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.data import RowCounts
+from loop.errors import UsageError
+from loop.model.precision import keras_precision
+from loop.model.variables import (
+    as_tf,
+    carried_variables,
+    fixed_inputs,
+    keras_models,
+    layers,
+    losses,
+    model_variables,
+    optimizer_variables,
+    stateful_layers,
+    trainable_variables,
+    variable_names,
+)
+from loop.step import lookups
+from loop.step.example_trace import Trial, check_stateful, global_seeds, held_by, put_back, recorded, tried_step
+from loop.step.hints import hinted
+from loop.step.metric_sums import checked_metrics
+from loop.step.replica import probing
+from loop.task import TrainTask
+
+
+@dataclasses.dataclass
+class Built:
+    """What a task has built.
+
+    Attributes:
+        model: its model.
+        optimizer: what `build_optimizer` returned: an optimizer, or a dict of them.
+        optimizers: by name, "" for a single one: each optimizer, and the indices of its variables among the model's
+            trainable ones.
+        minimized: the names of the values of each `step.minimize` of a training step, by the optimizer's name; "" is
+            all.
+        values: the names of the values of `compute`, the loss first; none where there is no `compute`, and only a
+            training step of the task's own.
+        metrics: Keras metrics by the name of the value that they are updated with.
+        penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
+        lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.step.lookups`.
+        fixed_rows: how many rows a batch must have, where the model takes no other number of them.
+    """
+
+    model: Any
+    optimizer: Any
+    optimizers: dict[str, tuple[Any, list[int]]]
+    minimized: dict[str, list[str]]
+    values: list[str]
+    metrics: dict[str, Any]
+    penalty_grows: bool = False
+    lookups: dict[int, str] = dataclasses.field(default_factory=dict)
+    fixed_rows: int | None = None
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables of the model and of the optimizers."""
+        return model_variables(self.model) + as_tf(optimizer_variables(self.optimizer))
+
+
+@hinted
+def build(
+    task: TrainTask,
+    backend: Backend,
+    precision: str,
+    example: Any,
+    rows: RowCounts | None = None,
+    model: Any = None,
+) -> Built:
+    """Builds model and optimizer with all their variables, before anything is traced.
+
+    Args:
+        task: the task.
+        backend: the engine, in whose scope variables are made.
+        precision: a key of `PRECISIONS`.
+        example: a few examples as a batch, on which `compute` is tried.
+        rows: how many rows it will be handed; None: nobody knows.
+        model: the model of the phase before; None: the task builds it.
+
+    Raises:
+        UsageError: the task returned something that can't be trained; the message shows the fix.
+    """
+    if task.loss_reduction not in ("mean", "sum"):
+        raise UsageError(
+            f"{type(task).__name__}.loss_reduction is {task.loss_reduction!r}: give 'mean' (of the loss over the "
+            "batch) or 'sum'"
+        )
+    made: list[tf.Variable] = []
+    with backend.scope(), keras_precision(precision), recorded(made):
+        model = task.build_model() if model is None else model
+        if not isinstance(model, tf.Module) and not isinstance(model, keras.Model):
+            raise UsageError(
+                f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
+            )
+        if task.phase is not None:
+            task.begin_phase(model, task.phase)
+        stateful = check_stateful(stateful_layers(model), rows)
+        trial = Trial(example, rows, stateful, fixed_inputs(model))
+        if type(task)._prepare is not TrainTask._prepare:
+            with put_back(_state(task, model, made, backend)):
+                trial.call(lambda batch: task._prepare(model, batch))
+    trial.metrics = metrics = checked_metrics(task.build_metrics())
+    with backend.scope(), keras_precision(precision):
+        # A model without an input shape makes its variables at the first call: this one.
+        penalties: list[list[float]] = []
+
+        def tried(batch: Any) -> Any:
+            values = task.compute(model, batch, training=False)
+            penalties.append([float(tf.reduce_sum(each)) for each in losses(model) if not tf.is_symbolic_tensor(each)])
+            return values
+
+        names, grows = [], False
+        if type(task).compute is not TrainTask.compute or type(task).train_step is TrainTask.train_step:
+            with put_back(_state(task, model, made, backend)):
+                names = trial.names(tried)
+                grows = penalties[0] != penalties[-1] and trial.grow(tried, penalties)
+        optimizer = task.build_optimizer()
+        phases = {"": names}
+        if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
+            with put_back(_state(task, model, made, backend)):
+                phases = tried_step(task, optimizer, model, trial)
+        if not trainable_variables(model):
+            where = f" in the phase {task.phase.name!r}, after begin_phase()" if task.phase else ""
+            raise UsageError(
+                f"the model has no trainable variables{where}: build_model() must return one with weights that aren't "
+                "all frozen"
+            )
+        optimizers = _assigned(task, model, optimizer)
+        # Slots exist before step 1, so that they can be broadcast and restored.
+        variables = trainable_variables(model)
+        for each, indices in optimizers.values():
+            each.build([variables[index] for index in indices])
+        known = set(names).union(*phases.values())
+        if lost := set(metrics) - known:
+            raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
+        by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
+    return Built(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup, trial.fixed)
+
+
+def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: Backend) -> list[tf.Variable]:
+    """All that a call of the model or of the task's methods may change, as far as it can be known."""
+    found = [*others, *held_by(task), *global_seeds()]
+    with contextlib.suppress(ValueError):  # tf_keras, of a model without an input shape: it has no variables yet
+        found += model_variables(model)
+    # A task may still hold metrics that it made for another backend, which this build doesn't touch.
+    return [variable for variable in found if backend.can_read(variable)]
+
+
+def _by_lookup(
+    task: TrainTask, model: Any, optimizers: Mapping[str, Any], backend: Backend, example: Any, fixed_rows: int | None
+) -> dict[int, str]:
+    """The variables whose gradients are to keep a row for each lookup, as the task asks: tried on a few examples."""
+    asked = {index for each, of in optimizers.values() if lookups.matter(each) for index in of}
+    has_tables = any(not _is_plain(layer) for layer in layers(model) if layer is not model)
+    if backend.asynchronous or task.repeated_rows != "squared_each" or not asked or not has_tables:
+        return {}
+    variables = trainable_variables(model)
+
+    def rows(batch: Any) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape, probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
+            loss = task.compute(model, batch, training=False)["loss"]
+        gradients = tape.gradient(loss, as_tf(variables))
+        return [lookups.rows_of(each) for each in gradients]
+
+    def looked_up(batch: Any) -> list[np.ndarray]:
+        logger = tf.get_logger()
+        level = logger.level
+        logger.setLevel("ERROR")  # strategies warn of what isn't in a graph, because it is slow
+        try:
+            return [each.numpy() for each in backend.first(backend.run(rows, batch))]
+        finally:
+            logger.setLevel(level)
+
+    with put_back(_state(task, model, carried_variables(model), backend)):
+        found = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
+    return {index: kind for index, kind in found.items() if index in asked}
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is one of Keras's own that looks nothing up."""
+    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Embedding)
+
+
+def _assigned(task: TrainTask, model: Any, optimizer: Any) -> dict[str, tuple[Any, list[int]]]:
+    """Which optimizer trains which variables, by their indices among the model's trainable ones.
+
+    Raises:
+        UsageError: something is no optimizer; or a variable has none, or two.
+    """
+    several = isinstance(optimizer, Mapping)
+    for name, each in optimizer.items() if several else [("", optimizer)]:
+        what = f"build_optimizer() returned {type(each).__name__}{f' for {name!r}' if name else ''}"
+        if not hasattr(each, "build") or not hasattr(each, "learning_rate"):
+            raise UsageError(f"{what}: return a Keras optimizer of the model's family, or a dict of them")
+        if type(each).__name__ == "LossScaleOptimizer":
+            raise UsageError(
+                f"{what}: it would look at gradients that are not reduced. Return the optimizer within it, and use "
+                "precision='mixed_float16', which scales the loss, or 'bfloat16', which needs no scale"
+            )
+        if getattr(each, "use_ema", False) and not each.ema_overwrite_frequency:
+            raise UsageError(
+                f"{what} with use_ema=True, whose averages Keras's own fit would give to the model at its end: leave "
+                f"it out, and use ema={each.ema_momentum} (--ema), which is evaluated, saved and returned"
+            )
+        family = type(each).__module__.startswith("tf_keras")
+        if type(model).__module__.startswith("tf_keras") != family and isinstance(model, keras_models()):
+            raise UsageError(
+                f"the model is of {type(model).__module__.split('.')[0]}, but its optimizer of "
+                f"{type(each).__module__.split('.')[0]}: take both from one family"
+            )
+    trained = trainable_variables(model)
+    if not several:
+        return {"": (optimizer, list(range(len(trained))))}
+    if not optimizer:
+        raise UsageError("build_optimizer() returned an empty dict: return at least one optimizer")
+    place = {id(variable): index for index, variable in enumerate(as_tf(trained))}
+    names = variable_names(trained)
+    owner: dict[int, str] = {}
+    for name, variables in task.optimizer_variables(model, list(optimizer)).items():
+        for variable in as_tf(variables):
+            index = place.get(id(variable))
+            if index is None:
+                continue  # not trained
+            if index in owner:
+                raise UsageError(
+                    f"the variable {names[index]} belongs to two optimizers, {owner[index]!r} and {name!r}: see "
+                    "TrainTask.optimizer_variables"
+                )
+            owner[index] = name
+    if lost := [names[index] for index in range(len(trained)) if index not in owner]:
+        raise UsageError(
+            f"no optimizer trains {', '.join(lost[:5])}: see TrainTask.optimizer_variables; what isn't to be trained "
+            "needs trainable=False"
+        )
+    return {
+        name: (each, [index for index in range(len(trained)) if owner[index] == name])
+        for name, each in optimizer.items()
+    }

@@ -1,0 +1,194 @@
+"""Mistakes that show while a task is tried: shapes that don't fit, side effects, a forgotten `training`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.errors import UsageError
+from loop.task import TrainTask
+
+_SHAPES = re.compile(r"\bshapes?\b|incompatible|\brank\b|dimension|\bndim\b", re.IGNORECASE)
+"""What an error of TensorFlow or Keras says when it is about shapes."""
+_RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
+"""The attributes of layers that do in training what they don't do else, unless these are 0."""
+
+
+@contextmanager
+def given_for(task: TrainTask) -> Iterator[None]:
+    """Within it, `compute` of this task is watched while it is tried.
+
+    Raises:
+        UsageError: instead of an error about shapes, with the shapes and the fix.
+    """
+    watch = _Watch(task)
+    task.__dict__["compute"] = watch.compute  # hides the class's own for as long as it is tried
+    try:
+        yield
+    finally:
+        del task.__dict__["compute"]
+    watch.warn()
+
+
+def hinted(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives hints while a function builds and tries the task that is its first argument."""
+
+    @functools.wraps(build)
+    def call(task: TrainTask, *arguments: Any, **named: Any) -> Any:
+        if "compute" in getattr(task, "__dict__", {"compute": None}):  # one of its own, or no place for ours
+            return build(task, *arguments, **named)
+        with given_for(task):
+            built = build(task, *arguments, **named)
+        warn_of_training(task, built.model)
+        return built
+
+    return call
+
+
+class _Watch:
+    """Stands before a task's `compute`."""
+
+    def __init__(self, task: TrainTask) -> None:
+        self._task, self._compute = task, task.compute
+        self._calls = 0
+        self._changes: dict[str, int] = {}
+
+    def compute(self, model: Any, batch: Any, training: bool) -> Any:
+        before = dict(vars(self._task))
+        self._calls += 1
+        try:
+            return self._compute(model, batch, training=training)
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+            if isinstance(error, UsageError) or not _SHAPES.search(str(error)):
+                raise
+            raise UsageError(shapes_hint(model, batch, error)) from error
+        finally:
+            for name, value in vars(self._task).items():
+                counts = isinstance(value, int | float | np.generic) and not isinstance(value, bool)
+                if counts and name in before and value != before[name]:
+                    self._changes[name] = self._changes.get(name, 0) + 1
+
+    def warn(self) -> None:
+        """Warns of attributes that `compute` counts up: what changes once only is a cache."""
+        for name, changes in self._changes.items():
+            if changes == self._calls > 1:
+                warnings.warn(
+                    f"compute() of {type(self._task).__name__} changes self.{name}: that is Python, which runs while "
+                    "the step is traced, and not at each step. Count with a callback, or with a tf.Variable of the "
+                    "model; a value that compute() returns is a metric",
+                    stacklevel=2,
+                )
+
+
+def shapes_hint(model: Any, batch: Any, error: BaseException) -> str:
+    """What is said of an error about shapes: those of the examples, the cause, and the fix where it can be told."""
+    text = str(error)
+    cause = next((line.strip() for line in text.splitlines() if _SHAPES.search(line)), text)
+    cause = re.sub(r"^.*?__wrapped__\w+_device_\S+\s*|\{\{[^}]*\}\}\s*|\s*\[Op:\w+\].*$", "", cause)
+    fix = _inputs_fix(model, batch, text) or _labels_fix(batch, text) or "look at the shapes of inputs and labels"
+    return f"compute() can't take examples of {_shapes(batch)} ({cause.rstrip('.')[:300]}): {fix}"
+
+
+def _inputs_fix(model: Any, batch: Any, text: str) -> str:
+    """The fix where the model was made for inputs of another shape."""
+    expected = getattr(model, "input_shape", None)
+    inputs = tf.nest.flatten(batch)[0]
+    if "of layer" not in text or not isinstance(expected, tuple) or not _is_shape(expected):
+        return ""
+    found = tuple(inputs.shape[1:])
+    if len(found) == len(expected) - 1 and all(a in (None, b) for a, b in zip(expected[1:], found, strict=True)):
+        return ""
+    return f"the model takes inputs of shape {list(expected[1:])}: give keras.Input({found}), or reshape the inputs"
+
+
+def _labels_fix(batch: Any, text: str) -> str:
+    """The fix where labels are one-hot and a loss takes classes, or the other way round."""
+    if not isinstance(batch, tuple | list) or len(batch) < 2 or not hasattr(batch[1], "shape"):
+        return ""
+    labels = np.asarray(batch[1])
+    binary = labels.ndim >= 2 and labels.shape[-1] > 1 and np.all((labels == 0) | (labels == 1))
+    if binary and np.all(labels.sum(-1) == 1):
+        return (
+            f"the labels are one-hot, of shape {list(labels.shape[1:])} each: give classes, as by labels.argmax(-1); "
+            "or take a loss for one-hot labels, such as keras.losses.categorical_crossentropy"
+        )
+    if labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer) and re.search(r"same (shape|rank)|logits", text):
+        return (
+            "the labels are classes, a number each: take a loss for classes, such as "
+            "keras.losses.sparse_categorical_crossentropy; or make them one-hot"
+        )
+    return ""
+
+
+def _is_shape(shape: Sequence[Any]) -> bool:
+    return all(size is None or isinstance(size, int) for size in shape)
+
+
+def _shapes(batch: Any) -> str:
+    """The shapes of the parts of one example."""
+    parts = tf.nest.map_structure(lambda tensor: str(list(tensor.shape[1:])), batch)
+    if isinstance(parts, dict):
+        return "shapes " + ", ".join(f"{name} {shape}" for name, shape in parts.items())
+    if isinstance(parts, tuple | list):
+        return f"shapes {', '.join(map(str, parts))}"
+    return f"shape {parts}"
+
+
+def warn_of_training(task: TrainTask, model: Any) -> None:
+    """Warns where `compute` calls the model without `training`, and a layer of it would make use of that."""
+    if not _forgets_training(type(task)):
+        return
+    from loop.model.variables import layers
+
+    affected = [layer.name for layer in layers(model) if _differs_in_training(layer)]
+    if affected:
+        warnings.warn(
+            f"compute() of {type(task).__name__} calls the model without `training`: {', '.join(affected[:3])} "
+            f"{'does' if len(affected) == 1 else 'do'} while training what they do in an evaluation. Call "
+            "model(inputs, training=training)",
+            stacklevel=2,
+        )
+
+
+def _differs_in_training(layer: Any) -> bool:
+    """Whether a layer does something else in training: dropout, noise, augmentation, batch statistics, or its own."""
+    if any(isinstance(rate := getattr(layer, name, None), int | float) and rate for name in _RATES):
+        return True
+    kind = type(layer)
+    of_keras = kind.__module__.split(".")[0] in ("keras", "tf_keras")
+    if of_keras:
+        return hasattr(layer, "moving_mean") or kind.__name__.startswith("Random")
+    inner = next(iter(layer._flatten_layers(include_self=False, recursive=True)), None)
+    return inner is None and getattr(layer, "_call_has_training_arg", False)
+
+
+def _forgets_training(kind: type[TrainTask]) -> bool:
+    """Whether `compute` calls its model, and never looks at `training`; False where its text can't be had."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.compute)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 4:
+        return False
+    _, model, _, training = (each.arg for each in function.args.args[:4])
+    calls = False
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == training:
+            return False
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == model:
+            given = len(node.args) > 1 or any(word.arg in (None, "training") for word in node.keywords)
+            if given:
+                return False
+            calls = True
+    return calls

@@ -1,0 +1,148 @@
+"""Finds the task that a command line names: `file.py:Class`, `package.module:Class`, or a shipped example."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from callbacks.files import ROOT
+from callbacks.run_record.redaction import remember
+from loop.errors import UsageError
+from loop.options import near_file, nearest
+from loop.target import task_file
+from loop.target.fields import restored, set_fields
+from loop.task import TrainTask, hyperparameters
+
+OURS = ("loop", "callbacks", "cli")
+SHIPPED = {
+    "digits": "Digits", "charlm": "CharLM", "gan": "DigitsGAN", "contrastive": "SimCLR", "tfrecords": "DigitFiles",
+    "tabular": "Tumours", "transfer": "Transfer", "keras2": "Legacy", "module": "Diabetes", "custom_callback": "Names",
+    "bring_your_keras_model": "MyModel",
+}  # fmt: skip
+"""The shipped examples, and the class in each."""
+
+
+def check(target: str) -> None:
+    """Refuses a target that can't exist, without importing anything.
+
+    Raises:
+        UsageError: see `load`.
+    """
+    if target in SHIPPED:
+        return
+    place, colon, name = target.partition(":")
+    if not colon or not name.isidentifier():
+        there = [f"{place}:{kind}" for kind in task_file.classes(Path(place))]
+        raise UsageError(
+            f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
+            + (nearest(target, there) if there else nearest(target, SHIPPED))
+        )
+    if place.endswith(".py"):
+        path = Path(place)
+        if not path.is_file():
+            raise UsageError(f"TARGET {target!r}: there is no file {path}{near_file(path)}")
+        check_shadows(path.resolve().parent)
+    else:
+        check_shadows(Path.cwd())
+    task_file.check(target)
+
+
+def check_shadows(directory: Path) -> None:
+    """Refuses a directory in which a user's file has the name of one of our packages: one would hide the other."""
+    own = ROOT
+    for name in OURS:
+        for path in (directory / f"{name}.py", directory / name / "__init__.py"):
+            if path.exists() and path.resolve() not in (own / f"{name}.py", own / name / "__init__.py"):
+                raise UsageError(
+                    f"{path} has the name of tfloop's own {name!r}, and one would hide the other: rename it"
+                )
+
+
+def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any] | None = None) -> TrainTask:
+    """Makes the task that `target` names, with the values of `fields`, and then those set as after `--set`.
+
+    Raises:
+        UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't be set so.
+    """
+    kind = find(target)
+    values = {**restored(kind, fields or {}), **set_fields(kind, assignments)}
+    try:
+        task = kind(**values)
+    except TypeError as error:
+        how = "its defaults" if fields is None else "the fields of the run"
+        fix = "give its fields by --set" if fields is None else "give the task that the run is of"
+        raise UsageError(f"TARGET {target!r}: {kind.__name__} can't be made from {how} ({error}): {fix}") from None
+    remember(hyperparameters(task))
+    return task
+
+
+def find(target: str) -> type[TrainTask]:
+    """The class that `target` names.
+
+    Raises:
+        UsageError: no such file, module or class; a class that is no `TrainTask`.
+    """
+    check(target)
+    shipped = target if target in SHIPPED else None
+    if shipped is not None:
+        target = f"{shipped_path(target)}:{SHIPPED[target]}"
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses and type hints look their module up
+        try:
+            spec.loader.exec_module(module)
+        except (SyntaxError, ValueError) as error:
+            if isinstance(error, SyntaxError) and error.filename == str(path):
+                raise UsageError(f"TARGET {target!r}: {place}, line {error.lineno}: {error.msg}") from None
+            if "\0" in path.read_text(errors="replace"):
+                raise UsageError(f"TARGET {target!r}: {place} is no text: give a Python file") from None
+            raise
+        except ModuleNotFoundError as error:
+            if shipped is None:
+                raise
+            package = (error.name or "").replace("_", "-")
+            raise UsageError(
+                f"the example {shipped!r} needs {package}: install it, with pip install {package}"
+            ) from None
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name and (place == error.name or place.startswith(error.name + ".")):
+                raise UsageError(f"TARGET {target!r}: there is no module {error.name!r} here or on the path") from None
+            raise
+    kind = getattr(module, name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, TrainTask)):
+        tasks = [
+            n
+            for n, c in vars(module).items()
+            if inspect.isclass(c) and issubclass(c, TrainTask) and c.__module__ == module.__name__
+        ]
+        if kind is None:
+            raise UsageError(f"TARGET {target!r}: {place} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
+        raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
+    return kind
+
+
+def absolute(target: str) -> str:
+    """The same target, whatever the working directory: its file's path is whole."""
+    place, colon, name = target.rpartition(":")
+    return f"{Path(place).resolve()}{colon}{name}" if place.endswith(".py") else target
+
+
+def shipped_path(name: str) -> Path:
+    """The file of a shipped example: within the installed package, or `examples/` in a checkout."""
+    inside = ROOT / "loop" / "examples" / f"{name}.py"
+    return inside if inside.exists() else ROOT / "examples" / f"{name}.py"
