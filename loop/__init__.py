@@ -49,23 +49,23 @@ __all__ = [
 
 _HOMES = {
     "ArrayData": "data",
-    "FitResult": "result",
+    "FitResult": "run.result",
     "KerasTask": "keras_task",
     "Padding": "data",
     "PeerError": "errors",
-    "Perplexity": "values",
-    "Phase": "phases",
-    "Run": "run",
+    "Perplexity": "step.metric_sums",
+    "Phase": "options",
+    "Run": "run.run",
     "StreamData": "data",
     "TrainTask": "task",
     "TrainingError": "errors",
     "UsageError": "errors",
-    "all_gather": "replica",
-    "evaluate": "evaluate",
-    "example_seed": "replica",
-    "first_row": "replica",
+    "all_gather": "step.replica",
+    "evaluate": "commands.evaluate",
+    "example_seed": "step.replica",
+    "first_row": "step.replica",
     "fit": "fit",
-    "unweighted": "values",
+    "unweighted": "step.metric_sums",
 }
 
 _callbacks = importlib.util.find_spec("callbacks")

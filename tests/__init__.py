@@ -1,1 +1,1 @@
-"""Tests mirror the tree: `loop/step/train_step.py` is tested in `test_step.py`."""
+"""Tests mirror the tree: what `loop/step/` does is tested in `tests/step/`; what goes through all of it, here."""

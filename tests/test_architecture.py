@@ -92,7 +92,7 @@ def test_collectives_stand_in_backends_alone():
 
 
 def test_every_file_says_first_what_it_is_for():
-    for path in [*sources(), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/*.py")]:
+    for path in [*sources(), *ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/*.py")]:
         assert ast.get_docstring(ast.parse(path.read_text())), path
 
 
@@ -129,7 +129,9 @@ def test_every_fault_has_a_test_that_exists():
         line for line in (ROOT / "docs" / "reliability.md").read_text().splitlines() if re.match(r"\| \d+ \|", line)
     ]
     assert [int(line.split("|")[1]) for line in rows] == list(range(1, 43))
-    there = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))))
+    there = set(
+        re.findall(r"def (test_\w+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")))
+    )
     for line in rows:
         named = set(re.findall(r"`(test_\w+)`", line))
         assert named, line

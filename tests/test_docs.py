@@ -183,7 +183,7 @@ def test_every_yes_of_ours_is_a_test_and_every_yes_of_others_has_its_source():
     sources, linked = dict(re.findall(r"^\[([\w-]+)\]: (https://\S+)$", text, re.MULTILINE)), set()
     for what, cells in rows:
         ours, *others = cells.split(" | ")
-        tests = re.findall(r"\[[^]]+\]\(\.\./(tests/test_\w+\.py)#(test_\w+)\)", ours)
+        tests = re.findall(r"\[[^]]+\]\(\.\./(tests/[\w/]*test_\w+\.py)#(test_\w+)\)", ours)
         assert tests or ours == "no", what
         for file, test in tests:
             assert f"\ndef {test}(" in (ROOT / file).read_text(), what

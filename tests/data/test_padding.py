@@ -15,7 +15,7 @@ from loop.data import BatchOptions, count, first, in_float64, open_data, part, s
 from loop.options import with_defaults
 from loop.step.build import build
 from loop.step.train_step import Step
-from tests.test_data import Worker
+from tests.data.test_sources import Worker
 from tests.test_docs import DOCS, blocks
 
 

@@ -1,7 +1,7 @@
 """The engine `parameter_server` in real processes: what it keeps exact, killed workers, a killed parameter server.
 
-`python tests/test_parameter_server.py OUT` is the chief of a job: it runs the conformance suite, and trains small tasks
-into `OUT`.
+`python tests/backends/test_parameter_server.py OUT` is the chief of a job: it runs the conformance suite, and trains
+small tasks into `OUT`.
 """
 
 import json

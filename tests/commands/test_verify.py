@@ -20,8 +20,8 @@ import loop
 from loop import ArrayData, UsageError
 from loop.commands.verify import lines, verify
 from tests.conftest import TFLOOP, needs_horovod, tfloop
+from tests.step.test_optimizers import Adversarial
 from tests.tasks import Conv, Plain, Unweighted, Weighted, regression
-from tests.test_optimizers import Adversarial
 
 
 class Dropped(Conv):

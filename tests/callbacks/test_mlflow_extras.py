@@ -18,8 +18,8 @@ from callbacks.mlflow.tracker import write_state
 from callbacks.run_record import journal
 from callbacks.samples import grid
 from loop import TrainTask, fit
+from tests.callbacks.test_tracking import command, database, line, only_run, run_directory, stored, write
 from tests.tasks import Conv, Plain, regression
-from tests.test_tracking import command, database, line, only_run, run_directory, stored, write
 
 __all__ = ["command", "database"]  # fixtures
 
@@ -115,7 +115,7 @@ def test_model_is_logged_registered_and_the_same_in_a_new_process(database, tmp_
     [version] = client.search_model_versions("name = 'digits'")
     assert (version.run_id, version.source) == (run.info.run_id, f"runs:/{run.info.run_id}/model")
 
-    from tests.test_export import Mixed
+    from tests.commands.test_export import Mixed
 
     tracker = MLflowTracker(uri, log_model=True, parent=parent.info.run_id)
     two = fit(Mixed(), steps=2, run_dir=tmp_path / "two", callbacks=quiet(mlflow=tracker), batch_size=20)

@@ -18,9 +18,9 @@ import loop.commands.train as train_
 from loop import TrainingError, fit
 from loop.launch import launcher, signals
 from tests.conftest import ROOT, TFLOOP
+from tests.launch.test_failures import Started, pid_of, start, task, training  # noqa: F401 - fixtures among them
 from tests.tasks import Plain
 from tests.test_cli import command  # noqa: F401 - a fixture
-from tests.test_failures import Started, pid_of, start, task, training  # noqa: F401 - fixtures among them
 
 
 class Does(callbacks.Callback):
