@@ -9,9 +9,8 @@ import pytest
 import callbacks
 from callbacks import Callback, Checkpoint, EarlyStopping
 from callbacks import checkpoint as policy
-from loop import Phase, UsageError, fit
+from loop import Phase, UsageError, evaluate, fit
 from loop.backends import create
-from loop.commands import evaluate
 from loop.commands.export import export
 from tests.tasks import Legacy, Plain, Weighted
 

@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 from callbacks import Callback, Checkpoint, LearningRateMonitor
-from loop import ArrayData, Phase, TrainTask, UsageError, fit
+from loop import ArrayData, Phase, TrainTask, UsageError, evaluate, fit
 from loop.backends import create
 from loop.checkpoint import checkpoint_files
-from loop.commands import dry_run, evaluate, find_lr, verify
+from loop.commands import dry_run, find_lr, verify
 from loop.commands.export import export
 from tests.tasks import regression
 

@@ -6,9 +6,8 @@ import pytest
 import tensorflow as tf
 
 from callbacks import Callback
-from loop import ArrayData, UsageError, fit
+from loop import ArrayData, UsageError, evaluate, fit
 from loop.backends import create
-from loop.commands import evaluate
 from loop.commands.export import export
 from tests.exactness import largest_difference, weights_of
 from tests.tasks import Plain, TwoRates, Unweighted, Weighted, regression

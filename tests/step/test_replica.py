@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import loop
 from callbacks import Callback, Checkpoint
-from loop import ArrayData, UsageError, fit
+from loop import ArrayData, UsageError, evaluate, fit
 from loop.backends import create
 from loop.backends.base import Backend
-from loop.commands import evaluate
 from loop.data import Rows
 from loop.step import row_random as rowwise
 from loop.step.replica import Replica, within
