@@ -66,7 +66,7 @@ def step_ways(backend: Any, model: str, names: Sequence[str], sent: dict[str, An
     from loop.options import with_defaults
     from loop.step.build import build
     from loop.step.communication import collectives
-    from loop.step.train_step import Step
+    from loop.step.train_step import TrainStep
 
     class Dense(TrainTask):
         def build_model(self) -> Any:
@@ -89,7 +89,7 @@ def step_ways(backend: Any, model: str, names: Sequence[str], sent: dict[str, An
         options = with_defaults(Dense(), {"batch_size": BATCH, **chosen}) | {"backend": backend.name}
         data = open_data(Dense(), options)
         built = build(Dense(), backend, "float32", data.train.example)
-        step = Step(Dense(), built, backend, data.sharded(backend, "example"), options)
+        step = TrainStep(Dense(), built, backend, data.sharded(backend, "example"), options)
         backend.broadcast_variables(built.variables + step.variables)
         handle = step.data.train.start(0, 0)
         if per_tensor:

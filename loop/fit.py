@@ -25,7 +25,7 @@ from loop.run.result import FitResult, result, take_best
 from loop.run.run import Run
 from loop.run.session import assemble, begin
 from loop.step import approximations
-from loop.step.train_step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, Step, not_finite
+from loop.step.train_step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, TrainStep, not_finite
 from loop.task import TrainTask, check_is_task, hyperparameters
 
 
@@ -234,7 +234,7 @@ def make_step(run: Run, bus: Bus, sources: Data) -> None:
     """Has the data shared out, and makes the compiled step of the phase."""
     sources = bus.fire_data(sources)
     options = {**run.options, **{name: run.phase_options[name] for name in PER_PHASE}}
-    run.step = Step(run.task, run.built, run.backend, sources, options)
+    run.step = TrainStep(run.task, run.built, run.backend, sources, options)
 
 
 def enter_phase(run: Run, bus: Bus) -> None:
@@ -315,7 +315,7 @@ def evaluate(run: Run, bus: Bus) -> bool:
         if between_calls(run, bus, run.eval_pace.steps):
             return False
         part, begun = "evaluation" if run.eval_pace.calls else stopwatch.COMPILING, time.perf_counter()
-        with run.watchdog.phase(lambda: f"{run.step.whereabouts.doing()} of the evaluation"), run.stopwatch.at(part):
+        with run.watchdog.phase(lambda: f"{run.step.phase_marker.doing()} of the evaluation"), run.stopwatch.at(part):
             step, some = run.step.evaluation.steps(handle, step, run.next_steps)
         run.eval_pace.record(run.next_steps, time.perf_counter() - begun)
         totals = totals + some

@@ -15,7 +15,7 @@ from loop.data import open_data
 from loop.options import with_defaults
 from loop.step import approximations, communication
 from loop.step.build import build
-from loop.step.train_step import Step
+from loop.step.train_step import TrainStep
 
 
 def check_ranks(backend):
@@ -111,7 +111,7 @@ def check_a_step_sends_its_gradients_in_as_many_collectives_as_asked_for(backend
         options = with_defaults(Small(), {"batch_size": 20, **chosen}) | {"backend": backend.name}
         data = open_data(Small(), options)
         built = build(Small(), backend, "float32", data.train.example)
-        step = Step(Small(), built, backend, data.sharded(backend, "example"), options)
+        step = TrainStep(Small(), built, backend, data.sharded(backend, "example"), options)
         numbers = [tf.constant(number, tf.int64) for number in (0, 0, 2)]
         compiled = step._train.get_concrete_function(step.data.train.start(0, 0), *numbers)
         found[str(chosen)] = communication.collectives(compiled)

@@ -17,7 +17,7 @@ from loop.model.variables import layers, model_variables
 from loop.run.session import enter
 from loop.step import row_random
 from loop.step.batch_norm import batch_norms
-from loop.step.build import Built, build
+from loop.step.build import BuiltModel, build
 from loop.step.replica import Replica, all_gathers, within
 from loop.task import TrainTask
 
@@ -84,7 +84,7 @@ def _compute(task: TrainTask, options: dict[str, Any], small: Callable[..., Any]
 class _Probe:
     """A built task, one batch of it, and the relative difference that is taken for rounding."""
 
-    def __init__(self, task: TrainTask, built: Built, batch: Any, bound: float) -> None:
+    def __init__(self, task: TrainTask, built: BuiltModel, batch: Any, bound: float) -> None:
         self.task, self.built, self.model, self.batch, self.bound = task, built, built.model, batch, bound
         self.size = int(tf.shape(tf.nest.flatten(batch)[0])[0])
         self._start = [(variable, variable.numpy()) for variable in model_variables(built.model)]

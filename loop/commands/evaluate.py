@@ -20,7 +20,7 @@ from loop.run import run_directory
 from loop.run.session import assemble, index_of
 from loop.run.state import assign, averaged, numbered
 from loop.step import approximations
-from loop.step.train_step import Step
+from loop.step.train_step import TrainStep
 from loop.task import TrainTask
 
 
@@ -66,7 +66,7 @@ def evaluate(
         raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
     load_weights(built.model, Path(path))
     # The checkpoint's moving averages have been loaded as the weights.
-    step = Step(
+    step = TrainStep(
         task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None} | approximations.OFF
     )
     return step.evaluation.means(step.evaluation.whole())

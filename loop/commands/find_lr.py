@@ -25,7 +25,7 @@ from loop.errors import UsageError
 from loop.model.variables import learning_rates
 from loop.run.session import assemble
 from loop.step import approximations
-from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, Step
+from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
 from loop.task import TrainTask
 
 FORMS = (".json", ".png", ".svg")
@@ -114,7 +114,7 @@ def find_lr(
     for name, ratio in ratios.items():
         optimizer = built.optimizer[name] if name else built.optimizer
         optimizer.learning_rate = _rate(optimizer, rate, ratio)
-    step = Step(task, built, engine, sources.sharded(engine, ShardData().policy), options)
+    step = TrainStep(task, built, engine, sources.sharded(engine, ShardData().policy), options)
     losses: list[float] = []
     rates = [float(each) for each in np.geomspace(low, high, steps)]
     best = math.inf
@@ -129,7 +129,7 @@ def find_lr(
     return Found(rates, losses, False, ratios)
 
 
-def _losses(step: Step, rates: Sequence[float], rate: tf.Variable, minimized: Sequence[str]) -> Iterator[float]:
+def _losses(step: TrainStep, rates: Sequence[float], rate: tf.Variable, minimized: Sequence[str]) -> Iterator[float]:
     """Makes a step with each rate, and gives its loss: the sum of all, where a step has several."""
     source = step.data.train
     handle, epoch, at = source.start(0, 0), 0, 0

@@ -21,7 +21,7 @@ from loop.options import with_defaults
 from loop.run import run_directory
 from loop.run.session import assemble, index_of
 from loop.run.state import assign, named_variables_of, numbered, unpacked
-from loop.step.train_step import Step
+from loop.step.train_step import TrainStep
 from loop.task import TrainTask
 
 NUMBERS = 5
@@ -98,7 +98,7 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     tensors = checkpoint_files.read(path, manifest)
     batch, index = unpacked(tensors, example)
     data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), options["seed"]))
-    step = Step(task, built, engine, Data(data, None), options)
+    step = TrainStep(task, built, engine, Data(data, None), options)
     variables = named_variables_of(built) | numbered("scale", step.scale.variables if step.scale else [])
     variables |= numbered("carried", carried_variables(built.model))
     kinds = {name.partition("/")[0] for name in variables}
@@ -143,7 +143,7 @@ def show(name: str, array: np.ndarray, index: np.ndarray | None = None) -> Shown
     return Shown(name, list(array.shape), largest, norm, int(bad.sum()), examples)
 
 
-def _watch_values(step: Step) -> dict[str, list[np.ndarray]]:
+def _watch_values(step: TrainStep) -> dict[str, list[np.ndarray]]:
     """From now on, the values of each step are added to what this returns."""
     seen: dict[str, list[np.ndarray]] = {}
     minimize = step.minimize

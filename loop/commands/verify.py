@@ -27,7 +27,7 @@ from loop.run.state import named_variables_of
 from loop.step import approximations
 from loop.step.batch_norm import statistics
 from loop.step.build import build
-from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, Step
+from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
 from loop.task import TrainTask
 
 BOUNDS = {"float32": 1e-4, "float64": 1e-5}
@@ -196,7 +196,7 @@ def record(
         data = open_data(small, options)
         rows = data.train.row_counts(backend.replicas, options["accumulate"])
         built = build(task, backend, precision, data.train.example, rows, built and built.model)
-        step = Step(task, built, backend, data.sharded(backend, "example"), options)
+        step = TrainStep(task, built, backend, data.sharded(backend, "example"), options)
         number = _train(step, number, found)
     assert built is not None
     trained = {id(variable) for variable in as_tf(trainable_variables(built.model))}
@@ -208,7 +208,7 @@ def record(
     return found
 
 
-def _train(step: Step, number: int, found: Arrays) -> int:
+def _train(step: TrainStep, number: int, found: Arrays) -> int:
     """Trains for a phase, writes every number down in `found`, and returns how many steps have been made by then."""
     backend = step.backend
     step.watch_gradients()
@@ -227,7 +227,7 @@ def _train(step: Step, number: int, found: Arrays) -> int:
     return number
 
 
-def _steps(step: Step) -> Iterator[np.ndarray]:
+def _steps(step: TrainStep) -> Iterator[np.ndarray]:
     """Makes one step after the other; the totals of each."""
     handle = step.data.train.start(0, 0)
     for epoch in range(EPOCHS):

@@ -10,7 +10,7 @@ COMPUTE, DATA, ALL_REDUCE, HOST = 0, 1, 2, 3
 """What a worker is at within a compiled call, or outside of it."""
 
 
-class Whereabouts:
+class PhaseMarker:
     """Notes places in a graph.
 
     Args:

@@ -40,10 +40,10 @@ from loop.run.pace import Pace
 from loop.run.phases import Plan, as_json
 from loop.run.session import Assembled
 from loop.run.state import Progress, plain
-from loop.step.build import Built
+from loop.step.build import BuiltModel
 from loop.step.loss_scale import SMALLEST
 from loop.step.metric_sums import EXAMPLES, SKIPPED, SUMS
-from loop.step.train_step import Step
+from loop.step.train_step import TrainStep
 from loop.task import TrainTask, hyperparameters, target_of
 
 KEPT = (
@@ -73,7 +73,7 @@ class Run:
         backend: Backend,
         options: dict[str, Any],
         phase_options: dict[str, Any],
-        built: Built,
+        built: BuiltModel,
         directory: Path,
     ) -> None:
         self.task, self.backend, self.options, self.directory = task, backend, options, directory
@@ -85,7 +85,7 @@ class Run:
         self.save_on_stop = self.check_on_save = self.history_in_journal = False
         self.save_in_background = self.save_must_succeed = True
         self.best_is_judged = False
-        self.step: Step
+        self.step: TrainStep
         self.handle: Any = None
         self.adopted: list[str] = []
         self.random_state: dict[str, Any] | None = None
@@ -369,8 +369,8 @@ class Run:
 
     def timed(self, train: Callable[..., tuple[int, int, np.ndarray]], *position: Any) -> tuple[int, int, np.ndarray]:
         """Makes the next call."""
-        laps = self.step.whereabouts.laps
-        doing = self.step.whereabouts.doing if self._calls else "the first call: tracing, compiling and running it"
+        laps = self.step.phase_marker.laps
+        doing = self.step.phase_marker.doing if self._calls else "the first call: tracing, compiling and running it"
         before, begun = laps(), time.perf_counter()
         with self.watchdog.phase(doing), self.stopwatch.at("other" if self._calls else COMPILING):
             fault_injection.reached("call", self.backend.rank, self.progress.step)

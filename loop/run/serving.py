@@ -17,7 +17,7 @@ from loop.errors import UsageError
 from loop.model.variables import all_variables, carried_variables, model_variables
 from loop.run.session import assemble
 from loop.run.state import assign, averaged, numbered, snapshot
-from loop.step.build import Built, build
+from loop.step.build import BuiltModel, build
 from loop.step.example_trace import of_size, put_back
 from loop.step.replica import probing
 from loop.step.tracing import as_written
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 from loop.task import TrainTask
 
 
-def examples_for(built: Built, example: Any) -> Any:
+def examples_for(built: BuiltModel, example: Any) -> Any:
     """Examples for a model to be called with: as many as it takes, where it takes no other number."""
     return example if built.fixed_rows is None else of_size(example, built.fixed_rows)
 
@@ -45,7 +45,7 @@ def export_run(run: Run, out: Path) -> tuple[Any, Any]:
     return served.example(), served.outputs()
 
 
-def _built_again(run: Run) -> Built:
+def _built_again(run: Run) -> BuiltModel:
     """The model of a run once more, as it is in its phase. The run's random numbers go on as if it weren't made."""
     before, index = random_state(), run.plan.place.index
     rows = likely_rows(run.options, run.backend.replicas)

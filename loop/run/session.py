@@ -12,7 +12,7 @@ from loop.data import Data, open_data
 from loop.data.batch import RowCounts
 from loop.options import phases_of
 from loop.run.phases import options_of
-from loop.step.build import Built, build
+from loop.step.build import BuiltModel, build
 from loop.task import TrainTask
 
 
@@ -27,7 +27,7 @@ class Assembled(NamedTuple):
 
     options: dict[str, Any]
     data: Data
-    built: Built
+    built: BuiltModel
 
 
 RowsOf = Callable[[dict[str, Any], Data], RowCounts]

@@ -28,7 +28,7 @@ from loop.model.variables import (
     variable_names,
 )
 from loop.run.phases import Place
-from loop.step.build import Built
+from loop.step.build import BuiltModel
 
 if TYPE_CHECKING:
     from loop.run.run import Run
@@ -218,7 +218,7 @@ def decoded(value: Any) -> Any:
     return [decoded(each) for each in value] if isinstance(value, list) else value
 
 
-def named_variables_of(built: Built) -> dict[str, Any]:
+def named_variables_of(built: BuiltModel) -> dict[str, Any]:
     """All variables of a model and its optimizers by the names that they have in a checkpoint."""
     return numbered("model", all_variables(built.model)) | numbered("optimizer", optimizer_variables(built.optimizer))
 

@@ -37,7 +37,7 @@ from loop.task import TrainTask
 
 
 @dataclasses.dataclass
-class Built:
+class BuiltModel:
     """What a task has built.
 
     Attributes:
@@ -79,7 +79,7 @@ def build(
     example: Any,
     rows: RowCounts | None = None,
     model: Any = None,
-) -> Built:
+) -> BuiltModel:
     """Builds model and optimizer with all their variables, before anything is traced.
 
     Args:
@@ -147,7 +147,7 @@ def build(
         if lost := set(metrics) - known:
             raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
         by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
-    return Built(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup, trial.fixed)
+    return BuiltModel(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup, trial.fixed)
 
 
 def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: Backend) -> list[tf.Variable]:

@@ -13,10 +13,10 @@ from loop.backends.base import Backend
 from loop.data import Rows, Source, count, stacking_problem
 from loop.errors import UsageError
 from loop.step.example_trace import of_size
-from loop.step.replica import EveryoneNeededError, Replica, within
+from loop.step.replica import CollectiveNeededError, Replica, within
 
 
-class TraceAgainError(Exception):
+class RetraceError(Exception):
     """Raised while tracing: something has turned out by which the graph must be another one."""
 
 
@@ -52,25 +52,25 @@ class Computing:
         self._problem = problem
         return problem
 
-    def call(self, function: Callable[[], Any], handle: Any, *numbers: int, compile: Callable[[], None]) -> Any:
+    def call(self, function: Callable[[], Any], iterator: Any, *numbers: int, compile: Callable[[], None]) -> Any:
         """Calls a compiled function on the engine; makes it anew where tracing it has found that it must be.
 
         Args:
             function: gives the function.
-            handle: of the data.
+            iterator: of the data.
             *numbers: its other arguments.
             compile: makes the function anew.
         """
         try:
-            return self._backend.call(function(), handle, *numbers)
+            return self._backend.call(function(), iterator, *numbers)
         except Exception as error:
             problem, self._problem = self._problem or stacking_problem(error), None
             if problem is None:
                 raise
-            if not isinstance(problem, EveryoneNeededError | TraceAgainError):
+            if not isinstance(problem, CollectiveNeededError | RetraceError):
                 raise problem from None
         compile()
-        return self.call(function, handle, *numbers, compile=compile)
+        return self.call(function, iterator, *numbers, compile=compile)
 
     def of_rows(self, source: Source, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:
         """What `some` makes of the replica's rows; `nothing` where it has none and needn't take part."""
@@ -98,7 +98,7 @@ class Computing:
         except Exception as error:
             own = replica.problem or (error if isinstance(error, UsageError) else None)
             self._problem = own or self._problem  # another replica's error may be what has ended this one
-            if not isinstance(self._problem, EveryoneNeededError):
+            if not isinstance(self._problem, CollectiveNeededError):
                 raise
             self.everyone.add(source)
             if compiled:

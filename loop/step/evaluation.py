@@ -13,26 +13,26 @@ from loop.data import Rows, Source, StreamSource, count
 from loop.errors import UsageError
 from loop.model.variables import carried_variables
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA, HOST
-from loop.step.metric_sums import SKIPPED, SUMS, Values
+from loop.step.metric_sums import SKIPPED, SUMS, MetricSums
 from loop.step.tracing import as_written, repeated
 
 if TYPE_CHECKING:
-    from loop.step.train_step import Step
+    from loop.step.train_step import TrainStep
 
 EPOCH = 1 << 31
 """Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
 
 
 class Evaluation:
-    """The compiled evaluation of what a `Step` trains.
+    """The compiled evaluation of what a `TrainStep` trains.
 
     Args:
         step: the model, the engine, and what is known of `compute` are its own.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: TrainStep) -> None:
         self._task, self._model, self._backend, self.source = step.task, step.model, step.backend, step.data.eval
-        self._computing, self._whereabouts, self._averages = step.computing, step.whereabouts, step.averages
+        self._computing, self._phase_marker, self._averages = step.computing, step.phase_marker, step.averages
         self._average_statistics = step.average_statistics
         if self.source is not None and not step.built.values:
             raise UsageError(
@@ -43,7 +43,7 @@ class Evaluation:
         self._carried = carried_variables(step.model)
         self._carries: list[Any] = []
         self._summed = step.task.loss_reduction == "sum"
-        self._values, self._dtype = Values(step.built.values, step.built.metrics), step.dtype
+        self._values, self._dtype = MetricSums(step.built.values, step.built.metrics), step.dtype
         self._compile()
 
     def _fixed_rows(self, rows: int | None) -> int | None:
@@ -63,22 +63,22 @@ class Evaluation:
         self._evaluate = tf.function(self._steps, autograph=False)
 
     def whole(self) -> np.ndarray:
-        """The totals (see `Step.train`) of the whole evaluation data."""
-        handle, totals = self.start(), np.zeros(())
+        """The totals (see `TrainStep.train`) of the whole evaluation data."""
+        iterator, totals = self.start(), np.zeros(())
         step: int | None = 0
         while step is not None:
-            step, some = self.steps(handle, step, np.iinfo(np.int64).max)
+            step, some = self.steps(iterator, step, np.iinfo(np.int64).max)
             totals = totals + some
         return totals
 
     def start(self) -> Any:
-        """The handle of the evaluation data, at its start. All workers must call it."""
+        """The iterator of the evaluation data, at its start. All workers must call it."""
         assert self.source is not None
         self._carries = [tf.zeros_like(variable.read_value()) for variable in self._carried]
         self._average_statistics()
         return self.source.start(0, 0)
 
-    def steps(self, handle: Any, step: int, steps: int) -> tuple[int | None, np.ndarray]:
+    def steps(self, iterator: Any, step: int, steps: int) -> tuple[int | None, np.ndarray]:
         """Evaluates up to `steps` batches, from the one at `step` on, in one compiled call.
 
         Returns:
@@ -88,7 +88,7 @@ class Evaluation:
         left = (self.source.steps_per_epoch or np.iinfo(np.int64).max) - step
         steps = min(steps, left)
         with self._averages.in_place(), self._own_state():
-            parts = self._computing.call(lambda: self._evaluate, handle, EPOCH, step, steps, compile=self._compile)
+            parts = self._computing.call(lambda: self._evaluate, iterator, EPOCH, step, steps, compile=self._compile)
             totals = np.sum([some for _, some in parts], 0)
         going, totals[SKIPPED] = totals[SKIPPED] > 0, 0
         return step + steps if going and steps < left else None, totals
@@ -118,7 +118,7 @@ class Evaluation:
         """The names that `means` will give."""
         return list(self.means(np.zeros(SUMS + self._values.width + self._values.state_width)))
 
-    def _steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
+    def _steps(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         source, backend, values = self.source, self._backend, self._values
         assert source is not None
         width = SUMS + values.width + values.state_width
@@ -153,24 +153,24 @@ class Evaluation:
 
         def one(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tuple[Any, ...]:
             if source.reads_ahead:
-                taken, following = following, source.read_batch(handle, epoch, number + 1)
+                taken, following = following, source.read_batch(iterator, epoch, number + 1)
             else:
-                with tf.control_dependencies(self._whereabouts.at(DATA)):
-                    taken = source.read_batch(handle, epoch, number)
-            self._whereabouts.at(COMPUTE, taken)
+                with tf.control_dependencies(self._phase_marker.at(DATA)):
+                    taken = source.read_batch(iterator, epoch, number)
+            self._phase_marker.at(COMPUTE, taken)
             totals = backend.run(add, totals, (epoch, number, taken))
             return number + 1, following, self._more(source, taken), totals
 
-        following = source.read_batch(handle, epoch, step) if source.reads_ahead else ()
+        following = source.read_batch(iterator, epoch, step) if source.reads_ahead else ()
         _, _, going, totals = repeated(more, one, step, following, tf.constant(True), totals)
 
         def summed(totals: tf.Tensor) -> tf.Tensor:
             # With whether this worker has more, in a place that an evaluation has no use for.
             return backend.all_reduce([totals + tf.one_hot(SKIPPED, width, tf.cast(going, tf.float64))])[0]
 
-        self._whereabouts.at(ALL_REDUCE, backend.first(totals))
+        self._phase_marker.at(ALL_REDUCE, backend.first(totals))
         packed = backend.first(backend.run(summed, totals))
-        self._whereabouts.lap(HOST, packed)
+        self._phase_marker.lap(HOST, packed)
         return packed
 
     def _without_filling(self, found: Any, n: tf.Tensor) -> Any:

@@ -48,7 +48,7 @@ def content(value: Any) -> Any:
     return value.value if isinstance(value, Unweighted) else value
 
 
-class Values:
+class MetricSums:
     """The values of one `compute`, and how they become totals: vectors that can be added up.
 
     Every value is kept as its weighted sum and its weight; a `keras.metrics` metric as its state. What comes of adding

@@ -17,7 +17,7 @@ from loop.data import Rows, count
 from loop.errors import UsageError
 
 
-class EveryoneNeededError(Exception):
+class CollectiveNeededError(Exception):
     """Raised while tracing: `compute` holds a collective, so that replicas without rows can't be left out."""
 
 
@@ -84,7 +84,7 @@ class Replica:
         arrives by summing the gradients of all.
         """
         if not self.collective:
-            raise self._noted(EveryoneNeededError())
+            raise self._noted(CollectiveNeededError())
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise self._noted(
                 UsageError(

@@ -27,14 +27,14 @@ from loop.model.variables import (
     updates_rows,
     variable_names,
 )
-from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA, HOST, Whereabouts
+from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA, HOST, PhaseMarker
 from loop.step import approximations, communication, lookups, row_random
 from loop.step.batch_norm import batch_norms, has_own_state, share, state, statistics
-from loop.step.build import Built
-from loop.step.computing import Computing, TraceAgainError
+from loop.step.build import BuiltModel
+from loop.step.computing import Computing, RetraceError
 from loop.step.evaluation import Evaluation
 from loop.step.loss_scale import LossScale
-from loop.step.metric_sums import EXAMPLES, SKIPPED, SUMS, Values
+from loop.step.metric_sums import EXAMPLES, SKIPPED, SUMS, MetricSums
 from loop.step.replica import Replica
 from loop.step.tracing import as_written, repeated
 from loop.step.weight_average import Averages
@@ -48,7 +48,7 @@ BLOCK_STEPS, BLOCK_BYTES = 50, 1 << 26
 """With `compile="xla"`, so many steps make one program, if their batches need no more memory than that."""
 
 
-class Tally(NamedTuple):
+class LoopState(NamedTuple):
     """What a compiled call has come to.
 
     Attributes:
@@ -58,7 +58,7 @@ class Tally(NamedTuple):
         before: the totals before the last step; float64.
         totals: the totals.
         states: of metrics, in each replica; float64.
-        finite: what was finite in the last step; see `Step._checked`.
+        finite: what was finite in the last step; see `TrainStep._checked`.
     """
 
     step: tf.Tensor
@@ -70,7 +70,7 @@ class Tally(NamedTuple):
     finite: tf.Tensor
 
 
-class Step:
+class TrainStep:
     """The compiled functions of a run, and the variables that they need beside those of model and optimizer.
 
     Args:
@@ -81,7 +81,9 @@ class Step:
         options: the options of `fit`.
     """
 
-    def __init__(self, task: TrainTask, built: Built, backend: Backend, data: Data, options: dict[str, Any]) -> None:
+    def __init__(
+        self, task: TrainTask, built: BuiltModel, backend: Backend, data: Data, options: dict[str, Any]
+    ) -> None:
         self.task, self.built, self.model, self.backend, self.data = task, built, built.model, backend, data
         self.options = options
         self.traces = 0
@@ -89,7 +91,7 @@ class Step:
         self._variables = trainable_variables(built.model)
         wide = any(variable.dtype == "float64" for variable in as_tf(self._variables))
         self.dtype = tf.float64 if wide else tf.float32
-        self._trained = {name: Values(names, built.metrics) for name, names in built.minimized.items()}
+        self._trained = {name: MetricSums(names, built.metrics) for name, names in built.minimized.items()}
         self._connected: dict[str, list[int]] = {}
         compiled = data.train if options["compile"] == "xla" else None
         self.computing = Computing(backend, options, compiled, built.fixed_rows)
@@ -133,7 +135,7 @@ class Step:
         self.averages = Averages(self._variables, options["ema"], backend)
         # Where nobody can be waited for, nobody asks what a worker is waiting for.
         waits = backend.workers > 1 or any(isinstance(each, StreamSource) for each in (data.train, data.eval))
-        self.whereabouts = Whereabouts(waits, bool(options["profile"]), backend.replicas)
+        self.phase_marker = PhaseMarker(waits, bool(options["profile"]), backend.replicas)
         self.evaluation = Evaluation(self)
         self.gradients: list[tf.Variable] = []
         self._bad_batch: list[tf.Variable] = []
@@ -203,11 +205,11 @@ class Step:
         """The variables that a checkpoint holds beside those of model and optimizer."""
         return [*self.averages.variables, *(self.scale.variables if self.scale else [])]
 
-    def train(self, handle: Any, epoch: int, step: int, steps: int) -> tuple[int, int, np.ndarray]:
+    def train(self, iterator: Any, epoch: int, step: int, steps: int) -> tuple[int, int, np.ndarray]:
         """Makes up to `steps` training steps in one compiled call.
 
         Args:
-            handle: what `data.train.start` returned.
+            iterator: what `data.train.start` returned.
             epoch: the epoch, from 0.
             step: the step within the epoch, from 0.
             steps: how many to make at most.
@@ -218,18 +220,18 @@ class Step:
             sums of all values, and the states of all metrics; float64.
         """
         if self._scans and self._untried:
-            packed = self._try_blocks(handle, epoch, step, min(steps, self._block_steps))
+            packed = self._try_blocks(iterator, epoch, step, min(steps, self._block_steps))
         else:
-            packed = self._joined(step, self._call(handle, epoch, step, steps))
+            packed = self._joined(step, self._call(iterator, epoch, step, steps))
         finite, packed = np.split(packed, [len(self._checked())])
         if packed[1] in (NOT_FINITE, LAST_SKIPPED):
             self.not_finite = [name for name, good in zip(self._checked(), finite, strict=True) if not good]
         return int(packed[0]), int(packed[1]), packed[2:]
 
-    def graph(self, handle: Any) -> tf.Graph:
-        """The graph that `train` runs with such a handle: traced already, once it has."""
+    def graph(self, iterator: Any) -> tf.Graph:
+        """The graph that `train` runs with such an iterator: traced already, once it has."""
         number = tf.constant(0, tf.int64)
-        return self._train.get_concrete_function(handle, number, number, number).graph
+        return self._train.get_concrete_function(iterator, number, number, number).graph
 
     def bad_batch(self, epoch: int, step: int) -> Rows:
         """The worker's part of the batch that wasn't finite, after a call that ended with it: NumPy arrays.
@@ -274,8 +276,8 @@ class Step:
         if self._statistics:
             self._average()
 
-    def _call(self, handle: Any, *numbers: int) -> list[tuple[int, np.ndarray]]:
-        return self.computing.call(lambda: self._train, handle, *numbers, compile=self._compile)
+    def _call(self, iterator: Any, *numbers: int) -> list[tuple[int, np.ndarray]]:
+        return self.computing.call(lambda: self._train, iterator, *numbers, compile=self._compile)
 
     def _joined(self, step: int, parts: list[tuple[int, np.ndarray]]) -> np.ndarray:
         """What the parts of a call from `step` on have come to; a step that isn't finite counts as the last one."""
@@ -289,13 +291,13 @@ class Step:
 
     # Training: in cross-replica context
 
-    def _train_steps(self, handle: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
+    def _train_steps(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         self.traces += 1
         backend = self.backend
         tally, end = self._nothing_yet(step), step + steps
         if self._scans:
-            tally = self._train_blocks(handle, epoch, end, tally)
-        tally = self._train_batches(handle, epoch, end, tally)
+            tally = self._train_blocks(iterator, epoch, end, tally)
+        tally = self._train_batches(iterator, epoch, end, tally)
         states = tally.states
         if any(values.state_width for values in self._trained.values()):
             states = backend.run(lambda states: backend.all_reduce([states])[0], states)
@@ -307,22 +309,22 @@ class Step:
         counts = tf.cast([made, tf.cast(status, tf.int64)], tf.float64)
         totals = tf.where(unmade, tally.before, tally.totals)
         packed = tf.concat([tf.cast(tally.finite, tf.float64), counts, totals, backend.first(states)], 0)
-        self.whereabouts.lap(HOST, packed)
+        self.phase_marker.lap(HOST, packed)
         return packed
 
-    def _nothing_yet(self, step: tf.Tensor) -> Tally:
+    def _nothing_yet(self, step: tf.Tensor) -> LoopState:
         zeros = tf.zeros([SUMS + sum(values.width for values in self._trained.values())], tf.float64)
         width = sum(values.state_width for values in self._trained.values())
         states = self.backend.run(lambda: tf.zeros([width], tf.float64))
         finite = tf.ones([len(self._checked())], tf.bool)
-        return Tally(step, tf.constant(True), tf.constant(False), zeros, zeros, states, finite)
+        return LoopState(step, tf.constant(True), tf.constant(False), zeros, zeros, states, finite)
 
-    def _one_step(self, feed: Any, tally: Tally) -> Tally:
+    def _one_step(self, feed: Any, tally: LoopState) -> LoopState:
         self._begin(feed, tally)
         as_written(self.task.train_step)(self.model, self)
         return self._finish(tally)
 
-    def _train_batches(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
+    def _train_batches(self, iterator: Any, epoch: tf.Tensor, end: tf.Tensor, tally: LoopState) -> LoopState:
         """Makes the steps up to `end`, one batch after the other: the loop of all loops.
 
         Over arrays it is counted: nothing that a step computes decides whether there is another one, and those after a
@@ -333,31 +335,31 @@ class Step:
         source, parts = self.data.train, self.options["accumulate"]
         counted = self._counted = source.reads_ahead
 
-        def more(number: tf.Tensor, following: Any, tally: Tally) -> tf.Tensor:
+        def more(number: tf.Tensor, following: Any, tally: LoopState) -> tf.Tensor:
             return number < end if counted else (number < end) & tally.going
 
-        def step(number: tf.Tensor, following: Any, tally: Tally) -> tuple[tf.Tensor, Any, Tally]:
+        def step(number: tf.Tensor, following: Any, tally: LoopState) -> tuple[tf.Tensor, Any, LoopState]:
             if source.reads_ahead:
                 # Nothing in this step depends on it: it is read while the step computes.
-                taken, following = following, source.read_batch(handle, epoch, number + 1, parts)
+                taken, following = following, source.read_batch(iterator, epoch, number + 1, parts)
             else:
-                with tf.control_dependencies(self.whereabouts.at(DATA)):
-                    taken = source.read_batch(handle, epoch, number)
-            self.whereabouts.at(COMPUTE, taken)
+                with tf.control_dependencies(self.phase_marker.at(DATA)):
+                    taken = source.read_batch(iterator, epoch, number)
+            self.phase_marker.at(COMPUTE, taken)
             tally = self._one_step((epoch, number, taken), tally)
-            self.whereabouts.lap(DATA, tally.totals)
+            self.phase_marker.lap(DATA, tally.totals)
             return number + 1, following, tally
 
-        def stretch(number: tf.Tensor, following: Any, tally: Tally) -> tuple[tf.Tensor, Any, Tally]:
+        def stretch(number: tf.Tensor, following: Any, tally: LoopState) -> tuple[tf.Tensor, Any, LoopState]:
             until, totals = tf.minimum(end, (number // self._local_steps + 1) * self._local_steps), tally.totals
             number, following, tally = repeated(lambda number, *_: number < until, step, number, following, tally)
             return number, following, self._together(tally, totals)
 
-        following = source.read_batch(handle, epoch, tally.step, parts) if source.reads_ahead else ()
+        following = source.read_batch(iterator, epoch, tally.step, parts) if source.reads_ahead else ()
         body = step if self._local_steps == 1 else stretch
         return repeated(more, body, tally.step, following, tally)[-1]
 
-    def _together(self, tally: Tally, before: tf.Tensor) -> Tally:
+    def _together(self, tally: LoopState, before: tf.Tensor) -> LoopState:
         """After local steps: gives all replicas the mean of their variables, and adds up what each has counted.
 
         A replica whose loss or gradient wasn't finite has made no step since; now all hear of it.
@@ -373,16 +375,16 @@ class Step:
             steps = tf.one_hot(backend.replica(), backend.replicas, tf.cast(tally.step, tf.float64), dtype=tf.float64)
             return backend.all_reduce([tf.concat([steps, bad, own], 0)])[0]
 
-        self.whereabouts.at(ALL_REDUCE, own)
+        self.phase_marker.at(ALL_REDUCE, own)
         backend.run(self._averaged, [*self._changed_by(""), *self._statistics])
         everyone = backend.first(backend.run(summed))
         steps, bad, own = tf.split(everyone, [backend.replicas, bad.shape[0], own.shape[0]])
         finite, totals = bad == 0, before + own
-        self.whereabouts.at(COMPUTE, totals)
+        self.phase_marker.at(COMPUTE, totals)
         step = tf.cast(tf.reduce_min(steps), tf.int64)
         return tally._replace(step=step, going=tf.reduce_all(finite), before=totals, totals=totals, finite=finite)
 
-    def _train_blocks(self, handle: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> Tally:
+    def _train_blocks(self, iterator: Any, epoch: tf.Tensor, end: tf.Tensor, tally: LoopState) -> LoopState:
         """Makes the steps that have a whole batch, many of them in one program of XLA's.
 
         A block in which anything isn't finite is left as if it had never been: `_train_batches` makes its steps, and
@@ -392,30 +394,34 @@ class Step:
         assert isinstance(source, ArraySource)
         whole = tf.minimum(end, source.size // self.options["batch_size"])
 
-        def more(following: Any, fine: tf.Tensor, tally: Tally) -> tf.Tensor:
+        def more(following: Any, fine: tf.Tensor, tally: LoopState) -> tf.Tensor:
             return (tally.step < whole) & fine
 
-        def steps(block: Any, fine: tf.Tensor, tally: Tally) -> tuple[Any, tf.Tensor, Tally]:
-            following = source.read_batches(handle, epoch, tally.step + size, size)
-            self.whereabouts.at(COMPUTE, block)
+        def steps(block: Any, fine: tf.Tensor, tally: LoopState) -> tuple[Any, tf.Tensor, LoopState]:
+            following = source.read_batches(iterator, epoch, tally.step + size, size)
+            self.phase_marker.at(COMPUTE, block)
             tally, fine = self._block(block, epoch, tf.minimum(whole, tally.step + size), tally)
             return following, fine, tally
 
-        first = source.read_batches(handle, epoch, tally.step, size)
+        first = source.read_batches(iterator, epoch, tally.step, size)
         return repeated(more, steps, first, tf.constant(True), tally)[-1]
 
-    def _train_block(self, block: Any, epoch: tf.Tensor, end: tf.Tensor, tally: Tally) -> tuple[Tally, tf.Tensor]:
+    def _train_block(
+        self, block: Any, epoch: tf.Tensor, end: tf.Tensor, tally: LoopState
+    ) -> tuple[LoopState, tf.Tensor]:
         """The steps up to `end`, whose batches are in `block`, and whether all in them was finite: for XLA."""
         changed = [*self._changed_by(""), *self._state]
         before, at_first = [variable.read_value() for variable in changed], tally
         signs = [tf.zeros([], self.dtype), *(tf.zeros(each.shape, each.dtype) for each in as_tf(self._variables))]
-        self._scanning = self.whereabouts.silent = True
+        self._scanning = self.phase_marker.silent = True
         self._counted = False
 
-        def more(place: tf.Tensor, signs: list[tf.Tensor], tally: Tally) -> tf.Tensor:
+        def more(place: tf.Tensor, signs: list[tf.Tensor], tally: LoopState) -> tf.Tensor:
             return tally.step < end
 
-        def step(place: tf.Tensor, signs: list[tf.Tensor], tally: Tally) -> tuple[tf.Tensor, list[tf.Tensor], Tally]:
+        def step(
+            place: tf.Tensor, signs: list[tf.Tensor], tally: LoopState
+        ) -> tuple[tf.Tensor, list[tf.Tensor], LoopState]:
             self._signs: dict[int, tf.Tensor] = {}
             index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)
             tally = self._one_step((epoch, tally.step, (index, batch)), tally)
@@ -424,13 +430,13 @@ class Step:
 
         # Counted from a constant: what comes from outside would be a constant too, and compiled anew for each value.
         _, signs, tally = repeated(more, step, tf.constant(0, tf.int64), signs, tally)
-        self._scanning = self.whereabouts.silent = False
+        self._scanning = self.phase_marker.silent = False
         fine = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
         for variable, value in zip(changed, before, strict=True):
             variable.assign(tf.where(fine, variable, value))
         return tf.nest.map_structure(lambda new, old: tf.where(fine, new, old), tally, at_first), fine
 
-    def _try_blocks(self, handle: Any, epoch: int, step: int, steps: int) -> np.ndarray:
+    def _try_blocks(self, iterator: Any, epoch: int, step: int, steps: int) -> np.ndarray:
         """Makes the steps of a block; where XLA can't compile it, says why, and leaves the task to the graph.
 
         A program that isn't compiled has changed nothing.
@@ -438,18 +444,18 @@ class Step:
         source = self.data.train
         assert isinstance(source, ArraySource)
         try:
-            packed = self._joined(step, self._call(handle, epoch, step, steps))
+            packed = self._joined(step, self._call(iterator, epoch, step, steps))
             self._untried = step >= source.size // self.options["batch_size"]
             return packed
         except tf.errors.OpError as error:
             reason = " ".join(str(error.message).split())[:300]
             warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
-            self._scans = self._scanning = self.whereabouts.silent = False
+            self._scans = self._scanning = self.phase_marker.silent = False
             self.computing.uncompiled.add(source)
             self._compile()
-        return self._joined(step, self._call(handle, epoch, step, steps))
+        return self._joined(step, self._call(iterator, epoch, step, steps))
 
-    def _begin(self, feed: Any, tally: Tally) -> None:
+    def _begin(self, feed: Any, tally: LoopState) -> None:
         """Starts to trace a step."""
         self._going = tally.going
         if self._state:
@@ -488,10 +494,10 @@ class Step:
         self._batch_rows = self._rows_of_batch() if self._summed else ()
         found = backend.run(part_sums, self._feed, tf.constant(0, tf.int64), self._batch_rows)
         gradients, sums, states = self._accumulated(part_sums, found) if parts > 1 else found
-        self.whereabouts.at(ALL_REDUCE, backend.first(gradients))
+        self.phase_marker.at(ALL_REDUCE, backend.first(gradients))
         gradients, sums, checked = backend.run(lambda *pair: self._reduced(optimizer, *pair), gradients, sums)
         sums, (applies, finite) = backend.first(sums), backend.first(checked)
-        self.whereabouts.at(COMPUTE, sums)
+        self.phase_marker.at(COMPUTE, sums)
         if self.options["on_nonfinite"] == "stop" and self.scale is None:
             for earlier in self._finite.values():
                 applies &= tf.reduce_all(earlier)
@@ -540,7 +546,7 @@ class Step:
         start = tf.constant(1, tf.int64), sums
         return repeated(lambda part, sums: part < parts, body, *start)[1]
 
-    def _finish(self, tally: Tally) -> Tally:
+    def _finish(self, tally: LoopState) -> LoopState:
         """Ends the trace of a step: what the call has come to with it."""
         backend, scale = self.backend, self.scale
         each_finite = joined([self._finite[name] for name in self._trained])
@@ -574,9 +580,9 @@ class Step:
         states = tally.states
         if any(values.state_width for values in self._trained.values()):
             states = backend.run(added, states, *(self._states[name] for name in self._trained))
-        after = Tally(tally.step + 1, going, ended, tally.totals, tally.totals + totals, states, each_finite)
+        after = LoopState(tally.step + 1, going, ended, tally.totals, tally.totals + totals, states, each_finite)
         if self._counted:  # what comes behind the step that ended the call was not made
-            fields = [name for name in Tally._fields if name not in ("ended", "states")]
+            fields = [name for name in LoopState._fields if name not in ("ended", "states")]
             after = after._replace(
                 **{name: tf.where(tally.going, getattr(after, name), getattr(tally, name)) for name in fields}
             )
@@ -668,7 +674,7 @@ class Step:
             ]
             self._check_connected(optimizer, trained)
             if self._is_to_be_apart():
-                replica.problem = TraceAgainError()
+                replica.problem = RetraceError()
                 raise replica.problem
             gradients = [
                 self._as_sent(index, gradient, replica, part)

@@ -14,7 +14,7 @@ from loop.backends import create
 from loop.data import BatchOptions, count, first, in_float64, open_data, part, source
 from loop.options import with_defaults
 from loop.step.build import build
-from loop.step.train_step import Step
+from loop.step.train_step import TrainStep
 from tests.data.test_sources import Worker
 from tests.test_docs import DOCS, blocks
 
@@ -331,7 +331,7 @@ def test_lengths_do_not_trace_the_step_anew():
     task = Tagger("arrays", Padding())
     options = with_defaults(task, {"batch_size": 4})
     engine, data = create("single"), open_data(task, options)
-    step = Step(task, build(task, engine, "float32", data.train.example), engine, data, options)
+    step = TrainStep(task, build(task, engine, "float32", data.train.example), engine, data, options)
     step.train((), 0, 0, 11)
     step.train((), 1, 0, 3)
     assert step.traces == 1

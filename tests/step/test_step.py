@@ -10,7 +10,7 @@ from loop.backends import create
 from loop.data import open_data
 from loop.options import with_defaults
 from loop.step.build import build
-from loop.step.train_step import Step
+from loop.step.train_step import TrainStep
 from tests.exactness import largest_difference
 from tests.tasks import Alarm, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 
@@ -292,7 +292,7 @@ def test_only_the_counter_decides_on_another_step():
     task, engine = Plain(), create("single")
     options = with_defaults(task, {"backend": "single"})
     data = open_data(task, options)
-    step = Step(task, build(task, engine, "float32", data.train.example), engine, data, options)
+    step = TrainStep(task, build(task, engine, "float32", data.train.example), engine, data, options)
     handle, number = data.train.start(0, 0), tf.constant(0, tf.int64)
     program = step._train.get_concrete_function(handle, number, number, number).graph
     loops = [node for node in program.as_graph_def().node if node.op in ("While", "StatelessWhile")]
@@ -317,7 +317,7 @@ class Pooled(Plain):
 def test_pooling_is_computed_in_a_graph_of_its_own(replicas, quiet, monkeypatch):
     backend = create("mirrored", replicas) if replicas > 1 else "single"
     apart = fit(Pooled(), epochs=2, batch_size=20, backend=backend, callbacks=quiet())
-    monkeypatch.setattr(Step, "_is_to_be_apart", lambda step: False)
+    monkeypatch.setattr(TrainStep, "_is_to_be_apart", lambda step: False)
     inline = fit(Pooled(), epochs=2, batch_size=20, backend=backend, callbacks=quiet())
     assert apart.weights_sha256 == inline.weights_sha256
 
@@ -326,7 +326,7 @@ def test_a_model_with_pooling_is_found_to_need_it():
     task, engine = Pooled(), create("single")
     options = with_defaults(task, {"backend": "single"})
     data = open_data(task, options)
-    step = Step(task, build(task, engine, "float32", data.train.example), engine, data, options)
+    step = TrainStep(task, build(task, engine, "float32", data.train.example), engine, data, options)
     step.train(data.train.start(0, 0), 0, 0, 1)
     number = tf.constant(0, tf.int64)
     library = step._train.get_concrete_function(data.train.start(0, 0), number, number, number).graph.as_graph_def()
