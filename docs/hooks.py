@@ -111,7 +111,7 @@ def introduced(markdown: str) -> str:
     """A page with the README's first part where it asks for it; links in there are as from docs/."""
     if INTRODUCTION not in markdown:
         return markdown
-    first = (ROOT / "README.md").read_text().split("\n## Is yours the same everywhere?")[0]
+    first = (ROOT / "README.md").read_text().split("\n## Four promises")[0]
     first = re.sub(r"\]\((?!\w+:|#)([^)]+)", lambda link: f"]({os.path.relpath(link[1], 'docs')}", first)
     return markdown.replace(INTRODUCTION, first.replace('src="docs/', 'src="'))
 
