@@ -55,7 +55,11 @@ from loop.commands import sweep as sweep_
 from loop.commands import train as train_
 from loop.commands import tune as tune_
 from loop.errors import FAILED, PREEMPTED, TrainingError, UsageError, no_exit
-from loop.launch import explain, launcher, signals
+from loop.launch import explain, machine, signals, stderr
+from loop.launch.backend_choice import choose_backend, choose_for_command, job_backend
+from loop.launch.environment import JOB, job_size
+from loop.launch.fixed_job import run_job
+from loop.launch.worker import reporting
 from loop.options import nearest, with_defaults
 from loop.target import task_loader
 
@@ -327,10 +331,10 @@ def evaluate(
     """Evaluate a checkpoint on the whole evaluation data."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
     path = checkpointed(run, task_target)
-    engine = launcher.place(backend or "auto", workers)
-    if engine in ("horovod", "multiworker") and launcher.job_size() is None:
-        finish(*launcher.run(engine, workers or 1, sys.argv[1:]), as_json, metric_lines)
-    with launcher.reporting() as report, launcher.quiet_start():
+    engine = choose_for_command(backend or "auto", workers)
+    if engine in ("horovod", "multiworker") and job_size() is None:
+        finish(*run_job(engine, workers or 1, sys.argv[1:]), as_json, metric_lines)
+    with reporting() as report, stderr.quiet_start():
         from loop import backends
         from loop.run import run_directory
 
@@ -342,7 +346,7 @@ def evaluate(
         precision = manifest["run"]["options"]["precision"]
         metrics = evaluate_(task, path, batch_size=batch_size, backend=made, precision=precision)
         report(0, None, metrics)
-    if launcher.JOB not in os.environ and made.is_chief:
+    if JOB not in os.environ and made.is_chief:
         finish(0, "", metrics, as_json, metric_lines)
 
 
@@ -367,7 +371,7 @@ def export(
         raise UsageError(f"{out} exists already: remove it, or give another name")
     if out.suffix not in (".npz", ".keras") and out.suffix.lower() in NO_DIRECTORY:
         raise UsageError(f"{out}: there is no such format: give OUT.npz, OUT.keras, or a directory for a SavedModel")
-    with shown_stages(3) as progress, launcher.quiet_start():
+    with shown_stages(3) as progress, stderr.quiet_start():
         from loop.backends import devices
         from loop.run import run_directory
 
@@ -399,19 +403,19 @@ def verify(
         return
 
     def job(directory: Path) -> str:
-        code, problem, _ = launcher.run(backend, 2, [*sys.argv[1:], "--record", str(directory)])
+        code, problem, _ = run_job(backend, 2, [*sys.argv[1:], "--record", str(directory)])
         if code == PREEMPTED:
             raise KeyboardInterrupt
         return problem
 
-    with shown_stages(9 + processes) as progress, launcher.quiet_start():
+    with shown_stages(9 + processes) as progress, stderr.quiet_start():
         from loop.backends import devices
         from loop.commands import verify as verify_
 
         devices.alike(max(verify_.REPLICAS))
         if not devices.use_gpus():
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
-        backend = launcher.job_backend()[0]
+        backend = job_backend()[0]
         task = task_loader.load(target_, set_ or ())
         found = verify_.verify(
             task, batch_size, job=job if processes else None, job_engine=backend, progress=progress, compile=compile_
@@ -436,7 +440,7 @@ def replay(
         runs.checkpointed(path)
     if task_target is not None:
         task_loader.check(task_target)
-    with launcher.quiet_start():
+    with stderr.quiet_start():
         from loop.backends import devices
         from loop.commands import replay as replay_
         from loop.run import run_directory
@@ -452,12 +456,12 @@ def _record(
     target_: str, assignments: list[str] | tuple[()], batch_size: int | None, compile_: str | None, directory: Path
 ) -> None:
     """What `verify` does in a worker of its job."""
-    with launcher.reporting() as report:
-        with launcher.quiet_start():
+    with reporting() as report:
+        with stderr.quiet_start():
             from loop import backends
             from loop.commands import verify
 
-            task, made = backends.with_task(lambda: task_loader.load(target_, assignments), launcher.choose("auto")[0])
+            task, made = backends.with_task(lambda: task_loader.load(target_, assignments), choose_backend("auto")[0])
         verify.write(directory, task, made, batch_size, compile_)
         made.exchange(0)  # nobody leaves before all are done
         made.close()
@@ -491,7 +495,7 @@ def chaos(
     if checkpoint_every is not None:
         command_line.schedule(checkpoint_every)
     task_loader.check(target_)
-    launcher.place(backend or "auto", workers)
+    choose_for_command(backend or "auto", workers)
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
     arguments = command_line.arguments(options | {"workers": workers}, set_ or ())
@@ -538,11 +542,11 @@ def tune(
         raise UsageError(f"--out {out} exists already: give another name" + (", or --force" if out.is_file() else ""))
     if not os.access(out.parent, os.W_OK):
         raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
-    if launcher.job_size() is not None:
+    if job_size() is not None:
         raise UsageError("tune starts its workers itself: call it once, with --workers")
     config.arguments(config_ or (), train_options(), ())
     task_loader.check(target_)
-    launcher.place(backend or "auto", workers)
+    choose_for_command(backend or "auto", workers)
     typed = {"batch_size": batch_size, "backend": backend, "workers": workers}
     arguments = command_line.arguments(typed, set_ or (), config_ or ())
     stages = len(tune_.TUNED) * rounds * 2
@@ -614,7 +618,7 @@ def sweep(
     else:
         directory = sweep_dir
         task_loader.check(target_)
-        launcher.place(backend or "auto", workers, asynchronous=True)
+        choose_for_command(backend or "auto", workers, asynchronous=True)
         swept, drawn = sweep_.assigned("--grid", grid or ()), sweep_.assigned("--random", random or ())
         typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
         plan = sweep_.Plan(
@@ -623,10 +627,10 @@ def sweep(
             place=str(Path.cwd()),
             arguments=sweep_.arguments(typed, set_ or (), config_ or (), train_options(), [*swept, *drawn]),
         )  # fmt: skip
-    if launcher.job_size() is not None:
+    if job_size() is not None:
         raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
     count = plan.trials(trials)
-    with launcher.quiet_start():
+    with stderr.quiet_start():
         from loop.backends import devices
 
         devices.prepare()
@@ -662,8 +666,8 @@ def find_lr(
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise UsageError(f"--out {out}: it can't be written there")
     task_loader.check(target_)
-    engine = launcher.place(backend or "auto", workers, alone="find-lr")
-    with launcher.quiet_start():
+    engine = choose_for_command(backend or "auto", workers, alone="find-lr")
+    with stderr.quiet_start():
         from loop import backends
 
         task, made = backends.with_task(lambda: task_loader.load(target_, set_ or ()), engine, workers)
@@ -681,7 +685,7 @@ def find_lr(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what works on this machine, what doesn't, and what to do about it."""
-    with launcher.quiet_start():
+    with stderr.quiet_start():
         from loop.commands.doctor import examine
 
         findings = examine()
@@ -711,8 +715,8 @@ def ui(
     path = files.sqlite_path(uri)
     if path and not path.exists():
         raise UsageError(f"{path} isn't there: train something first, here")
-    if not launcher.port_is_free(host, port):
-        taken, port = port, launcher.free_ports(1)[0]
+    if not machine.port_is_free(host, port):
+        taken, port = port, machine.free_ports(1)[0]
         print(f"port {taken} is in use, taking {port}", file=sys.stderr)
     # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
     print(
@@ -859,7 +863,7 @@ def main() -> None:
     try:
         command_line.check(sys.argv[1:])
         # Training, and the workers of a job, have handlers of their own.
-        own = launcher.JOB in os.environ or sys.argv[1:2] == ["train"]
+        own = JOB in os.environ or sys.argv[1:2] == ["train"]
         with contextlib.nullcontext() if own else signals.interrupting(), no_exit():
             code = typer.main.get_command(app).main(standalone_mode=False) or 0
     except KeyboardInterrupt as error:

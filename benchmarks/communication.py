@@ -260,7 +260,7 @@ def multiworker_worker(out: str, rounds: int) -> None:
 
 def multiworker(rounds: int) -> Any:
     """Runs the workers of `tf.distribute`."""
-    from loop.launch.launcher import free_ports
+    from loop.launch.machine import free_ports
 
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     with tempfile.TemporaryDirectory() as directory:

@@ -26,7 +26,7 @@ import numpy as np
 
 import callbacks
 from loop import ArrayData, TrainTask, fit
-from loop.launch.launcher import free_ports
+from loop.launch.machine import free_ports
 
 CALL = 20  # steps in a compiled call: short ones, so that a pause shows
 

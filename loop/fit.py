@@ -15,7 +15,7 @@ from loop import backends
 from loop.backends.base import Backend
 from loop.data import Data
 from loop.errors import RegroupError, UsageError, no_exit
-from loop.launch import launcher
+from loop.launch.backend_choice import choose_backend
 from loop.monitor import stopwatch
 from loop.options import DEFAULTS, with_defaults
 from loop.run import run_directory
@@ -396,5 +396,5 @@ def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> 
 
 def start(name: str) -> Backend:
     """Starts the engine of this name; `auto` finds it."""
-    chosen, _ = launcher.choose(name)
+    chosen, _ = choose_backend(name)
     return backends.create(chosen)

@@ -17,14 +17,14 @@ import pytest
 import tensorflow as tf
 
 import callbacks
-from loop.launch import launcher
+from loop.launch import machine
 from tests import workers as workers_
 
 ROOT = Path(__file__).resolve().parent.parent
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 TFLOOP = [sys.executable, "-P", "-m", "cli"]
 
-needs_horovod = pytest.mark.skipif(launcher.horovod_missing() is not None, reason=str(launcher.horovod_missing()))
+needs_horovod = pytest.mark.skipif(machine.horovod_missing() is not None, reason=str(machine.horovod_missing()))
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
@@ -54,7 +54,7 @@ def jobs(tmp_path_factory):
 
     @functools.cache
     def run(engine, workers):
-        if engine == "horovod" and (missing := launcher.horovod_missing()):
+        if engine == "horovod" and (missing := machine.horovod_missing()):
             pytest.skip(missing)
         out = tmp_path_factory.mktemp(f"{engine}-{workers}")
         return workers_.run(engine, workers, out), out

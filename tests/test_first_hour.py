@@ -32,7 +32,7 @@ from callbacks import (
 )
 from loop import ArrayData, TrainTask, fit
 from loop.errors import UsageError
-from loop.launch import launcher
+from loop.launch import stderr
 from loop.target.task_loader import check
 from tests.conftest import TFLOOP
 from tests.tasks import Weighted
@@ -95,7 +95,7 @@ def test_the_end_names_what_shows_the_run(track, seen, tmp_path, monkeypatch, ca
 
 def test_what_was_imported_costs_the_end_of_the_process_nothing():
     try:
-        with launcher.quiet_start():
+        with stderr.quiet_start():
             pass  # TensorFlow is there, as behind any of the command's starts
         assert gc.get_freeze_count() > 100_000
     finally:

@@ -24,7 +24,7 @@ from loop.checkpoint import checkpoint_files
 from loop.checkpoint.lock import locked
 from loop.commands import replay as replaying
 from loop.errors import TrainingError, UsageError
-from loop.launch import launcher
+from loop.launch.environment import LAUNCHER
 from loop.monitor.watchdog import Watchdog
 from loop.run import run_directory
 from tests.tasks import Alarm, Conv, Plain, Streamed, Unweighted, regression
@@ -223,7 +223,7 @@ class SignalledInFirstCompile(Plain):
 
 def test_a_signal_that_the_launcher_hands_on_too_is_not_a_second_one(quiet, monkeypatch):
     """As where it is sent to all processes: by systemd, or in a step of Slurm."""
-    monkeypatch.setenv(launcher.LAUNCHER, str(os.getppid()))
+    monkeypatch.setenv(LAUNCHER, str(os.getppid()))
     again = [At(3, lambda run: os.kill(os.getpid(), signal.SIGTERM)) for _ in range(2)]
     result = fit(Plain(), epochs=2, batch_size=20, steps_per_call=1, callbacks=quiet() + again)
     assert result.status == "preempted"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from loop.launch import launcher
+from loop.launch import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = {
@@ -27,7 +27,7 @@ def places(engine, workers):
         with rendezvous(workers) as each:
             yield each
     else:
-        addresses = [f"127.0.0.1:{port}" for port in launcher.free_ports(workers)]
+        addresses = [f"127.0.0.1:{port}" for port in machine.free_ports(workers)]
         tasks = [{"type": "worker", "index": rank} for rank in range(workers)]
         yield [{"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task})} for task in tasks]
 

@@ -9,7 +9,9 @@ from typing import TypeVar
 from loop.backends import devices as devices_
 from loop.backends.base import Backend
 from loop.errors import UsageError
-from loop.launch import launcher, plugins
+from loop.launch import plugins
+from loop.launch.environment import WORKER, job_rank
+from loop.launch.worker import mark_state
 from loop.monitor import fault_injection
 
 Loaded = TypeVar("Loaded")
@@ -55,7 +57,7 @@ def create(
 
     Args:
         name: `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, or a plug-in's;
-            `loop.launch.launcher.choose` decides what `auto` is.
+            `loop.launch.backend_choice.choose_backend` decides what `auto` is.
         workers: for `mirrored` and `central`: the number of replicas; None: all devices.
         devices: for `mirrored` and `central`: a replica on each of these instead, such as `["gpu:0", "gpu:2"]`; of
             CPUs, as many logical devices are made as are named.
@@ -64,10 +66,10 @@ def create(
     Raises:
         UsageError: there is no such engine, or no such device.
     """
-    fault_injection.reached("start", launcher.job_rank())
-    launcher.mark("arrived")
+    fault_injection.reached("start", job_rank())
+    mark_state("arrived")
     made = _create(name, workers, devices, min_shard_bytes)
-    launcher.mark("started")
+    mark_state("started")
     return made
 
 
@@ -88,7 +90,7 @@ def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_s
     if name == "horovod":
         from loop.backends.horovod import ElasticHorovod, Horovod
 
-        return ElasticHorovod() if launcher.WORKER in os.environ else Horovod()
+        return ElasticHorovod() if WORKER in os.environ else Horovod()
     if name == "parameter_server":
         from loop.backends.parameter_server import ParameterServer
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from loop.backends import devices
 
 if TYPE_CHECKING:
-    from loop.launch.elastic import Member
+    from loop.launch.member import Member
 
 
 class Backend:

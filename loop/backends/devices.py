@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from loop.errors import UsageError
-from loop.launch import launcher
+from loop.launch import machine
 
 LOCAL_RANK = ("TFLOOP_LOCAL_RANK", "HOROVOD_LOCAL_RANK")
 """Environment variables that tell a worker which of those on its machine it is."""
@@ -45,7 +45,7 @@ def prepare(
     gpus = use_gpus(local_rank() if backend in ("horovod", "multiworker") else None)
     if backend in ("mirrored", "central"):
         if devices:
-            count = sum(name.startswith("cpu:") for name in launcher.device_names(devices))
+            count = sum(name.startswith("cpu:") for name in machine.device_names(devices))
         else:
             count = 0 if gpus else replicas or 0
         _make_logical_cpus(count)
@@ -126,7 +126,7 @@ def use_gpus(local_rank: int | None = None) -> list[Any]:
     gpus = list(tf.config.get_visible_devices("GPU"))
     if local_rank is not None and len(gpus) > 1:  # a single one has been chosen before, here or by the launcher
         if local_rank >= len(gpus):
-            raise UsageError(launcher.too_few_gpus(len(gpus), f"worker {local_rank + 1} on this machine"))
+            raise UsageError(machine.too_few_gpus(len(gpus), f"worker {local_rank + 1} on this machine"))
         gpus = [gpus[local_rank]]
         try:
             tf.config.set_visible_devices(gpus, "GPU")

@@ -16,7 +16,9 @@ import tensorflow as tf
 from loop.backends.base import Backend, of_one_dtype
 from loop.backends.devices import use_gpus
 from loop.errors import RegroupError, UsageError
-from loop.launch import elastic, launcher
+from loop.launch.environment import job_rank, job_size
+from loop.launch.member import Member
+from loop.launch.worker import await_peers, is_peer_loss
 
 
 class Horovod(Backend):
@@ -73,17 +75,17 @@ class Horovod(Backend):
 
 
 class ElasticHorovod(Horovod):
-    """Horovod in a job of `loop.launch.elastic`: after `regroup` it is that of another generation."""
+    """Horovod in an elastic job: after `regroup` it is that of another generation."""
 
-    member: elastic.Member
+    member: Member
 
     def __init__(self) -> None:
-        self.member = elastic.Member()
+        self.member = Member()
         self._join()
         self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
 
     def outlives(self, error: BaseException) -> bool:
-        return isinstance(error, RegroupError) or launcher.gone(error)
+        return isinstance(error, RegroupError) or is_peer_loss(error)
 
     def regroup(self) -> None:
         # Whoever joins builds the model for the first time, and collectives go by the names of what they reduce.
@@ -119,9 +121,9 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
         UsageError: there are others, but nothing says where to meet them.
     """
     if not {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"} <= os.environ.keys():
-        if (launcher.job_size() or 1) > 1 and not hvd.mpi_built():  # Horovod would abort the process
+        if (job_size() or 1) > 1 and not hvd.mpi_built():  # Horovod would abort the process
             raise UsageError(
-                f"HOROVOD_SIZE={launcher.job_size()} without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, where its workers "
+                f"HOROVOD_SIZE={job_size()} without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, where its workers "
                 "meet: Horovod's launcher sets all of them; unset HOROVOD_RANK and HOROVOD_SIZE where it isn't meant"
             )
         return
@@ -140,10 +142,8 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
         finally:
             connection.close()
 
-    own, size = launcher.job_rank(), launcher.job_size() or 1
-    launcher.await_peers(
-        {f"rank {rank}": functools.partial(ask, "PUT" if rank == own else "GET", rank) for rank in range(size)}
-    )
+    own, size = job_rank(), job_size() or 1
+    await_peers({f"rank {rank}": functools.partial(ask, "PUT" if rank == own else "GET", rank) for rank in range(size)})
 
 
 class _Taken(tf.GradientTape):

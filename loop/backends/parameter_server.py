@@ -26,7 +26,9 @@ import tensorflow as tf
 from loop.backends.devices import local_rank, use_gpus
 from loop.backends.strategy import StrategyBackend
 from loop.errors import UsageError
-from loop.launch import launcher, signals
+from loop.launch import signals, stderr
+from loop.launch.environment import start_timeout, tf_cluster
+from loop.launch.worker import await_peers, mark_state
 from loop.model.variables import as_tf
 
 PARTS = 2
@@ -47,7 +49,7 @@ class ParameterServer(StrategyBackend):
     asynchronous = True
 
     def __init__(self, min_shard_bytes: int | None = None) -> None:
-        rank, places = launcher.tf_cluster(os.environ["TF_CONFIG"])
+        rank, places = tf_cluster(os.environ["TF_CONFIG"])
         if rank:
             raise UsageError(
                 f"this process is {list(places)[rank]}, and only the chief calls fit: start it with `tfloop train ... "
@@ -59,13 +61,11 @@ class ParameterServer(StrategyBackend):
         with contextlib.suppress(RuntimeError):  # TensorFlow has started: what there is must do
             tf.config.threading.set_inter_op_parallelism_threads(at_once(places))
             tf.config.set_visible_devices([], "GPU")
-        launcher.await_peers(
-            {f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in list(places)[1:]}
-        )
+        await_peers({f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in list(places)[1:]})
         # What happens to workers is its business, and it tells it in hundreds of lines.
         logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
         # Should one go just now: TensorFlow waits for many minutes, and holds the interpreter meanwhile.
-        faulthandler.dump_traceback_later(launcher.start_timeout(), exit=True, file=launcher.stderr)
+        faulthandler.dump_traceback_later(start_timeout(), exit=True, file=stderr.descriptor())
         partition = tf.distribute.experimental.partitioners.MinSizePartitioner
         self.strategy = tf.distribute.ParameterServerStrategy(
             tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc"),
@@ -166,14 +166,14 @@ def serve(threads: int = 0) -> None:
         UsageError: somebody else has its port.
         TrainingError: the chief isn't there in time.
     """
-    rank, places = launcher.tf_cluster(os.environ["TF_CONFIG"])
+    rank, places = tf_cluster(os.environ["TF_CONFIG"])
     config = json.loads(os.environ["TF_CONFIG"])
     name, chief = list(places)[rank], next(iter(places.values()))
     if name.startswith("worker "):
         use_gpus(local_rank() or 0)
     else:
         tf.config.set_visible_devices([], "GPU")
-    launcher.mark("arrived")
+    mark_state("arrived")
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec(config["cluster"]), config["task"]["type"], int(config["task"]["index"]), "grpc",
@@ -186,8 +186,8 @@ def serve(threads: int = 0) -> None:
             f"TF_CONFIG: this process is {name} at {places[name]}, but can't listen at that port ({error.message}): "
             "end what has it (`ss -ltnp` shows that), or give another port in the TF_CONFIG of all processes"
         ) from None
-    launcher.mark("started")
-    launcher.await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
+    mark_state("started")
+    await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
     # Whoever is told to stop, the chief must still be able to save: it ends first.
     for number in signals.STOPS:
         signal.signal(number, signal.SIG_IGN)

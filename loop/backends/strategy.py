@@ -18,7 +18,9 @@ import tensorflow as tf
 from loop.backends.base import Backend, of_one_dtype, shared_value
 from loop.backends.devices import local_rank, logical_cpus, use_gpus
 from loop.errors import UsageError
-from loop.launch import launcher
+from loop.launch import machine, stderr
+from loop.launch.environment import start_timeout, tf_cluster, tpu_name
+from loop.launch.worker import await_peers
 
 _ANSWER_SECONDS = 10.0  # until a TPU, or who knows of it, is taken to be away
 
@@ -184,7 +186,7 @@ class TPU(StrategyBackend):
     name = "tpu"
 
     def __init__(self) -> None:
-        name = launcher.tpu_name()
+        name = tpu_name()
         before = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_ANSWER_SECONDS)  # of the resolver's questions to Google Cloud
         try:
@@ -213,7 +215,7 @@ def in_time() -> Iterator[None]:
 
     It holds the interpreter meanwhile, so that nothing else can end it.
     """
-    faulthandler.dump_traceback_later(launcher.start_timeout(), exit=True, file=launcher.stderr)
+    faulthandler.dump_traceback_later(start_timeout(), exit=True, file=stderr.descriptor())
     try:
         yield
     finally:
@@ -227,7 +229,7 @@ def _meet() -> None:
         UsageError: somebody else has this worker's port.
         TrainingError: some are not there in time.
     """
-    rank, places = launcher.tf_cluster(os.environ["TF_CONFIG"])
+    rank, places = tf_cluster(os.environ["TF_CONFIG"])
     hosts = {
         name: (address.rpartition(":")[0].strip("[]"), int(address.rpartition(":")[2]))
         for name, address in places.items()
@@ -251,7 +253,7 @@ def _meet() -> None:
             "what has it (`ss -ltnp` shows that), or give another port in the TF_CONFIG of all workers"
         ) from None
     with listener:
-        launcher.await_peers({f"{name} ({places[name]})": functools.partial(answers, name) for name in hosts})
+        await_peers({f"{name} ({places[name]})": functools.partial(answers, name) for name in hosts})
 
 
 def all_devices(engine: str, replicas: int | None) -> list[str]:
@@ -270,7 +272,7 @@ def named_devices(names: Sequence[str]) -> list[str]:
     Raises:
         UsageError: a name that is none, comes twice, or that no device has; with those that there are.
     """
-    names = launcher.device_names(names)
+    names = machine.device_names(names)
     gpus = [f"gpu:{index}" for index in range(len(use_gpus()))]
     with contextlib.suppress(UsageError):  # too late for so many: what is missing is named below
         logical_cpus(sum(name.startswith("cpu:") for name in names))

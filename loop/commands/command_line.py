@@ -16,7 +16,8 @@ from callbacks import Schedule
 from callbacks.files import FileError, MovedError
 from callbacks.run_record.redaction import tell
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
-from loop.launch import explain, launcher
+from loop.launch import explain
+from loop.launch.environment import JOB
 from loop.options import nearest
 
 
@@ -64,7 +65,7 @@ def told(error: Exception) -> int:
 
     In a job of ours the launcher says it, once for all workers.
     """
-    alone, number = launcher.JOB not in os.environ, error.errno if isinstance(error, OSError) else None
+    alone, number = JOB not in os.environ, error.errno if isinstance(error, OSError) else None
     where = error.filename if isinstance(error, OSError) else None
     if isinstance(error, UsageError | TrainingError):
         if alone:

@@ -13,7 +13,8 @@ from callbacks.files import sqlite_path
 from callbacks.mlflow.tracker import default_uri
 from callbacks.run_record.redaction import mask, redact
 from loop.errors import UsageError
-from loop.launch import launcher, plugins
+from loop.launch import machine, plugins
+from loop.launch.environment import read_tf_config
 
 Finding = dict[str, str]
 
@@ -64,14 +65,14 @@ def _devices() -> Finding:
     gpus = tf.config.list_physical_devices("GPU")
     names = [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus]
     found = f"{os.cpu_count()} CPU cores, " + (", ".join(names) or "no GPU")
-    if launcher.count_gpus() > len(gpus):
+    if machine.count_gpus() > len(gpus):
         fix = "TensorFlow doesn't see it: uv sync --extra gpu, and check nvidia-smi"
-        return finding("Devices", "broken", f"{found}, but the machine has {launcher.count_gpus()}", fix)
+        return finding("Devices", "broken", f"{found}, but the machine has {machine.count_gpus()}", fix)
     return finding("Devices", "ok", found)
 
 
 def _horovod() -> Finding:
-    if missing := launcher.horovod_missing():
+    if missing := machine.horovod_missing():
         return finding("Horovod", "missing", missing, "without it, --workers N uses multiworker")
     import horovod.tensorflow as hvd
 
@@ -109,7 +110,7 @@ def _tf_config() -> Finding:
     if text is None:
         return finding("TF_CONFIG", "ok", "not set: this process is a job of its own")
     try:
-        rank, workers = launcher.read_tf_config(text)
+        rank, workers = read_tf_config(text)
     except UsageError as error:
         return finding("TF_CONFIG", "broken", mask(str(error)), "mend it, or unset TF_CONFIG")
     return finding("TF_CONFIG", "ok", f"rank {rank} of {workers} workers")
@@ -148,6 +149,6 @@ def _run_directory() -> Finding:
 
 
 def _ports() -> Finding:
-    ports = launcher.free_ports(2)
-    taken = "" if launcher.port_is_free("127.0.0.1", 5000) else "; 5000 is in use, tfloop ui will take another one"
+    ports = machine.free_ports(2)
+    taken = "" if machine.port_is_free("127.0.0.1", 5000) else "; 5000 is in use, tfloop ui will take another one"
     return finding("Free ports", "ok", f"on loopback, for workers: {', '.join(map(str, ports))}{taken}")

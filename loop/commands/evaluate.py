@@ -13,7 +13,7 @@ from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.data import likely_rows
 from loop.errors import UsageError
-from loop.launch import launcher
+from loop.launch.backend_choice import choose_backend
 from loop.model.variables import all_variables
 from loop.options import with_defaults
 from loop.run import run_directory
@@ -55,7 +55,7 @@ def evaluate(
         "drop_remainder": False,
         "overfit": None,
     }  # the training data isn't used
-    engine = backend if isinstance(backend, Backend) else backends.create(launcher.choose(options["backend"])[0])
+    engine = backend if isinstance(backend, Backend) else backends.create(choose_backend(options["backend"])[0])
     _, manifest = run_directory.locate_weights(Path(path))
     with run_directory.of_a_run(path):
         index = index_of(manifest, task)

@@ -36,7 +36,7 @@ from loop.commands import command_line, config, tracking
 from loop.commands.tune import reason
 from loop.errors import UsageError
 from loop.launch import signals
-from loop.launch.launcher import LAUNCHER
+from loop.launch.environment import LAUNCHER
 from loop.options import nearest
 from loop.run import trust
 from loop.target.fields import set_fields, split

@@ -19,7 +19,13 @@ from callbacks.trial import Trial
 from callbacks.witness import Witness
 from loop.commands import command_line, dry_run, runs, tracking
 from loop.errors import PREEMPTED, UsageError
-from loop.launch import elastic, hosts, launcher
+from loop.launch import hosts, machine, signals, stderr
+from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
+from loop.launch.elastic_job import run_elastic_job
+from loop.launch.elastic_limits import Limits, read_limits
+from loop.launch.environment import JOB, START_TIMEOUT, job_rank, job_size, start_timeout
+from loop.launch.fixed_job import run_job
+from loop.launch.worker import before_training, die_with_parent, reporting
 from loop.options import DEFAULTS, with_defaults
 from loop.target import task_loader
 from loop.task import TrainTask
@@ -32,7 +38,7 @@ class Place(NamedTuple):
     why: str
     workers: int | None
     hosts: dict[str, int]
-    limits: elastic.Limits | None
+    limits: Limits | None
     devices: list[str] | None
 
 
@@ -54,17 +60,17 @@ def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any
     _check(typed)
     place = _place(typed)
     with contextlib.ExitStack() as beginning:
-        beginning.enter_context(launcher.before_training())
-        if place.engine in ("horovod", "multiworker", "parameter_server") and launcher.job_size() is None:
+        beginning.enter_context(before_training())
+        if place.engine in ("horovod", "multiworker", "parameter_server") and job_size() is None:
             code, problem, fields = _launch(typed, place, arguments)
-        elif place.engine == "parameter_server" and launcher.job_rank():
-            with launcher.reporting():
-                with launcher.quiet_start():
+        elif place.engine == "parameter_server" and job_rank():
+            with reporting():
+                with stderr.quiet_start():
                     from loop.backends.parameter_server import serve
                 serve(typed.threads or 0)
             return 0, "", None
         else:
-            if tracker is not None and launcher.job_rank() == 0 and not typed.dry_run_ and typed.trial is None:
+            if tracker is not None and job_rank() == 0 and not typed.dry_run_ and typed.trial is None:
                 beginning.callback(tracker.close)
                 tracker.warm()  # while TensorFlow is loaded
             chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
@@ -100,17 +106,17 @@ def _options(typed: Any) -> dict[str, Any]:
 
 def _check(typed: Any) -> None:
     """Refuses what can't be, whatever the engine is; sets what all workers are to have."""
-    if typed.threads is not None and not 1 <= typed.threads <= launcher.MOST_WORKERS:
-        raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {launcher.MOST_WORKERS}")
+    if typed.threads is not None and not 1 <= typed.threads <= MOST_WORKERS:
+        raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {MOST_WORKERS}")
     if typed.trial is not None or typed.prunable or typed.witness is not None:
-        launcher.die_with_parent()
+        die_with_parent()
     if typed.start_timeout is not None:
         if not 0 < typed.start_timeout < float("inf"):
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
-        os.environ[launcher.START_TIMEOUT] = str(typed.start_timeout)
-    launcher.start_timeout()
+        os.environ[START_TIMEOUT] = str(typed.start_timeout)
+    start_timeout()
     fresh = typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()  # else it goes on from those
-    if fresh and typed.resume not in (None, "auto", "never") and not typed.hosts_ and launcher.job_size() is None:
+    if fresh and typed.resume not in (None, "auto", "never") and not typed.hosts_ and job_size() is None:
         runs.checkpointed(Path(typed.resume), "--resume ")
 
 
@@ -121,18 +127,18 @@ def _place(typed: Any) -> Place:
         os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
     places = hosts.read(typed.hosts_, typed.workers, backend or "auto", typed.interface, typed.remote_python)
     workers = sum(places.values()) or typed.workers
-    limits = elastic.limits(typed.elastic_, typed.discovery, backend or "auto", workers, typed.hosts_)
+    limits = read_limits(typed.elastic_, typed.discovery, backend or "auto", workers, typed.hosts_)
     if limits is not None:
         for option, value in (("--profile", typed.profile), ("--devices", devices), ("--tpu", tpu)):
             if value is not None:
                 raise UsageError(f"--elastic {typed.elastic_} with {option} {value}: leave one of them out")
         backend = "horovod"
-    towers = launcher.device_names(devices.split(",")) if devices is not None else None
+    towers = machine.device_names(devices.split(",")) if devices is not None else None
     backend = backend or ("mirrored" if towers else "auto")
-    engine = launcher.place(backend, workers, asynchronous=True)
-    why = launcher.choose(backend, workers)[1] if typed.dry_run_ else ""
+    engine = choose_for_command(backend, workers, asynchronous=True)
+    why = choose_backend(backend, workers)[1] if typed.dry_run_ else ""
     if typed.ps is not None:
-        launcher.check_servers(engine, typed.ps)
+        check_servers(engine, typed.ps)
     least = typed.min_shard_bytes
     if least is not None and (engine != "parameter_server" or least < 1):
         raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
@@ -157,11 +163,11 @@ def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, st
             connection = hosts.connect(place.hosts, place.engine, files, typed.interface, typed.remote_python)
             cluster = stack.enter_context(connection)
         if place.limits is None:
-            done = launcher.run(place.engine, count, arguments, typed.ps or 1, cluster)
+            done = run_job(place.engine, count, arguments, typed.ps or 1, cluster)
         else:
-            done = elastic.run(place.limits, place.workers, arguments, cluster)
+            done = run_elastic_job(place.limits, place.workers, arguments, cluster)
     if done[0] == PREEMPTED and done[2] is None:
-        tell(launcher.STOPPED)
+        tell(signals.STOPPED)
     return done
 
 
@@ -169,8 +175,8 @@ def _work(
     typed: Any, given: dict[str, Any], place: Place, chosen: callbacks.StandardSet, beginning: contextlib.ExitStack
 ) -> tuple[int, str, dict[str, Any] | None]:
     """Trains in this process, which may be one of several; `beginning` is closed when it has the signals no more."""
-    with launcher.reporting() as report:
-        with launcher.quiet_start():
+    with reporting() as report:
+        with stderr.quiet_start():
             from loop import backends
 
             def load() -> TrainTask:
@@ -200,7 +206,7 @@ def _work(
         made.close()
         code = PREEMPTED if fields["status"] == "preempted" else 0
         report(code, None, fields)
-    if launcher.JOB in os.environ:
+    if JOB in os.environ:
         # A saved run is no failure for which the others are to be ended: its code is in the report.
         return 0, "", None
     return code, "", fields if made.is_chief else None

@@ -25,7 +25,8 @@ from typing import Any
 from callbacks.files import hidden_name, read_json, replacing
 from callbacks.run_record.redaction import mask
 from loop.errors import TrainingError, UsageError
-from loop.launch.launcher import CHATTER, LAUNCHER
+from loop.launch import stderr
+from loop.launch.environment import LAUNCHER
 
 TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
 """What can be tried, in this order: each with the best of those before it."""
@@ -258,7 +259,7 @@ def reason(code: int, printed: str) -> str:
     """Why a process has failed, in a line."""
     if code == -signal.SIGKILL:
         return "killed, or out of memory"
-    lines = [line.strip() for line in printed.splitlines() if line.strip() and not re.match(CHATTER, line)]
+    lines = [line.strip() for line in printed.splitlines() if line.strip() and not re.match(stderr.CHATTER, line)]
     said = [
         line for line in lines if line.startswith("tfloop: error: ") or re.match(r"[\w.]+(Error|Exception)\b", line)
     ]

@@ -31,7 +31,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from callbacks.files import ROOT, write_text
-from loop.launch import launcher
+from loop.launch import machine
+from loop.launch.environment import JOB, LAUNCHER
+from loop.launch.process import WorkerProcess, printed_lines, start_worker
 from loop.target import task_loader
 
 MARK = "\x1dtfloop "
@@ -79,7 +81,7 @@ class _Job:
     """The workers here, by rank, and the directory where they and the launcher leave word for each other."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, launcher.Worker] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
         self._copies: list[threading.Thread] = []
         self._over = threading.Event()  # no more workers will be started
@@ -109,10 +111,10 @@ class _Job:
 
     def _start(self, places: dict[str, dict[str, str]], arguments: list[str], environment: dict[str, str]) -> None:
         # As the launcher does it on its own machine: workers find the same there, and watch over this process.
-        own = {launcher.JOB: str(self._directory), launcher.LAUNCHER: str(os.getpid())}
+        own = {JOB: str(self._directory), LAUNCHER: str(os.getpid())}
         command = [sys.executable, "-P", "-m", "cli", *arguments]
         for rank, place in places.items():
-            worker = launcher.start_worker(command, {**os.environ, **environment, **own, **place})
+            worker = start_worker(command, {**os.environ, **environment, **own, **place})
             for stream in (worker.stdout, worker.stderr):
                 self._copies.append(threading.Thread(target=_copy, args=(worker, stream, int(rank)), daemon=True))
                 self._copies[-1].start()
@@ -141,8 +143,8 @@ class _Job:
         os._exit(code)
 
 
-def _copy(worker: launcher.Worker, stream: IO[bytes], rank: int) -> None:
-    for line in launcher.printed(worker, stream):
+def _copy(worker: WorkerProcess, stream: IO[bytes], rank: int) -> None:
+    for line in printed_lines(worker, stream):
         say(line=line, rank=rank)
 
 
@@ -159,12 +161,12 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "versions": versions(),
         "files": {name: digest(name) for name in asked["files"]},
-        "ports": launcher.free_ports(asked["slots"], ""),
+        "ports": machine.free_ports(asked["slots"], ""),
         "interface": nic,
         "address": address,
         "hostname": socket.gethostname(),
         "hostname_is": resolve(socket.gethostname()),
-        "gpus": launcher.count_gpus(),
+        "gpus": machine.count_gpus(),
         "seen": os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
     }
 

@@ -21,7 +21,8 @@ from typing import Any
 from callbacks.files import write_text
 from callbacks.run_record.redaction import mask
 from loop.errors import UsageError
-from loop.launch import host_agent, launcher
+from loop.launch import host_agent, machine
+from loop.launch.environment import start_timeout
 
 AGENT = "loop.launch.host_agent"
 SSH = "TFLOOP_SSH"
@@ -97,7 +98,7 @@ def connect(
         for host in cluster.hosts:
             host.send(ask=asked | {"slots": host.slots})
         threading.Thread(target=cluster.watch, name="hosts", daemon=True).start()
-        deadline = time.monotonic() + launcher.start_timeout()
+        deadline = time.monotonic() + start_timeout()
         for host in cluster.hosts:
             host.answered.wait(max(0.0, deadline - time.monotonic()))
         expected = host_agent.versions()
@@ -210,7 +211,7 @@ class Host:
     def problems(self, expected: Mapping[str, str], files: Mapping[str, str | None]) -> Iterator[str]:
         """Why it can't take part."""
         if self.lost or not self.answered.is_set():
-            yield self.lost or f"can't be reached: no answer within {launcher.start_timeout():g} s (--start-timeout)"
+            yield self.lost or f"can't be reached: no answer within {start_timeout():g} s (--start-timeout)"
         elif "problem" in self.answer:
             yield self.answer["problem"]
         else:
@@ -226,7 +227,7 @@ class Host:
                 elif self.answer["files"][name] != digest:
                     yield f"has another {name} than this machine: copy it there"
             if self.slots > (gpus := self.answer.get("gpus", 0)) > 0:
-                yield launcher.too_few_gpus(gpus, f"is to have {self.slots} workers")
+                yield machine.too_few_gpus(gpus, f"is to have {self.slots} workers")
 
     def lose(self, reason: str) -> None:
         """It is gone, and its workers with it."""
@@ -377,7 +378,7 @@ def command(name: str, python: str) -> list[str]:
     remote = shlex.join(["exec", "env", *variables, python, "-P", "-m", AGENT])
     # A connection of its own: one that is shared has the options of whoever made it.
     options = {"BatchMode": "yes", "ServerAliveInterval": 5, "ServerAliveCountMax": 3, "ControlPath": "none"}
-    options["ConnectTimeout"] = math.ceil(launcher.start_timeout())
+    options["ConnectTimeout"] = math.ceil(start_timeout())
     try:
         ssh = shlex.split(os.environ.get(SSH, "")) or ["ssh"]
     except ValueError as error:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 
 from loop.errors import UsageError
-from loop.launch import launcher
+from loop.launch import machine
 
 PORTS = "TFLOOP_PORT_BASE"
 """Environment variable: the first of the ports at which the workers of such a job meet on each host."""
@@ -46,9 +46,9 @@ def _open_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
     rank, size, local_rank, local_size = (
         _number(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    without = "Horovod is built without MPI" if launcher.horovod_missing() is None else "Horovod is not installed"
+    without = "Horovod is built without MPI" if machine.horovod_missing() is None else "Horovod is not installed"
     # `auto` takes what TF_CONFIG can tell on one host, where Horovod would send gradients of GPUs through the CPU.
-    slow = backend == "auto" and local_size == size and not launcher.horovod_knows_gpus()
+    slow = backend == "auto" and local_size == size and not machine.horovod_knows_gpus()
     if backend != "multiworker" and not slow and horovod_has_mpi():
         return {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), "HOROVOD_LOCAL_RANK": str(local_rank)}
     if backend == "horovod":
@@ -153,7 +153,7 @@ def task_counts(text: str) -> list[int]:
 
 def horovod_has_mpi() -> bool:
     """Whether Horovod is there and was built with MPI. Doesn't load it: that takes TensorFlow."""
-    return launcher.horovod_built_with(launcher.MPI)
+    return machine.horovod_built_with(machine.MPI)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

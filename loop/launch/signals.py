@@ -15,6 +15,10 @@ from typing import Any, NoReturn
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What stops a command politely, and the second time at once. A terminal that is closed sends SIGHUP."""
+STOPPED = "stopped before training began; start again to go on"
+"""The message for a stop by a signal before there was anything to save."""
+STOPPING = "interrupted: the run saves and ends; a second Ctrl-C (or signal) ends it at once, without saving"
+"""The message that is printed at once when a signal stops a run."""
 _SAME = 0.3  # seconds within which the same signal is no second wish: `timeout` sends it to a process and to its group
 _directories: set[str] = set()
 _own: set[int] = set()  # the descriptors that `watched` waits for

@@ -29,7 +29,9 @@ from loop.checkpoint.kept import Kept
 from loop.checkpoint.writer import Snapshot, Writer, arrays
 from loop.data.host_random import set_random_state
 from loop.errors import PeerError, TrainingError, UsageError, no_exit
-from loop.launch import launcher, signals
+from loop.launch import signals
+from loop.launch.environment import LAUNCHER
+from loop.launch.worker import mark_state
 from loop.model import variables
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import COMPILING, Stopwatch
@@ -537,7 +539,7 @@ class Run:
         self.writer.close()
 
     def keep(self) -> None:
-        """Takes a snapshot, for the workers of an elastic job to go on from: see `elastic.Member`. All workers call it.
+        """Takes a snapshot, for the workers of an elastic job to go on from: see `Member`. All workers call it.
 
         The next one is due when this one has cost less than a hundredth of the time: what it took, and what the next
         step will to copy the variables that it changes.
@@ -681,7 +683,7 @@ class Run:
         stops, wishes = signals.stops(), signals.Wishes()
 
         def heard(number: int) -> None:
-            if number not in stops or os.environ.get(launcher.LAUNCHER) == str(os.getppid()):
+            if number not in stops or os.environ.get(LAUNCHER) == str(os.getppid()):
                 return
             before = wishes.count
             if wishes.hear(number) > 1:
@@ -693,12 +695,12 @@ class Run:
             yield
             return
         with signals.handled(dict.fromkeys(stops, hear) | {signal.SIGUSR1: save}), signals.watched(heard):
-            launcher.mark("trains")
+            mark_state("trains")
             yield
 
     def _announce_stop(self) -> None:
         """Says at once what a signal does: the boundary at which it is done may be far."""
-        text = launcher.STOPPING if self.save_on_stop else STOPPING_UNSAVED
+        text = signals.STOPPING if self.save_on_stop else STOPPING_UNSAVED
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a terminal that is gone, or closed
             start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the bar
             print(f"{start}{text}", file=sys.stderr, flush=True)

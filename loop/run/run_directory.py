@@ -20,7 +20,7 @@ from loop.checkpoint import checkpoint_files, manifest
 from loop.checkpoint.lock import A_LOOK, locked
 from loop.checkpoint.writer import arrays
 from loop.errors import UsageError
-from loop.launch import launcher
+from loop.launch.environment import start_timeout
 from loop.run import integrity, trust
 from loop.run.run import KEPT, Run
 from loop.run.session import index_of
@@ -50,9 +50,7 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
                 wait = A_LOOK
                 if backend.member and backend.member.generation:
                     run_dir, resume = backend.member.run_directory or run_dir, "auto" if resume == "never" else resume
-                    wait = (
-                        launcher.start_timeout()
-                    )  # the last chief's host may be cut off, and the chief not know it yet
+                    wait = start_timeout()  # the last chief's host may be cut off, and the chief not know it yet
                 kept = backend.member is not None and backend.member.kept is not None
                 directory = _prepare(task, run_dir, resume, kept)
                 stack.enter_context(locked(directory, wait))

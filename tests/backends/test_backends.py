@@ -18,7 +18,8 @@ from loop import UsageError, backends, fit, options
 from loop.backends.base import Backend
 from loop.commands import doctor
 from loop.data import open_data
-from loop.launch import launcher, plugins
+from loop.launch import machine, plugins
+from loop.launch.backend_choice import choose_backend
 from loop.options import with_defaults
 from loop.step import approximations
 from tests import conformance
@@ -143,12 +144,12 @@ def test_devices_are_chosen_on_the_command_line(command):  # noqa: F811
     ],
 )
 def test_a_named_tpu_is_chosen(backend, environment, chosen, monkeypatch):
-    monkeypatch.setattr(launcher, "horovod_missing", lambda: None)
-    assert launcher.choose(backend, None, environment)[0] == chosen
+    monkeypatch.setattr(machine, "horovod_missing", lambda: None)
+    assert choose_backend(backend, None, environment)[0] == chosen
 
 
 def test_a_tpu_that_does_not_answer_is_bad_input(monkeypatch):
-    monkeypatch.setenv("TPU_NAME", f"grpc://127.0.0.1:{launcher.free_ports(1)[0]}")
+    monkeypatch.setenv("TPU_NAME", f"grpc://127.0.0.1:{machine.free_ports(1)[0]}")
     with pytest.raises(UsageError, match=r"no TPU 'grpc://127.*refused.*give --tpu the name of one in your Google"):
         backends.create("tpu")
 
@@ -274,14 +275,14 @@ def test_auto_asks_plugins_by_priority_after_the_job_and_before_our_own(monkeypa
     entries += [importlib.metadata.EntryPoint("single", f"{__name__}:Shy", options.PLUGIN_GROUP)]
     entries += [importlib.metadata.EntryPoint("function", f"{__name__}:off_by_hand", options.PLUGIN_GROUP)]
     monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
-    monkeypatch.setattr(launcher, "count_gpus", lambda: 4)
-    assert launcher.choose("auto", None, {})[0] == "eager"
+    monkeypatch.setattr(machine, "count_gpus", lambda: 4)
+    assert choose_backend("auto", None, {})[0] == "eager"
     warnings = capsys.readouterr().err
     for each in ("'careless' .* OSError: planted", "'nameless' .* has the name 'single'", "'single' ", "no subclass"):
         assert len([line for line in warnings.splitlines() if re.search(each, line)]) == 1, each
-    assert launcher.choose("auto", 2, {})[0] in ("horovod", "multiworker")  # it has one worker
-    assert launcher.choose("auto", None, {"TPU_NAME": "x"})[0] == "tpu"
-    assert launcher.choose("shy", None, {}) == ("shy", "asked for")
+    assert choose_backend("auto", 2, {})[0] in ("horovod", "multiworker")  # it has one worker
+    assert choose_backend("auto", None, {"TPU_NAME": "x"})[0] == "tpu"
+    assert choose_backend("shy", None, {}) == ("shy", "asked for")
 
 
 # Inexact

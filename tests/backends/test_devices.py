@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from loop import UsageError, backends
 from loop.backends import devices
-from loop.launch import launcher, schedulers
+from loop.launch import machine, schedulers
+from loop.launch.backend_choice import choose_backend
+from loop.launch.fixed_job import run_job
 from tests.conftest import ROOT
 
 EARLY = '''
@@ -169,7 +171,7 @@ def test_what_comes_too_late_is_told_with_the_lines_to_write(monkeypatch):
 
 def test_a_program_that_makes_the_multiworker_backend_too_late_is_told_how(monkeypatch):
     tf.constant(0)
-    ports = launcher.free_ports(2)
+    ports = machine.free_ports(2)
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
     lines = r"must start before anything else uses TensorFlow: .*\n    from loop import backends\n    backend = "
@@ -193,10 +195,10 @@ def test_runs_are_compared_on_devices_of_one_kind(gpus, where, monkeypatch):
 
 
 def test_more_workers_than_gpus_are_refused_before_they_start(monkeypatch):
-    monkeypatch.setattr(launcher, "count_gpus", lambda: 2)
+    monkeypatch.setattr(machine, "count_gpus", lambda: 2)
     with pytest.raises(UsageError, match=r"3 workers \(--workers\), but only 2 GPUs, .* start at most 2"):
-        launcher.run("multiworker", 3, ["train", "digits"])
-    launcher.check_gpus(2)
+        run_job("multiworker", 3, ["train", "digits"])
+    machine.check_gpus(2)
 
 
 @pytest.mark.parametrize(
@@ -208,10 +210,10 @@ def test_more_workers_than_gpus_are_refused_before_they_start(monkeypatch):
     ],
 )
 def test_auto_takes_no_horovod_that_sends_gradients_of_gpus_through_the_cpu(gpus, nccl, backend, why, monkeypatch):
-    monkeypatch.setattr(launcher, "horovod_missing", lambda: None)
-    monkeypatch.setattr(launcher, "count_gpus", lambda: gpus)
-    monkeypatch.setattr(launcher, "horovod_built_with", lambda name: name == launcher.MPI or nccl)
-    chosen, reason = launcher.choose("auto", 2, {})
+    monkeypatch.setattr(machine, "horovod_missing", lambda: None)
+    monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "horovod_built_with", lambda name: name == machine.MPI or nccl)
+    chosen, reason = choose_backend("auto", 2, {})
     assert chosen == backend
     assert reason.startswith(why)
     monkeypatch.setenv("TFLOOP_PORT_BASE", "5000")
@@ -224,9 +226,9 @@ def test_auto_takes_no_horovod_that_sends_gradients_of_gpus_through_the_cpu(gpus
 
 def test_horovods_library_is_looked_into(monkeypatch, tmp_path):
     library = tmp_path / "mpi_lib.so"
-    monkeypatch.setattr(launcher, "horovod_libraries", lambda: [library])
+    monkeypatch.setattr(machine, "horovod_libraries", lambda: [library])
     library.write_bytes(b"horovod_nccl_built\0libmpi.so.40\0")
-    assert launcher.horovod_built_with(launcher.MPI)
-    assert not launcher.horovod_built_with(launcher.NCCL)
+    assert machine.horovod_built_with(machine.MPI)
+    assert not machine.horovod_built_with(machine.NCCL)
     library.write_bytes(b"horovod_nccl_built\0ncclAllReduce\0")
-    assert launcher.horovod_built_with(launcher.NCCL)
+    assert machine.horovod_built_with(machine.NCCL)

@@ -19,7 +19,9 @@ import pytest
 import callbacks
 from loop import UsageError, fit
 from loop.backends.parameter_server import answers
-from loop.launch import launcher
+from loop.launch import machine
+from loop.launch.backend_choice import choose_backend
+from loop.launch.environment import read_tf_config, tf_cluster
 from loop.target import task_loader
 from tests import conformance
 from tests.conftest import ROOT, TFLOOP, tfloop
@@ -38,8 +40,8 @@ def config(cluster, job="chief", index=0):
 
 
 def test_its_job_is_known_by_its_parameter_servers():
-    assert launcher.choose("auto", None, {"TF_CONFIG": config(JOB)})[0] == "parameter_server"
-    ranks = [launcher.read_tf_config(config(JOB, *task)) for task in (("chief", 0), ("worker", 1), ("ps", 0))]
+    assert choose_backend("auto", None, {"TF_CONFIG": config(JOB)})[0] == "parameter_server"
+    ranks = [read_tf_config(config(JOB, *task)) for task in (("chief", 0), ("worker", 1), ("ps", 0))]
     assert ranks == [(0, 4), (2, 4), (3, 4)]
 
 
@@ -59,7 +61,7 @@ def test_jobs_of_another_kind_are_refused(backend, cluster, message):
     task = next((job for job in ("chief", "worker") if (cluster or {}).get(job)), "chief")
     environment = {"TF_CONFIG": config(cluster, task)} if cluster else {}
     with pytest.raises(UsageError, match=message):
-        launcher.choose(backend, None, environment)
+        choose_backend(backend, None, environment)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 def test_one_worker_is_exact_and_its_checkpoint_is_any_engines(tmp_path):
     """Joined through TF_CONFIG. Steps of one worker are made in their order; variables are in shards."""
-    ports = launcher.free_ports(4)
+    ports = machine.free_ports(4)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
     serve = [*TFLOOP, "train", "digits"]
@@ -201,7 +203,7 @@ def serves(directory, rank):
     """Whether this process listens at its port."""
     variables = Path(f"/proc/{pid(directory, rank)}/environ").read_text().split("\0")
     [text] = [each.partition("=")[2] for each in variables if each.startswith("TF_CONFIG=")]
-    return answers(list(launcher.tf_cluster(text)[1].values())[rank])
+    return answers(list(tf_cluster(text)[1].values())[rank])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from callbacks.files import sqlite_path
 from callbacks.mlflow.delivery import Courier, Delivery, key, points
 from callbacks.mlflow.tracker import store
 from loop import fit
-from loop.launch.launcher import free_ports
+from loop.launch import machine
 from loop.run import trust
 from tests.conftest import ROOT
 from tests.tasks import Plain
@@ -46,7 +46,7 @@ class Server:
     """A real `mlflow server` on sqlite, to be killed and started again."""
 
     def __init__(self, database):
-        self.file, [self.port] = database, free_ports(1)
+        self.file, [self.port] = database, machine.free_ports(1)
         self.uri, self.process = f"http://127.0.0.1:{self.port}", None
 
     def start(self):

@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 from loop.checkpoint.lock import locked
-from loop.launch import launcher
+from loop.launch.worker import die_with_parent
 
 SECONDS = float(os.environ.get("TRIAL_SECONDS", "0.01"))
 
 
 def main():
-    launcher.die_with_parent()
+    die_with_parent()
     stops = []
     signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
     parser = argparse.ArgumentParser()

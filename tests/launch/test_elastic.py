@@ -8,7 +8,7 @@ import pytest
 import callbacks
 from callbacks.witness import Witness, differences, used
 from loop import UsageError, fit
-from loop.launch import elastic
+from loop.launch.elastic_limits import Limits, discovered_slots, read_limits
 from loop.target import task_loader
 from tests.campaigns import elastic as campaign
 from tests.campaigns.elastic import TASK, Job, distance
@@ -95,22 +95,22 @@ def test_a_death_while_the_others_connect_has_the_job_start_anew(tmp_path, monke
 )
 def test_refusals(text, backend, workers, message):
     with pytest.raises(UsageError, match=message):
-        elastic.limits(text, None, backend, workers)
+        read_limits(text, None, backend, workers)
 
 
 def test_discovery(tmp_path):
     script = tmp_path / "discover.sh"
     with pytest.raises(UsageError, match=r"discover.sh: there is no such script"):
-        elastic.limits("1:4", script, "auto", None)
+        read_limits("1:4", script, "auto", None)
     script.write_text(f"#!{sys.executable}\nprint('localhost:2')\nprint('127.0.0.1')\n")
     script.chmod(0o755)
-    assert elastic.limits("1:4", script, "auto", None) == elastic.Limits(1, 4, script)
-    assert elastic.discovered(script) == 3
+    assert read_limits("1:4", script, "auto", None) == Limits(1, 4, script)
+    assert discovered_slots(script) == 3
     script.write_text(f"#!{sys.executable}\nprint('elsewhere:2')\n")
     with pytest.raises(UsageError, match=r"printed 'elsewhere:2': give localhost:SLOTS"):
-        elastic.discovered(script)
+        discovered_slots(script)
     script.write_text("#!/bin/false\n")
     with pytest.raises(UsageError, match=r"--discovery .*discover.sh: .*exit status 1"):
-        elastic.discovered(script)
+        discovered_slots(script)
     with pytest.raises(UsageError, match=r"--discovery .* without --elastic"):
-        elastic.limits(None, script, "auto", None)
+        read_limits(None, script, "auto", None)

@@ -17,7 +17,9 @@ import pytest
 import cli
 from loop import TrainingError, UsageError
 from loop.backends import strategy
-from loop.launch import launcher
+from loop.launch import machine
+from loop.launch.environment import START_TIMEOUT
+from loop.launch.process import printed_lines, start_worker
 from tests.conftest import ROOT, TFLOOP, needs_horovod
 
 HOROVOD = pytest.param("horovod", marks=needs_horovod)
@@ -170,7 +172,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_so_is_the_one_that_waits_
 
 
 def test_the_survivor_of_an_outside_job_ends(start, task):
-    addresses = [f"127.0.0.1:{port}" for port in launcher.free_ports(2)]
+    addresses = [f"127.0.0.1:{port}" for port in machine.free_ports(2)]
     workers = [
         start(
             task, "task.py:Slow", "--epochs", 500, "--run-dir", "run",
@@ -237,8 +239,8 @@ def test_what_a_worker_has_started_may_live_on_with_its_streams():
         "one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
         "print(one.pid)\nprint('x' * 3_000_000, end='', flush=True)"
     )
-    worker = launcher.start_worker([sys.executable, "-c", code], dict(os.environ))
-    pid, *rest = launcher.printed(worker, worker.stdout)
+    worker = start_worker([sys.executable, "-c", code], dict(os.environ))
+    pid, *rest = printed_lines(worker, worker.stdout)
     os.kill(int(pid), signal.SIGKILL)  # it was there
     assert "".join(rest) == "x" * 3_000_000
     assert max(map(len, rest)) <= 1 << 21  # what never ends is shown in pieces
@@ -276,16 +278,16 @@ def test_an_orphan_that_hangs_is_killed_with_what_it_has_started():
 
 
 def test_peers_that_never_come_are_named(monkeypatch):
-    ports = launcher.free_ports(3)
+    ports = machine.free_ports(3)
     monkeypatch.setenv("TF_CONFIG", tf_config(*ports))
-    monkeypatch.setenv(launcher.START_TIMEOUT, "0.3")
+    monkeypatch.setenv(START_TIMEOUT, "0.3")
     with socket.create_server(("127.0.0.1", ports[1])), pytest.raises(TrainingError) as raised:
         strategy._meet()
     assert str(raised.value).startswith(f"worker 2 (127.0.0.1:{ports[2]}) has not started within 0.3 s: ")
 
 
 def test_own_port_in_use_is_named(monkeypatch):
-    ports = launcher.free_ports(2)
+    ports = machine.free_ports(2)
     monkeypatch.setenv("TF_CONFIG", tf_config(*ports, index=1))
     message = f"this process is worker 1 at 127.0.0.1:{ports[1]}, but can't listen .*give another port"
     with socket.create_server(("127.0.0.1", ports[1])), pytest.raises(UsageError, match=message):
@@ -297,7 +299,7 @@ def test_ranks_of_an_outside_horovodrun_that_never_come_are_named(monkeypatch):
     from loop.backends import horovod
     from loop.launch.horovodrun import rendezvous
 
-    monkeypatch.setenv(launcher.START_TIMEOUT, "0.3")
+    monkeypatch.setenv(START_TIMEOUT, "0.3")
     with rendezvous(3) as places:
         for rank in (2, 0):
             for name, value in places[rank].items():

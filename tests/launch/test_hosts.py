@@ -23,8 +23,9 @@ from typer.testing import CliRunner
 
 import cli
 from loop import UsageError
-from loop.launch import host_agent, launcher, schedulers
+from loop.launch import host_agent, machine, schedulers
 from loop.launch import hosts as hosts_
+from loop.launch.environment import read_tf_config, tf_cluster
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
 
@@ -259,7 +260,7 @@ def test_places_under_mpirun(mpi, monkeypatch):
         }  # fmt: skip
     else:
         place = schedulers.place("auto", OPEN_MPI)
-        assert launcher.read_tf_config(place["TF_CONFIG"]) == (1, 2)
+        assert read_tf_config(place["TF_CONFIG"]) == (1, 2)
         assert re.findall(r"127\.0\.0\.1:\d+", place["TF_CONFIG"])
     assert "TF_CONFIG" in schedulers.place("multiworker", OPEN_MPI)
     assert schedulers.place("auto", {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}) == {}
@@ -267,7 +268,7 @@ def test_places_under_mpirun(mpi, monkeypatch):
 
 def test_places_under_srun():
     place = schedulers.place("auto", SLURM)
-    rank, addresses = launcher.tf_cluster(place["TF_CONFIG"])
+    rank, addresses = tf_cluster(place["TF_CONFIG"])
     base = 10_000 + 256 * (4713 % 88)
     assert rank == 2
     assert list(addresses.values()) == [f"n09:{base}", f"n09:{base + 1}", f"n10:{base}"]
@@ -300,7 +301,7 @@ def test_places_under_srun():
 )
 def test_jobs_that_cannot_be_joined(backend, environment, message, monkeypatch):
     monkeypatch.setattr(schedulers, "horovod_has_mpi", lambda: False)
-    monkeypatch.setattr(launcher, "horovod_missing", lambda: None)
+    monkeypatch.setattr(machine, "horovod_missing", lambda: None)
     with pytest.raises(UsageError, match=message):
         schedulers.place(backend, environment)
 

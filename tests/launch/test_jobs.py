@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loop.launch import launcher, schedulers
+from loop.launch import machine, schedulers
 from tests.conftest import TFLOOP, needs_horovod, tfloop
 
 ENGINES = {
@@ -274,7 +274,7 @@ def test_horovodrun_is_joined(tmp_path):
 
 
 def test_tf_config_is_joined(tmp_path):
-    addresses = [f"127.0.0.1:{port}" for port in launcher.free_ports(2)]
+    addresses = [f"127.0.0.1:{port}" for port in machine.free_ports(2)]
     cluster = {"chief": addresses[:1], "worker": addresses[1:]}
     workers = [
         subprocess.Popen(

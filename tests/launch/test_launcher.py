@@ -1,13 +1,17 @@
 """Which engine `auto` is, and what is said about a malformed job; without TensorFlow, without processes."""
 
 import json
+import sys
 
 import pytest
 
 from callbacks.run_record.redaction import mask
 from loop import UsageError
 from loop.errors import PeerError
-from loop.launch import launcher
+from loop.launch import machine
+from loop.launch.backend_choice import choose_backend
+from loop.launch.environment import START_TIMEOUT, job_rank, job_size, read_tf_config, start_timeout
+from loop.launch.worker import as_peer_error
 
 JOB = json.dumps({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}})
 
@@ -28,10 +32,10 @@ JOB = json.dumps({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worke
     ],
 )
 def test_auto(environment, workers, horovod, gpus, chosen, monkeypatch):
-    monkeypatch.setattr(launcher, "horovod_missing", lambda: None if horovod else "Horovod is not installed")
-    monkeypatch.setattr(launcher, "count_gpus", lambda: gpus)
-    monkeypatch.setattr(launcher, "horovod_built_with", lambda name: True)
-    name, why = launcher.choose("auto", workers, environment)
+    monkeypatch.setattr(machine, "horovod_missing", lambda: None if horovod else "Horovod is not installed")
+    monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "horovod_built_with", lambda name: True)
+    name, why = choose_backend("auto", workers, environment)
     assert name == chosen
     assert why
 
@@ -68,16 +72,16 @@ def test_auto(environment, workers, horovod, gpus, chosen, monkeypatch):
     ],
 )
 def test_refusals(backend, workers, environment, message, monkeypatch):
-    monkeypatch.setattr(launcher, "horovod_missing", lambda: "Horovod is not installed")
+    monkeypatch.setattr(machine, "horovod_missing", lambda: "Horovod is not installed")
     with pytest.raises(UsageError, match=message):
-        launcher.choose(backend, workers, environment)
+        choose_backend(backend, workers, environment)
 
 
 def test_rank_of_a_job_with_a_chief():
     cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
     for rank, task in enumerate([("chief", 0), ("worker", 0), ("worker", 1)]):
         text = json.dumps({"cluster": cluster, "task": {"type": task[0], "index": task[1]}})
-        assert launcher.read_tf_config(text) == (rank, 3)
+        assert read_tf_config(text) == (rank, 3)
 
 
 @pytest.mark.parametrize("variables", [("0", None), ("", ""), ("x", "2"), ("-1", "2"), ("0", "0"), ("2", "2")])
@@ -85,41 +89,41 @@ def test_horovods_variables_that_are_no_place(variables, monkeypatch):
     for name, value in zip(("HOROVOD_RANK", "HOROVOD_SIZE"), variables, strict=True):
         if value is not None:
             monkeypatch.setenv(name, value)
-    for place in (launcher.job_rank, launcher.job_size):
+    for place in (job_rank, job_size):
         with pytest.raises(UsageError, match=f"HOROVOD_RANK={variables[0]} with HOROVOD_SIZE={variables[1] or '.not'}"):
             place()
 
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 3), ("", 0), ("0,2", 2), ("-1", 0), ("0,-1,1", 1)])
 def test_gpus_are_counted_without_tensorflow(visible, count, monkeypatch):
-    monkeypatch.setattr(launcher.Path, "glob", lambda *_: [launcher.Path(f"/dev/nvidia{i}") for i in (0, 1, 2, "ctl")])
+    monkeypatch.setattr(machine.Path, "glob", lambda *_: [machine.Path(f"/dev/nvidia{i}") for i in (0, 1, 2, "ctl")])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launcher.count_gpus() == count
+    assert machine.count_gpus() == count
 
 
 def test_horovod_without_its_library_is_told_from_none(monkeypatch, tmp_path):
     class Spec:
         submodule_search_locations = [str(tmp_path)]
 
-    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: Spec)
-    assert "without its native library" in launcher.horovod_missing()
-    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in launcher.horovod_missing()
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: Spec)
+    assert "without its native library" in machine.horovod_missing()
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in machine.horovod_missing()
 
 
 def test_ports():
-    ports = launcher.free_ports(3)
+    ports = machine.free_ports(3)
     assert len(set(ports)) == 3
-    assert all(launcher.port_is_free("127.0.0.1", port) for port in ports)
+    assert all(machine.port_is_free("127.0.0.1", port) for port in ports)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
 def test_start_timeouts_that_are_none(text, monkeypatch):
-    monkeypatch.setenv(launcher.START_TIMEOUT, text)
+    monkeypatch.setenv(START_TIMEOUT, text)
     with pytest.raises(UsageError, match=f"TFLOOP_START_TIMEOUT={text}: give a number"):
-        launcher.start_timeout()
+        start_timeout()
 
 
 def test_what_an_engine_says_when_a_peer_is_gone(monkeypatch):
@@ -127,18 +131,16 @@ def test_what_an_engine_says_when_a_peer_is_gone(monkeypatch):
         """Has the name of TensorFlow's."""
 
     error, other = UnavailableError("Graph execution error:"), ValueError("of the task")
-    assert launcher.plain(error) is error  # alone, nobody can be gone
+    assert as_peer_error(error) is error  # alone, nobody can be gone
     monkeypatch.setenv("TF_CONFIG", JOB)
-    assert isinstance(launcher.plain(error), PeerError)
-    assert launcher.plain(other) is other
+    assert isinstance(as_peer_error(error), PeerError)
+    assert as_peer_error(other) is other
 
 
 def test_secrets_are_masked(monkeypatch):
     monkeypatch.setenv("STORE_PASSWORD", "hunter22")
     monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
     monkeypatch.setenv("OTHER_SECRET", "short")
-    monkeypatch.setattr(
-        launcher.sys, "argv", ["tfloop", "--set", "api_key=key-12345", "--set=password=word-123", "a=b"]
-    )
+    monkeypatch.setattr(sys, "argv", ["tfloop", "--set", "api_key=key-12345", "--set=password=word-123", "a=b"])
     text = "hunter22 hf_abcdef key-12345 word-123 short http://user:pass@host/ b"
     assert mask(text) == "*** *** *** *** short http://***@host/ b"

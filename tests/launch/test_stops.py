@@ -16,7 +16,7 @@ import pytest
 import callbacks
 import loop.commands.train as train_
 from loop import TrainingError, fit
-from loop.launch import launcher, signals
+from loop.launch import signals
 from tests.conftest import ROOT, TFLOOP
 from tests.launch.test_failures import Started, pid_of, start, task, training  # noqa: F401 - fixtures among them
 from tests.tasks import Plain
@@ -67,7 +67,7 @@ def test_a_closed_terminal_saves_and_ends_and_it_is_said_at_once(quiet, capfd):
     assert signal.getsignal(signal.SIGHUP) is before
     deadline = time.monotonic() + 60
     text = ""
-    while launcher.STOPPING not in text:  # of a thread
+    while signals.STOPPING not in text:  # of a thread
         assert time.monotonic() < deadline
         text += capfd.readouterr().err
 
@@ -222,7 +222,7 @@ def test_a_job_whose_terminal_is_closed_saves_and_says_how_to_go_on(start, task)
     job.process.send_signal(signal.SIGHUP)
     code, _, lines = job.end()
     assert code == 75
-    assert launcher.STOPPING in lines
+    assert signals.STOPPING in lines
     assert lines[-1].startswith(
         "tfloop train task.py:Slow --backend multiworker --workers 2 --epochs 500 --run-dir run"
     )

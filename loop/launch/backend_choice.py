@@ -1,0 +1,146 @@
+"""Which backend a job uses, and why. Imports no TensorFlow: a mistake is reported before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from callbacks.run_record.redaction import tell
+from loop.errors import UsageError
+from loop.launch import machine, plugins, schedulers, stderr
+from loop.launch.environment import JOB, job_size, tf_cluster, tpu_name
+from loop.options import BACKENDS, with_defaults
+
+MOST_WORKERS = 1024
+"""So many workers are started at most."""
+MOST_SERVERS = 64
+"""So many parameter servers make sense at most."""
+
+
+def choose_backend(
+    backend: str, workers: int | None = None, environment: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """Which engine is meant, and why.
+
+    Args:
+        backend: an engine's name, or `auto`.
+        workers: how many processes are to be started on this machine; None or 1: this one is the job, or part of one.
+        environment: the environment variables; None: this process's.
+
+    Returns:
+        The engine's name, and the reason in a few words.
+
+    Raises:
+        UsageError: the engine that is asked for isn't there, or can't do with so many workers.
+    """
+    if environment is None:
+        from loop.launch import schedulers
+
+        schedulers.join(backend)
+        environment = os.environ
+    if backend == "horovod" and (missing := machine.horovod_missing()):
+        raise UsageError(f"backend='horovod': {missing}; or use backend='multiworker', which needs nothing more")
+    if backend == "single" and workers is not None and workers > 1:
+        raise UsageError(f"workers={workers} with backend='single': one device is one worker; use mirrored or horovod")
+    if backend == "tpu":
+        if workers is not None and workers > 1:
+            raise UsageError(f"workers={workers} with backend='tpu': the TPU says how many: leave --workers out")
+        tpu_name(environment)
+    if backend not in BACKENDS and (missing := plugins.ask(backend, workers or 1)[1]):
+        raise UsageError(f"backend={backend!r}: {missing}")
+    serves = "TF_CONFIG" in environment and has_servers(backend, environment["TF_CONFIG"])
+    if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment and workers is None:
+        raise UsageError(
+            f"backend={backend!r} without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
+            "in each of them"
+        )
+    if backend != "auto":
+        return backend, "asked for"
+    if "HOROVOD_RANK" in environment:
+        if missing := machine.horovod_missing():
+            raise UsageError(f"started by Horovod's launcher, but {missing}")
+        return "horovod", "started by Horovod's launcher"
+    if "TF_CONFIG" in environment:
+        return ("parameter_server", "TF_CONFIG has them") if serves else ("multiworker", "TF_CONFIG is set")
+    if "TPU_NAME" in environment:
+        return choose_backend("tpu", workers, environment)[0], "a TPU is named"
+    if plugin := plugins.first_available(workers or 1):
+        return plugin, "this plug-in is available"
+    if workers is not None and workers > 1:
+        return job_backend()
+    if machine.count_gpus() >= 2:
+        return "mirrored", f"there are {machine.count_gpus()} GPUs"
+    return "single", "one device"
+
+
+def job_backend() -> tuple[str, str]:
+    """The backend of a job on this machine for which none was asked for, and the reason in a few words."""
+    missing = machine.horovod_missing()
+    if missing is None and not machine.horovod_knows_gpus():
+        missing = "Horovod is built without NCCL, so that gradients between GPUs would go through the CPU"
+    return ("horovod", "it is installed") if missing is None else ("multiworker", missing)
+
+
+def choose_for_command(backend: str, workers: int | None, asynchronous: bool = False, alone: str = "") -> str:
+    """The engine for this process, or for the workers that it is to start; says why where nobody asked for it.
+
+    It may be `parameter_server` if it may be `asynchronous`. `alone` is the name of a command that runs in one process.
+    """
+    with_defaults(None, {"backend": backend})
+    if backend == "parameter_server" and not asynchronous:
+        raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: give a whole number >= 1")
+    if workers is not None and workers > MOST_WORKERS:
+        raise UsageError(f"--workers {workers}: give at most {MOST_WORKERS}")
+    schedulers.join(backend)
+    size = job_size()
+    if size is not None and workers not in (None, size) and JOB not in os.environ:
+        raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")
+    with stderr.quiet_start(says=False):  # a plug-in may load TensorFlow
+        chosen, why = choose_backend(backend, None if size is not None else workers)
+    if alone and (chosen in ("horovod", "multiworker") or size is not None):
+        raise UsageError(f"{alone} runs in one process, not on {chosen}: give --backend mirrored, or no --workers")
+    if backend == "auto" and size is None and ((workers or 1) > 1 or chosen not in BACKENDS):
+        tell(f"backend: {chosen} ({why})")
+    return chosen
+
+
+def has_servers(backend: str, text: str) -> bool:
+    """Whether a `TF_CONFIG` is that of a `parameter_server` job.
+
+    Raises:
+        UsageError: as `read_tf_config`; or it isn't one for this engine.
+    """
+    if backend not in ("auto", "multiworker", "parameter_server"):
+        return False
+    jobs = [name.split()[0] for name in tf_cluster(text)[1]]
+    chief, workers, servers = (jobs.count(job) for job in ("chief", "worker", "ps"))
+    if backend == "parameter_server" or (servers and backend == "auto"):
+        if chief != 1 or not workers or not servers:
+            raise UsageError(
+                f"TF_CONFIG: its cluster has {chief} chief, {workers} worker and {servers} ps, but a parameter_server "
+                "job has 1 chief, and at least 1 worker and 1 ps (a parameter server)"
+            )
+        check_servers("parameter_server", servers)
+    elif servers:
+        raise UsageError(
+            f"TF_CONFIG: its cluster has {servers} ps (parameter servers), which backend={backend!r} has no use for: "
+            "ask for backend='parameter_server', or leave them out"
+        )
+    return servers > 0
+
+
+def check_servers(backend: str, servers: int) -> None:
+    """Refuses a number of parameter servers that makes no sense.
+
+    Raises:
+        UsageError: it is too small or too great, or the engine has none.
+    """
+    if backend != "parameter_server":
+        raise UsageError(
+            f"--ps {servers} with backend={backend!r}, which has no parameter servers: add --backend parameter_server, "
+            "or leave --ps out"
+        )
+    if not 1 <= servers <= MOST_SERVERS:
+        raise UsageError(f"{servers} parameter servers (--ps): give 1 to {MOST_SERVERS}")

@@ -1,0 +1,86 @@
+"""How many workers an elastic job may have: `--elastic MIN:MAX` and `--discovery SCRIPT`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+from loop.errors import UsageError
+from loop.launch.environment import WORKER, job_size
+
+
+@dataclasses.dataclass
+class Limits:
+    """How many workers a job may have.
+
+    Attributes:
+        low: it can't go on with fewer.
+        high: no more are started.
+        discovery: a script that prints how many this machine has room for; None: as many as at the start.
+    """
+
+    low: int
+    high: int
+    discovery: Path | None = None
+
+
+def read_limits(
+    text: str | None, discovery: Path | None, backend: str, workers: int | None, hosts: str | None = None
+) -> Limits | None:
+    """What `--elastic MIN:MAX` and `--discovery SCRIPT` say; None where they aren't given.
+
+    Raises:
+        UsageError: numbers that make no sense, or an engine that isn't elastic.
+    """
+    if text is None:
+        if discovery is not None:
+            raise UsageError(f"--discovery {discovery} without --elastic: say how many workers there may be: MIN:MAX")
+        return None
+    if not re.fullmatch(r"\d+:\d+", text, re.ASCII):
+        raise UsageError(f"--elastic {text}: give the least and the greatest number of workers, such as 1:4")
+    low, high = map(int, text.split(":"))
+    if low < 1:
+        raise UsageError(f"--elastic {text}: a job needs at least 1 worker")
+    if low > high:
+        raise UsageError(f"--elastic {text}: MIN is greater than MAX: give {high}:{low}")
+    if workers is not None and not low <= workers <= high:
+        given = f"--hosts {hosts} has {workers} workers," if hosts else f"--workers {workers}"
+        raise UsageError(f"{given} with --elastic {text}: give a number from {low} to {high}")
+    if discovery is not None and hosts is not None:
+        raise UsageError(f"--discovery {discovery} with --hosts {hosts}: it is asked for this machine: leave one out")
+    if backend not in ("auto", "horovod"):
+        raise UsageError(f"--elastic {text} with --backend {backend}: only horovod can go on without a worker")
+    if job_size() is not None and WORKER not in os.environ:
+        raise UsageError(f"--elastic {text}: this job has a launcher of its own: leave one of them out")
+    if discovery is not None and not os.access(discovery, os.X_OK):
+        raise UsageError(f"--discovery {discovery}: there is no such script, or it can't be run (chmod +x)")
+    return Limits(low, high, discovery)
+
+
+def discovered_slots(script: Path) -> int:
+    """How many workers the script's lines `host:slots` allow on this machine.
+
+    Raises:
+        UsageError: it failed, or prints something else.
+    """
+    try:
+        done = subprocess.run([script.absolute()], capture_output=True, text=True, timeout=30, check=True)
+    except OSError as error:
+        raise UsageError(
+            f"--discovery {script} can't be run ({error.strerror}): is its first line such as #!/bin/sh?"
+        ) from None
+    except subprocess.SubprocessError as error:
+        raise UsageError(f"--discovery {script}: {error}") from None
+    slots = 0
+    for line in done.stdout.split():
+        host, _, count = line.partition(":")
+        if host not in ("localhost", "127.0.0.1", socket.gethostname()) or not (count or "1").isdecimal():
+            raise UsageError(
+                f"--discovery {script} printed {line!r}: give localhost:SLOTS; elastic workers run on this machine"
+            )
+        slots += int(count or 1)
+    return slots

@@ -1,0 +1,149 @@
+"""The environment variables that tell a process its place in a job: names, readers and checks.
+
+Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from loop.errors import UsageError
+
+LAUNCHER = "TFLOOP_LAUNCHER"
+"""Environment variable: the process id of the launcher, which is its workers' parent."""
+JOB = "TFLOOP_JOB"
+"""Environment variable: where the workers of a job that we started leave their process ids and results."""
+WORKER = "TFLOOP_WORKER"
+"""Environment variable: this worker's name in an elastic job, in which ranks change."""
+START_TIMEOUT = "TFLOOP_START_TIMEOUT"
+"""Environment variable: how many seconds all workers of a job have to start; 120."""
+
+
+def job_size() -> int | None:
+    """How many workers the job has that this process was started in; None outside of one.
+
+    Raises:
+        UsageError: the launcher's variables can't be read.
+    """
+    return _rank_and_size()[1]
+
+
+def job_rank() -> int:
+    """The rank of this process in the job that it was started in; 0 outside of one.
+
+    Raises:
+        UsageError: the launcher's variables can't be read.
+    """
+    return _rank_and_size()[0]
+
+
+def _rank_and_size() -> tuple[int, int | None]:
+    if "HOROVOD_RANK" in os.environ:
+        rank, size = os.environ["HOROVOD_RANK"], os.environ.get("HOROVOD_SIZE", "")
+        numbers = re.fullmatch(r"\d+ [1-9]\d*", f"{rank} {size}", re.ASCII)
+        if not numbers or (int(rank) >= int(size) and WORKER not in os.environ):  # whose first rank is but a name
+            raise UsageError(
+                f"HOROVOD_RANK={rank} with HOROVOD_SIZE={size or '(not set)'} is no place in a job: Horovod's launcher "
+                "sets both; unset them where it isn't meant"
+            )
+        return int(rank), int(size)
+    return read_tf_config(os.environ["TF_CONFIG"]) if "TF_CONFIG" in os.environ else (0, None)
+
+
+def worker_name() -> str:
+    """By what its launcher knows this worker: its rank, or its name in an elastic job."""
+    return os.environ.get(WORKER) or str(job_rank())
+
+
+def start_timeout() -> float:
+    """How many seconds the workers of a job have until all of them have started.
+
+    Raises:
+        UsageError: `TFLOOP_START_TIMEOUT` is no such number.
+    """
+    text = os.environ.get(START_TIMEOUT, "120")
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise UsageError(f"{START_TIMEOUT}={text}: give a number of seconds > 0")
+
+
+def not_started(missing: Sequence[str], timeout: float) -> str:
+    """What is said of workers that have not started in time."""
+    return (
+        f"{' and '.join(missing)} {'have' if len(missing) > 1 else 'has'} not started within {timeout:g} s: look at "
+        f"what is printed there; a slow start may be given more with --start-timeout, or {START_TIMEOUT}"
+    )
+
+
+def read_tf_config(text: str) -> tuple[int, int]:
+    """The rank of this process among the workers of a `TF_CONFIG`, and how many there are.
+
+    Raises:
+        UsageError: it isn't JSON, or names no place for this process; with what it should look like.
+    """
+    rank, addresses = tf_cluster(text)
+    return rank, len(addresses)
+
+
+def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
+    """The rank of this process among those of a `TF_CONFIG`, and the address of each, by rank: `worker 0`.
+
+    Raises:
+        UsageError: as `read_tf_config`.
+    """
+    form = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
+    try:
+        config = json.loads(text)
+        cluster, task = config["cluster"], config["task"]
+        given = [(job, list(cluster.get(job, []))) for job in ("chief", "worker", "ps")]
+        addresses = {f"{job} {index}": each for job, all_of_it in given for index, each in enumerate(all_of_it)}
+        choose_for_command = f"{task['type']} {_index(task['index'])}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"TF_CONFIG={text!r} can't be read ({type(error).__name__}: {error}): it must be {form}"
+        ) from None
+    for name, address in addresses.items():
+        port = str(address).rpartition(":")[2]
+        if not re.fullmatch(r".+:\d+", str(address)) or not 0 < int(port) < 65536:
+            raise UsageError(
+                f"TF_CONFIG: the address of {name} is {address!r}: give host:port, with a port of 1 to 65535"
+            )
+        if same := [other for other in addresses if other != name and addresses[other] == address]:
+            raise UsageError(f"TF_CONFIG: {name} and {same[0]} have the same address {address}: give each its own")
+    if choose_for_command not in addresses:
+        there = ", ".join(addresses) or "no workers"
+        raise UsageError(f"TF_CONFIG: its task is {choose_for_command}, but its cluster has {there}")
+    return list(addresses).index(choose_for_command), addresses
+
+
+def _index(value: object) -> int:
+    """The index of a task in `TF_CONFIG`: a whole number, or its digits as a text, as TensorFlow takes it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}", value, re.ASCII):
+        return int(value)
+    raise ValueError(f"the index {json.dumps(value)} of the task is no whole number")
+
+
+def tpu_name(environment: Mapping[str, str] | None = None) -> str:
+    """The TPU that `TPU_NAME` names: in Google Cloud, by its address, or on this virtual machine.
+
+    Raises:
+        UsageError: there is no such variable, or its value is no name.
+    """
+    name = (os.environ if environment is None else environment).get("TPU_NAME")
+    form = "give --tpu NAME (a TPU of your Google Cloud project), grpc://host:8470, or `local` on a TPU virtual machine"
+    if name is None:
+        raise UsageError(f"backend='tpu': which one? {form}; or set TPU_NAME")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|grpc://[^\s/]+:\d{1,5}", name):
+        raise UsageError(f"TPU_NAME={name!r} is no TPU's name: {form}")
+    return name

@@ -1,0 +1,122 @@
+"""What this machine has: GPUs, free ports, and which Horovod. Imports no TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import mmap
+import os
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from loop.errors import UsageError
+
+MPI, NCCL = b"libmpi.so", b"ncclAllReduce"
+"""What Horovod's library names if it was built with MPI, or with NCCL."""
+
+
+def count_gpus() -> int:
+    """The number of NVIDIA GPUs that this process may use, without loading TensorFlow."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    if visible is None:
+        return len(devices)
+    named = [each for each in visible.split(",") if each.strip()]
+    return min(len(devices), next((i for i, each in enumerate(named) if each.strip() == "-1"), len(named)))
+
+
+def check_gpus(workers: int) -> None:
+    """Refuses more workers on this machine than it has GPUs, where it has any: they would share them silently.
+
+    Raises:
+        UsageError: how many there are.
+    """
+    gpus = count_gpus()
+    if workers > gpus > 0:
+        raise UsageError(too_few_gpus(gpus, f"{workers} workers (--workers)"))
+
+
+def too_few_gpus(gpus: int, who: str) -> str:
+    """What is said of workers that have no GPU of their own on a machine with so many."""
+    return (
+        f"{who}, but only {gpus} GPU{'s' * (gpus > 1)}, and each worker needs one of its own: start at most {gpus}, or "
+        "set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"
+    )
+
+
+def device_names(names: Sequence[str]) -> list[str]:
+    """Names of devices as `cpu:0` and `gpu:1`.
+
+    Raises:
+        UsageError: one is no such name, or comes twice.
+    """
+    found = [name.strip().lower().removeprefix("/").removeprefix("device:") for name in names]
+    for choose_for_command, name in enumerate(found):
+        if not re.fullmatch(r"(cpu|gpu):\d+", name):
+            raise UsageError(f"devices: {names[choose_for_command]!r} is no device: give names such as cpu:0 or gpu:1")
+        if name in found[:choose_for_command]:
+            raise UsageError(f"devices: {name} comes twice: each makes one replica")
+    return found
+
+
+def horovod_missing() -> str | None:
+    """What is missing for Horovod, and how to get it; None if it is there. Doesn't import it."""
+    libraries = horovod_libraries()
+    if libraries is None:
+        return "Horovod is not installed (in a checkout: `uv sync`; it needs a C++ compiler)"
+    if not libraries:
+        return (
+            "Horovod is installed without its native library, because there was no C++ compiler (install g++ and make, "
+            "then `uv cache clean horovod && uv sync --reinstall-package horovod`)"
+        )
+    return None
+
+
+def horovod_libraries() -> list[Path] | None:
+    """Horovod's native library for TensorFlow, if it was built; None if Horovod isn't installed."""
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return list(Path(next(iter(spec.submodule_search_locations)), "tensorflow").glob("mpi_lib*.so"))
+
+
+def horovod_knows_gpus() -> bool:
+    """Whether gradients on this machine's GPUs, if there are any, stay there when Horovod reduces them."""
+    return not count_gpus() or horovod_built_with(NCCL)
+
+
+def horovod_built_with(name: bytes) -> bool:
+    """Whether Horovod is there, and its library names this. Doesn't load it: that takes TensorFlow."""
+    for library in horovod_libraries() or ():
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(name) >= 0
+    return False
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports of an address of this machine that nobody listens on at the moment; host "" means all addresses."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether nobody listens on this port.
+
+    Raises:
+        UsageError: this machine has no such address.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, UnicodeError) as error:
+            if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise UsageError(f"--host {host}: this machine has no such address ({error})") from None
+    return True

@@ -1,0 +1,140 @@
+"""A worker's side of an elastic job: it leaves a generation that is broken, and takes its place in the next.
+
+The workers that train together are a *generation*; `loop.launch.elastic_job` plans them. Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from callbacks.files import read_json, write_text
+from loop.errors import PeerError
+from loop.launch.environment import JOB, WORKER
+
+if TYPE_CHECKING:
+    from loop.checkpoint.kept import Kept
+
+PLAN = "plan.json"
+
+
+class SupersededError(Exception):
+    """A newer generation has been planned while this one met."""
+
+
+class Member:
+    """A worker of an elastic job: which generation it is in, and what has been planned since.
+
+    Attributes:
+        generation: the one it is in; -1 at first.
+        events: what to tell of workers that came and went since the one before.
+        kept: what this worker keeps in memory of the run, for the next generation to go on from.
+    """
+
+    def __init__(self) -> None:
+        self._job, self._worker = Path(os.environ[JOB]), os.environ[WORKER]
+        self.generation = -1
+        self.events: list[dict[str, Any]] = []
+        self.kept: Kept | None = None
+        self._plan: dict[str, Any] = {"generation": -1}
+        self._run = ""
+        self._sockets: set[str] = set()
+        threading.Thread(target=self._watch, name="elastic", daemon=True).start()
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is a newer generation."""
+        return bool(self._plan["generation"] > self.generation)
+
+    @property
+    def run_directory(self) -> Path | None:
+        """The job's run directory, once it has one: this worker was told, or others were, before they died."""
+        path = self._run or self._plan["run"]
+        return Path(path) if path else None
+
+    @run_directory.setter
+    def run_directory(self, path: Path | None) -> None:
+        self._run = str(path)
+        self._note("run", self._run)
+
+    def join(self, start: Callable[[Callable[[], None]], None]) -> None:
+        """Takes this worker's place in the newest generation, as soon as there is one.
+
+        Args:
+            start: starts the engine; is given a function that raises `SupersededError`, to be called while it waits.
+
+        Raises:
+            PeerError: the job has ended: why.
+        """
+        while True:
+            self._note("waits", self.generation)
+            while not self.changed:
+                time.sleep(0.02)
+            plan = self._plan
+            if plan["end"]:
+                if plan["keeper"] == self._worker and self.kept:
+                    self.kept.save()
+                raise PeerError(plan["end"])
+            place = plan["places"].get(self._worker)
+            last, self.generation = self.generation, plan["generation"]
+            if place is None:
+                if self._worker in plan["dropped"]:
+                    os._exit(0)  # it has nothing that the others haven't
+                continue
+            os.environ.update(place)
+            before = _open_sockets()
+            try:
+                start(self._check)
+            except SupersededError:
+                continue
+            self._sockets = _open_sockets() - before
+            self._note("joined", self.generation)
+            self.events = [event for event in plan["events"] if event["generation"] > last]
+            return
+
+    def cut(self) -> None:
+        """Ends the connections to the other workers: whoever waits for this one hears of it, and this one of itself.
+
+        Horovod leaves some open when it has been shut down by an error, and a worker that is blocked in a collective
+        may wait for one that waits for nobody.
+        """
+        wanted, self._sockets = self._sockets, set()
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(descriptor.readlink()) in wanted:
+                    with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    def _check(self) -> None:
+        if self.changed:
+            raise SupersededError
+
+    def _note(self, what: str, value: object) -> None:
+        write_text(self._job / f"rank-{self._worker}.{what}", str(value))
+
+    def _watch(self) -> None:
+        seen = (0, 0)
+        while True:
+            with contextlib.suppress(OSError):
+                about = (self._job / PLAN).stat()
+                if (about.st_ino, about.st_mtime_ns) != seen:
+                    seen, self._plan = (about.st_ino, about.st_mtime_ns), read_json(self._job / PLAN)
+            if self._sockets and self._plan.get("broken", -1) >= self.generation:
+                self.cut()
+            time.sleep(0.1)
+
+
+def _open_sockets() -> set[str]:
+    """The sockets that this process has open."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if (target := str(descriptor.readlink())).startswith("socket:"):
+                found.add(target)
+    return found

@@ -1,0 +1,50 @@
+"""Shows on stderr what the workers of a job print, and their progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from typing import IO
+
+from callbacks.progress import MARK, Display
+from loop.launch import stderr
+from loop.launch.process import WorkerProcess, printed_lines
+
+
+class Output:
+    """What the workers print, on stderr, each line with its rank in front; their progress as a bar."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self._display = Display()
+        self._lock = threading.Lock()
+
+    def line(self, text: str) -> None:
+        """Prints a line."""
+        with self._lock, contextlib.suppress(OSError):  # a terminal that is gone: workers would wait for ever
+            self._display.line(text)
+
+    def follow(self, process: WorkerProcess, label: str) -> None:
+        """Follows both streams of a process; each line has the label in front."""
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            thread = threading.Thread(target=self._copy, args=(process, stream, label), daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    def _copy(self, process: WorkerProcess, stream: IO[bytes], label: str) -> None:
+        for line in printed_lines(process, stream):
+            self.take(line, label)
+
+    def take(self, line: str, who: str) -> None:
+        """Shows a line that somebody has printed."""
+        text = line.rstrip("\r\n")
+        if re.match(stderr.CHATTER, text):
+            return
+        with self._lock, contextlib.suppress(OSError):
+            if text.startswith(MARK):
+                self._display.update(json.loads(text[len(MARK) :]))
+            elif text:
+                self._display.line(f"[{who}] {text}")

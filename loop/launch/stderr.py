@@ -1,0 +1,60 @@
+"""Filters what TensorFlow prints to stderr while it is loaded; keeps the descriptor of the true stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from callbacks.run_record.redaction import tell
+from loop.launch.environment import JOB, job_rank
+
+CHATTER = (
+    r"[IWE]\d{4} \d\d:|[IWE]0000 00:00:|WARNING: All log messages before absl|To enable the following instructions"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] |WARNING:tensorflow:\d+ out of the last "
+)
+"""What TensorFlow prints to stderr while it starts, whatever its log level: no user can act on it."""
+
+
+_descriptor = 2
+
+
+def descriptor() -> int:
+    """The file descriptor of the true stderr, also while `quiet_start` has put a file in its place."""
+    return _descriptor
+
+
+@contextlib.contextmanager
+def quiet_start(says: bool = True) -> Iterator[None]:
+    """Within it, stderr is collected; at the end it is printed without TensorFlow's start-up messages.
+
+    Args:
+        says: whether "loading TensorFlow" is printed; in a job, rank 0 or the launcher prints it.
+    """
+    global _descriptor
+    if says and "tensorflow" not in sys.modules and JOB not in os.environ and job_rank() == 0:
+        tell("loading TensorFlow ...")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as collected:
+        _descriptor = os.dup(2)
+        os.dup2(collected.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            own, _descriptor = _descriptor, 2
+            os.dup2(own, 2)
+            os.close(own)
+            collected.seek(0)
+            for line in collected.read().decode(errors="replace").splitlines():
+                if not re.match(CHATTER, line):
+                    tell(line)
+            if "tensorflow" in sys.modules and not gc.get_freeze_count():
+                # What has been imported stays to the end. The garbage collector needn't look at its 400,000 objects
+                # again: that takes seconds, most of them when the process ends.
+                gc.freeze()
