@@ -108,6 +108,8 @@ def test_wheel_has_three_names_and_the_shipped_examples(tmp_path):
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"callbacks", "cli.py", "loop"}
     assert {f"loop/examples/{name}.py" for name in [*task_loader.SHIPPED, "template"]} <= set(names)
     assert {"loop/py.typed", "callbacks/py.typed"} <= set(names)
+    templates = (ROOT / "callbacks" / "run_record" / "templates").iterdir()
+    assert {f"callbacks/run_record/templates/{path.name}" for path in templates} <= set(names)
 
 
 def test_every_fault_has_a_test_that_exists():

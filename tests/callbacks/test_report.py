@@ -217,7 +217,7 @@ def hostile(text):
 @example(hostile("".join(NASTY)))
 def test_no_text_or_number_breaks_out_or_breaks_it(of):
     page = Page(report.html(of))
-    assert page.scripts == [report._SCRIPT.strip()]
+    assert page.scripts == [report._asset("report.js").strip()]
     metrics = (name.removeprefix("step/").removeprefix("eval_") for name in of.curves)
     for text in (of.name, *metrics, *(each.text for each in of.faults)):
         shown = text.encode("utf-8", "replace").decode().strip()

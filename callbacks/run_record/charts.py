@@ -1,0 +1,245 @@
+"""Charts: where the curves of the report stand in a picture. `templates/chart.html` draws them."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from callbacks.run_record.formats import number, round_number
+
+HEIGHT, TOP, BOTTOM = 200, 10, 174  # pixels: of a chart, and of the plot within it
+_POINTS = 360  # of a line, at most: more than a chart has pixels for
+_HOVERS = 180  # positions of a chart at which its values can be read
+_DOTTED = 40  # a line of at most so many points has a dot at each
+_GAPS = 40  # values of a line that are not finite and are marked, at most
+_HUGE, _TINY = 1e100, 1e-100  # values beyond are not drawn
+
+Point = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A curve to be drawn.
+
+    Attributes:
+        name: what the legend calls it.
+        kind: its class in the style sheet: `train`, `within` or `held`.
+        points: (step, value), by step.
+    """
+
+    name: str
+    kind: str
+    points: Sequence[Point]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """An entry of the legend: the line's name and last value."""
+
+    name: str
+    kind: str
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """A label of an axis: at which pixel (values) or percentage (steps)."""
+
+    at: float
+    label: str
+    anchor: str = "end"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """A value that is not finite: at which percentage, and what the pointer shows there."""
+
+    at: float
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A line as it is drawn: its SVG path, dots (percentage, pixel), and values that are not finite."""
+
+    kind: str
+    dense: bool
+    path: str
+    dots: list[Point]
+    gaps: list[Gap]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A picture of lines over steps.
+
+    Attributes:
+        title: what the values are.
+        log: whether the scale of the values is logarithmic.
+        last_step: the last step that a line has.
+        keys: the legend.
+        value_ticks: labels of the vertical axis.
+        step_ticks: labels of the horizontal axis.
+        marks: percentages at which there is a dashed line.
+        curves: the lines, in the order in which they are drawn.
+        rows: what the script shows where: the percentage, and the texts for step and lines.
+    """
+
+    title: str
+    log: bool
+    last_step: float
+    keys: list[Key]
+    value_ticks: list[Tick]
+    step_ticks: list[Tick]
+    marks: list[float]
+    curves: list[Curve]
+    rows: list[tuple[float, list[str]]]
+    height: int = HEIGHT
+    top: int = TOP
+    bottom: int = BOTTOM
+
+
+class _Axes:
+    """Where steps and values stand: steps at a percentage of the width, values at a pixel of the height."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        steps = [step for line in lines for step, _ in line.points]
+        values = [value for line in lines for _, value in line.points if _is_drawn(value)] or [0.0]
+        self.first = min(steps, default=0)
+        self.last = max(steps, default=0)
+        self.log = _looks_flat(values)
+        self._low, self._high = _range([math.log10(value) for value in values] if self.log else values)
+
+    def x(self, step: float) -> float:
+        if self.first == self.last:
+            return 50.0
+        return 100 * (step - self.first) / (self.last - self.first)
+
+    def y(self, value: float) -> float:
+        height = math.log10(value) if self.log else value
+        return BOTTOM - (BOTTOM - TOP) * (height - self._low) / (self._high - self._low)
+
+    def value_ticks(self) -> list[Tick]:
+        values = _powers(self._low, self._high) if self.log else _ticks(self._low, self._high)
+        return [Tick(self.y(value), round_number(value)) for value in values]
+
+    def step_ticks(self) -> list[Tick]:
+        steps = [self.first] if self.first == self.last else _ticks(self.first, self.last)
+        return [Tick(self.x(step), f"{step:,.0f}", _anchor(self.x(step))) for step in steps]
+
+
+def chart(title: str, lines: Sequence[Line], marks: Sequence[int]) -> Chart:
+    """A picture of lines, with a dashed line at each step of `marks`; a value that is not finite is a gap."""
+    thinned = [dataclasses.replace(line, points=_thinned(line.points)) for line in lines if line.points]
+    axes = _Axes(thinned)
+    # A line within epochs is pale and has the most points: the others are drawn over it.
+    drawn = sorted(thinned, key=lambda line: line.kind != "within")
+    return Chart(
+        title=title,
+        log=axes.log,
+        last_step=axes.last,
+        keys=[Key(line.name, line.kind, line.points[-1][1]) for line in thinned],
+        value_ticks=axes.value_ticks(),
+        step_ticks=axes.step_ticks(),
+        marks=[axes.x(step) for step in marks if axes.first <= step <= axes.last],
+        curves=[_curve(line, axes) for line in drawn],
+        rows=_hovers(thinned, axes),
+    )
+
+
+def _curve(line: Line, axes: _Axes) -> Curve:
+    path = _path((10 * axes.x(step), axes.y(value) if _is_drawn(value) else math.nan) for step, value in line.points)
+    dots: list[Point] = []
+    if len(line.points) <= _DOTTED:
+        dots = [(axes.x(step), axes.y(value)) for step, value in line.points if _is_drawn(value)]
+    not_finite = [point for point in line.points if not _is_drawn(point[1])][:_GAPS]
+    gaps = [Gap(axes.x(step), f"{line.name}: {value} at step {step:,}") for step, value in not_finite]
+    return Curve(line.kind, len(line.points) > _POINTS // 2, path, dots, gaps)
+
+
+def _hovers(lines: Sequence[Line], axes: _Axes) -> list[tuple[float, list[str]]]:
+    """What the script shows where the pointer is: of each line, the last value up to that step."""
+    steps = sorted({step for line in lines for step, _ in line.points})
+    steps_of_lines = [[step for step, _ in line.points] for line in lines]
+    stride = math.ceil(len(steps) / _HOVERS) or 1
+
+    rows = []
+    for step in steps[::stride]:
+        texts = [f"step {step:,}"]
+        for line, line_steps in zip(lines, steps_of_lines, strict=True):
+            count = bisect.bisect(line_steps, step)
+            texts.append(number(line.points[count - 1][1]) if count else "-")
+        rows.append((round(axes.x(step), 2), texts))
+    return rows
+
+
+def _looks_flat(values: Sequence[float]) -> bool:
+    """Whether most of these values would lie flat at the bottom if the scale were linear."""
+    low, *_, high = values = sorted([*values, values[0]])
+    return low > _TINY and high / low >= 10 and values[len(values) // 2] - low < 0.15 * (high - low)
+
+
+def _is_drawn(value: float) -> bool:
+    """Whether a value is drawn: not nan, and not huge."""
+    return abs(value) < _HUGE
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """A line that looks the same with fewer points: of each stretch the lowest, the highest, and one that is a gap."""
+    width = math.ceil(3 * len(points) / _POINTS) if len(points) > _POINTS else 1
+    kept: list[Point] = []
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        drawn = sorted((point for point in stretch if _is_drawn(point[1])), key=lambda point: point[1])
+        gaps = [point for point in stretch if not _is_drawn(point[1])]
+        kept += sorted({*drawn[:1], *drawn[-1:], *gaps[:1]}, key=lambda point: point[0])
+    return kept
+
+
+def _range(values: Sequence[float]) -> Point:
+    """The lowest and the highest value, with some room."""
+    low, high = min(values), max(values)
+    room = max(0.04 * (high - low), 5e-4 * max(abs(low), abs(high)), 1e-12)
+    return low - room, high + room
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Four or fewer round numbers between two."""
+    unit = 10.0 ** math.floor(math.log10((high - low) / 4))
+    unit *= next(times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= 4)
+    return [unit * count for count in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """Round numbers whose logarithms are between two."""
+    every = max(1, math.ceil((high - low) / 4))
+    decades = [decade for decade in range(math.floor(low), math.ceil(high) + 1) if decade % every == 0]
+    values: list[float] = []
+    for digits in ((1,), (1, 3), (1, 2, 5)):
+        values = [digit * 10.0**decade for decade in decades for digit in digits]
+        values = [value for value in values if low <= math.log10(value) <= high]
+        if len(values) >= 3:
+            break
+    return values
+
+
+def _anchor(percent: float) -> str:
+    """How a label stands at its position, so that it does not leave the chart."""
+    if percent < 8:
+        return "start"
+    return "end" if percent > 92 else "middle"
+
+
+def _path(points: Iterable[Point]) -> str:
+    """An SVG path through points; nan is a gap, and a point between two gaps is a dot."""
+    parts = []
+    pen = "M"
+    for x, y in points:
+        if math.isnan(y):
+            pen = "M"
+            continue
+        parts.append(f"{pen}{x:.1f} {y:.1f}" + ("h0" if pen == "M" else ""))
+        pen = "L"
+    return "".join(parts)

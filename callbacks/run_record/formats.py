@@ -1,0 +1,59 @@
+"""Formats: how the report writes numbers, times and sizes."""
+
+from __future__ import annotations
+
+import time
+
+
+def number(value: float | None) -> str:
+    """A measured value, in four digits; "-" for none."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def round_number(value: float) -> str:
+    """A round number, beside an axis."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if max(size, 1e4) <= abs(value) < 1e13:
+            return f"{value / size:.6g}{unit}"
+    return f"{value:.6g}"
+
+
+def grouped(count: float) -> str:
+    """A count, its digits in groups of three."""
+    return f"{count:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: "1 epoch", "2 epochs"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def lasting(seconds: float) -> str:
+    """A duration, in its two largest units."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
+    while not parts[0][0]:
+        parts.pop(0)
+    return " ".join(f"{count} {unit}" for count, unit in parts[:2] if count)
+
+
+def moment(seconds: float) -> str:
+    """A time of the clock."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def size(count: int) -> str:
+    """So many bytes."""
+    power = min(len(str(count)) - 1, 11) // 3
+    return f"{count / 1000**power:.4g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def part_name(part: str) -> str:
+    """The name of a part of the time, as people read it."""
+    return part.replace("_", "-")
