@@ -168,9 +168,9 @@ def fit(
                 run = live(task, engine, options, chosen, run_dir)
             break
         except Exception as error:
-            if not engine.outlives(error):
+            if not engine.is_recoverable(error):
                 raise
-        engine.regroup()  # an elastic job goes on with the workers that are there now
+        engine.rejoin()  # an elastic job goes on with the workers that are there now
     run.step.averages.take()
     return result(run)
 
@@ -197,10 +197,10 @@ def live(
                 if options["profile"]:
                     bus.fire("profile", "summary", stopwatch.summary(engine.gather_json(run.stopwatch.total)))
                 take_best(run)
-                run.agree()
+                run.synchronize()
             except BaseException as error:
-                meant = run.meaning(error)
-                if engine.outlives(error):
+                meant = run.translate_error(error)
+                if engine.is_recoverable(error):
                     run.close_writer()
                 else:
                     end(run, bus, "failed", meant)
@@ -217,17 +217,17 @@ def set_up(run: Run, bus: Bus, sources: Data) -> None:
     bus.fire("setup")
     make_step(run, bus, sources)
     bus.check_metrics()
-    run.agree()
+    run.synchronize()
     with run.watchdog.phase("restoring"):
         path = run_directory.restore(run, lambda: enter_phase(run, bus))
     bus.fire("restore", path)
-    with run.guard(), run.watchdog.phase("opening the data"):
+    with run.defer_errors(), run.watchdog.phase("opening the data"):
         run.begun = True
         run.write_status("running")
         run.open_data()
-    run.agree()
+    run.synchronize()
     bus.fire("fit_start")
-    run.agree()
+    run.synchronize()
 
 
 def make_step(run: Run, bus: Bus, sources: Data) -> None:
@@ -253,13 +253,13 @@ def next_phase(run: Run, bus: Bus) -> None:
         run.next_epoch()
     with run.watchdog.phase("beginning a phase"):
         run.step.averages.take()
-        with run.guard():
+        with run.defer_errors():
             enter_phase(run, bus)
-        run.agree()
+        run.synchronize()
         run.backend.broadcast_variables(run.variables)
-        with run.guard():
+        with run.defer_errors():
             run.open_data()
-        run.agree()
+        run.synchronize()
 
 
 def train(run: Run, bus: Bus) -> None:
@@ -325,20 +325,20 @@ def evaluate(run: Run, bus: Bus) -> bool:
 
 def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
     """All workers agree on what comes next: so many steps, a checkpoint, an end. Returns whether it is an end."""
-    run.agree(steps_to_boundary(run, bus) if steps is None else steps)
+    run.synchronize(steps_to_boundary(run, bus) if steps is None else steps)
     if run.saved:
         bus.fire("checkpoint", run.saved)
     if run.keeping:
-        with run.guard():
+        with run.defer_errors():
             run.keep()
     if run.saving:
         run.save_must_succeed |= run.stopping or run.at_end
-        with run.guard():
+        with run.defer_errors():
             run.save_checkpoint()
         if run.saves_wait:
             last_saves(run, bus)
     elif run.holding:
-        with run.guard():
+        with run.defer_errors():
             run.hold_checkpoint()
     if run.regrouping and not run.stopping and not run.at_end:
         last_saves(run, bus)
@@ -370,7 +370,7 @@ def last_saves(run: Run, bus: Bus) -> None:
     """Waits for the checkpoint that is being written."""
     run.wait_for_saves()
     while run.saves_under_way:
-        run.agree(run.next_steps)
+        run.synchronize(run.next_steps)
         if run.saved:
             bus.fire("checkpoint", run.saved)
 

@@ -166,16 +166,16 @@ class InEvaluation(Callback):
         self.nth, self.act = nth, act
 
     def on_setup(self, run):
-        agree, seen = run.agree, []
+        synchronize, seen = run.synchronize, []
 
-        def agreeing(steps=1):
+        def synchronizing(steps=1):
             if run.evaluating:
                 seen.append(steps)
                 if len(seen) == self.nth:
                     self.act(run)
-            return agree(steps)
+            return synchronize(steps)
 
-        run.agree = agreeing
+        run.synchronize = synchronizing
 
 
 @pytest.mark.parametrize("options", [{"epochs": 2}, {"steps": 9}, {"epochs": 2, "eval_every": 4}], ids=str)

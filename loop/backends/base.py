@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from loop.launch.member import Member
 
 
+_FORMER_NAMES = {"outlives": "is_recoverable", "regroup": "rejoin"}
+"""Deprecated names of methods that a plug-in may override, each with the name of today."""
+
+
 class Backend:
     """One engine. The methods below are the single-device case; an engine overrides those that differ for it.
 
@@ -47,6 +51,13 @@ class Backend:
     device: str = ""
     own_variables: ClassVar[bool] = True
     priority: ClassVar[int | None] = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lets a plug-in of an older version override the former names of two methods."""
+        super().__init_subclass__(**kwargs)
+        for former, name in _FORMER_NAMES.items():
+            if former in vars(cls) and name not in vars(cls):
+                setattr(cls, name, vars(cls)[former])
 
     # Before there is one; see `loop.launch.plugins`
 
@@ -169,12 +180,12 @@ class Backend:
         """
         return shared_value(variable)
 
-    def outlives(self, error: BaseException) -> bool:
-        """Whether a run goes on after this error, with the workers that are there after `regroup`."""
+    def is_recoverable(self, error: BaseException) -> bool:
+        """Whether a run goes on after this error, with the workers that are there after `rejoin`."""
         return False
 
-    def regroup(self) -> None:
-        """Takes this worker's place among those that are there; see `outlives`."""
+    def rejoin(self) -> None:
+        """Takes this worker's place among those that are there; see `is_recoverable`."""
 
     def close(self) -> None:
         """Gives back what the engine holds; the last call."""

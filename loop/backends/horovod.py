@@ -75,7 +75,7 @@ class Horovod(Backend):
 
 
 class ElasticHorovod(Horovod):
-    """Horovod in an elastic job: after `regroup` it is that of another generation."""
+    """Horovod in an elastic job: after `rejoin` it is that of another generation."""
 
     member: Member
 
@@ -84,10 +84,10 @@ class ElasticHorovod(Horovod):
         self._join()
         self.device = "GPU:0" if use_gpus(hvd.local_rank()) else ""
 
-    def outlives(self, error: BaseException) -> bool:
+    def is_recoverable(self, error: BaseException) -> bool:
         return isinstance(error, RegroupError) or is_peer_loss(error)
 
-    def regroup(self) -> None:
+    def rejoin(self) -> None:
         # Whoever joins builds the model for the first time, and collectives go by the names of what they reduce.
         for module in ("keras", "tf_keras"):
             if module in sys.modules:

@@ -51,11 +51,11 @@ class Bus:
         self._listeners = [_Listener(callback) for callback in self._hooks["steps_end"]]
 
     def check_metrics(self) -> None:
-        """Refuses callbacks that wait for a metric that the run doesn't have; the error is kept for `Run.agree`.
+        """Refuses callbacks that wait for a metric that the run doesn't have; `Run.synchronize` raises the error.
 
         A callback of the user's may add to the metrics that later ones are handed: then it isn't known before.
         """
-        with self._run.guard():
+        with self._run.defer_errors():
             asked = [(each, *pair) for each in self._run.callbacks.values() for pair in each.watches.items()]
             known = self._run.metric_names() if asked else []
             for callback, argument, metric in asked:
@@ -76,7 +76,7 @@ class Bus:
         return any(not type(each).__module__.startswith("callbacks.") for each in self._hooks[event])
 
     def fire(self, event: str, *args: Any) -> None:
-        """Calls the hooks of an event; an error is kept for `Run.agree`."""
+        """Calls the hooks of an event; an error is kept for `Run.synchronize`."""
         for callback in self._hooks[event]:
             self._call(callback, event, *args)
 
@@ -127,7 +127,7 @@ class Bus:
             return None
         run, kind = self._run, type(callback).__name__
         phase = run.watchdog.phase(f"callback on_{event} of {kind}")
-        with run.guard(), phase, run.stopwatch.at("callbacks", kind):
+        with run.defer_errors(), phase, run.stopwatch.at("callbacks", kind):
             fault_injection.reached(f"callback-{event}", run.backend.rank, run.progress.step)
             return getattr(callback, f"on_{event}")(run, *args)
 

@@ -59,10 +59,10 @@ def take_best(run: Run) -> None:
     if step is None or step == run.progress.step:
         return
     taken = False
-    with run.guard():
+    with run.defer_errors():
         if run.backend.is_chief:
             taken = _read_best(run)
-    run.agree()
+    run.synchronize()
     if not run.backend.broadcast_json(taken):
         return
     run.step.averages.forget()

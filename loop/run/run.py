@@ -299,7 +299,7 @@ class Run:
         """Keeps an error of this worker until all workers can hear of it; the first one counts."""
         self._error = self._error or error
 
-    def meaning(self, error: BaseException) -> BaseException:
+    def translate_error(self, error: BaseException) -> BaseException:
         """The error as it is to be told: where the engine has lost variables, with the checkpoint that has them."""
         lost = self.backend.lost(error)
         if not lost:
@@ -310,15 +310,15 @@ class Run:
         return TrainingError(f"{lost}; start again with run_dir={str(self.directory)!r} (--run-dir) {what}")
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Keeps an error that may be this worker's alone until `agree`: the others would wait for it for ever."""
+    def defer_errors(self) -> Iterator[None]:
+        """Keeps an error of this worker until `synchronize`: without it, the other workers would wait forever."""
         try:
             with no_exit():
                 yield
         except Exception as error:
             self.fail(error)
 
-    def agree(self, steps: int = 1) -> None:
+    def synchronize(self, steps: int = 1) -> None:
         """All workers hear of each other's errors, signals and wishes, and take the chief's length of the next call.
 
         Args:
@@ -328,7 +328,7 @@ class Run:
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.
         """
         fault_injection.reached("agree", self.backend.rank, self.progress.step)
-        with self.guard():
+        with self.defer_errors():
             self.check_directory()
         ended = self._save_ended()
         stops, signalled = bool(self.stop_reason), self._signals > 0
@@ -516,7 +516,7 @@ class Run:
         self._hold_reason = ""
         self.step.average_statistics()
         own = None
-        with self.guard():  # others wait for this worker in what follows
+        with self.defer_errors():  # others wait for this worker in what follows
             fault_injection.reached("save", self.backend.rank, self.progress.step)
             own = state.own(self)
         workers = self.backend.gather_json(own)
@@ -548,7 +548,7 @@ class Run:
         with self.watchdog.phase("keeping a snapshot"), self.stopwatch.at("saving"):
             self.step.average_statistics()
             own = None
-            with self.guard():  # others wait for this worker in what follows
+            with self.defer_errors():  # others wait for this worker in what follows
                 own = state.own(self)
             workers = self.backend.gather_json(own)
             streams = state.streams(self)

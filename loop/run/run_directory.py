@@ -120,11 +120,11 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
         The checkpoint, or None: the run starts.
 
     Raises:
-        UsageError: the checkpoint is of other settings or another model. (On all workers, by `Run.agree`.)
+        UsageError: the checkpoint is of other settings or another model. (On all workers, by `Run.synchronize`.)
     """
     found, tensors = None, None
     if run.backend.is_chief:
-        with run.guard():
+        with run.defer_errors():
             kept = run.backend.member and run.backend.member.kept
             found = (kept.path, kept.state) if kept else _find(run)
             if found is not None:
@@ -133,17 +133,17 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
                 tensors = arrays(kept.tensors) if kept else checkpoint_files.read(*found)
                 with of_a_run(found[0]):
                     found[1]["history"] = jsonable(stored_history(*found))
-    run.agree()
+    run.synchronize()
     path, state, run.adopted = run.backend.broadcast_json(
         [str(found[0]), found[1], run.adopted] if found else [None, None, []]
     )
     if path is None:
         return None
-    with run.guard(), of_a_run(path):
+    with run.defer_errors(), of_a_run(path):
         for _ in range(index_of(state, run.task)):
             enter_phase()
         restore_state(run, tensors, state)
-    run.agree()
+    run.synchronize()
     run.backend.broadcast_variables(run.variables)
     run.stream_state = stream_of(run, tensors)
     if {"batch_size", "drop_remainder"} & set(run.adopted):

@@ -309,3 +309,12 @@ def test_one_replica_has_nothing_to_average(capsys):
     plain, local = (trained("single", {}, options) for options in ({}, {"local_steps": 4}))
     assert plain.weights_sha256 == local.weights_sha256
     assert "inexact" not in capsys.readouterr().err
+
+
+def test_a_plugin_may_override_the_former_names_of_two_methods():
+    class Former(Backend):
+        def outlives(self, error):
+            return isinstance(error, KeyError)
+
+    assert Former().is_recoverable(KeyError())
+    assert not Former().is_recoverable(ValueError())
