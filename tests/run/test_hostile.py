@@ -149,7 +149,7 @@ def test_one_place_writes_a_file_under_another_name():
     """Elsewhere whole directories are renamed, which is another matter: checkpoints and exported models."""
     renaming = {
         path.relative_to(ROOT).as_posix()
-        for path in [*ROOT.glob("loop/**/*.py"), *ROOT.glob("callbacks/*.py")]
+        for path in [*ROOT.glob("loop/**/*.py"), *ROOT.glob("callbacks/**/*.py")]
         if ".replace(path)" in path.read_text() or "partial.replace(" in path.read_text()
     }
     assert renaming == {"callbacks/files.py", "callbacks/mlflow/logged_model.py", "loop/commands/export.py"}
