@@ -125,6 +125,13 @@ class Central(Mirrored):
         with self.strategy.scope(), tf.variable_creator_scope(creator):
             yield
 
+    def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
+        if options["compile"] == "xla" and not all(name.lower().endswith("cpu:0") for name in self.devices):
+            raise UsageError(
+                "compile='xla' with backend='central': variables are stored on cpu:0, and XLA reads none of another "
+                "device: use backend='mirrored', or leave compile out"
+            )
+
     def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
         return [variable.numpy()] * self.local_replicas
 

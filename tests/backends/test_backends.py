@@ -106,6 +106,12 @@ def test_central_has_no_statistics_of_each_replica(quiet):
         fit(Conv(), backend=backends.create("central", 2), sync_batch_norm=False, callbacks=quiet())
 
 
+def test_central_compiles_nothing_with_xla(quiet):
+    """XLA reads no variable of another device: each replica but the first would fail in the middle of a run."""
+    with pytest.raises(UsageError, match=r"compile='xla' with backend='central'.*use backend='mirrored'"):
+        fit(Conv(), backend=backends.create("central", 2), compile="xla", callbacks=quiet())
+
+
 # Chosen devices
 
 
