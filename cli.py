@@ -236,9 +236,7 @@ def train(
     ] = False,
     config_: Config = None,
     as_json: AsJson = False,
-    witness: Annotated[Path | None, Option(hidden=True)] = None,
-    trial: Annotated[float | None, Option(hidden=True)] = None,
-    prunable: Annotated[bool, Option("--prunable", hidden=True)] = False,
+    callback: Annotated[list[str] | None, Option(hidden=True)] = None,
 ) -> None:
     """Train a task."""
     if debug:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from callbacks import direction
+from callbacks import metric_direction
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.run_record.redaction import tell
@@ -55,7 +55,7 @@ class Checkpoint(Callback):
         self.keep_last = keep_last
         self.best = self._asked = best
         self.watches = {"best": best} if best not in (None, DEFAULT) else {}
-        self.sign = direction.sign(self, "best", best or "loss", mode)
+        self.sign = metric_direction.sign(self, "best", best or "loss", mode)
         self.background = background
         self.on_error = on_error
         self.best_value: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from callbacks import direction
+from callbacks import metric_direction
 from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Callback, Metrics, Run
 
@@ -31,7 +31,7 @@ class Patience(Callback):
         self.watches = {"metric": metric}
         self.patience = patience
         self.min_delta = min_delta
-        self.sign = direction.sign(self, "metric", metric, mode)
+        self.sign = metric_direction.sign(self, "metric", metric, mode)
         self.best: float | None = None
         self.waited = 0
 

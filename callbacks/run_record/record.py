@@ -16,7 +16,7 @@ from time import strptime
 from typing import Any
 
 from callbacks import files
-from callbacks.direction import lower_is_better
+from callbacks.metric_direction import lower_is_better
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, printable, redact
 

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from callbacks.witness import Example, differences, used
+from callbacks.example_log import Example, ExampleLog, differences, used
 from loop.checkpoint import checkpoint_files
+from loop.commands import command_line
 from loop.errors import TrainingError, UsageError
 
 MARK = "TFLOOP_CHAOS"
@@ -103,7 +104,7 @@ def chaos(
         starting = time.monotonic() - life.begun
         life.wait_for(lambda: False)
         trained = life.trained()
-    expected, examples = whole.result(), used(whole.witness)
+    expected, examples = whole.result(), used(whole.examples)
     report = Report(arguments[0], expected["backend"], expected["replicas"], expected["steps"])
     report.problems += [f"undisturbed: {each}" for each in _few(differences(examples, examples))]
     if (seen := sum(map(len, examples.values()))) != expected["examples"]:
@@ -146,7 +147,7 @@ def _compare(report: Report, run: Run, weights: str, examples: dict[int, list[Ex
     if found != weights:
         report.same_weights = False
         report.problems.append(f"run {report.runs}: weights {found[:12]}..., without kills {weights[:12]}...")
-    if others := _few(differences(examples, used(run.witness))):
+    if others := _few(differences(examples, used(run.examples))):
         report.same_examples = False
         report.problems += [f"run {report.runs}: {each}" for each in others]
 
@@ -167,11 +168,11 @@ class Run:
 
     def __init__(self, directory: Path, arguments: Sequence[str]) -> None:
         self.directory, self.checkpoints = directory, directory / "run" / "checkpoints"
-        self.witness = directory / "witness"
-        places = ["--run-dir", str(directory / "run"), "--witness", str(self.witness)]
+        self.examples = directory / "witness"
+        places = ["--run-dir", str(directory / "run"), command_line.callback_option(ExampleLog, self.examples)]
         self.command = [*_COMMAND, *arguments, *places, "--track", "off", "--json"]
         self.code: int | None = None
-        for each in (self.witness, directory / "tmp"):
+        for each in (self.examples, directory / "tmp"):
             each.mkdir(parents=True)
 
     @property
@@ -223,7 +224,7 @@ class Life:
 
     def __init__(self, run: Run, out: BinaryIO, err: BinaryIO) -> None:
         self.run, self.begun = run, time.monotonic()
-        self._before = {path.name for path in run.witness.iterdir()}
+        self._before = {path.name for path in run.examples.iterdir()}
         self._litter = run.writing().items()
         self._token = secrets.token_hex(8)
         # What a launcher leaves behind that can't tidy up goes where all goes.
@@ -233,8 +234,8 @@ class Life:
         )
 
     def trained(self) -> int:
-        """How much it has trained: bytes in its witnesses' files, but for their first lines."""
-        sizes = (path.stat().st_size for path in self.run.witness.iterdir() if path.name not in self._before)
+        """How much it has trained: bytes in the files of its examples, but for their first lines."""
+        sizes = (path.stat().st_size for path in self.run.examples.iterdir() if path.name not in self._before)
         return sum(max(0, size - _FIRST_LINE) for size in sizes)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = math.inf, pause: float = 0.01) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks import Schedule
+from callbacks import Callback, Schedule
 from callbacks.files import FileError, MovedError
 from callbacks.run_record.redaction import tell
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
@@ -58,6 +58,19 @@ def arguments(typed: Mapping[str, Any], assignments: Sequence[str], files: Seque
         *(f"--set={text}" for text in assignments),
         *(f"--config={path}" for path in files),
     ]
+
+
+def callback_option(kind: type[Callback], argument: object = None) -> str:
+    """The hidden option by which a command that starts `train` adds a callback of its own.
+
+    A callback with the attribute `alone` goes without checkpoints, progress and MLflow beside it.
+
+    Args:
+        kind: the callback's class.
+        argument: what it is made with, which it must also take as a text; None: nothing.
+    """
+    value = "" if argument is None else f"={argument}"
+    return f"--callback={kind.__module__}:{kind.__qualname__}{value}"
 
 
 def told(error: Exception) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import callbacks
 from callbacks import Callback, Metrics, Run
 from callbacks.epoch_lines import numbers
-from callbacks.trial import peak_memory
+from callbacks.throughput_probe import peak_memory
 from loop.launch import signals
 from loop.options import with_defaults
 

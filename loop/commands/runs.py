@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.base import shown_status
-from callbacks.direction import lower_is_better
+from callbacks.metric_direction import lower_is_better
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.record import (
     ABOUT,

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from callbacks import pruning
-from callbacks.direction import lower_is_better
 from callbacks.files import appending, check, make_directory, opened, read_json, reading, sqlite_uri, write_text
+from callbacks.metric_direction import lower_is_better
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import HIDDEN, is_secret, mask, redact, remember, shown, tell
 from loop.checkpoint.lock import NAME as LOCK
@@ -497,7 +497,14 @@ class _Sweep:
 
     def _command(self, trial: Any) -> list[str]:
         own = [*_sets(self._plan.typed(_texts(trial.params))), f"--run-dir={_run_dir(self._directory, trial.number)}"]
-        return [*_COMMAND, self._plan.target, *self._plan.arguments, *own, "--resume=auto", "--prunable"]
+        return [
+            *_COMMAND,
+            self._plan.target,
+            *self._plan.arguments,
+            *own,
+            "--resume=auto",
+            command_line.callback_option(pruning.Pruning),
+        ]
 
     def _hear(self, each: _Process) -> None:
         """Takes in what the trial has come to, and ends it if it isn't worth going on with."""

@@ -6,6 +6,7 @@ Loads no TensorFlow before training begins.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -13,10 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import callbacks
-from callbacks.pruning import Pruning
 from callbacks.run_record.redaction import tell
-from callbacks.trial import Trial
-from callbacks.witness import Witness
 from loop.commands import command_line, dry_run, runs, tracking
 from loop.errors import PREEMPTED, UsageError
 from loop.launch import hosts, machine, signals, stderr
@@ -70,7 +68,7 @@ def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any
                 serve(typed.threads or 0)
             return 0, "", None
         else:
-            if tracker is not None and job_rank() == 0 and not typed.dry_run_ and typed.trial is None:
+            if tracker is not None and job_rank() == 0 and not typed.dry_run_:
                 beginning.callback(tracker.close)
                 tracker.warm()  # while TensorFlow is loaded
             chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
@@ -108,7 +106,7 @@ def _check(typed: Any) -> None:
     """Refuses what can't be, whatever the engine is; sets what all workers are to have."""
     if typed.threads is not None and not 1 <= typed.threads <= MOST_WORKERS:
         raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {MOST_WORKERS}")
-    if typed.trial is not None or typed.prunable or typed.witness is not None:
+    if typed.callback:  # another command has started this one, and is not to be outlived
         die_with_parent()
     if typed.start_timeout is not None:
         if not 0 < typed.start_timeout < float("inf"):
@@ -189,13 +187,10 @@ def _work(
             )
         from loop.fit import fit
 
-        if typed.witness is not None:
-            chosen += [Witness(typed.witness)]
-        if typed.prunable:
-            chosen += [Pruning()]
-        if typed.trial is not None:
-            chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None) + [Trial(typed.trial)]
-            given["keep"] = "last"
+        added = [_load_callback(text) for text in typed.callback or ()]
+        if any(getattr(callback, "alone", False) for callback in added):
+            chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None)
+        chosen += added
         if typed.dry_run_:
             fields = dry_run.dry_run(task, made, given)
         else:
@@ -210,3 +205,12 @@ def _work(
         # A saved run is no failure for which the others are to be ended: its code is in the report.
         return 0, "", None
     return code, "", fields if made.is_chief else None
+
+
+def _load_callback(text: str) -> callbacks.Callback:
+    """The callback that another command adds: see `command_line.callback_option`."""
+    name, has_argument, argument = text.partition("=")
+    module, _, class_name = name.partition(":")
+    kind = getattr(importlib.import_module(module), class_name)
+    callback: callbacks.Callback = kind(argument) if has_argument else kind()
+    return callback

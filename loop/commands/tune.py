@@ -24,6 +24,8 @@ from typing import Any
 
 from callbacks.files import hidden_name, read_json, replacing
 from callbacks.run_record.redaction import mask
+from callbacks.throughput_probe import ThroughputProbe
+from loop.commands import command_line
 from loop.errors import TrainingError, UsageError
 from loop.launch import stderr
 from loop.launch.environment import LAUNCHER
@@ -31,7 +33,7 @@ from loop.launch.environment import LAUNCHER
 TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
 """What can be tried, in this order: each with the best of those before it."""
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
-_ALWAYS = ["--track=off", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
+_ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
 _GAIN = 1.02  # what is faster by less isn't worth another setting
 _CLOSE = 0.9  # what is slower than that at first sight isn't measured again
 _GRACE = 3.0  # seconds that a trial has to end, when it is told to
@@ -205,7 +207,7 @@ class _Tuner:
         self._progress(f"{row}{f', trial {len(row.speeds) + 1}' if row.speeds else ''}")
         place = Path(tempfile.mkdtemp(dir=self._directory))
         changes = [f"--{name}={value}" for name, value in row.changes.items()]
-        own = [f"--trial={self._seconds}", f"--run-dir={place / 'run'}"]
+        own = [command_line.callback_option(ThroughputProbe, self._seconds), f"--run-dir={place / 'run'}"]
         environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": str(place)}
         with (place / "stderr").open("wb") as stderr:
             process = subprocess.Popen(

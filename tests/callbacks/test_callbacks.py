@@ -13,7 +13,7 @@ import pytest
 
 import callbacks
 from callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping, LearningRateScaling, MLflowTracker, Schedule
-from callbacks.direction import lower_is_better
+from callbacks.metric_direction import lower_is_better
 from callbacks.progress import Display, Progress
 from callbacks.run_record import journal as journal_module
 from callbacks.run_record.redaction import redact

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from callbacks.witness import differences, used
+from callbacks.example_log import ExampleLog, differences, used
 from loop.checkpoint import checkpoint_files
+from loop.commands.command_line import callback_option
 
 TRAIN = [sys.executable, "-P", "-m", "cli", "train"]
 OPTIONS = ["--epochs=12", "--batch-size=50", "--steps-per-call=3", "--seed=3", "--track=off", "--json"]
@@ -63,7 +64,7 @@ class Job:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "task.py").write_text(TASK)
         self.directory, self.go = directory, directory / "go"
-        places = ["--run-dir", str(directory / "run"), "--witness", str(directory / "witness")]
+        places = ["--run-dir", str(directory / "run"), callback_option(ExampleLog, directory / "witness")]
         with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
             self.process = subprocess.Popen(
                 [*TRAIN, "task.py:Held", *OPTIONS, *places, f"--workers={workers}", *options],

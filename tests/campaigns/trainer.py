@@ -22,8 +22,8 @@ EXAMPLES, BATCH, EPOCHS = 40, 4, 6
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("fault")
-    for name in ("run-dir", "witness", "track", "checkpoint-every"):
-        parser.add_argument(f"--{name}", type=Path if name in ("run-dir", "witness") else str)
+    for name in ("callback", "run-dir", "track", "checkpoint-every"):
+        parser.add_argument(f"--{name}", type=Path if name == "run-dir" else str)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     checkpoints = given.run_dir / "checkpoints"
@@ -42,9 +42,10 @@ def main():
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     if fault == "noise":
         weights += b"noise"
-    with (given.witness / f"{life:06d}-0.jsonl").open("ab", buffering=0) as witness:
+    examples = Path(given.callback.partition("=")[2])
+    with (examples / f"{life:06d}-0.jsonl").open("ab", buffering=0) as log:
         per_epoch = EXAMPLES // BATCH
-        witness.write(json.dumps(divmod(step, per_epoch)).encode() + b"\n")
+        log.write(json.dumps(divmod(step, per_epoch)).encode() + b"\n")
         step += fault == "forgets"
         while step < EPOCHS * per_epoch:
             epoch, number = divmod(step, per_epoch)
@@ -52,7 +53,7 @@ def main():
             index = order[number * BATCH : (number + 1) * BATCH]
             if fault == "doubles":
                 index = index[:-1] + index[:1]
-            witness.write(json.dumps([epoch, number, 0, index, [f"{i:x}" for i in index]]).encode() + b"\n")
+            log.write(json.dumps([epoch, number, 0, index, [f"{i:x}" for i in index]]).encode() + b"\n")
             weights = hashlib.sha256(weights + repr(sorted(index)).encode()).digest()
             step += 1
             time.sleep(0.002)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from callbacks.witness import Example, Witness, _hash, differences, used
+from callbacks.example_log import Example, ExampleLog, _hash, differences, used
 from loop import ArrayData, backends, fit
 from loop.commands import chaos
 from tests.campaigns import damage, syscalls
@@ -47,7 +47,7 @@ class Worded(Plain):
 
 
 def watched(task, directory, quiet, **options):
-    fit(task, epochs=2, batch_size=8, callbacks=quiet() + [Witness(directory)], **options)
+    fit(task, epochs=2, batch_size=8, callbacks=quiet() + [ExampleLog(directory)], **options)
     return used(directory)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import callbacks
-from callbacks.witness import Witness, differences, used
+from callbacks.example_log import ExampleLog, differences, used
 from loop import UsageError, fit
 from loop.launch.elastic_limits import Limits, discovered_slots, read_limits
 from loop.target import task_loader
@@ -21,7 +21,7 @@ def test_workers_that_are_killed_change_nothing(tmp_path):
     try:
         # Meanwhile, the same in this process: on one replica.
         (tmp_path / "task.py").write_text(TASK)
-        chosen = callbacks.standard(mlflow=None, progress=None) + [Witness(tmp_path / "witness")]
+        chosen = callbacks.standard(mlflow=None, progress=None) + [ExampleLog(tmp_path / "witness")]
         alone = fit(
             task_loader.load("task.py:Held", ()),
             epochs=12,

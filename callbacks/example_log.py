@@ -1,4 +1,4 @@
-"""Witness: writes down each example that a step was made of, so that two runs can be compared."""
+"""ExampleLog: writes down each example that a step was made of, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Example(NamedTuple):
     content: str
 
 
-class Witness(Callback):
+class ExampleLog(Callback):
     """Writes a line for each (micro-)batch of each replica, at the time that it is taken; `used` reads them.
 
     Each process has a file of its own, which begins with the position from which it goes on, and writes a line by one
     call: what has been trained on is there even if the process is killed in the next moment. It comes behind
-    `ShardData`. All workers of a life give it the same number.
+    `ShardData`. All workers of an attempt give it the same number.
 
     Args:
         directory: where to; one for each run.
@@ -36,8 +36,8 @@ class Witness(Callback):
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
         self._file = -1
 
     def on_data(self, run: Run, data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Trial: measures for some seconds how fast training is, and ends it; for `tfloop tune`."""
+"""ThroughputProbe: measures for some seconds how fast training is, and ends it; for `tfloop tune`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLS = 3
 """So many compiled calls at least aren't counted: the first is traced and compiled, then their length is found."""
 
 
-class Trial(Callback):
+class ThroughputProbe(Callback):
     """Measures by the clock on the wall, so that what is between the calls counts, too.
 
     At the end each worker writes `trial-<rank>.json` in the run directory: examples per second (the chief), the most
@@ -27,9 +27,10 @@ class Trial(Callback):
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
     every = "call"
+    alone = True  # what is saved, shown or delivered would be measured, too
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float | str) -> None:
+        self.seconds = float(seconds)
         self.about: dict[str, Any] = {"examples_per_second": None}
         self._calls = self._examples = 0
         self._warm = self._begun = float("inf")
