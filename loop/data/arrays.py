@@ -52,26 +52,18 @@ class ArrayData:
             data: arrays in tuples, lists and dicts, as Keras's `fit` takes them. A list or tuple of anything but arrays
                 is an array itself.
         """
-
-        def nested(each: Any) -> Any:
-            if isinstance(each, dict):
-                return {name: nested(value) for name, value in each.items()}
-            return tuple(map(nested, each)) if holds_arrays(each) else np.asarray(each)
-
-        def holds_arrays(each: Any) -> bool:
-            if not isinstance(each, list | tuple):
-                return False
-            return all(isinstance(one, dict) or bool(getattr(one, "shape", ())) or holds_arrays(one) for one in each)
-
-        return cls.of_structure(tuple(map(nested, data)) if isinstance(data, list | tuple) else nested(data))
+        if isinstance(data, list | tuple):  # the parts of an example, also where they are lists of numbers
+            return cls.of_structure(tuple(_as_arrays(part) for part in data))
+        return cls.of_structure(_as_arrays(data))
 
     @classmethod
     def of_structure(cls, arrays: Any, padding: Padding | None = None) -> ArrayData:
         """Arrays and `Sequences` in any structure of dicts and tuples."""
-        made = cls.__new__(cls)
-        made.arrays, made.padding = arrays, padding
-        made.size = made._checked_size()
-        return made
+        data = cls.__new__(cls)
+        data.arrays = arrays
+        data.padding = padding
+        data.size = data._checked_size()
+        return data
 
     def _checked_size(self) -> int:
         """How many examples all arrays have."""
@@ -103,8 +95,26 @@ class ArrayData:
         return self.of_structure(tf.nest.map_structure(change, self.arrays), self.padding)
 
 
+def _as_arrays(structure: Any) -> Any:
+    """Dicts, lists and tuples of arrays as dicts and tuples of NumPy arrays."""
+    if isinstance(structure, dict):
+        return {name: _as_arrays(value) for name, value in structure.items()}
+    if _holds_arrays(structure):
+        return tuple(_as_arrays(value) for value in structure)
+    return np.asarray(structure)
+
+
+def _holds_arrays(structure: Any) -> bool:
+    """Whether a list or tuple has arrays or dicts in it; one of numbers is an array itself."""
+    if not isinstance(structure, list | tuple):
+        return False
+    return all(
+        isinstance(value, dict) or bool(getattr(value, "shape", ())) or _holds_arrays(value) for value in structure
+    )
+
+
 def _converted(arrays: dict[Any, Any], padding: Padding | None) -> dict[Any, np.ndarray | Sequences]:
-    """Arrays as they were handed in as NumPy arrays, and as `Sequences` where examples differ in length."""
+    """Converts what was passed to NumPy arrays, or to `Sequences` where examples differ in length."""
     found = {name: _array_or_sequences(given, name) for name, given in arrays.items()}
     differing = {name: each for name, each in found.items() if isinstance(each, Sequences)}
     if differing and padding is None:
@@ -117,7 +127,8 @@ def _converted(arrays: dict[Any, Any], padding: Padding | None) -> dict[Any, np.
         )
     if differing or padding is None:
         return found
-    # Lengths may be equal by chance, as those of a few examples: what comes as a list is padded nevertheless.
+
+    # A few examples may have equal lengths by chance, so lists are padded all the same.
     several = {name for name, each in found.items() if isinstance(each, np.ndarray) and each.ndim > 1}
     lists = [name for name, given in arrays.items() if name in several and is_list_of_examples(given)]
     if not lists:
@@ -129,6 +140,7 @@ def _converted(arrays: dict[Any, Any], padding: Padding | None) -> dict[Any, np.
 
 
 def _array_or_sequences(given: Any, name: Any) -> np.ndarray | Sequences:
+    """One array, where NumPy can make one; else examples of different lengths."""
     one_by_one = isinstance(given, tf.RaggedTensor)
     if isinstance(given, np.ndarray) and given.dtype == object:
         one_by_one = is_list_of_examples(given)
@@ -144,6 +156,7 @@ def _array_or_sequences(given: Any, name: Any) -> np.ndarray | Sequences:
 
 
 def _check_one_mask(found: dict[Any, np.ndarray | Sequences], padding: Padding | None) -> None:
+    """Refuses a single mask for arrays whose examples differ in length from each other."""
     padded = {name: each for name, each in found.items() if isinstance(each, Sequences)}
     first = next(iter(padded.values()), None)
     if first is None or padding is None or padding.mask is not True:
@@ -173,11 +186,21 @@ class ArraySource:
     reads_ahead = True
 
     def __init__(self, data: ArrayData, options: BatchOptions) -> None:
-        size, batch = data.size, options.batch_size
-        self.data, self.options, self.size, self.endless = data, options, size, False
+        size = data.size
+        batch = options.batch_size
+        self.data = data
+        self.options = options
+        self.size = size
+        self.endless = False
         self.steps_per_epoch: int | None = size // batch if options.drop_remainder else -(-size // batch)
-        self._replicas, self._first, self._local, self._device = 1, 0, 1, ""
-        # Host memory, captured by reference: never copied into a graph.
+
+        # One replica, until `sharded` says how many there are, and which of them this worker has.
+        self._replicas = 1
+        self._first = 0
+        self._local = 1
+        self._device = ""
+
+        # In host memory, and captured by reference: a graph never holds a copy of the data.
         with tf.device("CPU:0"):
             self._tensors = self._load(data.arrays)
         self.example = self.head(3)
@@ -193,9 +216,11 @@ class ArraySource:
 
     def sharded(self, backend: Backend, policy: str) -> ArraySource:
         """Each replica gets its rows of each global batch, whatever the policy."""
-        shared = copy.copy(self)  # the same tensors, not others
-        shared._replicas, shared._local = backend.replicas, backend.local_replicas
-        shared._first, shared._device = backend.rank * backend.local_replicas, backend.device
+        shared = copy.copy(self)  # which shares the tensors
+        shared._replicas = backend.replicas
+        shared._local = backend.local_replicas
+        shared._first = backend.rank * backend.local_replicas
+        shared._device = backend.device
         return shared
 
     def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
@@ -207,17 +232,17 @@ class ArraySource:
         return ()
 
     def state(self, iterator: tuple[()]) -> np.ndarray | None:
-        """None: the position is all there is."""
+        """None: a position in the order needs no state."""
         return None
 
     def unsaved(self, iterator: tuple[()]) -> str:
-        """Nothing stands in the way of going on from where it was."""
+        """Empty: every position can be saved."""
         return ""
 
     def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
         """The worker's rows of the global batch at `step` of `epoch` (int64), one of its `parts` after the other.
 
-        What it gives behind the end of the data is nobody's.
+        Rows past the end of the data are undefined; callers discard them.
         """
         with tf.device("CPU:0"):
             taken = self._read_rows(epoch, step, parts)
@@ -226,7 +251,7 @@ class ArraySource:
     def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
         """The rows of `steps` whole batches from `step` on, on one replica: shapes [steps, batch size, ...].
 
-        Behind the end of the data they are filled up with whatever there is.
+        Rows past the end of the data are undefined; callers discard them.
         """
         batch = self.options.batch_size
         with tf.device("CPU:0"):
@@ -255,6 +280,7 @@ class ArraySource:
 
     def _places(self, step: tf.Tensor, parts: int) -> tf.Tensor:
         """The worker's places in the order of the epoch, one of the `parts` of the global batch after the other."""
+        # Both are computed before the branch: the order of a graph's operations decides how fast it runs.
         start, n = self._extent(step)
         low, high = self._own(n, parts)
         if self._replicas == 1:
@@ -269,30 +295,33 @@ class ArraySource:
         return low + first, low + last
 
     def _read(self, epoch: tf.Tensor, places: tf.Tensor) -> Any:
-        """The examples at some places of the order of an epoch: their indices, and themselves."""
+        """The indices of the examples at some places of an epoch's order, and their tensors."""
         index = self._examples_at(epoch, places)
         return index, tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
 
     def _examples_at(self, epoch: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
         """Which examples are at some places of the order of an epoch."""
-        index = places
-        if self.options.shuffle:
-            # A permutation that can be read from any position, in constant memory. It can't be asked for no position
-            # at all: where a worker may have none, one more is asked for, and dropped.
-            seed = tf.stack([tf.constant(self.options.seed, tf.int64), epoch])
-            asked = tf.concat([places, [0]], 0) if self._replicas > 1 else places
-            index = tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)
-            index = index[:-1] if self._replicas > 1 else index
-        return index
+        if not self.options.shuffle:
+            return places
+
+        # A permutation that can be read at any position, in constant memory: a resume at step 1,000,000 costs what one
+        # at step 10 costs. `index_shuffle` fails without positions, and a worker may have none, so that one is added.
+        seed = tf.stack([tf.constant(self.options.seed, tf.int64), epoch])
+        if self._replicas == 1:
+            return tf.random.experimental.index_shuffle(places, seed=seed, max_index=self.size - 1)
+        asked = tf.concat([places, [0]], 0)
+        return tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)[:-1]
 
     def more(self, taken: Any) -> Any:
-        """Whether there is anything: the number of steps is known, so yes."""
+        """True: the number of steps in an epoch is known, so that each step has rows."""
         return tf.constant(True)
 
     def whole(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
         """The whole global batch at `step` of `epoch`."""
         alone = copy.copy(self)
-        alone._replicas, alone._first, alone._local = 1, 0, 1
+        alone._replicas = 1
+        alone._first = 0
+        alone._local = 1
         return alone.replica_rows((epoch, step, alone.read_batch((), epoch, step)), 0)
 
     def batch_rows(self, feed: Any) -> tf.Tensor:
@@ -316,7 +345,8 @@ class ArraySource:
     def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
         """The replica's rows of micro-batch `part` of `parts` of what `read_batch` gave."""
         epoch, step, (index, batch) = feed
-        number, first = step * parts + part, tf.constant(0, tf.int64)
+        number = step * parts + part
+        first = tf.constant(0, tf.int64)
         if parts == 1 and self._replicas == 1:
             index, batch = self._of_known_size((index, batch), parts)
             return Rows(batch, first, epoch, number, index)
@@ -324,20 +354,24 @@ class ArraySource:
         low, high = rows(n, part, parts)
         first, last = rows(high - low, tf.cast(replica, tf.int64), self._replicas)
         own_low, own_high = self._own(n, parts)
-        # What the worker has of the micro-batches before; of the rows of this one, those of workers before it are away.
+
+        # The worker's rows start with those of the micro-batches before this one. Rows of this micro-batch that belong
+        # to workers of lower rank were not read.
         ahead = tf.reduce_sum((own_high - own_low)[: tf.cast(part, tf.int32)]) - (own_low[part] - low)
-        begin, end = ahead + first, ahead + last
+        begin = ahead + first
+        end = ahead + last
         own = tf.nest.map_structure(lambda tensor: tensor[begin:end], batch)
         index, own = self._of_known_size((index[begin:end], own), parts)
         return Rows(own, first, epoch, number, index)
 
     def _of_known_size(self, tensors: Any, parts: int) -> Any:
-        """Tells the graph how many rows these are, where each (micro-)batch of one replica has as many.
+        """Gives tensors a static number of rows, where every (micro-)batch of one replica has the same.
 
-        TensorFlow then works out once, and not in each step, what follows from it: over how much a mean is taken, and
-        what is to be broadcast. On several replicas a known shape would be taken for one without rows: see `random`.
+        TensorFlow then derives sizes of means and broadcasts once, when it traces, and not in each step. With several
+        replicas the number must stay open: `row_random` tells by it whether a replica may be without rows.
         """
-        batch, whole = self.options.batch_size, self.options.drop_remainder or self.size % self.options.batch_size == 0
+        batch = self.options.batch_size
+        whole = self.options.drop_remainder or self.size % batch == 0
         if self._replicas > 1 or not whole or batch % parts:
             return tensors
         return tf.nest.map_structure(

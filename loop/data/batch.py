@@ -55,7 +55,7 @@ class RowCounts:
         replicas: how many share it.
         parts: into how many micro-batches it is cut.
         whole: how many rows a replica gets of a whole batch; increasing.
-        short: of a short last batch, if there is one; 0: nobody knows how many.
+        short: of a short last batch, if there is one; 0: if its size isn't known.
     """
 
     batch_size: int
@@ -66,7 +66,7 @@ class RowCounts:
 
 
 def row_counts(batch_size: int, remainder: int | None, replicas: int, parts: int) -> RowCounts:
-    """See `RowCounts`; `remainder` is the size of a short last batch, 0 if there is none, None if nobody knows."""
+    """See `RowCounts`; `remainder` is the size of a short last batch, 0 if there is none, None if that isn't known."""
     whole = _shares(batch_size, replicas, parts)
     short = [0] if remainder is None else _shares(remainder, replicas, parts)
     return RowCounts(batch_size, replicas, parts, whole, short)

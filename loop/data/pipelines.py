@@ -75,7 +75,7 @@ def one_order(dataset: tf.data.Dataset) -> bool:
         tensors += [each for function in part._functions() for each in function.function.captured_inputs]
     if sum(each.dtype.size * (each.shape.num_elements() or 0) for each in tensors) > _MOST_IN_GRAPH:
         return all(getattr(part, "_deterministic", "") != "false" for part in parts)
-    # Interleaving doesn't keep what it was told, nor do data sets within functions: the graph has it.
+    # Interleaving doesn't keep the option, nor do data sets within functions: the graph has it.
     policy = tf.data.experimental.ExternalStatePolicy.IGNORE
     try:
         graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=policy).numpy())

@@ -49,7 +49,8 @@ def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
             number of steps, or an endless one for evaluation.
     """
     batching = BatchOptions(*(options[field.name] for field in dataclasses.fields(BatchOptions)))
-    data, overfit = task.train_data(), options["overfit"]
+    overfit = options["overfit"]
+    data = task.train_data()
     if overfit is not None:
         data = first(data, overfit * options["batch_size"])
     train = source(data, batching, "train_data()", lambda: made_again(task, options["seed"]))
@@ -77,35 +78,54 @@ def made_again(task: TrainTask, seed: int) -> Any:
 
 
 def source(data: Any, options: BatchOptions, what: str, make: Callable[[], Any] | None = None) -> Source:
-    """Makes a source of what the method `what` of a task returned; `make` does so again; see `open_data`."""
-    given = data
+    """Makes a source of what a method of a task returned.
+
+    Args:
+        data: what it returned.
+        options: how it is cut into batches.
+        what: the method's name, for messages.
+        make: calls the method once more, for later epochs of a stream.
+
+    Raises:
+        UsageError: see `open_data`.
+    """
     if isinstance(data, ArrayData):
-        if not data.size:
-            raise no_examples(what)
-        if options.drop_remainder and data.size < options.batch_size:
-            raise UsageError(
-                f"{what}: drop_remainder with batch_size={options.batch_size} leaves nothing of {data.size} examples: "
-                "make the batch smaller, or keep the remainder"
-            )
-        return ArraySource(data, options) if data.padding is None else PaddedArraySource(data, options)
-    if isinstance(data, tf.data.Dataset):
-        data = StreamData(data)
-    if isinstance(data, StreamData):
-        if data.check_batched:
-            check_unbatched(data.dataset, what, data.padding is not None)
-        stream = StreamSource(data.dataset, options, padding=data.padding)
-        if not count(stream.example):
-            raise no_examples(what)
-        if data.check_batched and data.padding is None:
-            warn_of_equal_sizes(data.dataset, stream.example, what)
-        if make is not None and one_order_an_epoch(data.dataset):
+        return _array_source(data, options, what)
+    if not isinstance(data, StreamData | tf.data.Dataset):
+        raise UsageError(
+            f"{what} returned {type(data).__name__}: return ArrayData(...), StreamData(...) or an unbatched "
+            "tf.data.Dataset"
+        )
+    stream = data if isinstance(data, StreamData) else StreamData(data)
+    made = _stream_source(stream, options, what)
+    if make is not None and one_order_an_epoch(stream.dataset):
 
-            def again() -> Any:
-                made = make()
-                return None if made is given else source(made, options, what)
+        def again() -> Any:
+            once_more = make()
+            # The same object has drawn its seeds already, so that it would go on and not begin again.
+            return None if once_more is data else source(once_more, options, what)
 
-            stream._again = again
-        return stream
-    raise UsageError(
-        f"{what} returned {type(data).__name__}: return ArrayData(...), StreamData(...) or an unbatched tf.data.Dataset"
-    )
+        made._again = again
+    return made
+
+
+def _array_source(data: ArrayData, options: BatchOptions, what: str) -> ArraySource:
+    if not data.size:
+        raise no_examples(what)
+    if options.drop_remainder and data.size < options.batch_size:
+        raise UsageError(
+            f"{what}: drop_remainder with batch_size={options.batch_size} leaves nothing of {data.size} examples: "
+            "make the batch smaller, or keep the remainder"
+        )
+    return ArraySource(data, options) if data.padding is None else PaddedArraySource(data, options)
+
+
+def _stream_source(data: StreamData, options: BatchOptions, what: str) -> StreamSource:
+    if data.check_batched:
+        check_unbatched(data.dataset, what, data.padding is not None)
+    stream = StreamSource(data.dataset, options, padding=data.padding)
+    if not count(stream.example):
+        raise no_examples(what)
+    if data.check_batched and data.padding is None:
+        warn_of_equal_sizes(data.dataset, stream.example, what)
+    return stream

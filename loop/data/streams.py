@@ -39,7 +39,7 @@ class StreamData:
         self.dataset, self.padding, self.check_batched = dense(dataset), as_padding(padding), check_batched
 
     def replaced(self, dataset: tf.data.Dataset) -> StreamData:
-        """The same said of another pipeline."""
+        """Another pipeline with the same settings."""
         return StreamData(dataset, self.padding, self.check_batched)
 
 
@@ -47,7 +47,7 @@ class StreamSource:
     """A `tf.data.Dataset` of examples, batched, with an iterator for each epoch; behind its end, batches are empty.
 
     Attributes:
-        steps_per_epoch: None: nobody knows before the stream has been read.
+        steps_per_epoch: None: not known before the stream has been read.
         endless: whether the stream is known to have no end.
         layout: how the stream is split, where a position means something else when it is split otherwise; else None.
     """
@@ -67,14 +67,17 @@ class StreamSource:
         padding: Padding | None = None,
     ) -> None:
         check_spec(dataset)
-        self.dataset, self.options = dataset, options
+        self.dataset = dataset
+        self.options = options
         self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        self._first, self._replicas = first, replicas
+        self._first = first
+        self._replicas = replicas
         self._batch_size = options.batch_size * workers
-        # One for all epochs: a data set that reshuffles each iteration does so here too.
         ahead = tf.data.AUTOTUNE if options.prefetch == "auto" else options.prefetch
         self._padding = padding
         self._padded = None if padding is None else PaddedBatches(dataset, padding, options.seed)
+
+        # One pipeline for all epochs, so that a data set that reshuffles each iteration does so here too.
         self._batches = self._cut(options.batch_size, options.drop_remainder).prefetch(ahead)
         self._following = self._batches
         self._again = again
@@ -91,7 +94,7 @@ class StreamSource:
         """The first few examples, as a batch; a batch of none if the stream is empty."""
         with tf.init_scope():  # values, also when a graph that is being traced asks for them
             options = tf.data.Options()
-            # Nothing is read ahead: how far that would come, and which seeds would be drawn, nobody knows.
+            # Without reading ahead: it would draw an unknown number of seeds of a data set that shuffles.
             options.experimental_optimization.inject_prefetch = False
             few = self._cut(3, bucketed=False).with_options(options)
             try:
@@ -105,41 +108,55 @@ class StreamSource:
 
     def sharded(self, backend: Backend, policy: str) -> StreamSource:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
-        dataset, options = self.dataset, self.options
+        by_example = policy == "example"
+        self._check_policy(backend, policy)
+        if by_example:
+            split = StreamSource(self.dataset, self.options, 0, backend.replicas, padding=self._padding)
+        else:
+            split = self._split_by_worker(backend, policy)
+
+        # Read once: another iterator would draw from the seeds of a data set that shuffles.
+        split.__dict__["example"] = self.example
+        if (again := self._again) is not None:
+            split._again = lambda: (made := again()) and made.sharded(backend, policy)
+        return split
+
+    def _split_by_worker(self, backend: Backend, policy: str) -> StreamSource:
+        """The worker's own part of the stream: by files, or all of it where the data set is split already."""
+        dataset = self.dataset
+        options = self.options
+        if backend.workers > 1:
+            options = dataclasses.replace(options, batch_size=options.batch_size // backend.workers)
+        if policy == "file" and backend.workers > 1:
+            dataset = shard_files(dataset, backend.workers, backend.rank)
+        first = backend.rank * backend.local_replicas
+        split = StreamSource(dataset, options, first, backend.local_replicas, backend.workers, padding=self._padding)
+        split.layout = [policy, backend.workers]
+        return split
+
+    def _check_policy(self, backend: Backend, policy: str) -> None:
+        """Refuses a way to share the stream out that would use an example twice, or not at all.
+
+        Raises:
+            UsageError: what it is, and what to use instead.
+        """
         by_example = policy == "example"
         if backend.member and not by_example:
             raise UsageError(
                 f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "
                 'workers; use ShardData("example"), or ArrayData'
             )
-        if by_example and backend.workers > 1 and not one_order(dataset):
+        if by_example and backend.workers > 1 and not one_order(self.dataset):
             raise UsageError(
-                "the data set is told that its order doesn't matter (deterministic=False): each of "
+                "the data set says that its order doesn't matter (deterministic=False): each of "
                 f"{backend.workers} workers would read another one, so that some examples are used twice and others "
                 'not at all; leave that out, or use ShardData("file")'
             )
-        if not by_example and backend.workers > 1:
-            if options.batch_size % backend.workers:
-                raise UsageError(
-                    f"ShardData({policy!r}): batch_size={options.batch_size} can't be divided over {backend.workers} "
-                    f"workers: give a multiple of {backend.workers}"
-                )
-            options = dataclasses.replace(options, batch_size=options.batch_size // backend.workers)
-        if policy == "file" and backend.workers > 1:
-            dataset = shard_files(dataset, backend.workers, backend.rank)
-        if by_example:
-            split = StreamSource(dataset, options, 0, backend.replicas, padding=self._padding)
-        else:
-            first = backend.rank * backend.local_replicas
-            split = StreamSource(
-                dataset, options, first, backend.local_replicas, backend.workers, padding=self._padding
+        if not by_example and self.options.batch_size % backend.workers:
+            raise UsageError(
+                f"ShardData({policy!r}): batch_size={self.options.batch_size} can't be divided over {backend.workers} "
+                f"workers: give a multiple of {backend.workers}"
             )
-            split.layout = [policy, backend.workers]
-        # Read once: another iterator would draw from the seeds of a data set that shuffles.
-        split.__dict__["example"] = self.example
-        if (again := self._again) is not None:
-            split._again = lambda: (made := again()) and made.sharded(backend, policy)
-        return split
 
     def most(self, parts: int) -> int:
         """How many rows one of so many parts of a batch has at most, over all replicas."""
@@ -164,10 +181,10 @@ class StreamSource:
         return iterator
 
     def _restored(self, again: StreamSource, epoch: int, step_in_epoch: int, state: Any) -> Any:
-        """The iterator of a position, by its state.
+        """The iterator of a position, restored from its state.
 
-        An iterator's state tells the rest of its epoch, but not always the seeds of the order of the next: those are
-        drawn anew, from the same pipeline, made again.
+        The state holds the rest of the iterator's epoch, but not always the seeds from which the next epoch's order is
+        drawn. So later epochs come from the same pipeline, made again, with as many iterators begun as before.
         """
         self._following = again._batches
         for _ in range(epoch + (step_in_epoch > 0)):
@@ -180,11 +197,11 @@ class StreamSource:
         return iterator
 
     def next_epoch(self, iterator: Any) -> Any:
-        """The iterator of the epoch behind that of `iterator`."""
+        """The iterator of the epoch after that of `iterator`."""
         return iter(self._following)
 
     def state(self, iterator: Any) -> np.ndarray | None:
-        """The iterator's state, buffers of shuffling included: uint8 [n]; None where it can't tell what follows."""
+        """The iterator's state, with its shuffle buffers: uint8 [n]; None where it doesn't determine what follows."""
         if self._again is None or not one_order_an_epoch(self.dataset):
             self._unsaved = "it shuffles within a repeat, or within one of several parts, or can't be made again"
             return None
@@ -204,7 +221,7 @@ class StreamSource:
         return self._unsaved if self.state(iterator) is None else ""
 
     def read_batch(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
-        """The worker's next batch; an empty one at the end of its epoch, and then until all workers are there."""
+        """The worker's next batch; an empty one at the end of its epoch, and until all workers have come to theirs."""
         found = iterator.get_next_as_optional()
         return tf.cond(found.has_value(), found.get_value, self.nothing)
 
@@ -215,15 +232,17 @@ class StreamSource:
     def whole(self, epoch: tf.Tensor, step: tf.Tensor, batch: Any) -> Rows:
         """The worker's whole batch, which was `batch`."""
         alone = copy.copy(self)
-        alone._replicas, alone._first = 1, 0
+        alone._replicas = 1
+        alone._first = 0
         rows = alone.replica_rows((epoch, step, batch), 0)
         ahead = self._first // self._replicas * self.options.batch_size
         return rows._replace(first=rows.first + ahead, index=rows.index + ahead)
 
     def batch_rows(self, feed: Any) -> tf.Tensor:
-        """How many rows the global batch has; of one that workers read in parts of their own, how many if it is whole.
+        """How many rows the global batch has: int64.
 
-        One worker can't know how many rows the others have.
+        Where each worker reads a part of its own, this is the size of a whole batch: a worker doesn't know how many
+        rows the others have.
         """
         return count(feed[-1]) if self.layout is None else tf.constant(self._batch_size, tf.int64)
 
@@ -235,18 +254,20 @@ class StreamSource:
         return row_counts(self._batch_size, 0 if whole else remainder, replicas, parts)
 
     def leaves_some_without(self, parts: int) -> bool:
-        """Whether one of so many parts of some batch is empty: that behind each epoch is."""
+        """True: the batch after the end of each epoch is empty."""
         return True
 
     def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
         """The replica's rows of micro-batch `part` of `parts` of its worker's batch."""
         epoch, step, batch = feed
-        start, stop = tf.constant(0, tf.int64), count(batch)
+        start = tf.constant(0, tf.int64)
+        stop = count(batch)
         if parts > 1:
             start, stop = rows(stop, part, parts)
         first, end = rows(stop - start, tf.cast(replica, tf.int64) - self._first, self._replicas)
-        low, high = start + first, start + end
-        # A worker that reads a share of its own has its places behind those of the workers before it.
+        low = start + first
+        high = start + end
+        # Where each worker reads a part of its own, its rows come after those of the workers of lower rank.
         ahead = self._first // self._replicas * self.options.batch_size
         index = step * self._batch_size + ahead + tf.range(low, high)
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], batch)
