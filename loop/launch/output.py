@@ -34,6 +34,11 @@ class Output:
             thread.start()
             self.threads.append(thread)
 
+    def join(self) -> None:
+        """Waits until all that was printed is shown."""
+        for thread in self.threads:
+            thread.join()
+
     def _copy(self, process: WorkerProcess, stream: IO[bytes], label: str) -> None:
         for line in printed_lines(process, stream):
             self.take(line, label)

@@ -1,0 +1,67 @@
+"""The plan of an elastic job: which workers train together, and what has changed. The launcher writes, workers read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from callbacks.files import write_text
+from loop.launch.elastic_workers import ElasticWorker
+from loop.launch.member import PLAN
+
+if TYPE_CHECKING:
+    from loop.launch.hosts import Cluster
+
+
+class Plan:
+    """The newest generation.
+
+    Attributes:
+        generation: its number; -1: there was none.
+        broken: the newest generation that has lost a worker or a connection; -1: none.
+    """
+
+    def __init__(self, directory: Path, cluster: Cluster | None) -> None:
+        self.generation = -1
+        self.broken = -1
+        self._directory = directory
+        self._cluster = cluster
+        self._events: list[dict[str, Any]] = []
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the newest generation is complete, as far as is known."""
+        return self.broken < self.generation
+
+    def note_break(self) -> None:
+        """Notes that the newest generation can't go on as it is."""
+        self.broken = self.generation
+
+    def note_event(self, event: str, worker: ElasticWorker, **more: str) -> None:
+        """Notes that a worker has joined or is gone, for the journal of the run."""
+        generation = max(self.generation, 0) + (event == "worker_gone")
+        self._events.append({"generation": generation, "event": event, "worker": worker.name, **more})
+
+    def form(self, places: Mapping[str, dict[str, str]], dropped: Sequence[str]) -> None:
+        """Writes the plan of the generation that has begun: the variables of each worker's place, by its name."""
+        self._write(places=places, dropped=dropped)
+
+    def end(self, reason: str, keeper: str) -> None:
+        """Tells all workers that wait for a place that there will be none; the keeper saves what it has in memory."""
+        self.note_break()
+        self.generation += 1
+        self._write(end=reason, keeper=keeper)
+
+    def _write(self, **more: object) -> None:
+        plan = {
+            "generation": self.generation, "broken": self.broken, "events": self._events, "places": {}, "dropped": [],
+            "end": "", "keeper": "", **more,
+            "run": next((path.read_text() for path in self._directory.glob("rank-*.run")), ""),
+        }  # fmt: skip
+        text = json.dumps(plan)
+        if self._cluster is not None:
+            for host in self._cluster.hosts:
+                host.send(file=PLAN, text=text)
+        write_text(self._directory / PLAN, text)

@@ -1,0 +1,176 @@
+"""A job as its launcher sees it: it shows output, hands signals on, kills workers, and reports how they ended."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from callbacks.progress import RELAY
+from loop.launch import signals
+from loop.launch.environment import JOB, LAUNCHER
+from loop.launch.output import Output
+from loop.launch.process import WorkerProcess
+
+if TYPE_CHECKING:
+    from loop.launch.hosts import Remote
+
+ENDED_AT_ONCE = "ended at once by a second signal; checkpoints that were there are as they were"
+"""The message for a job that was asked to stop twice."""
+
+
+class Outcome(NamedTuple):
+    """How a job has ended.
+
+    Attributes:
+        code: the exit code of the first worker that failed; 75: all were stopped by a signal; 0: success.
+        error: its message; "": none.
+        result: the chief's result.
+    """
+
+    code: int
+    error: str
+    result: Any
+
+
+class Failure(NamedTuple):
+    """A worker's failure. The smallest one is the job's: an echo never hides the failure that caused it.
+
+    Attributes:
+        echo: whether it only repeats that another worker has failed.
+        time: when it failed.
+        code: its exit code.
+        error: its message.
+    """
+
+    echo: bool
+    time: float
+    code: int
+    error: str
+
+
+@dataclasses.dataclass
+class JobWorker:
+    """A worker of a job.
+
+    Attributes:
+        name: its name in the job's directory: the files `rank-<name>.*` are its own.
+        process: its process, on this machine or on a host.
+    """
+
+    name: str
+    process: WorkerProcess | Remote
+
+
+class Job(abc.ABC):
+    """What all jobs have in common, wherever their workers run.
+
+    Attributes:
+        directory: where workers leave word for the launcher.
+        output: shows what workers print.
+        problem: why the launcher has ended the job; "": it hasn't.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.output = Output()
+        self.problem = ""
+        self._wishes = signals.Wishes()
+        self._saves = 0  # SIGUSR1 signals that were heard, and are not handed on yet
+        self._announced = False  # whether STOPPING was printed
+        self._stopped: set[Hashable] = set()  # stop keys of workers that SIGTERM has certainly reached
+
+    @abc.abstractmethod
+    def running(self) -> Sequence[JobWorker]:
+        """The workers that have not ended."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """Kills all that is left of the job, at once."""
+
+    @abc.abstractmethod
+    def outcome(self) -> Outcome:
+        """How the job has ended."""
+
+    @abc.abstractmethod
+    def can_hear_stop(self, worker: JobWorker) -> bool:
+        """Whether a SIGTERM that is sent now certainly reaches the worker's own handler."""
+
+    def stop_key(self, worker: JobWorker) -> Hashable:
+        """What has to hear SIGTERM once: a worker."""
+        return worker.name
+
+    @property
+    def stops(self) -> int:
+        """How often the job was asked to stop."""
+        return self._wishes.count
+
+    def hear(self, number: int, frame: Any) -> None:
+        """Takes a signal. A handler does no more than count: `hand_on_signals` acts."""
+        if number == signal.SIGUSR1:
+            self._saves += 1
+        else:
+            self._wishes.hear(number)
+
+    def hears_signals(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, `hear` takes the signals that the job hands on to its workers."""
+        return signals.handled(dict.fromkeys([*signals.stops(), signal.SIGUSR1], self.hear))
+
+    def hand_on_signals(self) -> None:
+        """Sends to the workers the signals that were heard."""
+        if self.stops and not self._announced and any(self.directory.glob("rank-*.trains")):
+            self._announced = True
+            self.output.line(signals.STOPPING)
+        if self.stops > 1 and not self.problem:
+            self.problem = ENDED_AT_ONCE
+        if self.stops:
+            self._send_stop()
+        while self._saves:
+            self._saves -= 1
+            self._send_save()
+
+    def path(self, worker: str, what: str) -> Path:
+        """The file in which a worker of this name reports something."""
+        return self.directory / f"rank-{worker}.{what}"
+
+    def _send_stop(self) -> None:
+        # TensorFlow swallows a SIGTERM while a backend starts: it is sent again until the worker can hear it.
+        for worker in self.running():
+            key = self.stop_key(worker)
+            if key in self._stopped:
+                continue
+            if self.can_hear_stop(worker):
+                self._stopped.add(key)
+            worker.process.send_signal(signal.SIGTERM)
+
+    def _send_save(self) -> None:
+        for worker in self.running():
+            # Before a worker has written its process id, it has no handler, and SIGUSR1 would kill it.
+            if self.path(worker.name, "pid").exists():
+                worker.process.send_signal(signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def job_directory() -> Iterator[tuple[Path, dict[str, str]]]:
+    """A directory in which workers leave word for the launcher, and the environment that names it to them."""
+    with signals.temporary_directory("tfloop-") as directory:
+        environment = {**os.environ, JOB: directory, LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        if sys.stderr.isatty():
+            environment[RELAY] = "relay"
+        yield Path(directory), environment
+
+
+def worker_command(arguments: Sequence[str]) -> list[str]:
+    """The command that runs `tfloop` with these arguments in a worker."""
+    return [sys.executable, "-P", "-m", "cli", *arguments]
+
+
+def exit_text(code: int) -> str:
+    """How a process has ended, by its return code."""
+    return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
