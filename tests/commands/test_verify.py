@@ -282,9 +282,9 @@ from examples_digits import Digits as Base
 class Halved(Base):
     """Its loss depends on the rank."""
     def compute(self, model, batch, training):
-        from loop import launch
+        from loop.launch import environment
         values = super().compute(model, batch, training)
-        return values | {"loss": values["loss"] * (2.0 if launch.job_rank() else 1.0)}
+        return values | {"loss": values["loss"] * (2.0 if environment.job_rank() else 1.0)}
 '''
 
 

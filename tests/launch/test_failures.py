@@ -250,9 +250,9 @@ def test_what_a_worker_has_started_may_live_on_with_its_streams():
 def test_a_launcher_whose_terminal_is_gone_still_takes_what_workers_print():
     """Else they would wait for ever, when their pipe is full."""
     code = (
-        "import os, sys\nfrom loop import launch\noutput = launch._Output()\n"
+        "import os, sys\nfrom loop.launch import output, process\noutput = output.Output()\n"
         "command = [sys.executable, '-c', 'for i in range(20000): print(str(i) * 50)']\n"
-        "worker = launch.start_worker(command, dict(os.environ))\n"
+        "worker = process.start_worker(command, dict(os.environ))\n"
         "output.follow(worker, '0')\noutput.line('a line of its own')\nsys.exit(worker.wait())"
     )
     reader, writer = os.pipe()
@@ -263,8 +263,8 @@ def test_a_launcher_whose_terminal_is_gone_still_takes_what_workers_print():
 
 def test_an_orphan_that_hangs_is_killed_with_what_it_has_started():
     orphan = (
-        "import signal, subprocess, sys, time\nfrom loop import launch\n"
-        "launch.ORPHAN_GRACE = 0.1\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nlaunch.die_with_parent()\n"
+        "import signal, subprocess, sys, time\nfrom loop.launch import worker\n"
+        "worker.ORPHAN_GRACE = 0.1\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nworker.die_with_parent()\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('there', file=sys.stderr, flush=True)\ntime.sleep(600)"
     )

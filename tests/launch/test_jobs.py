@@ -109,14 +109,14 @@ TASK = '''
 import os
 import tensorflow as tf
 from examples_digits import Digits as Base
-from loop import launch
+from loop.launch import environment
 
 class Digits(Base):
     """Fails on one rank when it is told to."""
 
 class Failing(Base):
     def train_data(self):
-        if launch.job_rank() == 1:
+        if environment.job_rank() == 1:
             raise RuntimeError("planted on rank 1")
         return super().train_data()
 
@@ -134,7 +134,7 @@ class Uneven(Base):
     def build_model(self):
         import keras
         model = super().build_model()
-        return keras.Sequential([model, keras.layers.Dense(10)]) if launch.job_rank() else model
+        return keras.Sequential([model, keras.layers.Dense(10)]) if environment.job_rank() else model
 
 class Slow(Base):
     """Takes a hundredth of a second for a step."""

@@ -85,7 +85,7 @@ def test_a_second_signal_ends_at_once_what_hears_none(tmp_path):
     """As in a call into TensorFlow, which no handler of Python's can end."""
     code = """
 import hashlib, signal
-from loop import signals
+from loop.launch import signals
 wishes = signals.Wishes()
 def heard(number):
     if wishes.hear(number) > 1:
@@ -106,7 +106,8 @@ with signals.handled({signal.SIGINT: lambda *_: None}), signals.watched(heard):
 
 def test_what_leaves_before_training_leaves_nothing_behind(tmp_path):
     code = (
-        "from loop import signals\nimport pathlib\nwith signals.temporary_directory('tfloop-dry-run-') as place:\n"
+        "import pathlib\nfrom loop.launch import signals\n"
+        "with signals.temporary_directory('tfloop-dry-run-') as place:\n"
         "    pathlib.Path(place, 'file').touch()\n    signals.leave(75)"
     )
     done = subprocess.run(
