@@ -1,4 +1,7 @@
-"""The options of `fit`: their defaults and what they may be. Imports no TensorFlow, so that errors come at once."""
+"""The options of `fit`: one record each, from which defaults, checks and what a resumed run keeps are derived.
+
+Imports no TensorFlow, so that mistakes are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -17,44 +20,142 @@ from callbacks.nearest import nearest
 from loop.errors import UsageError
 
 BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
-"""The engines that are ours; see `loop.launch.plugins` for others."""
+"""The backends of tfloop itself; see `loop.launch.plugins` for others."""
 
 PLUGIN_GROUP = "tfloop.backends"
 """The entry-point group of backends of other packages."""
 
 _LARGEST = 2**53  # steps, examples and the like are counted in 64 bits, and multiplied
 
-DEFAULTS: dict[str, Any] = {
-    "epochs": 1,
-    "steps": None,
-    "batch_size": 32,
-    "backend": "auto",
-    "resume": "auto",
-    "seed": 0,
-    "shuffle": True,
-    "precision": "float32",
-    "accumulate": 1,
-    "compression": "none",
-    "groups": 1,
-    "reduction": "sum",
-    "local_steps": 1,
-    "clip_norm": None,
-    "clip_value": None,
-    "on_nonfinite": "stop",
-    "sync_batch_norm": True,
-    "ema": None,
-    "steps_per_call": "auto",
-    "compile": "graph",
-    "prefetch": 2,
-    "eval_every": "epoch",
-    "drop_remainder": False,
-    "stall_timeout": 300.0,
-    "profile": None,
-    "accept_changes": False,
-    "overfit": None,
-    "keep": "last",
-}
-"""The options of `fit` that a task may have defaults for, and the defaults of tfloop."""
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of `fit`.
+
+    Attributes:
+        name: the argument's name.
+        default: its value where neither the caller nor the task gives one.
+        is_valid: whether it can have a value.
+        fix: what to give instead of a value that it can't have.
+        is_kept: whether a resumed run must keep it: with another value it would be a different run.
+    """
+
+    name: str
+    default: Any
+    is_valid: Callable[[Any], bool]
+    fix: str
+    is_kept: bool = False
+
+    def check(self, value: Any) -> None:
+        """Refuses a value that it can't have.
+
+        Raises:
+            UsageError: the option, the value, and what to give instead.
+        """
+        if isinstance(value, int) and value >= _LARGEST:
+            raise UsageError(f"{self.name}={reprlib.repr(value)}: give a smaller number")
+        if not self.is_valid(value):
+            raise UsageError(f"{self.name}={value!r}: {self.fix}")
+
+
+def _is_int(minimum: int, *others: Any) -> Callable[[Any], bool]:
+    return lambda value: (
+        value in others or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum)
+    )
+
+
+def _is_one_of(*values: Any) -> Callable[[Any], bool]:
+    # The type too: 1 is equal to True.
+    return lambda value: isinstance(value, type(values[0])) and value in values
+
+
+def _is_backend(value: Any) -> bool:
+    return isinstance(value, str) and (value in BACKENDS or value in plugin_entry_points())
+
+
+def plugin_entry_points() -> dict[str, EntryPoint]:
+    """The backends of other packages that are installed, by their names for `--backend`; none is loaded."""
+    plugins = sorted(entry_points(group=PLUGIN_GROUP), key=lambda plugin: plugin.name)
+    return {plugin.name: plugin for plugin in plugins}
+
+
+def _is_positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (number and 0 < value < float("inf"))
+
+
+def _is_decay(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and 0 < value < 1)
+
+
+def _is_seed(value: Any) -> bool:
+    return _is_int(0)(value) and value < 2**31
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | Path)
+
+
+def _is_span(value: Any) -> bool:
+    if not (isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value, re.ASCII)):
+        return value is None
+    first, last = map(int, value.split(":"))
+    return first <= last
+
+
+_IS_FLAG = _is_one_of(True, False)
+
+OPTIONS = (
+    Option("epochs", 1, _is_int(1), "give a whole number >= 1"),
+    Option("steps", None, _is_int(1, None), "give a whole number >= 1"),
+    Option(
+        "batch_size", 32, _is_int(1), "the global batch must hold at least 1 example: give a whole number >= 1",
+        is_kept=True,
+    ),
+    Option(
+        "backend", "auto", _is_backend,
+        f"give one of {', '.join(BACKENDS)}, or the name of a plug-in (tfloop doctor lists them)",
+    ),
+    Option("resume", "auto", _is_path, 'give "auto", "never" or the path of a checkpoint'),
+    Option("seed", 0, _is_seed, "give a whole number from 0 to 2147483647", is_kept=True),
+    Option("shuffle", True, _IS_FLAG, "give True or False", is_kept=True),
+    Option(
+        "precision", "float32", _is_one_of("float32", "float64", "bfloat16", "mixed_float16"),
+        "give float32, float64, bfloat16 or mixed_float16", is_kept=True,
+    ),
+    Option("accumulate", 1, _is_int(1), "give a whole number >= 1 of micro-batches", is_kept=True),
+    Option("compression", "none", _is_one_of("none", "fp16", "bf16"), "give none, fp16 or bf16", is_kept=True),
+    Option("groups", 1, _is_int(1), "give a whole number >= 1 of collectives"),
+    Option("reduction", "sum", _is_one_of("sum", "adasum"), "give sum or adasum", is_kept=True),
+    Option("local_steps", 1, _is_int(1), "give a whole number >= 1 of steps between two averages", is_kept=True),
+    Option("clip_norm", None, _is_positive, "give a number > 0, or None for no clipping", is_kept=True),
+    Option("clip_value", None, _is_positive, "give a number > 0, or None for no clipping", is_kept=True),
+    Option("on_nonfinite", "stop", _is_one_of("stop", "skip"), "give stop or skip", is_kept=True),
+    Option("sync_batch_norm", True, _IS_FLAG, "give True or False", is_kept=True),
+    Option(
+        "ema", None, _is_decay, "give the decay of the moving average, such as 0.999, or None for none", is_kept=True
+    ),
+    Option("steps_per_call", "auto", _is_int(1, "auto"), 'give "auto" or a whole number >= 1'),
+    Option("compile", "graph", _is_one_of("graph", "xla"), "give graph or xla"),
+    Option("prefetch", 2, _is_int(1, "auto"), 'give "auto" or a whole number >= 1 of batches'),
+    Option("eval_every", "epoch", _is_int(1, "epoch", "never"), 'give "epoch", "never" or a number of steps >= 1'),
+    Option("drop_remainder", False, _IS_FLAG, "give True or False", is_kept=True),
+    Option("stall_timeout", 300.0, _is_positive, "give a number of seconds > 0"),
+    Option("profile", None, _is_span, "give the first and the last step to trace, such as 10:20; steps count from 1"),
+    Option("accept_changes", False, _IS_FLAG, "give True or False"),
+    Option(
+        "overfit", None, _is_int(1, None), "give a whole number >= 1 of global batches, or None for all data",
+        is_kept=True,
+    ),
+    Option("keep", "last", _is_one_of("last", "best"), "give last or best"),
+)  # fmt: skip
+"""The options of `fit` that a task may have defaults for."""
+
+DEFAULTS: dict[str, Any] = {option.name: option.default for option in OPTIONS}
+"""The default of each option."""
+
+KEPT = tuple(option.name for option in OPTIONS if option.is_kept)
+"""The options that a resumed run must keep."""
 
 
 def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,30 +174,33 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             )
     passed = {name: whole(value) for name, value in given.items() if value is not None}
     phases = [] if task is None else phases_of(task)
-    for name in ("epochs", "steps") if phases else ():
-        if name in passed or name in own:
-            raise UsageError(
-                f"{name}={passed.get(name, own.get(name))}: {type(task).__name__} has phases "
-                f"({', '.join(phase.name for phase in phases)}), which say how long each is: leave {name} out"
-            )
-    if "epochs" in passed and "steps" in passed:
-        raise UsageError(f"epochs={passed['epochs']} and steps={passed['steps']}: give one of the two")
+    _refuse_two_lengths(task, phases, own, passed)
     if "epochs" in passed:
         own.pop("steps", None)  # epochs that are asked for aren't overruled by steps that aren't
     options = {**DEFAULTS, **own, **passed}
     if options["overfit"] is not None:
+        # A few batches are to be learned by heart: the task's own default for shuffle doesn't count.
         options["shuffle"] = passed.get("shuffle", False)
-    for name, (allowed, fix) in _RULES.items():
-        value = options[name]
-        if isinstance(value, int) and value >= _LARGEST:
-            raise UsageError(f"{name}={reprlib.repr(value)}: give a smaller number")
-        if not allowed(value):
-            raise UsageError(f"{name}={value!r}: {fix}")
+    for option in OPTIONS:
+        option.check(options[option.name])
     if options["clip_norm"] is not None and options["clip_value"] is not None:
         raise UsageError(
             f"clip_norm={options['clip_norm']} and clip_value={options['clip_value']}: give one of the two"
         )
     return options | _lengths(phases)
+
+
+def _refuse_two_lengths(task: Any, phases: list[Phase], own: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
+    """Refuses a length beside that of the phases, and one in epochs beside one in steps."""
+    for name in ("epochs", "steps") if phases else ():
+        if name in passed or name in own:
+            names = ", ".join(phase.name for phase in phases)
+            raise UsageError(
+                f"{name}={passed.get(name, own.get(name))}: {type(task).__name__} has phases "
+                f"({names}), which say how long each is: leave {name} out"
+            )
+    if "epochs" in passed and "steps" in passed:
+        raise UsageError(f"epochs={passed['epochs']} and steps={passed['steps']}: give one of the two")
 
 
 def _lengths(phases: list[Phase]) -> dict[str, int | None]:
@@ -120,78 +224,6 @@ def near_file(path: Path) -> str:
         found = difflib.get_close_matches(path.name, names, 1)
         return f"; did you mean {str(path.parent / found[0])!r}?" if found else ""
     return ""
-
-
-def _is_int(minimum: int, *others: Any) -> Callable[[Any], bool]:
-    return lambda value: (
-        value in others or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum)
-    )
-
-
-def _is_one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, type(values[0])) and value in values
-
-
-def _is_engine(value: Any) -> bool:
-    return isinstance(value, str) and (value in BACKENDS or value in plugin_entry_points())
-
-
-def plugin_entry_points() -> dict[str, EntryPoint]:
-    """The backends of other packages that are installed, by their names for `--backend`; none is loaded."""
-    return {each.name: each for each in sorted(entry_points(group=PLUGIN_GROUP), key=lambda each: each.name)}
-
-
-def _is_positive(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (number and 0 < value < float("inf"))
-
-
-def _is_span(value: Any) -> bool:
-    if not (isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value, re.ASCII)):
-        return value is None
-    first, last = map(int, value.split(":"))
-    return first <= last
-
-
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "epochs": (_is_int(1), "give a whole number >= 1"),
-    "steps": (_is_int(1, None), "give a whole number >= 1"),
-    "batch_size": (_is_int(1), "the global batch must hold at least 1 example: give a whole number >= 1"),
-    "backend": (
-        _is_engine,
-        f"give one of {', '.join(BACKENDS)}, or the name of a plug-in (tfloop doctor lists them)",
-    ),
-    "resume": (lambda value: isinstance(value, str | Path), 'give "auto", "never" or the path of a checkpoint'),
-    "seed": (lambda value: _is_int(0)(value) and value < 2**31, "give a whole number from 0 to 2147483647"),
-    "shuffle": (_is_one_of(True, False), "give True or False"),
-    "precision": (
-        _is_one_of("float32", "float64", "bfloat16", "mixed_float16"),
-        "give float32, float64, bfloat16 or mixed_float16",
-    ),
-    "accumulate": (_is_int(1), "give a whole number >= 1 of micro-batches"),
-    "compression": (_is_one_of("none", "fp16", "bf16"), "give none, fp16 or bf16"),
-    "groups": (_is_int(1), "give a whole number >= 1 of collectives"),
-    "reduction": (_is_one_of("sum", "adasum"), "give sum or adasum"),
-    "local_steps": (_is_int(1), "give a whole number >= 1 of steps between two averages"),
-    "clip_norm": (_is_positive, "give a number > 0, or None for no clipping"),
-    "clip_value": (_is_positive, "give a number > 0, or None for no clipping"),
-    "on_nonfinite": (_is_one_of("stop", "skip"), "give stop or skip"),
-    "sync_batch_norm": (_is_one_of(True, False), "give True or False"),
-    "ema": (
-        lambda value: value is None or (isinstance(value, float) and 0 < value < 1),
-        "give the decay of the moving average, such as 0.999, or None for none",
-    ),
-    "steps_per_call": (_is_int(1, "auto"), 'give "auto" or a whole number >= 1'),
-    "compile": (_is_one_of("graph", "xla"), "give graph or xla"),
-    "prefetch": (_is_int(1, "auto"), 'give "auto" or a whole number >= 1 of batches'),
-    "eval_every": (_is_int(1, "epoch", "never"), 'give "epoch", "never" or a number of steps >= 1'),
-    "drop_remainder": (_is_one_of(True, False), "give True or False"),
-    "stall_timeout": (_is_positive, "give a number of seconds > 0"),
-    "profile": (_is_span, "give the first and the last step to trace, such as 10:20; steps count from 1"),
-    "accept_changes": (_is_one_of(True, False), "give True or False"),
-    "keep": (_is_one_of("last", "best"), "give last or best"),
-    "overfit": (_is_int(1, None), "give a whole number >= 1 of global batches, or None for all data"),
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,12 +48,6 @@ from loop.step.metric_sums import EXAMPLES, SKIPPED, SUMS
 from loop.step.train_step import TrainStep
 from loop.task import TrainTask, hyperparameters, target_of
 
-KEPT = (
-    "batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm", "clip_value",
-    "on_nonfinite", "sync_batch_norm", "ema", "compression", "reduction", "local_steps", "overfit",
-)  # fmt: skip
-"""The options that a resumed run must keep: with others it would be a different run."""
-
 MOST_BAD_STEPS = 3
 """So many steps that weren't finite are kept at most in a run directory."""
 

@@ -21,8 +21,9 @@ from loop.checkpoint.lock import A_LOOK, locked
 from loop.checkpoint.writer import arrays
 from loop.errors import UsageError
 from loop.launch.environment import start_timeout
+from loop.options import KEPT
 from loop.run import integrity, trust
-from loop.run.run import KEPT, Run
+from loop.run.run import Run
 from loop.run.session import index_of
 from loop.run.state import restore as restore_state
 from loop.run.state import stored_history, stream_of

@@ -280,7 +280,7 @@ def test_auto_asks_plugins_by_priority_after_the_job_and_before_our_own(monkeypa
     entries = [importlib.metadata.EntryPoint(each.lower(), f"{__name__}:{each}", options.PLUGIN_GROUP) for each in made]
     entries += [importlib.metadata.EntryPoint("single", f"{__name__}:Shy", options.PLUGIN_GROUP)]
     entries += [importlib.metadata.EntryPoint("function", f"{__name__}:off_by_hand", options.PLUGIN_GROUP)]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    monkeypatch.setattr(options, "entry_points", lambda group: entries)
     monkeypatch.setattr(machine, "count_gpus", lambda: 4)
     assert choose_backend("auto", None, {})[0] == "eager"
     warnings = capsys.readouterr().err

@@ -1,0 +1,48 @@
+"""The options of `fit`: its arguments, the command line and the table of options say the same."""
+
+import inspect
+
+import pytest
+
+import cli
+from loop import UsageError, fit
+from loop.options import DEFAULTS, KEPT, OPTIONS, with_defaults
+
+NO_OPTIONS = {"task", "callbacks", "run_dir"}
+"""Arguments of `fit` that no task has a default for."""
+NOT_TYPED = {"drop_remainder"}
+"""Options that the command line doesn't have: they belong to the task's data."""
+
+
+def test_the_arguments_of_fit_are_the_options():
+    parameters = inspect.signature(fit).parameters
+    names = [name for name in parameters if name not in NO_OPTIONS]
+    assert sorted(names) == sorted(DEFAULTS)
+    for name in names:
+        assert parameters[name].default is None, name  # else a task's own default would never count
+
+
+def test_the_command_line_has_the_options():
+    parameters = {name.rstrip("_"): parameter for name, parameter in inspect.signature(cli.train).parameters.items()}
+    assert DEFAULTS.keys() - parameters.keys() == NOT_TYPED
+    for name in DEFAULTS.keys() & parameters.keys():
+        assert parameters[name].default is None, name
+
+
+def test_each_option_is_there_once_and_its_default_is_valid():
+    assert len(DEFAULTS) == len(OPTIONS)
+    for option in OPTIONS:
+        option.check(option.default)
+    assert with_defaults(None, {}) == DEFAULTS
+
+
+def test_what_changes_the_result_is_kept():
+    kept = {"batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm", "clip_value"}
+    kept |= {"on_nonfinite", "sync_batch_norm", "ema", "compression", "reduction", "local_steps", "overfit"}
+    assert set(KEPT) == kept
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_a_value_of_no_sense_is_refused_with_a_fix(option):
+    with pytest.raises(UsageError, match=rf"^{option.name}=.*give "):
+        with_defaults(None, {option.name: object()})
