@@ -12,32 +12,46 @@ from loop.launch.environment import JOB, job_size, tf_cluster, tpu_name
 from loop.options import BACKENDS, with_defaults
 
 MOST_WORKERS = 1024
-"""So many workers are started at most."""
+"""The greatest number of workers that is started."""
 MOST_SERVERS = 64
-"""So many parameter servers make sense at most."""
+"""The greatest number of parameter servers that makes sense."""
 
 
 def choose_backend(
     backend: str, workers: int | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """Which engine is meant, and why.
+    """Which backend is meant, and why.
 
     Args:
-        backend: an engine's name, or `auto`.
+        backend: a backend's name, or `auto`.
         workers: how many processes are to be started on this machine; None or 1: this one is the job, or part of one.
         environment: the environment variables; None: this process's.
 
     Returns:
-        The engine's name, and the reason in a few words.
+        The backend's name, and the reason in a few words.
 
     Raises:
-        UsageError: the engine that is asked for isn't there, or can't do with so many workers.
+        UsageError: the backend that is asked for isn't there, or can't work with so many workers.
     """
     if environment is None:
-        from loop.launch import schedulers
-
         schedulers.join(backend)
         environment = os.environ
+    _refuse_unusable(backend, workers, environment)
+    # Read for every backend, so that a TF_CONFIG that contradicts the one that was asked for is refused.
+    serves = "TF_CONFIG" in environment and has_servers(backend, environment["TF_CONFIG"])
+    if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment and workers is None:
+        raise UsageError(
+            f"backend={backend!r} without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
+            "in each of them"
+        )
+    if backend != "auto":
+        return backend, "asked for"
+    # A launcher that has started this process knows more than this machine does, and a plug-in comes before guesses.
+    return _of_launcher(environment, workers, serves) or _of_machine(workers)
+
+
+def _refuse_unusable(backend: str, workers: int | None, environment: Mapping[str, str]) -> None:
+    """Refuses a backend that isn't there, or can't work with so many workers."""
     if backend == "horovod" and (missing := machine.horovod_missing()):
         raise UsageError(f"backend='horovod': {missing}; or use backend='multiworker', which needs nothing more")
     if backend == "single" and workers is not None and workers > 1:
@@ -48,14 +62,10 @@ def choose_backend(
         tpu_name(environment)
     if backend not in BACKENDS and (missing := plugins.ask(backend, workers or 1)[1]):
         raise UsageError(f"backend={backend!r}: {missing}")
-    serves = "TF_CONFIG" in environment and has_servers(backend, environment["TF_CONFIG"])
-    if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment and workers is None:
-        raise UsageError(
-            f"backend={backend!r} without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
-            "in each of them"
-        )
-    if backend != "auto":
-        return backend, "asked for"
+
+
+def _of_launcher(environment: Mapping[str, str], workers: int | None, serves: bool) -> tuple[str, str] | None:
+    """The backend that the variables of an outside launcher ask for; None: there are none."""
     if "HOROVOD_RANK" in environment:
         if missing := machine.horovod_missing():
             raise UsageError(f"started by Horovod's launcher, but {missing}")
@@ -64,6 +74,11 @@ def choose_backend(
         return ("parameter_server", "TF_CONFIG has them") if serves else ("multiworker", "TF_CONFIG is set")
     if "TPU_NAME" in environment:
         return choose_backend("tpu", workers, environment)[0], "a TPU is named"
+    return None
+
+
+def _of_machine(workers: int | None) -> tuple[str, str]:
+    """The best backend for this machine."""
     if plugin := plugins.first_available(workers or 1):
         return plugin, "this plug-in is available"
     if workers is not None and workers > 1:
@@ -82,9 +97,18 @@ def job_backend() -> tuple[str, str]:
 
 
 def choose_for_command(backend: str, workers: int | None, asynchronous: bool = False, alone: str = "") -> str:
-    """The engine for this process, or for the workers that it is to start; says why where nobody asked for it.
+    """The backend for this process, or for the workers that it is to start; checked against what was typed.
 
-    It may be `parameter_server` if it may be `asynchronous`. `alone` is the name of a command that runs in one process.
+    A choice that differs from what the user may expect is printed with its reason.
+
+    Args:
+        backend: `--backend`.
+        workers: `--workers`; None: not typed.
+        asynchronous: whether the command can do with `parameter_server`.
+        alone: the name of a command that runs in one process; "": it may run in several.
+
+    Raises:
+        UsageError: what contradicts what.
     """
     with_defaults(None, {"backend": backend})
     if backend == "parameter_server" and not asynchronous:
@@ -101,7 +125,8 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
         chosen, why = choose_backend(backend, None if size is not None else workers)
     if alone and (chosen in ("horovod", "multiworker") or size is not None):
         raise UsageError(f"{alone} runs in one process, not on {chosen}: give --backend mirrored, or no --workers")
-    if backend == "auto" and size is None and ((workers or 1) > 1 or chosen not in BACKENDS):
+    is_surprising = (workers or 1) > 1 or chosen not in BACKENDS
+    if backend == "auto" and size is None and is_surprising:
         tell(f"backend: {chosen} ({why})")
     return chosen
 
@@ -110,7 +135,7 @@ def has_servers(backend: str, text: str) -> bool:
     """Whether a `TF_CONFIG` is that of a `parameter_server` job.
 
     Raises:
-        UsageError: as `read_tf_config`; or it isn't one for this engine.
+        UsageError: as `read_tf_config`; or it isn't one for this backend.
     """
     if backend not in ("auto", "multiworker", "parameter_server"):
         return False
@@ -135,7 +160,7 @@ def check_servers(backend: str, servers: int) -> None:
     """Refuses a number of parameter servers that makes no sense.
 
     Raises:
-        UsageError: it is too small or too great, or the engine has none.
+        UsageError: it is too small or too great, or the backend has none.
     """
     if backend != "parameter_server":
         raise UsageError(

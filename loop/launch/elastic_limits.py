@@ -34,19 +34,13 @@ def read_limits(
     """What `--elastic MIN:MAX` and `--discovery SCRIPT` say; None where they aren't given.
 
     Raises:
-        UsageError: numbers that make no sense, or an engine that isn't elastic.
+        UsageError: numbers that make no sense, or a backend that isn't elastic.
     """
     if text is None:
         if discovery is not None:
             raise UsageError(f"--discovery {discovery} without --elastic: say how many workers there may be: MIN:MAX")
         return None
-    if not re.fullmatch(r"\d+:\d+", text, re.ASCII):
-        raise UsageError(f"--elastic {text}: give the least and the greatest number of workers, such as 1:4")
-    low, high = map(int, text.split(":"))
-    if low < 1:
-        raise UsageError(f"--elastic {text}: a job needs at least 1 worker")
-    if low > high:
-        raise UsageError(f"--elastic {text}: MIN is greater than MAX: give {high}:{low}")
+    low, high = _numbers(text)
     if workers is not None and not low <= workers <= high:
         given = f"--hosts {hosts} has {workers} workers," if hosts else f"--workers {workers}"
         raise UsageError(f"{given} with --elastic {text}: give a number from {low} to {high}")
@@ -59,6 +53,17 @@ def read_limits(
     if discovery is not None and not os.access(discovery, os.X_OK):
         raise UsageError(f"--discovery {discovery}: there is no such script, or it can't be run (chmod +x)")
     return Limits(low, high, discovery)
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"\d+:\d+", text, re.ASCII):
+        raise UsageError(f"--elastic {text}: give the least and the greatest number of workers, such as 1:4")
+    low, high = map(int, text.split(":"))
+    if low < 1:
+        raise UsageError(f"--elastic {text}: a job needs at least 1 worker")
+    if low > high:
+        raise UsageError(f"--elastic {text}: MIN is greater than MAX: give {high}:{low}")
+    return low, high
 
 
 def discovered_slots(script: Path) -> int:

@@ -43,9 +43,11 @@ def job_rank() -> int:
 
 def _rank_and_size() -> tuple[int, int | None]:
     if "HOROVOD_RANK" in os.environ:
-        rank, size = os.environ["HOROVOD_RANK"], os.environ.get("HOROVOD_SIZE", "")
+        rank = os.environ["HOROVOD_RANK"]
+        size = os.environ.get("HOROVOD_SIZE", "")
         numbers = re.fullmatch(r"\d+ [1-9]\d*", f"{rank} {size}", re.ASCII)
-        if not numbers or (int(rank) >= int(size) and WORKER not in os.environ):  # whose first rank is but a name
+        # The first rank of an elastic worker is only its name, and may be any number.
+        if not numbers or (int(rank) >= int(size) and WORKER not in os.environ):
             raise UsageError(
                 f"HOROVOD_RANK={rank} with HOROVOD_SIZE={size or '(not set)'} is no place in a job: Horovod's launcher "
                 "sets both; unset them where it isn't meant"
@@ -55,7 +57,7 @@ def _rank_and_size() -> tuple[int, int | None]:
 
 
 def worker_name() -> str:
-    """By what its launcher knows this worker: its rank, or its name in an elastic job."""
+    """The name by which its launcher knows this worker: its rank; or, in an elastic job, its name."""
     return os.environ.get(WORKER) or str(job_rank())
 
 
@@ -73,7 +75,7 @@ def start_timeout() -> float:
 
 
 def not_started(missing: Sequence[str], timeout: float) -> str:
-    """What is said of workers that have not started in time."""
+    """The message for workers that have not started in time."""
     return (
         f"{' and '.join(missing)} {'have' if len(missing) > 1 else 'has'} not started within {timeout:g} s: look at "
         f"what is printed there; a slow start may be given more with --start-timeout, or {START_TIMEOUT}"
@@ -96,17 +98,33 @@ def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
     Raises:
         UsageError: as `read_tf_config`.
     """
-    form = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
     try:
         config = json.loads(text)
-        cluster, task = config["cluster"], config["task"]
-        given = [(job, list(cluster.get(job, []))) for job in ("chief", "worker", "ps")]
-        addresses = {f"{job} {index}": each for job, all_of_it in given for index, each in enumerate(all_of_it)}
-        choose_for_command = f"{task['type']} {_index(task['index'])}"
+        addresses = _addresses(config["cluster"])
+        own_task = f"{config['task']['type']} {_index(config['task']['index'])}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        form = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
         raise UsageError(
             f"TF_CONFIG={text!r} can't be read ({type(error).__name__}: {error}): it must be {form}"
         ) from None
+    _check_addresses(addresses)
+    if own_task not in addresses:
+        there = ", ".join(addresses) or "no workers"
+        raise UsageError(f"TF_CONFIG: its task is {own_task}, but its cluster has {there}")
+    return list(addresses).index(own_task), addresses
+
+
+def _addresses(cluster: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The address of each task, in the order of ranks: the chief's first, the parameter servers' last."""
+    addresses = {}
+    for job in ("chief", "worker", "ps"):
+        for index, address in enumerate(list(cluster.get(job, []))):
+            addresses[f"{job} {index}"] = address
+    return addresses
+
+
+def _check_addresses(addresses: Mapping[str, str]) -> None:
+    """Refuses what is no address, and one that two tasks have."""
     for name, address in addresses.items():
         port = str(address).rpartition(":")[2]
         if not re.fullmatch(r".+:\d+", str(address)) or not 0 < int(port) < 65536:
@@ -115,10 +133,6 @@ def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
             )
         if same := [other for other in addresses if other != name and addresses[other] == address]:
             raise UsageError(f"TF_CONFIG: {name} and {same[0]} have the same address {address}: give each its own")
-    if choose_for_command not in addresses:
-        there = ", ".join(addresses) or "no workers"
-        raise UsageError(f"TF_CONFIG: its task is {choose_for_command}, but its cluster has {there}")
-    return list(addresses).index(choose_for_command), addresses
 
 
 def _index(value: object) -> int:

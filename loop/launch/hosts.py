@@ -1,4 +1,4 @@
-"""Several hosts: reaches them over ssh, asks what they have, and has an agent on each run its workers."""
+"""Several hosts: they are reached over ssh and compared, and an agent on each runs its workers."""
 
 from __future__ import annotations
 
@@ -50,25 +50,29 @@ def read(
         raise UsageError(f"--interface {interface!r}: give the name of a network interface, or a network: 10.0.0.0/24")
     if remote_python is not None and not remote_python.strip():
         raise UsageError(f"--remote-python {remote_python!r}: give the path of Python on the other hosts")
-    places: dict[str, int] = {}
-    for each in text.split(","):
-        # No name starts with a dash: ssh would take it for an option.
-        found = re.fullmatch(r"(?![-\s])([^:,\s]+)(?::(\d+))?", each, re.ASCII)
-        if not found or not 1 <= int(found[2] or 1) <= 4096:
-            raise UsageError(f"--hosts {text}: {each!r} can't be read: give name:workers, such as h1:4,h2:4")
-        if found[1] in places:
-            raise UsageError(f"--hosts {text}: {found[1]} is there twice: give each host once, with all its workers")
-        places[found[1]] = int(found[2] or 1)
-    total = sum(places.values())
+    slots = _slots(text)
+    total = sum(slots.values())
     if total < 2:
-        raise UsageError(
-            f"--hosts {text}: that is one worker in all: give at least two, such as {next(iter(places))}:2"
-        )
+        raise UsageError(f"--hosts {text}: that is one worker in all: give at least two, such as {next(iter(slots))}:2")
     if workers not in (None, total):
         raise UsageError(f"--workers {workers}, but --hosts {text} has {total}: leave --workers out")
     if backend not in ("auto", "horovod", "multiworker"):
         raise UsageError(f"--hosts with --backend {backend}: use horovod or multiworker")
-    return places
+    return slots
+
+
+def _slots(text: str) -> dict[str, int]:
+    """How many workers each host is to have, from `name:workers,name:workers`."""
+    slots: dict[str, int] = {}
+    for part in text.split(","):
+        # No name starts with a dash: ssh would take it for an option.
+        host = re.fullmatch(r"(?![-\s])([^:,\s]+)(?::(\d+))?", part, re.ASCII)
+        if not host or not 1 <= int(host[2] or 1) <= 4096:
+            raise UsageError(f"--hosts {text}: {part!r} can't be read: give name:workers, such as h1:4,h2:4")
+        if host[1] in slots:
+            raise UsageError(f"--hosts {text}: {host[1]} is there twice: give each host once, with all its workers")
+        slots[host[1]] = int(host[2] or 1)
+    return slots
 
 
 def _is_interface(text: str) -> bool:
@@ -85,14 +89,14 @@ def files(target: str, configs: Sequence[Path]) -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def connect(
-    places: Mapping[str, int], engine: str, files: Mapping[str, str | None], interface: str | None, python: str | None
+    slots: Mapping[str, int], backend: str, files: Mapping[str, str | None], interface: str | None, python: str | None
 ) -> Iterator[Cluster]:
     """The hosts of a job, reached and compared with this machine; what runs there ends with the context.
 
     Raises:
         UsageError: hosts that can't be reached, or aren't as this machine is; each with its reason.
     """
-    cluster = Cluster([Host(name, slots, python) for name, slots in places.items()])
+    cluster = Cluster([Host(name, count, python) for name, count in slots.items()])
     try:
         asked = {"directory": str(Path.cwd()), "files": list(files), "interface": interface}
         for host in cluster.hosts:
@@ -102,7 +106,7 @@ def connect(
         for host in cluster.hosts:
             host.answered.wait(max(0.0, deadline - time.monotonic()))
         expected = host_agent.versions()
-        if engine != "horovod":
+        if backend != "horovod":
             del expected["horovod"]
         if problems := [f"{host.name}: {why}" for host in cluster.hosts for why in host.problems(expected, files)]:
             raise UsageError("; ".join(problems))
@@ -146,7 +150,8 @@ class Host:
     """
 
     def __init__(self, name: str, slots: int, python: str | None) -> None:
-        self.name, self.slots = name, slots
+        self.name = name
+        self.slots = slots
         self.workers: dict[int, Remote] = {}
         self.answered = threading.Event()
         self.answer: dict[str, Any] = {}
@@ -158,7 +163,7 @@ class Host:
         self._over = False
         self._sending = threading.Lock()
         self.here = host_agent.resolve(name) is not None
-        # A session of its own: Ctrl-C is for the launcher. No secret is in these arguments, which everybody can see.
+        # A session of its own: Ctrl-C is for the launcher. All users can see these arguments, so no secret is in them.
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", AGENT] if self.here else command(name, python or sys.executable),
@@ -220,7 +225,7 @@ class Host:
                 if has[name] != version:
                     yield f"has {name} {has[name]}, but here it is {version}: install the same"
             for name, digest in files.items():
-                if digest is None:  # nobody knows where it is, here neither: the workers will tell
+                if digest is None:  # it can't be found on this machine either: the workers will report it
                     continue
                 if self.answer["files"][name] is None:
                     yield f"has no {name} in {Path.cwd()}: copy it there"
@@ -230,7 +235,7 @@ class Host:
                 yield machine.too_few_gpus(gpus, f"is to have {self.slots} workers")
 
     def lose(self, reason: str) -> None:
-        """It is gone, and its workers with it."""
+        """Marks the host as lost, and its workers with it."""
         self.lost = self.lost or reason
         for rank, worker in self.workers.items():
             if worker.returncode is None:
@@ -286,11 +291,11 @@ class Cluster:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """What ends when all that the hosts have said is shown."""
+        """The threads that end when all that the hosts have sent is shown."""
         return [host.threads[0] for host in self.hosts]
 
     def watch(self) -> None:
-        """Until it is closed: tells the agents that we are here, and finds out which of them aren't any more."""
+        """Until it is closed: sends the agents a sign of life, and takes those that send none for lost."""
         while not self._closed.wait(host_agent.BEAT / 5):
             for host in self.hosts:
                 host.send()
@@ -376,7 +381,7 @@ def command(name: str, python: str) -> list[str]:
     """The command that starts the agent on a host."""
     variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     remote = shlex.join(["exec", "env", *variables, python, "-P", "-m", AGENT])
-    # A connection of its own: one that is shared has the options of whoever made it.
+    # A connection of its own: one that is shared has the options of the process that opened it.
     options = {"BatchMode": "yes", "ServerAliveInterval": 5, "ServerAliveCountMax": 3, "ControlPath": "none"}
     options["ConnectTimeout"] = math.ceil(start_timeout())
     try:

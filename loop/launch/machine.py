@@ -24,8 +24,10 @@ def count_gpus() -> int:
     devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if visible is None:
         return len(devices)
-    named = [each for each in visible.split(",") if each.strip()]
-    return min(len(devices), next((i for i, each in enumerate(named) if each.strip() == "-1"), len(named)))
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    if "-1" in named:  # CUDA ends its list there
+        named = named[: named.index("-1")]
+    return min(len(devices), len(named))
 
 
 def check_gpus(workers: int) -> None:
@@ -40,7 +42,7 @@ def check_gpus(workers: int) -> None:
 
 
 def too_few_gpus(gpus: int, who: str) -> str:
-    """What is said of workers that have no GPU of their own on a machine with so many."""
+    """The message for workers that have no GPU of their own on a machine with so many."""
     return (
         f"{who}, but only {gpus} GPU{'s' * (gpus > 1)}, and each worker needs one of its own: start at most {gpus}, or "
         "set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"
@@ -53,13 +55,15 @@ def device_names(names: Sequence[str]) -> list[str]:
     Raises:
         UsageError: one is no such name, or comes twice.
     """
-    found = [name.strip().lower().removeprefix("/").removeprefix("device:") for name in names]
-    for choose_for_command, name in enumerate(found):
-        if not re.fullmatch(r"(cpu|gpu):\d+", name):
-            raise UsageError(f"devices: {names[choose_for_command]!r} is no device: give names such as cpu:0 or gpu:1")
-        if name in found[:choose_for_command]:
-            raise UsageError(f"devices: {name} comes twice: each makes one replica")
-    return found
+    short_names: list[str] = []
+    for name in names:
+        short = name.strip().lower().removeprefix("/").removeprefix("device:")
+        if not re.fullmatch(r"(cpu|gpu):\d+", short):
+            raise UsageError(f"devices: {name!r} is no device: give names such as cpu:0 or gpu:1")
+        if short in short_names:
+            raise UsageError(f"devices: {short} comes twice: each makes one replica")
+        short_names.append(short)
+    return short_names
 
 
 def horovod_missing() -> str | None:
@@ -97,16 +101,16 @@ def horovod_built_with(name: bytes) -> bool:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports of an address of this machine that nobody listens on at the moment; host "" means all addresses."""
+    """Ports of an address of this machine that are free at the moment; host "" means all addresses."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
+        for listener in sockets:  # all of them are open at once, so that no port comes twice
+            listener.bind((host, 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether nobody listens on this port.
+    """Whether this port is free.
 
     Raises:
         UsageError: this machine has no such address.

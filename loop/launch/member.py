@@ -33,12 +33,13 @@ class Member:
 
     Attributes:
         generation: the one it is in; -1 at first.
-        events: what to tell of workers that came and went since the one before.
+        events: the workers that came and went since the one before, for the journal.
         kept: what this worker keeps in memory of the run, for the next generation to go on from.
     """
 
     def __init__(self) -> None:
-        self._job, self._worker = Path(os.environ[JOB]), os.environ[WORKER]
+        self._job = Path(os.environ[JOB])
+        self._worker = os.environ[WORKER]
         self.generation = -1
         self.events: list[dict[str, Any]] = []
         self.kept: Kept | None = None
@@ -54,7 +55,7 @@ class Member:
 
     @property
     def run_directory(self) -> Path | None:
-        """The job's run directory, once it has one: this worker was told, or others were, before they died."""
+        """The job's run directory, once it has one: this worker's, or that of others, which may have died since."""
         path = self._run or self._plan["run"]
         return Path(path) if path else None
 
@@ -67,7 +68,7 @@ class Member:
         """Takes this worker's place in the newest generation, as soon as there is one.
 
         Args:
-            start: starts the engine; is given a function that raises `SupersededError`, to be called while it waits.
+            start: starts the backend; is given a function that raises `SupersededError`, to be called while it waits.
 
         Raises:
             PeerError: the job has ended: why.
@@ -99,10 +100,10 @@ class Member:
             return
 
     def cut(self) -> None:
-        """Ends the connections to the other workers: whoever waits for this one hears of it, and this one of itself.
+        """Closes this worker's sockets, so that blocked peers and its own collective fail at once.
 
-        Horovod leaves some open when it has been shut down by an error, and a worker that is blocked in a collective
-        may wait for one that waits for nobody.
+        Horovod leaves some open when an error has shut it down. A worker that is blocked in a collective would then
+        wait for a peer that has left it.
         """
         wanted, self._sockets = self._sockets, set()
         for descriptor in Path("/proc/self/fd").iterdir():

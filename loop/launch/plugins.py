@@ -1,4 +1,4 @@
-"""Engines of other packages, by the entry-point group `tfloop.backends`. Listing them loads none of them."""
+"""Backends of other packages, by the entry-point group `tfloop.backends`. Listing them loads none of them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def origin(name: str) -> str:
 
 
 def load(name: str) -> type[Any]:
-    """The engine class of a plug-in.
+    """The backend class of a plug-in.
 
     Raises:
-        UsageError: it can't be loaded, or is no engine of this name.
+        UsageError: it can't be loaded, or is no backend of this name.
     """
     try:
         made = entry_points()[name].load()
@@ -39,7 +39,7 @@ def load(name: str) -> type[Any]:
 
 
 def ask(name: str, workers: int = 1) -> tuple[type[Any], str | None]:
-    """The engine class of a plug-in, and why it can't be used here for so many workers; None: it can.
+    """The backend class of a plug-in, and why it can't be used here for so many workers; None: it can.
 
     Raises:
         UsageError: it can't be loaded, or can't say.
@@ -59,12 +59,12 @@ def first_available(workers: int) -> str | None:
     usable = []
     for name in entry_points():
         try:
-            engine, missing = ask(name, workers)
+            backend, missing = ask(name, workers)
         except UsageError as error:
             tell(f"warning: {error}")
             continue
-        if missing is None and engine.priority is not None:
-            usable.append((-engine.priority, name))
+        if missing is None and backend.priority is not None:
+            usable.append((-backend.priority, name))
     return min(usable)[1] if usable else None
 
 

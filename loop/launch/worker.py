@@ -19,15 +19,13 @@ from loop.errors import PeerError, TrainingError, UsageError, no_exit
 from loop.launch import explain, signals, stderr
 from loop.launch.environment import JOB, LAUNCHER, job_size, not_started, start_timeout, worker_name
 
-_GONE = ("UnavailableError", "AbortedError", "HorovodInternalError")
-
-
+_PEER_LOSS = ("UnavailableError", "AbortedError", "HorovodInternalError")  # names of TensorFlow's errors, and Horovod's
 ORPHAN_GRACE = 600.0
 """Seconds that a worker has to save and end when its launcher is gone."""
 
 
 def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
-    """Waits until all other workers are there, before the engine does, whose wait can't be interrupted.
+    """Waits until all other workers are there, before the backend does, whose wait can't be interrupted.
 
     Args:
         peers: by the name of each, a function that says whether it is there.
@@ -38,7 +36,7 @@ def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
     timeout = start_timeout()
     deadline = time.monotonic() + timeout
     missing = dict(peers)
-    while missing := {name: there for name, there in missing.items() if not there()}:
+    while missing := {name: is_there for name, is_there in missing.items() if not is_there()}:
         if time.monotonic() > deadline:
             raise TrainingError(not_started(list(missing), timeout))
         time.sleep(0.1)
@@ -66,7 +64,7 @@ def before_training() -> Iterator[None]:
 
     def heard(number: int) -> None:
         if signal.getsignal(number) is stop:
-            if JOB not in os.environ:  # else the launcher tells it, once for all workers
+            if JOB not in os.environ:  # else the launcher prints it, once for all workers
                 with contextlib.suppress(OSError):  # a terminal that is gone
                     os.write(stderr.descriptor(), f"{signals.STOPPED}\n".encode())
             signals.leave(75)
@@ -78,24 +76,32 @@ def before_training() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reporting() -> Iterator[Callable[..., None]]:
-    """In a worker that `run` started, gives a function that leaves this worker's exit code, error and result for it.
+    """Gives a function that reports this worker's exit code, error and result to its launcher, where it is ours.
 
-    An error within it is reported so too, and raised as what it means: see `plain`. A `PeerError` only repeats what
-    another worker says: it is kept as such, so that the first failure is told.
+    An error within it is reported too, and raised as what it means: see `as_peer_error`. A `PeerError` only repeats
+    what another worker reports. It is marked as an echo, so that the launcher shows the first failure.
     """
     job = os.environ.get(JOB)
 
     def report(code: int, error: BaseException | None = None, result: Any = None) -> None:
         if job is None:
             return
-        choose_for_command = Path(job) / f"rank-{worker_name()}"
-        ours = isinstance(error, UsageError | TrainingError | FileError)
-        text = "" if error is None else str(error) if ours else explain.in_a_line(error)
-        said = {"error": mask(text), "echo": isinstance(error, PeerError), "time": time.time()}
-        write_text(choose_for_command.with_suffix(".json"), json.dumps({"code": code, "result": result, **said}))
+        text = ""
+        if isinstance(error, UsageError | TrainingError | FileError):
+            text = str(error)
+        elif error is not None:
+            text = explain.in_a_line(error)
+        message = {
+            "code": code,
+            "result": result,
+            "error": mask(text),
+            "echo": isinstance(error, PeerError),
+            "time": time.time(),
+        }
+        write_text(Path(job) / f"rank-{worker_name()}.json", json.dumps(message))
 
     if job is not None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until somebody hears it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a run has its handler
         die_with_parent()
         (Path(job) / f"rank-{worker_name()}.pid").write_text(str(os.getpid()))
     try:
@@ -110,24 +116,24 @@ def reporting() -> Iterator[Callable[..., None]]:
 
 
 def as_peer_error(error: BaseException) -> BaseException:
-    """The error as it is to be told: what an engine says when another worker is gone becomes a `PeerError`."""
+    """A `PeerError` for a backend's error that means the loss of another worker; any other error as it is."""
     if not is_peer_loss(error) or (job_size() or 1) == 1:
         return error
     return PeerError(f"another worker is gone: what it printed last says why ({type(error).__name__} here)")
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an engine says by this error that it has lost another worker."""
+    """Whether a backend means by this error that it has lost another worker."""
     name = type(error).__name__
-    return name in _GONE or (name == "UnknownError" and re.search(r"Horovod|/gloo/", str(error)) is not None)
+    return name in _PEER_LOSS or (name == "UnknownError" and re.search(r"Horovod|/gloo/", str(error)) is not None)
 
 
 def die_with_parent() -> None:
-    """Ends this process politely, as SIGTERM does, when the one that started it is gone: killed, it can't say so.
+    """Ends this process politely, as SIGTERM does, when its parent is gone: a killed launcher can't do it.
 
-    One that hangs, and so doesn't end, is killed with all that it has started: nobody else would.
+    If this process hangs, and so doesn't end, it is killed with all that it has started.
     """
-    # It may have gone before we came to this line.
+    # By its process id, where that is known: the parent may have ended before this line.
     parent = int(os.environ.get(LAUNCHER, os.getppid()))
 
     def watch() -> None:

@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from callbacks.files import ROOT
@@ -91,49 +92,63 @@ def find(target: str) -> type[TrainTask]:
     shipped = target if target in SHIPPED else None
     if shipped is not None:
         target = f"{shipped_path(target)}:{SHIPPED[target]}"
-    place, _, name = target.rpartition(":")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # dataclasses and type hints look their module up
-        try:
-            spec.loader.exec_module(module)
-        except (SyntaxError, ValueError) as error:
-            if isinstance(error, SyntaxError) and error.filename == str(path):
-                raise UsageError(f"TARGET {target!r}: {place}, line {error.lineno}: {error.msg}") from None
-            if "\0" in path.read_text(errors="replace"):
-                raise UsageError(f"TARGET {target!r}: {place} is no text: give a Python file") from None
-            raise
-        except ModuleNotFoundError as error:
-            if shipped is None:
-                raise
-            package = (error.name or "").replace("_", "-")
-            raise UsageError(
-                f"the example {shipped!r} needs {package}: install it, with pip install {package}"
-            ) from None
+    origin, _, name = target.rpartition(":")
+    if origin.endswith(".py"):
+        module = _import_file(Path(origin).resolve(), target, shipped)
     else:
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name and (place == error.name or place.startswith(error.name + ".")):
-                raise UsageError(f"TARGET {target!r}: there is no module {error.name!r} here or on the path") from None
-            raise
+        module = _import_module(origin, target)
     kind = getattr(module, name, None)
-    if not (inspect.isclass(kind) and issubclass(kind, TrainTask)):
-        tasks = [
-            n
-            for n, c in vars(module).items()
-            if inspect.isclass(c) and issubclass(c, TrainTask) and c.__module__ == module.__name__
-        ]
-        if kind is None:
-            raise UsageError(f"TARGET {target!r}: {place} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
+    if inspect.isclass(kind) and issubclass(kind, TrainTask):
+        return kind
+    if kind is not None:
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
-    return kind
+    tasks = _tasks_in(module)
+    raise UsageError(f"TARGET {target!r}: {origin} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
+
+
+def _import_file(path: Path, target: str, shipped: str | None) -> ModuleType:
+    """Runs a Python file as a module; `shipped` is the name of the shipped example that it is."""
+    origin = target.rpartition(":")[0]
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and type hints look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ValueError) as error:
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
+        if "\0" in path.read_text(errors="replace"):
+            raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file") from None
+        raise
+    except ModuleNotFoundError as error:
+        if shipped is None:
+            raise
+        package = (error.name or "").replace("_", "-")
+        raise UsageError(f"the example {shipped!r} needs {package}: install it, with pip install {package}") from None
+    return module
+
+
+def _import_module(name: str, target: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Only where the module itself is missing: what it imports in turn is its own error.
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise UsageError(f"TARGET {target!r}: there is no module {error.name!r} here or on the path") from None
+        raise
+
+
+def _tasks_in(module: ModuleType) -> list[str]:
+    """The names of the tasks that a module has made itself."""
+    return [
+        name
+        for name, kind in vars(module).items()
+        if inspect.isclass(kind) and issubclass(kind, TrainTask) and kind.__module__ == module.__name__
+    ]
 
 
 def absolute(target: str) -> str:
