@@ -146,7 +146,7 @@ def ways_out(secret):
             redaction.redact({"a": [told, {"db_password": secret}], secret: 1}), ensure_ascii=False
         ),
         "fault": story.faults[0].text, "webhook": posted[0].decode(), "MLflow's trouble": delivery.reason(error),
-        "report": report._text(told), "sweep": json.dumps(sweep._about(plan, Fields, 2)), "tune": row.problem,
+        "report": report._printed(told), "sweep": json.dumps(sweep.about_sweep(plan, Fields, 2)), "tune": row.problem,
         "tail": runs.told({"event": "exception", "step": 1, "time": 1.0, "error": told}),
     }  # fmt: skip
 
@@ -176,7 +176,9 @@ def test_no_way_out_tells_a_secret(secret):
 def test_one_function_prints_all_that_is_told():
     """What goes to stderr goes through `redact.tell`, but for a worker's word to its launcher, and a fixed text."""
     found = []
-    files = {*(ROOT / "loop").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")} - {ROOT / "callbacks" / "redact.py"}
+    files = {*(ROOT / "loop").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")} - {
+        ROOT / "callbacks" / "run_record" / "redaction.py"
+    }
     for path in sorted(files):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and "sys.stderr" in ast.unparse(node).split("print(")[-1]:
@@ -276,7 +278,7 @@ def test_a_command_that_reads_a_run_says_which_fields_are_not_recorded(quiet, tm
 
 
 def test_a_sweep_over_a_secret_trains_with_it_and_tells_its_number(monkeypatch):
-    monkeypatch.setattr(sweep, "_COMMAND", [sys.executable, "-P", "-m", "tests.campaigns.trial"])
+    monkeypatch.setattr("loop.commands.sweep.trials.COMMAND", [sys.executable, "-P", "-m", "tests.campaigns.trial"])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     plan = sweep.Plan(
         target="f.py:Fields", grid={"db_password": "first-secret,second-secret"}, random={}, metric="eval_loss",

@@ -21,7 +21,7 @@ from callbacks.files import read_json
 from loop import UsageError, backends, fit
 from loop.commands import sweep
 from loop.commands.find_lr import find_lr, lines
-from loop.commands.sweep import Plan, Range
+from loop.commands.sweep import Plan, Range, trials
 from loop.options import with_defaults
 from tests.campaigns.sweep import Life, check
 from tests.conftest import ROOT
@@ -32,9 +32,10 @@ TRIAL = [sys.executable, "-P", "-m", "tests.campaigns.trial"]
 DRIVER = """
 import dataclasses, json, sys
 from pathlib import Path
-from loop import sweep
+from loop.commands import sweep
+from loop.commands.sweep import trials as making
 fields, command, plan, trials = map(json.loads, sys.argv[1:])
-sweep._COMMAND = command or sweep._COMMAND
+making.COMMAND = command or making.COMMAND
 types = {"float": float, "int": int}
 kind = dataclasses.make_dataclass("Plain", [(name, types[each]) for name, each in fields.items()])
 found = sweep.sweep(sweep.Plan(**plan), kind, trials, 2, Path("swept"))
@@ -57,7 +58,7 @@ class Fields:
 @pytest.fixture
 def trial(monkeypatch):
     """Trials are trained by `tests.campaigns.trial`."""
-    monkeypatch.setattr(sweep, "_COMMAND", TRIAL)
+    monkeypatch.setattr(trials, "COMMAND", TRIAL)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -132,7 +133,7 @@ def test_all_failed_is_a_failure(trial):
 def test_a_metric_that_there_is_not_ends_the_sweep_at_once(trial):
     with pytest.raises(UsageError, match=r"--metric eval_los: .*did you mean 'eval_loss'\?"):
         swept(plan([], ["x=1..2"], metric="eval_los"), 4)
-    assert not any(map(sweep._in_use, Path("swept").glob("trial-*")))
+    assert not any(map(sweep.in_use, Path("swept").glob("trial-*")))
 
 
 def driven(asked, trials, fields, command=()):

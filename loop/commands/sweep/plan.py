@@ -1,0 +1,254 @@
+"""Plan: what a sweep is to try, as it was typed; and the values that the task's fields can have."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from callbacks.files import read_json
+from callbacks.metric_direction import lower_is_better
+from callbacks.run_record.redaction import HIDDEN, is_secret, mask, remember
+from loop.commands import command_line, config
+from loop.errors import UsageError
+from loop.options import nearest
+from loop.run import trust
+from loop.target.fields import set_fields, split
+
+SAMPLERS, PRUNERS, DIRECTIONS = ("tpe", "random"), ("none", "median"), ("minimize", "maximize")
+MOST_TRIALS = 100_000
+_LARGEST = 2**53  # up to it, a float can hold every whole number
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The values from `low` to `high`, drawn evenly, or evenly in their logarithm."""
+
+    low: int | float
+    high: int | float
+    log: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be tried, and how.
+
+    Attributes:
+        target: the task.
+        grid: by field, all values to be tried, as typed.
+        random: by field, from what values are drawn, as typed: `16..256`, `1e-4..1e-1:log`, or `adam,sgd`.
+        metric: what is to be best.
+        direction: `minimize` or `maximize`.
+        sampler: `tpe` or `random`.
+        pruner: `median` or `none`.
+        seed: of what is drawn.
+        arguments: options of `tfloop train`.
+        place: the directory in which the trials are started.
+    """
+
+    target: str
+    grid: dict[str, str]
+    random: dict[str, str]
+    metric: str
+    direction: str
+    sampler: str
+    pruner: str
+    seed: int
+    arguments: list[str]
+    place: str
+
+    def __post_init__(self) -> None:
+        self._check_choice("sampler", self.sampler, SAMPLERS)
+        self._check_choice("pruner", self.pruner, PRUNERS)
+        self._check_choice("direction", self.direction, DIRECTIONS)
+        if not self.grid and not self.random:
+            raise UsageError("give what is to be tried: --grid FIELD=VALUE,VALUE or --random FIELD=LOW..HIGH")
+
+        fixed = {text.partition("=")[0] for text in self.fixed}
+        self._check_given_once("--grid", "--random", set(self.grid) & set(self.random))
+        self._check_given_once("--set", "--grid or --random", fixed & {*self.grid, *self.random})
+        for name, values in (self.grid | self.random).items():
+            remember(split(values), name)
+            if is_secret(name) and ".." in self.random.get(name, ""):
+                raise UsageError(f"--random {name}: a secret is not drawn from a range: give its values, {name}=A,B")
+
+    @staticmethod
+    def _check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
+        if value not in allowed:
+            raise UsageError(f"--{option} {value}: there is no such {option}{nearest(value, allowed)}")
+
+    @staticmethod
+    def _check_given_once(one: str, other: str, in_both: set[str]) -> None:
+        if in_both:
+            raise UsageError(f"{min(in_both)} is in {one} and in {other}: leave one out")
+
+    @property
+    def fixed(self) -> list[str]:
+        """The fields that don't vary, as after `--set`."""
+        return [text.removeprefix("--set=") for text in self.arguments if text.startswith("--set=")]
+
+    def combination(self, number: int) -> dict[str, str]:
+        """The values of the grid's fields that a trial has: all combinations, one after the other, and again."""
+        params = {}
+        for name, values in reversed(self.grid.items()):
+            choices = split(values)
+            number, index = divmod(number, len(choices))
+            params[name] = stand_ins(name, choices)[index]
+        return params
+
+    def typed(self, params: Mapping[str, str]) -> dict[str, str]:
+        """The values of a trial's fields as they were typed: see `stand_ins`."""
+        typed = dict(params)
+        for name, values in (self.grid | self.random).items():
+            if name in params and is_secret(name):
+                choices = split(values)
+                typed[name] = choices[stand_ins(name, choices).index(params[name])]
+        return typed
+
+    def trials(self, asked: int | None) -> int:
+        """How many trials there are to be."""
+        combinations = math.prod(len(split(values)) for values in self.grid.values())
+        if asked is None and self.random:
+            raise UsageError("--random draws for ever: give --trials N")
+        trials = combinations if asked is None else asked
+        if not 1 <= trials <= MOST_TRIALS:
+            raise UsageError(f"--trials {trials}: give a whole number from 1 to {MOST_TRIALS:,}")
+        if trials > combinations and not self.random:
+            raise UsageError(f"--trials {trials}: the grid has only {combinations} combinations: leave --trials out")
+        return trials
+
+    def as_json(self) -> dict[str, Any]:
+        """What is kept of it: without secrets."""
+        return dataclasses.asdict(self) | {
+            "grid": _without_secrets(self.grid),
+            "random": _without_secrets(self.random),
+            "arguments": [mask(text) for text in self.arguments],
+        }
+
+    @property
+    def directory(self) -> Path:
+        """Its default place: the same for the same plan."""
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
+        digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
+        return Path("runs") / f"sweep-{name}-{digest}"
+
+
+def _without_secrets(fields: Mapping[str, str]) -> dict[str, str]:
+    return {name: ",".join(stand_ins(name, split(values))) for name, values in fields.items()}
+
+
+def stand_ins(name: str, choices: Sequence[str]) -> list[str]:
+    """What stands for the values of a field wherever they are stored or shown: for secrets, their numbers."""
+    return [f"{HIDDEN}{number}" for number, _ in enumerate(choices, 1)] if is_secret(name) else list(choices)
+
+
+def direction(metric: str, asked: str | None) -> str:
+    """Which way the metric gets better: as asked for, or by its name."""
+    less = lower_is_better(metric)
+    if asked is None and less is None:
+        raise UsageError(f"--metric {metric}: the name doesn't say what is better: check it, or give --direction")
+    return asked or ("minimize" if less else "maximize")
+
+
+def is_directory(target: str) -> bool:
+    """Whether what was typed as TARGET is the directory of a sweep, to be gone on with."""
+    with contextlib.suppress(OSError, ValueError):  # too long for a name, for example
+        return Path(target).is_dir()
+    return False
+
+
+def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
+    """The plan of a sweep that was begun in this directory, and its number of trials; `trusted`: by any user."""
+    about = read_json(directory / "run.json")
+    kept = about.get("sweep")
+    try:
+        plan, trials = Plan(**kept), int(about["trials"])  # type: ignore[arg-type]
+    except (TypeError, KeyError, ValueError):
+        raise UsageError(f"{directory} is no directory of a sweep: give a TARGET, file.py:Class for example") from None
+    if HIDDEN in json.dumps(kept):
+        raise UsageError(f"{directory} doesn't have the secrets of its command: give the whole command again")
+    if not trusted and not trust.is_own_sweep(directory, kept):
+        raise UsageError(
+            f"{directory}: you haven't begun this sweep on this machine, and what it names isn't run unasked: give its "
+            "command again with --sweep-dir, or --trust if that directory is yours"
+        )
+    if not Path(plan.place).is_dir():
+        raise UsageError(f"{directory} was begun in {plan.place}, which isn't there any more: give the command again")
+    return plan, trials
+
+
+def arguments(
+    typed: Mapping[str, Any],
+    assignments: Sequence[str],
+    files: Sequence[Path],
+    options: Mapping[str, config.Option],
+    swept: Sequence[str],
+) -> list[str]:
+    """What `train` is to be given for what was typed, and for what files say, but for the fields that vary."""
+    given = [name.replace("_", "-") for name, value in typed.items() if value is not None]
+    fields = [*(text.partition("=")[0] for text in assignments), *swept]
+    from_files = config.arguments(files, options, [*given, *(f"set {name}" for name in fields)])
+    return [*from_files, *command_line.arguments(typed, assignments)]
+
+
+def assigned(option: str, texts: Sequence[str]) -> dict[str, str]:
+    """What was typed as `--grid` or `--random`, by field."""
+    values_of: dict[str, str] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if not name.isidentifier() or not all(split(values)):
+            form = "lr=1e-3,1e-2" if option == "--grid" else "hidden=16..256, lr=1e-4..1e-1:log or act=relu,tanh"
+            raise UsageError(f"{option} {text}: give a field and its values, such as {form}")
+        if name in values_of:
+            raise UsageError(f"{option} {text}: {name} is there twice: leave one out")
+        values_of[name] = values
+    return values_of
+
+
+def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
+    """The values of each field that are tried, checked against the fields of the task's class.
+
+    Raises:
+        UsageError: there is no such field, or it can't have such a value.
+    """
+    set_fields(kind, plan.fixed)
+    values: dict[str, list[str] | Range] = {}
+    for name, text in plan.grid.items():
+        values[name] = _choices(kind, "--grid", name, text)
+    for name, text in plan.random.items():
+        span = re.fullmatch(r"(.+?)\.\.(.+?)(:log)?", text)
+        values[name] = _range(kind, name, text, span) if span else _choices(kind, "--random", name, text)
+    return values
+
+
+def _choices(kind: type, option: str, name: str, text: str) -> list[str]:
+    """The values of a field that are listed, or what stands for them."""
+    texts = split(text)
+    values = [set_fields(kind, [f"{name}={choice}"], option)[name] for choice in texts]
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            twice, given = ("a value", HIDDEN) if is_secret(name) else (texts[index], text)
+            raise UsageError(f"{option} {name}={given}: {twice} is there twice: leave one out")
+    return stand_ins(name, texts)
+
+
+def _range(kind: type, name: str, text: str, span: re.Match[str]) -> Range:
+    """The range from which a field's values are drawn; `span` has its ends, and whether it is logarithmic."""
+    option = f"--random {name}={text}"
+    low, high = (set_fields(kind, [f"{name}={end}"], "--random")[name] for end in span.groups()[:2])
+    if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high)):
+        raise UsageError(f"{option}: the field is no number: give its values, such as {name}=a,b,c")
+    if not (low < high and abs(low) <= _LARGEST and abs(high) <= _LARGEST):
+        raise UsageError(f"{option}: give LOW..HIGH with LOW < HIGH, of {_LARGEST:.0e} at most")
+    log = bool(span[3])
+    if log and low <= 0:
+        raise UsageError(f"{option}: a logarithm needs LOW > 0")
+    if isinstance(low, int) and isinstance(high, int):
+        return Range(low, high, log)
+    return Range(float(low), float(high), log)

@@ -1,0 +1,130 @@
+"""TrialProcess: a trial that is under way, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from callbacks.files import appending, make_directory, opened, read_json, reading
+from callbacks.run_record import journal
+from loop.checkpoint.lock import NAME as LOCK
+from loop.errors import UsageError
+from loop.launch.environment import LAUNCHER
+from loop.options import nearest
+
+
+class TrialProcess:
+    """A trial that is under way, and what its journal has said so far.
+
+    Attributes:
+        values: all measurements of the metric; steps that were made again count once.
+        reported: how many of them Optuna knows.
+    """
+
+    def __init__(self, trial: Any, sweep_directory: Path, command: list[str], temporary: str) -> None:
+        self.trial = trial
+        self.directory = trial_directory(sweep_directory, trial.number)
+        make_directory(self.directory)
+        self.values: list[float] = []
+        self.reported = len(trial.storage.get_trial(trial._trial_id).intermediate_values)
+        self._names: dict[str, None] = {}
+        self._step = 0
+        self._total: int | None = None
+        self._measured = -1  # the step of the last measurement
+        self._offset = 0  # in the journal
+        self._asked_to_stop = False
+        self._log = self.directory / "output.log"
+        with appending(self._log) as log:
+            self._printed = log.tell()
+            # A session of its own: Ctrl-C at the terminal reaches the sweep alone, which hands it on.
+            self.process = subprocess.Popen(
+                command, env={**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": temporary},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def hear(self, metric: str) -> None:
+        """Reads on in the journal.
+
+        Raises:
+            UsageError: the run has no such metric.
+        """
+        of_metric = "eval_end" if metric.startswith("eval_") else "epoch_end"
+        for entry, offset in journal.read(self.directory / journal.NAME, self._offset):
+            self._offset = offset
+            event, step, metrics = entry.get("event"), entry.get("step", 0), entry.get("metrics", {})
+            self._step = max(self._step, step)
+            self._total = entry.get("total_steps", self._total)
+            if event in ("eval_end", "epoch_end"):
+                self._check_name(metric, metrics)
+            # A resumed run makes some steps again: each counts once.
+            if event == of_metric and metric in metrics and step > self._measured:
+                self._measured = step
+                self.values.append(float(metrics[metric]))
+
+    def _check_name(self, metric: str, metrics: dict[str, Any]) -> None:
+        """Refuses a metric that is not among those of its kind, of training or of the evaluation."""
+        self._names |= dict.fromkeys(metrics)
+        evaluated = metric.startswith("eval_")
+        if metric not in self._names and any(name.startswith("eval_") == evaluated for name in metrics):
+            raise self.unknown(metric)
+
+    def unknown(self, metric: str) -> UsageError:
+        """The error for a metric that the run doesn't have."""
+        return UsageError(f"--metric {metric}: a trial has no such metric{nearest(metric, self._names)}")
+
+    def ended(self) -> bool:
+        """Whether it has ended; if so, all that it has started is killed."""
+        if self.process.poll() is None:
+            return False
+        self.kill()
+        return True
+
+    def stop(self, at_once: bool) -> None:
+        """Has it save and end; or kills it."""
+        if at_once:
+            self.kill()
+        elif not self._asked_to_stop:
+            self._asked_to_stop = True
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """Ends it and all that it has started, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def status(self) -> str:
+        """The status in its `run.json`."""
+        return str(read_json(self.directory / "run.json").get("status", ""))
+
+    def printed(self) -> str:
+        """What it has printed since it was started here."""
+        with reading(self._log) as log:
+            log.seek(self._printed)
+            return log.read().decode(errors="replace")
+
+    def __str__(self) -> str:
+        of = f" of {self._total:,}" if self._total else ""
+        return f"trial {self.trial.number} " + (f"at step {self._step:,}{of}" if self._step else "starts")
+
+
+def trial_directory(directory: Path, number: int) -> Path:
+    """The run directory of a trial."""
+    return directory / f"trial-{number:03d}"
+
+
+def in_use(directory: Path) -> bool:
+    """Whether a process holds the lock of a run directory."""
+    try:
+        with os.fdopen(opened(directory / LOCK, os.O_RDWR), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or none can be taken there
+        return False
+    return False

@@ -1,0 +1,93 @@
+"""Report: what a sweep has come to."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from callbacks.run_record.redaction import mask
+from loop.commands.sweep.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A trial, for people and programs.
+
+    Attributes:
+        number: from 0.
+        state: `complete`, `pruned`, `failed`, `running` or `waiting`.
+        params: the values of its fields, as texts for `--set`.
+        value: of the metric, the last one; None where there is none.
+        seconds: from its start to its end.
+        problem: why it has failed, or "".
+        run_dir: its run directory.
+    """
+
+    number: int
+    state: str
+    params: dict[str, str]
+    value: float | None
+    seconds: float | None
+    problem: str
+    run_dir: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `sweep` has come to.
+
+    Attributes:
+        plan: what was to be tried.
+        directory: the sweep's.
+        rows: all trials.
+    """
+
+    plan: Plan
+    directory: Path
+    rows: list[Row]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether there are trials that have not come to an end."""
+        return any(row.state in ("running", "waiting") for row in self.rows)
+
+    @property
+    def best(self) -> Row | None:
+        """The trial with the best value; None if none is complete."""
+        sign = 1 if self.plan.direction == "minimize" else -1
+        complete = [row for row in self.rows if row.state == "complete" and row.value is not None]
+        return min(complete, key=lambda row: sign * (row.value or 0.0), default=None)
+
+    def command(self, row: Row) -> list[str]:
+        """What trains a trial again."""
+        return ["tfloop", "train", self.plan.target, *self.plan.arguments, *set_options(row.params)]
+
+    def lines(self) -> Iterator[str]:
+        """The best trial, for people."""
+        if (best := self.best) is None:
+            yield "no trial has come to its end" if self.stopped else "no trial has come to an end that counts"
+            return
+        yield f"best: trial {best.number}, {self.plan.metric} {best.value:.6g}, in {shown_path(Path(best.run_dir))}"
+        yield mask(shlex.join(self.command(best)))
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs."""
+        best = self.best
+        return {
+            "sweep_dir": str(self.directory), "metric": self.plan.metric, "direction": self.plan.direction,
+            "trials": [dataclasses.asdict(row) for row in self.rows],
+            "best": best and dataclasses.asdict(best) | {"command": [mask(word) for word in self.command(best)]},
+        }  # fmt: skip
+
+
+def set_options(params: Mapping[str, str]) -> list[str]:
+    """The options that set the fields of a trial."""
+    return [f"--set={name}={value}" for name, value in params.items()]
+
+
+def shown_path(path: Path) -> Path:
+    """A path as people read it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,136 @@
+"""Study: the trials of a sweep, as Optuna's storage has them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from callbacks.files import sqlite_uri
+from loop.commands.sweep.directory import STORAGE
+from loop.commands.sweep.plan import Plan, Range
+from loop.commands.sweep.process import in_use, trial_directory
+from loop.commands.sweep.report import Row
+from loop.errors import UsageError
+
+
+class Study:
+    """The queue of the trials, what they draw, and what has come of them.
+
+    The queue is Optuna's, so that no trial is begun twice, whenever a sweep is killed.
+
+    Args:
+        directory: the sweep's.
+        plan: what is tried.
+        fields: the values that each field can have.
+        trials: how many there are to be, with those that were made before.
+
+    Attributes:
+        interrupted: trials that were under way when the sweep last ended, and aren't gone on with yet.
+    """
+
+    def __init__(self, directory: Path, plan: Plan, fields: Mapping[str, list[str] | Range], trials: int) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._fields = fields
+        self._trials = trials
+        self._study = _open(directory, plan)
+        for number in range(len(self._study.get_trials(deepcopy=False)), trials):
+            self._study.enqueue_trial(plan.combination(number))
+        self.interrupted = [row.number for row in self.rows() if row.state == "running"]
+
+    def rows(self) -> list[Row]:
+        """All trials."""
+        return [_row(trial, self._directory) for trial in self._study.get_trials(deepcopy=False)[: self._trials]]
+
+    def next(self) -> Any:
+        """The trial to start next: one that was interrupted, or a new one; None if there is none now."""
+        trial = self._next_interrupted() or self._next_waiting()
+        if trial is not None:
+            for name, values in self._fields.items():
+                _draw(trial, name, values)
+        return trial
+
+    def end(self, number: int, value: float | None, pruned: bool) -> None:
+        """Notes how a trial has ended: with a value, pruned, or failed."""
+        from optuna.trial import TrialState
+
+        state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
+        self._study.tell(number, value, state)
+
+    def _next_interrupted(self) -> Any:
+        from optuna.trial import Trial
+
+        # What a killed sweep has left under way ends by itself, and saves. Only then it can be gone on with.
+        for number in self.interrupted:
+            if not in_use(trial_directory(self._directory, number)):
+                self.interrupted.remove(number)
+                self._seed(number)
+                return Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
+        return None
+
+    def _next_waiting(self) -> Any:
+        from optuna.trial import TrialState
+
+        waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        if not waiting or waiting[0].number >= self._trials:
+            return None
+        self._seed(waiting[0].number)
+        return self._study.ask()
+
+    def _seed(self, number: int) -> None:
+        """Makes what a trial draws depend on the plan's seed and its number alone, not on when it is begun."""
+        from optuna.samplers import RandomSampler, TPESampler
+
+        digest = hashlib.sha256(f"{self._plan.seed} {number}".encode()).digest()
+        kind = TPESampler if self._plan.sampler == "tpe" else RandomSampler
+        self._study.sampler = kind(seed=int.from_bytes(digest[:4], "big"))
+
+
+def _open(directory: Path, plan: Plan) -> Any:
+    """The sweep in Optuna's storage."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner = optuna.pruners.MedianPruner() if plan.pruner == "median" else optuna.pruners.NopPruner()
+    try:
+        return optuna.create_study(
+            storage=sqlite_uri(directory / STORAGE), study_name="sweep", load_if_exists=True,
+            direction=plan.direction, pruner=pruner,
+        )  # fmt: skip
+    except Exception as error:  # of the database or of Optuna: the file is damaged, or something else
+        what = str(error).splitlines()[0]
+        raise UsageError(f"{directory / STORAGE} can't be used ({what}): give another --sweep-dir") from None
+
+
+def _draw(trial: Any, name: str, values: list[str] | Range) -> None:
+    """Gives a trial the value of a field, if it has none."""
+    if isinstance(values, list):
+        trial.suggest_categorical(name, values)
+    else:
+        suggest = trial.suggest_int if isinstance(values.low, int) else trial.suggest_float
+        suggest(name, values.low, values.high, log=values.log)
+
+
+def _row(trial: Any, directory: Path) -> Row:
+    state = {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
+    if state == "complete":
+        value = trial.value
+    else:
+        values = trial.intermediate_values
+        value = values[max(values)] if values else None
+    return Row(
+        number=trial.number,
+        state=state,
+        params=typed_values(trial.params),
+        value=value,
+        seconds=trial.duration and trial.duration.total_seconds(),
+        problem=trial.user_attrs.get("problem", ""),
+        run_dir=str(trial_directory(directory, trial.number)),
+    )
+
+
+def typed_values(params: Mapping[str, Any]) -> dict[str, str]:
+    """The values of fields, as they are typed: a float with all its digits."""
+    return {name: value if isinstance(value, str) else repr(value) for name, value in params.items()}

@@ -1,0 +1,87 @@
+"""Table: shows the trials of a sweep, in a log or on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from callbacks.run_record.redaction import shown, tell
+from loop.commands.sweep.report import Row, shown_path
+
+_LOG_SECONDS = 60.0  # between two lines of a log that say what is under way
+
+
+class Table:
+    """Shows each trial in a line when it has ended, and below, on a terminal, what is under way."""
+
+    def __init__(self, fields: Sequence[str], metric: str, trials: int, stream: TextIO) -> None:
+        self._fields = fields
+        self._metric = metric
+        self._trials = trials
+        self._stream = stream
+        self._bar: Any = None
+        self._ended = 0
+        self._last = time.monotonic()  # when the last line was shown
+
+    def begin(self, directory: Path, rows: Sequence[Row]) -> None:
+        """Shows those that have ended before."""
+        ended = [row for row in rows if row.state not in ("running", "waiting")]
+        self.line(f"directory of the sweep: {shown_path(directory)}")
+        if ended or any(row.state == "running" for row in rows):
+            self.line(f"going on: {len(ended)} of {self._trials} trials have ended")
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            form = "{n_fmt}/{total_fmt}|{bar:20}| {desc} [{elapsed}]"
+            self._bar = tqdm(total=self._trials, file=self._stream, bar_format=form, dynamic_ncols=True, leave=False)
+        names = "".join(f"{name:>{self._width(name)}}" for name in self._fields)
+        self.line(f"trial{names}{self._metric:>{self._width(self._metric)}}   time")
+        for row in ended:
+            self.row(row)
+
+    def row(self, row: Row) -> None:
+        """A trial that has ended."""
+        self._ended += 1
+        values = "".join(f"{_short(row.params.get(name, '')):>{self._width(name)}}" for name in self._fields)
+        value = "" if row.value is None else f"{row.value:.4g}"
+        note = "" if row.state == "complete" else f"  {row.state}{': ' if row.problem else ''}{row.problem}"
+        seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
+        self.line(f"{row.number:>5}{values}{value:>{self._width(self._metric)}}{seconds:>7}{note}")
+        if self._bar is not None:
+            self._bar.update()
+
+    def doing(self, what: Sequence[Any]) -> None:
+        """What is under way; in a log, now and then."""
+        text = ", ".join(map(str, what))
+        if self._bar is not None:
+            self._bar.set_description_str(text)
+        elif time.monotonic() - self._last >= _LOG_SECONDS:
+            self.line(f"{self._ended} of {self._trials} trials have ended; {text}")
+
+    def line(self, text: str) -> None:
+        """A line, above the bar if there is one."""
+        text = shown(text)
+        self._last = time.monotonic()
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            tell(text, self._stream)
+
+    def close(self) -> None:
+        """No trial is under way any more."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    @staticmethod
+    def _width(name: str) -> int:
+        return max(len(name), 9) + 2
+
+
+def _short(text: str) -> str:
+    with contextlib.suppress(ValueError):
+        return f"{float(text):.4g}" if len(text) > 9 else text
+    return text

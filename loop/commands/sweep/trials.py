@@ -1,0 +1,223 @@
+"""Makes the trials of a sweep: several at once, and each once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from callbacks import pruning
+from callbacks.files import appending
+from callbacks.run_record import journal
+from callbacks.run_record.redaction import mask, redact
+from loop.checkpoint.lock import locked
+from loop.commands import command_line, tracking
+from loop.commands.sweep.directory import about_sweep, begin, journal_line, write_about
+from loop.commands.sweep.plan import Plan, Range, space
+from loop.commands.sweep.process import TrialProcess, trial_directory
+from loop.commands.sweep.report import Report, set_options
+from loop.commands.sweep.study import Study, typed_values
+from loop.commands.sweep.table import Table
+from loop.commands.tune import reason
+from loop.errors import PREEMPTED, UsageError
+from loop.launch import signals
+from loop.run import trust
+
+COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
+_STOPPED = (PREEMPTED, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a trial that was stopped
+
+
+def sweep(
+    plan: Plan,
+    kind: type,
+    trials: int,
+    jobs: int = 1,
+    directory: Path | None = None,
+    stream: TextIO | None = None,
+) -> Report:
+    """Makes the trials that have not been made.
+
+    SIGTERM and SIGINT have the trials under way save and end, a second one ends all at once.
+
+    Args:
+        plan: what to try.
+        kind: the task's class.
+        trials: how many there are to be, with those that were made before.
+        jobs: how many are under way at once.
+        directory: the sweep's; None: see `Plan.directory`.
+        stream: where to show the trials; None: stderr.
+
+    Raises:
+        UsageError: the task has no such fields; the directory has another sweep, or is in use; or the trials have no
+            such metric.
+    """
+    fields = space(kind, plan)
+    where = (directory or plan.directory).resolve()
+    about = about_sweep(plan, kind, trials)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the directory of the sweep {where} can't be made ({error.strerror})") from None
+    with locked(where):
+        begin(where, about)
+        trust.note(where, plan.target, redact(about)["sweep"])
+        return _Trials(where, plan, about, fields, jobs, stream or sys.stderr).run()
+
+
+class _Trials:
+    """The trials of a sweep, as long as this process makes them."""
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: Plan,
+        about: dict[str, Any],
+        fields: Mapping[str, list[str] | Range],
+        jobs: int,
+        stream: TextIO,
+    ) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._about = about
+        self._jobs = jobs
+        self._study = Study(directory, plan, fields, about["trials"])
+        self._underway: list[TrialProcess] = []
+        self._signals = 0
+        self._table = Table([*fields], plan.metric, about["trials"], stream)
+
+    def run(self) -> Report:
+        """Makes all trials, or stops."""
+        options = dict(text.partition("=")[::2] for text in self._plan.arguments)
+        tracker = tracking.tracker(options.get("--track"), float(options.get("--track-wait", 60)))
+        run: Any = types.SimpleNamespace(directory=self._directory, info=self._about)  # all that the tracker asks for
+        status = "failed"
+        with self._listening(), signals.temporary_directory("tfloop-sweep-") as self._temporary:
+            try:
+                if tracker is not None:
+                    tracker.on_fit_start(run)
+                self._note()
+                self._table.begin(self._directory, self._study.rows())
+                self._make_all()
+                report = Report(self._plan, self._directory, self._study.rows())
+                status = "preempted" if report.stopped else "finished" if report.best else "failed"
+            finally:
+                for process in self._underway:
+                    process.kill()
+                self._table.close()
+                write_about(self._directory, self._about, status)
+                if tracker is not None:
+                    tracker.on_fit_end(run, status)
+        return report
+
+    def _make_all(self) -> None:
+        has_said_stopping = False
+        while True:
+            self._start_trials()
+            if not self._underway and (self._signals or not self._study.interrupted):
+                return
+            if self._signals and not has_said_stopping:
+                has_said_stopping = True
+                self._table.line("stopping: the trials under way save and end; a second signal ends them at once")
+            for process in list(self._underway):
+                self._look_at(process)
+            waits = [] if self._underway else self._study.interrupted
+            self._table.doing([*self._underway, *(f"waiting for what is left of trial {number}" for number in waits)])
+            time.sleep(0.1)
+
+    def _start_trials(self) -> None:
+        """Starts trials until so many are under way as there may be."""
+        while not self._signals and len(self._underway) < self._jobs:
+            trial = self._study.next()
+            if trial is None:
+                return
+            self._underway.append(TrialProcess(trial, self._directory, self._command(trial), self._temporary))
+
+    def _look_at(self, process: TrialProcess) -> None:
+        """Takes in what a trial has done since it was last looked at."""
+        if self._signals:
+            process.stop(at_once=self._signals > 1)
+        ended = process.ended()  # before its journal is read: what it wrote last is then there
+        self._hear(process)
+        if ended:
+            self._end(process)
+
+    def _command(self, trial: Any) -> list[str]:
+        """What makes a trial, from its beginning or from its last checkpoint."""
+        return [
+            *COMMAND,
+            self._plan.target,
+            *self._plan.arguments,
+            *set_options(self._plan.typed(typed_values(trial.params))),
+            f"--run-dir={trial_directory(self._directory, trial.number)}",
+            "--resume=auto",
+            command_line.callback_option(pruning.Pruning),
+        ]
+
+    def _hear(self, process: TrialProcess) -> None:
+        """Reports new measurements of a trial to Optuna, and ends it if it isn't worth going on with."""
+        process.hear(self._plan.metric)
+        while process.reported < len(process.values):
+            process.trial.report(process.values[process.reported], process.reported)
+            process.reported += 1
+            if process.trial.should_prune():
+                (process.directory / pruning.NAME).touch()
+
+    def _end(self, process: TrialProcess) -> None:
+        """Notes how a trial has ended."""
+        self._underway.remove(process)
+        code = process.process.returncode
+        number = process.trial.number
+        for line in process.printed().splitlines():
+            if line.startswith("warning: "):
+                self._table.line(f"trial {number}: {line}")
+        if code == -signal.SIGKILL:
+            time.sleep(1.0)  # if all processes are being killed, the trial has not failed: wait for our own end
+        if self._signals > 1 or code in _STOPPED:
+            return  # the next start of the sweep goes on with it
+
+        pruned = not code and (process.directory / pruning.NAME).exists() and process.status() == "stopped"
+        problem = "" if pruned else self._problem(process)
+        if problem:
+            process.trial.set_user_attr("problem", mask(problem))
+        self._study.end(number, None if pruned or problem else process.values[-1], pruned)
+        self._note()
+        self._table.row(self._study.rows()[number])
+
+    def _problem(self, process: TrialProcess) -> str:
+        """Why a trial that has ended has no value; "" if it has one."""
+        if code := process.process.returncode:
+            return reason(code, process.printed())
+        if not process.values:
+            raise process.unknown(self._plan.metric)
+        last = process.values[-1]
+        return "" if math.isfinite(last) else f"{self._plan.metric} is {last}"
+
+    def _note(self) -> None:
+        """Writes how good the best trial is, after how many, into the sweep's journal."""
+        report = Report(self._plan, self._directory, self._study.rows())
+        ended = sum(row.state not in ("running", "waiting") for row in report.rows)
+        path = self._directory / journal.NAME
+        noted = max((entry["step"] for entry, _ in journal.read(path)), default=0)
+        if report.best is not None and ended > noted:
+            line = journal_line(ended, "eval_end", metrics={f"best_{self._plan.metric}": report.best.value})
+            with appending(path) as file:
+                file.write(line.encode())
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Within it, a signal has the trials save and end, a second one kills them, and a third ends the sweep."""
+        wishes = signals.Wishes()
+
+        def hear(number: int, frame: Any) -> None:
+            self._signals = wishes.hear(number)
+            if self._signals > 2:  # whatever it waits for
+                signals.die(number)
+
+        with signals.handled(dict.fromkeys(signals.stops(), hear)):
+            yield
