@@ -20,13 +20,14 @@ from callbacks.files import ROOT
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.commands.evaluate import load_weights
-from loop.data import likely_rows
+from loop.data import Source, likely_rows
 from loop.errors import TrainingError, UsageError
 from loop.options import with_defaults
 from loop.run import run_directory
-from loop.run.serving import Served, call_of, examples_for, save
+from loop.run.serving import Served, save, served_by
 from loop.run.session import assemble, index_of
 from loop.run.state import averaged
+from loop.step.build import BuiltModel
 from loop.task import TrainTask, target_of
 
 TOLERANCE = 1e-6
@@ -71,8 +72,7 @@ def export(
             with contextlib.suppress(RuntimeError):  # the check's process must compute as this one does
                 tf.config.set_visible_devices([], "GPU")
             progress("building the model")
-            model, batch = rebuild(task, path)
-            served = Served(model, *call_of(task, model, batch))
+            served = served_by(task, *rebuild(task, path))
             progress(f"writing {out}")
             save(served, partial, out)
             if check:
@@ -90,8 +90,8 @@ def export(
     return shown
 
 
-def rebuild(task: TrainTask, path: Path) -> tuple[Any, Any]:
-    """The model of a checkpoint, with its weights; and a few examples, of the evaluation data if there are any."""
+def rebuild(task: TrainTask, path: Path) -> tuple[BuiltModel, Source]:
+    """What a task builds, with the weights of a checkpoint; and its evaluation data, or else its training data."""
     _, manifest = run_directory.locate_weights(path)
     about = manifest["run"]
     options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1}
@@ -100,7 +100,7 @@ def rebuild(task: TrainTask, path: Path) -> tuple[Any, Any]:
     index = index_of(manifest, task)
     _, data, built = assemble(task, Backend(), options, index, lambda options, data: rows)
     load_weights(built.model, path)
-    return built.model, examples_for(built, (data.eval or data.train).example)
+    return built, data.eval or data.train
 
 
 def compare(served: Served, partial: Path, out: Path, target: str | None) -> str:

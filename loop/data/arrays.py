@@ -214,6 +214,10 @@ class ArraySource:
         """The first examples, as a batch."""
         return tf.nest.map_structure(lambda tensor: tensor[:count], self._tensors)
 
+    def longer_example(self) -> Any:
+        """`example` with longer padding; None where nothing is padded."""
+        return None
+
     def sharded(self, backend: Backend, policy: str) -> ArraySource:
         """Each replica gets its rows of each global batch, whatever the policy."""
         shared = copy.copy(self)  # which shares the tensors

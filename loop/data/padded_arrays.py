@@ -10,7 +10,7 @@ import tensorflow as tf
 from loop.data.arrays import ArrayData, ArraySource, constant
 from loop.data.batch import BatchOptions
 from loop.data.buckets import LengthBuckets
-from loop.data.padding import Padding, call_with, leaf_names
+from loop.data.padding import Padding, call_with, leaf_names, lengthened
 from loop.data.sequences import Sequences
 from loop.errors import UsageError
 
@@ -69,6 +69,19 @@ class PaddedArraySource(ArraySource):
     def head(self, count: int) -> Any:
         index = tf.range(min(count, self.size), dtype=tf.int64)
         return self._examples(index, index)
+
+    def longer_example(self) -> Any:
+        padded = self._padded
+        shapes = {name: [None] * (array.shapes.shape[1] + 1) for name, array in padded.items()}
+        masks = {name: tf.TensorSpec(shapes[name], tf.bool) for name in self._masked}
+        specs = [
+            tf.TensorSpec([*shapes[name], *padded[name].rows.shape[1:]], padded[name].rows.dtype)
+            if name in padded
+            else tf.TensorSpec([None, *self._tensors[name].shape[1:]], self._tensors[name].dtype)
+            for name in self._names
+        ]
+        structure = tf.nest.pack_sequence_as(self.data.arrays, specs)
+        return lengthened(self.example, self._padding.with_masks(structure, masks))
 
     def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> Any:
         start, n = self._extent(step)

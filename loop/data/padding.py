@@ -154,3 +154,13 @@ def _paths(structure: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | 
             yield from _paths(each, (*path, place))
     else:
         yield path
+
+
+def lengthened(batch: Any, specs: Any) -> Any:
+    """A batch whose padded axes, those that `specs` leaves open, are longer by one."""
+
+    def longer(tensor: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+        gaps = [[0, int(axis > 0 and size is None)] for axis, size in enumerate(spec.shape)]
+        return tf.pad(tensor, gaps, constant_values=tf.zeros([], tensor.dtype))
+
+    return tf.nest.map_structure(longer, batch, specs)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from loop.backends.base import Backend
 from loop.data.batch import BatchOptions, RowCounts, Rows, count, row_counts, rows
 from loop.data.padded_streams import PaddedBatches
-from loop.data.padding import Padding, as_padding
+from loop.data.padding import Padding, as_padding, lengthened
 from loop.data.pipelines import check_spec, dense, one_order, one_order_an_epoch, shard_files, stacking_problem
 from loop.errors import UsageError
 
@@ -105,6 +105,10 @@ class StreamSource:
     def head(self, count: int) -> Any:
         """The first examples, as a batch: those of `example`, since nothing else may be read beside the training."""
         return tf.nest.map_structure(lambda tensor: tensor[:count], self.example)
+
+    def longer_example(self) -> Any:
+        """`example` with longer padding; None where nothing is padded."""
+        return None if self._padded is None else lengthened(self.example, self.batch_spec)
 
     def sharded(self, backend: Backend, policy: str) -> StreamSource:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""

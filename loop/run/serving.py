@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.checkpoint.writer import arrays
-from loop.data import likely_rows
+from loop.data import Source, likely_rows
 from loop.data.host_random import random_state, set_random_state
 from loop.errors import UsageError
 from loop.model.variables import all_variables, carried_variables, model_variables
@@ -39,8 +40,7 @@ def export_run(run: Run, out: Path) -> tuple[Any, Any]:
     # Another model: that of the run may be in several places, or in others' hands, and has its raw weights.
     built = _built_again(run)
     assign(numbered("model", all_variables(built.model)), tensors)
-    example = examples_for(built, (data.eval or data.train).example)
-    served = Served(built.model, *call_of(run.task, built.model, example))
+    served = served_by(run.task, built, data.eval or data.train)
     save(served, out, out)
     return served.example(), served.outputs()
 
@@ -55,6 +55,30 @@ def _built_again(run: Run) -> BuiltModel:
         return build(run.task, Backend(), run.options["precision"], run.step.data.train.example, rows)
     finally:
         set_random_state(before)
+
+
+def served_by(task: TrainTask, built: BuiltModel, source: Source) -> Served:
+    """The model as `compute` calls it. Where examples are padded, axes whose length padding decides are open.
+
+    Args:
+        task: the task.
+        built: its model.
+        source: the data that the model is called with here.
+    """
+    args, kwargs = call_of(task, built.model, examples_for(built, source.example))
+    return Served(built.model, args, kwargs, _longer_shapes(task, built, source))
+
+
+def _longer_shapes(task: TrainTask, built: BuiltModel, source: Source) -> list[tf.TensorShape]:
+    """The shapes of the model's inputs where examples are padded more; none where that can't be."""
+    longer = source.longer_example()
+    if longer is None:
+        return []
+    try:
+        call = call_of(task, built.model, examples_for(built, longer))
+    except (ValueError, tf.errors.InvalidArgumentError):  # a model that takes no other length
+        return []
+    return [tensor.shape for tensor in named_tensors(call, "input").values()]
 
 
 def call_of(task: TrainTask, model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,9 +119,16 @@ class Served(tf.Module):
         model: the model.
         args: what it is called with; a tensor is an input, all else stays as it is here.
         kwargs: the same by name.
+        other_shapes: those of the same tensors in another call; an axis that differs is open.
     """
 
-    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        other_shapes: Sequence[tf.TensorShape] = (),
+    ) -> None:
         super().__init__()
         self.model: Any = model
         inputs = named_tensors((args, kwargs), "input")
@@ -106,6 +137,7 @@ class Served(tf.Module):
         if list(inputs) == ["input_0"]:
             inputs = {"inputs": inputs["input_0"]}
         self._call, self._inputs = Hidden((args, kwargs)), Hidden(inputs)
+        self._other_shapes = Hidden(list(other_shapes))
         specs = {name: self._spec(i, leaf, name) for i, (name, leaf) in enumerate(self._inputs.value.items())}
         signature = [specs if len(specs) > 1 else next(iter(specs.values()))]
         self.serve = tf.function(self._serve, input_signature=signature, autograph=False)
@@ -114,6 +146,10 @@ class Served(tf.Module):
         """Any number of examples, and what else a functional Keras model leaves open."""
         known = [each.shape for each in getattr(self.model, "inputs", None) or ()]
         shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])
+        others = self._other_shapes.value
+        if len(others) == len(self._inputs.value) and others[index].rank == shape.rank:
+            sizes = zip(shape, others[index], strict=True)
+            shape = tf.TensorShape([size if size == other else None for size, other in sizes])
         if len(known) == len(self._inputs.value) and tf.TensorShape(known[index]).is_compatible_with(leaf.shape):
             shape = tf.TensorShape(known[index])
         return tf.TensorSpec(shape, leaf.dtype, name)

@@ -13,6 +13,7 @@ from loop import ArrayData, Padding, StreamData, TrainTask, UsageError, fit
 from loop.backends import create
 from loop.data import BatchOptions, count, first, in_float64, open_data, part, source
 from loop.options import with_defaults
+from loop.run.serving import served_by
 from loop.step.build import build
 from loop.step.train_step import TrainStep
 from tests.data.test_sources import Worker
@@ -325,6 +326,60 @@ def test_options_of_fit_hold_for_padded_arrays(quiet):
     assert apart(alone, train(task, quiet, drop_remainder=True, accumulate=3)) < 1e-5
     few = train(task, quiet, overfit=1, epochs=3)
     assert (few.steps, few.examples) == (3, 21)
+
+
+class Sums(tf.Module):
+    """A model without a declared input shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = tf.Variable(tf.ones([9]))
+
+    def __call__(self, tokens, mask):
+        return tf.gather(self.w, tokens) * tf.cast(mask, tf.float32)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "stream"])
+def test_an_exported_model_takes_other_lengths(kind, tmp_path):
+    class Plain(Tagger):
+        def build_model(self):
+            return Sums()
+
+        def compute(self, model, batch, training):
+            tokens, odd, mask = batch
+            return {"loss": (model(tokens, mask) - tf.cast(odd, tf.float32)) ** 2, "weight": mask}
+
+    task = Plain(kind, Padding(multiple=4))
+    opened = source(task.train_data(), BatchOptions(4), "data")
+    served = served_by(task, build(task, create("single"), "float32", opened.example), opened)
+    assert opened.example[0].shape[1] % 4 == 0
+    tf.saved_model.save(served, str(tmp_path))
+    again = tf.saved_model.load(str(tmp_path))
+    tokens, mask = np.array([[1, 2, 3]]), np.array([[True, True, False]])
+    np.testing.assert_array_equal(again.serve({"input_0": tokens, "input_1": mask}), [[1, 1, 0]])
+
+
+class Reshaped(Sums):
+    """A model that takes one length."""
+
+    def __call__(self, tokens, mask):
+        return super().__call__(tf.reshape(tokens, [-1, 16]), tf.reshape(mask, [-1, 16]))
+
+
+def test_an_exported_model_of_one_length_keeps_it():
+    class Sixteen(Tagger):
+        def build_model(self):
+            return Reshaped()
+
+        def compute(self, model, batch, training):
+            tokens, odd, mask = batch
+            values = model(tokens, mask) - tf.cast(odd, tf.float32)
+            return {"loss": values**2, "weight": mask}
+
+    task = Sixteen("arrays", Padding(multiple=16))
+    opened = source(task.train_data(), BatchOptions(4), "data")
+    served = served_by(task, build(task, create("single"), "float32", opened.example), opened)
+    assert [spec.shape[1] for spec in served.serve.input_signature[0].values()] == [16, 16]
 
 
 def test_lengths_do_not_trace_the_step_anew():
