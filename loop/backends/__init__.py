@@ -1,4 +1,4 @@
-"""Engines: `create` makes the one that is named."""
+"""Backends: `create` makes the one that is named."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def with_task(
 def create(
     name: str, workers: int | None = None, devices: Sequence[str] | None = None, min_shard_bytes: int | None = None
 ) -> Backend:
-    """The engine of this name.
+    """The backend of this name.
 
     Args:
         name: `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, or a plug-in's;
@@ -64,7 +64,7 @@ def create(
         min_shard_bytes: for `parameter_server`: see there.
 
     Raises:
-        UsageError: there is no such engine, or no such device.
+        UsageError: there is no such backend, or no such device.
     """
     fault_injection.reached("start", job_rank())
     mark_state("arrived")
@@ -74,7 +74,7 @@ def create(
 
 
 def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_shard_bytes: int | None) -> Backend:
-    # Each engine is imported when it is asked for: Horovod may not be there.
+    # Each backend is imported when it is asked for: Horovod may not be installed.
     if name == "single":
         single = Backend()
         single.device = "GPU:0" if devices_.use_gpus() else ""

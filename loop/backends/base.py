@@ -1,4 +1,7 @@
-"""The engine interface, and its plainest case: one device in one process. Collectives live in this package alone."""
+"""The interface of backends, and its plainest case: one device in one process.
+
+Only this package has collectives.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _FORMER_NAMES = {"outlives": "is_recoverable", "regroup": "rejoin"}
 
 
 class Backend:
-    """One engine. The methods below are the single-device case; an engine overrides those that differ for it.
+    """One backend. The methods below are the single-device case; a backend overrides those that differ for it.
 
     A *worker* is a process, a *replica* is a copy of the model that computes on a share of each global batch. A worker
     has one or more replicas. The replicas of worker w are numbered from `w * local_replicas`.
@@ -63,7 +66,7 @@ class Backend:
 
     @classmethod
     def available(cls, workers: int = 1) -> str | None:
-        """What is missing for this engine here, for so many workers, and what to do about it; None: it can be used."""
+        """What is missing for this backend here, for so many workers, and what to do about it; None: it can be used."""
         return None if workers == 1 else f"it has one worker, not {workers}: leave --workers out"
 
     @classmethod
@@ -112,7 +115,7 @@ class Backend:
         return tape.gradient(objective, variables)
 
     def no_adasum(self) -> str:
-        """Why this engine can't do `adasum`, and what to do; "" if it can."""
+        """Why this backend can't do `adasum`, and what to do; "" if it can."""
         return "only Horovod can; use backend='horovod', or reduction='sum'"
 
     def adasum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -129,7 +132,7 @@ class Backend:
     # Between the steps, on the host
 
     def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
-        """Refuses a task or an option that the engine can't do with.
+        """Refuses a task or an option that the backend can't work with.
 
         Args:
             variables: the model's.
@@ -150,7 +153,7 @@ class Backend:
         return [(step, function(handle, *(tf.constant(number, tf.int64) for number in (epoch, step, steps))).numpy())]
 
     def lost(self, error: BaseException) -> str:
-        """What of the run's state the engine has lost, if an error comes of that; else ""."""
+        """What of the run's state the backend has lost, if an error comes of that; else ""."""
         return ""
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
@@ -176,7 +179,7 @@ class Backend:
         """The value of a variable in the first replica of this worker, which later steps don't change.
 
         In the CPU's memory it costs nothing: the tensor shares the variable's buffer, and an operation that changes the
-        variable while somebody else holds the buffer takes a new one.
+        variable while another holds the buffer takes a new one.
         """
         return shared_value(variable)
 
@@ -188,9 +191,9 @@ class Backend:
         """Takes this worker's place among those that are there; see `is_recoverable`."""
 
     def close(self) -> None:
-        """Gives back what the engine holds; the last call."""
+        """Releases what the backend holds; the last call."""
 
-    # Derived from the above: the same on every engine
+    # Derived from the above: the same on every backend
 
     def refuse_shared_gpus(self, gpus: Sequence[Any]) -> None:
         """Refuses workers that have the same GPU; `gpus` are those of this one. All workers must call it."""

@@ -169,7 +169,7 @@ def _first(*lines: str) -> str:
 
 
 def gpu_identity(gpus: Sequence[Any]) -> int:
-    """A number that tells the only GPU of this process from all others, on any machine; 0 if it can't be known."""
+    """A number that only the GPU of this process has, among those of all machines; 0 if it can't be known."""
     if len(gpus) != 1:
         return 0
     ordinal, uuid = int(gpus[0].name.rpartition(":")[2]), ctypes.create_string_buffer(16)

@@ -1,4 +1,4 @@
-"""The engine `horovod`: one process per replica, joined by Horovod's own launcher or an outside one."""
+"""The backend `horovod`: one process per replica, joined by Horovod's own launcher or an outside one."""
 
 from __future__ import annotations
 

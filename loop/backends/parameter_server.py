@@ -1,6 +1,6 @@
-"""The engine `parameter_server`: variables live in servers, and workers make steps asynchronously, for one chief.
+"""The backend `parameter_server`: servers hold the variables, and workers make steps asynchronously, for one chief.
 
-The chief alone runs `fit`; workers and parameter servers run `serve`. To the step the engine is one replica: each step
+The chief alone runs `fit`; workers and parameter servers run `serve`. To the step the backend is one replica: each step
 is one global batch, computed by one worker with the weights that it finds, while others change them.
 """
 
@@ -62,7 +62,7 @@ class ParameterServer(StrategyBackend):
             tf.config.threading.set_inter_op_parallelism_threads(at_once(places))
             tf.config.set_visible_devices([], "GPU")
         await_peers({f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in list(places)[1:]})
-        # What happens to workers is its business, and it tells it in hundreds of lines.
+        # The coordinator handles the loss of workers itself, and logs it in hundreds of lines.
         logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
         # Should one go just now: TensorFlow waits for many minutes, and holds the interpreter meanwhile.
         faulthandler.dump_traceback_later(start_timeout(), exit=True, file=stderr.descriptor())
@@ -104,7 +104,7 @@ class ParameterServer(StrategyBackend):
         if options["profile"]:
             raise UsageError(
                 f"profile={options['profile']!r} with backend='parameter_server': the chief, which would be traced, "
-                "computes nothing; use another engine for it"
+                "computes nothing; use another backend for it"
             )
 
     def call(self, function: Any, handle: Any, epoch: int, step: int, steps: int) -> list[tuple[int, np.ndarray]]:
@@ -163,7 +163,7 @@ def serve(threads: int = 0) -> None:
         threads: TensorFlow's threads for an operation; 0: as many as there are cores.
 
     Raises:
-        UsageError: somebody else has its port.
+        UsageError: another process has its port.
         TrainingError: the chief isn't there in time.
     """
     rank, places = tf_cluster(os.environ["TF_CONFIG"])
@@ -188,7 +188,7 @@ def serve(threads: int = 0) -> None:
         ) from None
     mark_state("started")
     await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
-    # Whoever is told to stop, the chief must still be able to save: it ends first.
+    # The chief ends first: it must still be able to save when all processes were asked to stop.
     for number in signals.STOPS:
         signal.signal(number, signal.SIG_IGN)
     misses = 0
@@ -199,7 +199,7 @@ def serve(threads: int = 0) -> None:
 
 
 def answers(address: str) -> bool:
-    """Whether somebody listens at `host:port`."""
+    """Whether a process listens at `host:port`."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()

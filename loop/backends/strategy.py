@@ -1,4 +1,4 @@
-"""The engines of `tf.distribute`: `mirrored` and `central` (one process), `multiworker`, `tpu`."""
+"""The backends of `tf.distribute`: `mirrored` and `central` (one process), `multiworker`, `tpu`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANSWER_SECONDS = 10.0  # until a TPU, or who knows of it, is taken to be away
 
 
 class StrategyBackend(Backend):
-    """What the `tf.distribute` engines share; a subclass makes the strategy."""
+    """What the `tf.distribute` backends share; a subclass makes the strategy."""
 
     strategy: tf.distribute.Strategy
 
@@ -233,7 +233,7 @@ def _meet() -> None:
     """Waits until all workers of `TF_CONFIG` are there: each listens at its address until it has reached all others.
 
     Raises:
-        UsageError: somebody else has this worker's port.
+        UsageError: another process has this worker's port.
         TrainingError: some are not there in time.
     """
     rank, places = tf_cluster(os.environ["TF_CONFIG"])
@@ -263,13 +263,13 @@ def _meet() -> None:
         await_peers({f"{name} ({places[name]})": functools.partial(answers, name) for name in hosts})
 
 
-def all_devices(engine: str, replicas: int | None) -> list[str]:
+def all_devices(backend: str, replicas: int | None) -> list[str]:
     """The first GPUs, or logical CPU devices where there is no GPU; None: all."""
     gpus = use_gpus()
     if not gpus:
-        return logical_cpus(replicas, engine)
+        return logical_cpus(replicas, backend)
     if replicas and replicas > len(gpus):
-        raise UsageError(f"{engine} with {replicas} replicas, but there are {len(gpus)} GPUs: ask for fewer")
+        raise UsageError(f"{backend} with {replicas} replicas, but there are {len(gpus)} GPUs: ask for fewer")
     return [f"/gpu:{index}" for index in range(replicas or len(gpus))]
 
 

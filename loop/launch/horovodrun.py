@@ -2,7 +2,7 @@
 
 `horovodrun` loads TensorFlow in the launcher to ask what Horovod was built with, its rendezvous server listens on all
 interfaces, and it puts two processes around each worker that hide how that one died. This is the same server, bound to
-loopback, because it asks nobody who he is, or to the one address that the hosts of a job share with the launcher; the
+loopback, because it authenticates no client, or to the one address that the hosts of a job share with the launcher; the
 workers are the caller's to start.
 """
 

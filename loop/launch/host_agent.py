@@ -2,7 +2,7 @@
 
 It is started as `python -m loop.launch.host_agent`.
 
-It says what this host has, starts the workers that it is told to, passes on what they print and how far they have
+It says what this host has, starts the workers that it is sent, passes on what they print and how far they have
 come, writes down what the launcher plans for them, and ends them when it is gone: when stdin is closed, or silent for
 long. Each message is a line of JSON, those to the launcher with a mark in front, since a login shell may print, too.
 Imports no TensorFlow.
@@ -51,11 +51,11 @@ def main() -> None:
         return
     threading.Thread(target=_beat, daemon=True).start()
     say(answer=facts(asked))
-    _Job().obey(messages)
+    _HostWorkers().obey(messages)
 
 
 def heard() -> Iterator[dict[str, Any]]:
-    """What the launcher says, until it is gone."""
+    """The launcher's messages, until it is gone."""
     rest = b""
     while select.select([0], [], [], SILENCE)[0] and (piece := os.read(0, 1 << 16)):
         *lines, rest = (rest + piece).split(b"\n")
@@ -66,7 +66,7 @@ _speaking = threading.Lock()
 
 
 def say(**message: Any) -> None:
-    """Tells the launcher, in one piece. If it is gone, `_obey` sees to that."""
+    """Sends the launcher a message, in one piece. If it is gone, `obey` finds out."""
     with _speaking, contextlib.suppress(OSError):
         print(MARK + json.dumps(message), flush=True)
 
@@ -77,7 +77,7 @@ def _beat() -> None:
         time.sleep(BEAT)
 
 
-class _Job:
+class _HostWorkers:
     """The workers here, by rank, and the directory where they and the launcher leave word for each other."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Job:
         threading.Thread(target=self._report, daemon=True).start()
 
     def obey(self, messages: Iterable[dict[str, Any]]) -> None:
-        """Does as it is told; when the launcher is gone, has the workers save and end, and then kills what is left."""
+        """Carries out the launcher's messages; when it is gone, has workers save and end, and kills what is left."""
         for message in messages:
             if "start" in message:
                 self._start(**message["start"])
@@ -121,7 +121,7 @@ class _Job:
             self._workers[int(rank)] = worker
 
     def _report(self) -> None:
-        """Tells of the files that workers leave or change, and of their ends, until all have ended."""
+        """Sends the files that workers leave or change, and their exit codes, until all have ended."""
         told: dict[str, str] = {}
         ends: set[int] = set()
         while not (self._over.is_set() and ends >= self._workers.keys()):

@@ -43,8 +43,8 @@ class Output:
         for line in printed_lines(process, stream):
             self.take(line, label)
 
-    def take(self, line: str, who: str) -> None:
-        """Shows a line that somebody has printed."""
+    def take(self, line: str, source: str) -> None:
+        """Shows a line that a worker, or its host, has printed."""
         text = line.rstrip("\r\n")
         if re.match(stderr.CHATTER, text):
             return
@@ -52,4 +52,4 @@ class Output:
             if text.startswith(MARK):
                 self._display.update(json.loads(text[len(MARK) :]))
             elif text:
-                self._display.line(f"[{who}] {text}")
+                self._display.line(f"[{source}] {text}")

@@ -27,7 +27,7 @@ def load(name: str) -> type[Any]:
     """
     try:
         made = entry_points()[name].load()
-    except Exception as error:  # whatever it does
+    except Exception as error:  # an import may raise anything
         raise _broken(name, f"{type(error).__name__}: {error}") from None
     # By its name: to import the class here would load TensorFlow.
     bases = made.__mro__ if isinstance(made, type) else ()
@@ -54,7 +54,7 @@ def ask(name: str, workers: int = 1) -> tuple[type[Any], str | None]:
 def first_available(workers: int) -> str | None:
     """The plug-in that `auto` takes: of those that can be used, the one of the greatest priority.
 
-    One that is broken is told, and passed over.
+    One that is broken is reported, and passed over.
     """
     usable = []
     for name in entry_points():

@@ -19,7 +19,7 @@ class WorkerProcess(subprocess.Popen[bytes]):
     """A worker on this machine."""
 
     where = ""
-    """Where it runs, as it is told behind its rank."""
+    """Where it runs, as messages have it behind its rank."""
     lost = ""
     """What has become of its host, if that is gone."""
 

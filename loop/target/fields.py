@@ -208,7 +208,7 @@ def _can_be_typed(kind: Any) -> bool:
 
 
 def _said(hint: Any) -> str:
-    """A type as it is told to people: with all that may be typed, where that is a list."""
+    """A type as messages show it: with all that may be typed, where that is a list."""
     kinds = _alternatives(hint)
     if len(kinds) > 1:
         return " or ".join(map(_said, kinds))

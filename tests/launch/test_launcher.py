@@ -1,5 +1,6 @@
-"""Which engine `auto` is, and what is said about a malformed job; without TensorFlow, without processes."""
+"""Which backend `auto` is, and the messages for a malformed job; without TensorFlow, without processes."""
 
+import ast
 import json
 import sys
 
@@ -12,6 +13,7 @@ from loop.launch import machine
 from loop.launch.backend_choice import choose_backend
 from loop.launch.environment import START_TIMEOUT, job_rank, job_size, read_tf_config, start_timeout
 from loop.launch.worker import as_peer_error
+from tests.conftest import ROOT
 
 JOB = json.dumps({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}})
 
@@ -144,3 +146,13 @@ def test_secrets_are_masked(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tfloop", "--set", "api_key=key-12345", "--set=password=word-123", "a=b"])
     text = "hunter22 hf_abcdef key-12345 word-123 short http://user:pass@host/ b"
     assert mask(text) == "*** *** *** *** short http://***@host/ b"
+
+
+def test_backends_know_a_workers_side_and_not_who_starts_it():
+    known = {"environment", "machine", "worker", "member", "plugins", "signals", "stderr"}
+    for path in (ROOT / "loop" / "backends").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "loop.launch":
+                assert {alias.name for alias in node.names} <= known, path
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loop.launch."):
+                assert node.module.removeprefix("loop.launch.") in known, path
