@@ -42,14 +42,15 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer import Argument, Option
+from typer import Option
 from typer.core import TyperCommand
 
 import callbacks
 import callbacks.progress
 import callbacks.run_record.record
 from callbacks.run_record.journal import jsonable
-from loop.commands import command_line, completion, config, dry_run, runs, terminal, tracking
+from loop.commands import cli_options as typed
+from loop.commands import command_line, config, dry_run, runs, terminal, tracking
 from loop.commands import new as new_
 from loop.commands import sweep as sweep_
 from loop.commands import train as train_
@@ -75,49 +76,6 @@ app = typer.Typer(
 
 Line = str | tuple[str, bool | None]
 """A line that a command prints, and whether it is good or bad news."""
-Target = Annotated[
-    str,
-    Argument(
-        metavar="TARGET",
-        help="file.py:Class, package.module:Class, or a shipped example: digits, charlm, gan, ...",
-        autocompletion=completion.targets,
-    ),
-]
-RunDir = Annotated[
-    str,
-    Argument(
-        metavar="RUN",
-        help="A run: its directory, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
-        autocompletion=completion.runs,
-    ),
-]
-TaskTarget = Annotated[
-    str | None, Option("--target", help="The task, if not the one with which you trained there on this machine.")
-]
-Trust = Annotated[bool, Option("--trust", help="Use what the directory itself names: code that it names is run.")]
-Set = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
-Epochs = Annotated[int | None, Option(help="Passes over the training data.")]
-Steps = Annotated[int | None, Option(help="Optimizer steps, instead of epochs.")]
-BatchSize = Annotated[int | None, Option(help="The global batch, over all replicas.")]
-Backend = Annotated[
-    str | None,
-    Option(
-        help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name.",
-        autocompletion=completion.backends,
-    ),
-]
-Workers = Annotated[int | None, Option(help="Processes on this machine; with mirrored, central: replicas.")]
-AsJson = Annotated[bool, Option("--json", help="The last line of stdout is the result as JSON.")]
-Seed = Annotated[int | None, Option(help="Of initial weights and of the data's order.")]
-EvalEvery = Annotated[str | None, Option(help="epoch, never, or a number of steps.")]
-Track = Annotated[str | None, Option(help="MLflow's tracking URI, or off.")]
-Replicas = Annotated[int | None, Option(help="Replicas, with mirrored or central.")]
-Config = Annotated[
-    list[Path] | None,
-    Option(
-        "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
-    ),
-]
 
 
 class Configurable(TyperCommand):
@@ -148,95 +106,59 @@ def tfloop(
 
 @app.command(cls=Configurable)
 def train(
-    target_: Target,
-    epochs: Epochs = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    backend: Backend = None,
-    workers: Workers = None,
-    ps: Annotated[int | None, Option(help="Parameter servers, with parameter_server; 1.")] = None,
-    min_shard_bytes: Annotated[
-        int | None, Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
-    ] = None,
-    hosts_: Annotated[
-        str | None, Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
-    ] = None,
-    interface: Annotated[
-        str | None, Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")
-    ] = None,
-    remote_python: Annotated[str | None, Option(help="Python on the other hosts, if not at the same path.")] = None,
-    devices: Annotated[
-        str | None, Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
-    ] = None,
-    tpu: Annotated[str | None, Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")] = None,
-    elastic_: Annotated[
-        str | None, Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
-    ] = None,
-    discovery: Annotated[
-        Path | None, Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
-    ] = None,
-    set_: Set = None,
-    run_dir: Annotated[Path | None, Option(help="The run directory; a new one below runs/ if not given.")] = None,
-    resume: Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")] = None,
-    seed: Seed = None,
-    shuffle: Annotated[bool | None, Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")] = None,
-    precision: Annotated[str | None, Option(help="float32, float64, bfloat16 or mixed_float16.")] = None,
-    accumulate: Annotated[int | None, Option(help="Micro-batches in a global batch.")] = None,
-    compression: Annotated[str | None, Option(help="Of gradients between replicas: none, fp16 or bf16.")] = None,
-    groups: Annotated[int | None, Option(help="Collectives in which gradients are reduced.")] = None,
-    reduction: Annotated[str | None, Option(help="Of gradients: sum; or adasum, which is inexact.")] = None,
-    local_steps: Annotated[
-        int | None, Option(help="Steps that replicas make between two averages: inexact; 1: exact.")
-    ] = None,
-    clip_norm: Annotated[float | None, Option(help="Greatest global norm of the gradient.")] = None,
-    clip_value: Annotated[float | None, Option(help="Greatest absolute value in the gradient.")] = None,
-    on_nonfinite: Annotated[str | None, Option(help="stop or skip, when a gradient is not finite.")] = None,
-    accept_changes: Annotated[
-        bool | None, Option("--accept-changes", help="Go on with other settings than the run had.")
-    ] = None,
-    stall_timeout: Annotated[float | None, Option(help="Seconds after which a run that hangs says where.")] = None,
-    profile: Annotated[
-        str | None, Option(metavar="A:B", help="Trace steps A to B, and tell where the time goes.")
-    ] = None,
-    sync_batch_norm: Annotated[
-        bool | None, Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
-    ] = None,
-    ema: Annotated[float | None, Option(help="Decay of a moving average of the weights.")] = None,
-    compile_: Annotated[str | None, Option("--compile", help="graph or xla.")] = None,
-    steps_per_call: Annotated[str | None, Option(help="Steps in a compiled call, or auto.")] = None,
-    prefetch: Annotated[str | None, Option(help="Batches that a stream is read ahead, or auto.")] = None,
-    threads: Annotated[int | None, Option(help="TensorFlow's threads for an operation, in each worker.")] = None,
-    eval_every: EvalEvery = None,
-    checkpoint_every: Annotated[
-        str, Option(help="epoch, a number of steps, or a time such as 10m; auto: epochs, at most one in 10 s.")
-    ] = "auto",
-    track: Track = None,
-    track_wait: Annotated[float, Option(help="How long the end may wait for MLflow, in seconds.")] = 60.0,
-    tag: Annotated[
-        list[str] | None, Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")
-    ] = None,
-    log_model: Annotated[
-        bool, Option("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
-    ] = False,
-    register: Annotated[
-        str | None, Option(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
-    ] = None,
-    start_timeout: Annotated[
-        float | None, Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
-    ] = None,
-    overfit: Annotated[
-        int | None, Option(metavar="N", help="Train and evaluate on the first N global batches alone.")
-    ] = None,
-    keep: Annotated[str | None, Option(help="Which weights are the result: last, or best.")] = None,
-    dry_run_: Annotated[
-        bool, Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
-    ] = False,
-    debug: Annotated[
-        bool, Option("--debug", help="If it fails in code that isn't tfloop's: the whole traceback.")
-    ] = False,
-    config_: Config = None,
-    as_json: AsJson = False,
-    callback: Annotated[list[str] | None, Option(hidden=True)] = None,
+    target_: typed.Target,
+    epochs: typed.Epochs = None,
+    steps: typed.Steps = None,
+    batch_size: typed.BatchSize = None,
+    backend: typed.Backend = None,
+    workers: typed.Workers = None,
+    ps: typed.Ps = None,
+    min_shard_bytes: typed.MinShardBytes = None,
+    hosts_: typed.Hosts = None,
+    interface: typed.Interface = None,
+    remote_python: typed.RemotePython = None,
+    devices: typed.Devices = None,
+    tpu: typed.Tpu = None,
+    elastic_: typed.Elastic = None,
+    discovery: typed.Discovery = None,
+    set_: typed.Set = None,
+    run_dir: typed.TrainRunDir = None,
+    resume: typed.Resume = None,
+    seed: typed.Seed = None,
+    shuffle: typed.Shuffle = None,
+    precision: typed.Precision = None,
+    accumulate: typed.Accumulate = None,
+    compression: typed.Compression = None,
+    groups: typed.Groups = None,
+    reduction: typed.Reduction = None,
+    local_steps: typed.LocalSteps = None,
+    clip_norm: typed.ClipNorm = None,
+    clip_value: typed.ClipValue = None,
+    on_nonfinite: typed.OnNonfinite = None,
+    accept_changes: typed.AcceptChanges = None,
+    stall_timeout: typed.StallTimeout = None,
+    profile: typed.Profile = None,
+    sync_batch_norm: typed.SyncBatchNorm = None,
+    ema: typed.Ema = None,
+    compile_: typed.Compile = None,
+    steps_per_call: typed.StepsPerCall = None,
+    prefetch: typed.Prefetch = None,
+    threads: typed.Threads = None,
+    eval_every: typed.EvalEvery = None,
+    checkpoint_every: typed.CheckpointEvery = "auto",
+    track: typed.Track = None,
+    track_wait: typed.TrackWait = 60.0,
+    tag: typed.Tag = None,
+    log_model: typed.LogModel = False,
+    register: typed.Register = None,
+    start_timeout: typed.StartTimeout = None,
+    overfit: typed.Overfit = None,
+    keep: typed.Keep = None,
+    dry_run_: typed.DryRun = False,
+    debug: typed.Debug = False,
+    config_: typed.Config = None,
+    as_json: typed.AsJson = False,
+    callback: typed.Callback = None,
 ) -> None:
     """Train a task."""
     if debug:
@@ -318,13 +240,13 @@ def checkpointed(run: str, task_target: str | None) -> Path:
 
 @app.command()
 def evaluate(
-    run: RunDir,
-    task_target: TaskTarget = None,
-    trust: Trust = False,
-    backend: Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")] = None,
-    workers: Replicas = None,
-    batch_size: Annotated[int | None, Option(help="The global batch.")] = None,
-    as_json: AsJson = False,
+    run: typed.RunDir,
+    task_target: typed.TaskTarget = None,
+    trust: typed.Trust = False,
+    backend: typed.EvaluateBackend = None,
+    workers: typed.Replicas = None,
+    batch_size: typed.EvaluateBatchSize = None,
+    as_json: typed.AsJson = False,
 ) -> None:
     """Evaluate a checkpoint on the whole evaluation data."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
@@ -355,13 +277,11 @@ def metric_lines(metrics: dict[str, float]) -> list[str]:
 
 @app.command()
 def export(
-    run: RunDir,
-    out: Annotated[Path, Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")],
-    task_target: TaskTarget = None,
-    trust: Trust = False,
-    check: Annotated[
-        bool, Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")
-    ] = True,
+    run: typed.RunDir,
+    out: typed.Out,
+    task_target: typed.TaskTarget = None,
+    trust: typed.Trust = False,
+    check: typed.Check = True,
 ) -> None:
     """Export the model of a run."""
     path = checkpointed(run, task_target)
@@ -385,13 +305,13 @@ def export(
 
 @app.command()
 def verify(
-    target_: Target,
-    set_: Set = None,
-    batch_size: Annotated[int | None, Option(help="The global batch; the task's own if not given.")] = None,
-    compile_: Annotated[str | None, Option("--compile", help="graph or xla; the task's own if not given.")] = None,
-    processes: Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")] = True,
-    as_json: AsJson = False,
-    record: Annotated[Path | None, Option(hidden=True)] = None,
+    target_: typed.Target,
+    set_: typed.Set = None,
+    batch_size: typed.VerifyBatchSize = None,
+    compile_: typed.VerifyCompile = None,
+    processes: typed.Processes = True,
+    as_json: typed.AsJson = False,
+    record: typed.Record = None,
 ) -> None:
     """Show that a task has the same numbers on any number of replicas, or why not."""
     with_defaults(None, {"batch_size": batch_size, "compile": compile_})
@@ -424,13 +344,10 @@ def verify(
 
 @app.command()
 def replay(
-    kept: Annotated[
-        str,
-        Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs),
-    ],
-    task_target: TaskTarget = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    kept: typed.Kept,
+    task_target: typed.TaskTarget = None,
+    trust: typed.Trust = False,
+    as_json: typed.AsJson = False,
 ) -> None:
     """Make a step whose loss or gradient was not finite once more, and show its values and gradients."""
     path = runs.named(kept)
@@ -468,20 +385,18 @@ def _record(
 
 @app.command()
 def chaos(
-    target_: Target,
-    kills: Annotated[int, Option(help="How many processes are killed, one after the other.")] = 6,
-    epochs: Epochs = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    backend: Backend = None,
-    workers: Workers = None,
-    set_: Set = None,
-    checkpoint_every: Annotated[
-        str | None, Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
-    ] = None,
-    seed: Annotated[int, Option(help="Of the moments of the kills, and of the training.")] = 0,
-    keep: Annotated[Path | None, Option(help="Where to keep all runs; they are removed if not given.")] = None,
-    as_json: AsJson = False,
+    target_: typed.Target,
+    kills: typed.Kills = 6,
+    epochs: typed.Epochs = None,
+    steps: typed.Steps = None,
+    batch_size: typed.BatchSize = None,
+    backend: typed.Backend = None,
+    workers: typed.Workers = None,
+    set_: typed.Set = None,
+    checkpoint_every: typed.ChaosCheckpointEvery = None,
+    seed: typed.ChaosSeed = 0,
+    keep: typed.ChaosKeep = None,
+    as_json: typed.AsJson = False,
 ) -> None:
     """Show that kill -9 at any moment loses nothing of a task's training."""
     from loop.commands import chaos as chaos_
@@ -509,26 +424,19 @@ def chaos(
 
 @app.command()
 def tune(
-    target_: Target,
-    batch_size: BatchSize = None,
-    backend: Backend = None,
-    workers: Workers = None,
-    set_: Set = None,
-    config_: Config = None,
-    only: Annotated[
-        list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(tune_.TUNED)}; repeatable.")
-    ] = None,
-    seconds: Annotated[float, Option(help="How long a trial measures, when it is warm.")] = 2.0,
-    rounds: Annotated[int, Option(min=1, help="How often settings that are close are measured, in turns.")] = 3,
-    tune_batch_size: Annotated[
-        bool,
-        Option(
-            "--tune-batch-size", help="Take the fastest batch size, too: with another one, something else is learned."
-        ),
-    ] = False,
-    out: Annotated[Path, Option(help="Where to write the best settings, for --config.")] = Path("tune.toml"),
-    force: Annotated[bool, Option("--force", help="Write over the file.")] = False,
-    as_json: AsJson = False,
+    target_: typed.Target,
+    batch_size: typed.BatchSize = None,
+    backend: typed.Backend = None,
+    workers: typed.Workers = None,
+    set_: typed.Set = None,
+    config_: typed.Config = None,
+    only: typed.Only = None,
+    seconds: typed.Seconds = 2.0,
+    rounds: typed.Rounds = 3,
+    tune_batch_size: typed.TuneBatchSize = False,
+    out: typed.TuneOut = Path("tune.toml"),
+    force: typed.Force = False,
+    as_json: typed.AsJson = False,
 ) -> None:
     """Find the fastest settings for a task on this machine, and write them to a file for train --config."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
@@ -545,8 +453,8 @@ def tune(
     config.arguments(config_ or (), train_options(), ())
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
-    typed = {"batch_size": batch_size, "backend": backend, "workers": workers}
-    arguments = command_line.arguments(typed, set_ or (), config_ or ())
+    given = {"batch_size": batch_size, "backend": backend, "workers": workers}
+    arguments = command_line.arguments(given, set_ or (), config_ or ())
     stages = len(tune_.TUNED) * rounds * 2
     with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
         found = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
@@ -556,7 +464,7 @@ def tune(
 
 
 @app.command()
-def new(name: Annotated[str, Argument(metavar="NAME", help="Of the file, without .py.")]) -> None:
+def new(name: typed.NewName) -> None:
     """Write a commented task file, NAME.py, that trains at once."""
     place_ = new_.new(name)
     print(f"wrote {place_.partition(':')[0]}; train it: tfloop train {place_}")
@@ -565,39 +473,28 @@ def new(name: Annotated[str, Argument(metavar="NAME", help="Of the file, without
 @app.command()
 def sweep(
     context: typer.Context,
-    target_: Annotated[
-        str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
-    ],
-    grid: Annotated[
-        list[str] | None, Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")
-    ] = None,
-    random: Annotated[
-        list[str] | None,
-        Option(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable."),
-    ] = None,
-    trials: Annotated[int | None, Option(help="How many; all combinations of the grid if not given.")] = None,
-    metric: Annotated[str, Option(help="What is to be best, at the end of a trial.")] = "eval_loss",
-    direction: Annotated[str | None, Option(help="minimize or maximize; by the metric's name.")] = None,
-    jobs: Annotated[int, Option(min=1, max=256, help="How many trials are under way at once.")] = 1,
-    sampler: Annotated[str, Option(help="How --random draws: tpe (learns from the trials) or random.")] = "tpe",
-    pruner: Annotated[
-        str, Option(help="median ends trials that are worse than half of those before; or none.")
-    ] = "none",
-    sweep_dir: Annotated[
-        Path | None, Option(help="The directory of the sweep; if not given, one for this command below runs/.")
-    ] = None,
-    epochs: Epochs = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    backend: Backend = None,
-    workers: Workers = None,
-    set_: Set = None,
-    trust: Trust = False,
-    seed: Annotated[int | None, Option(help="Of what is drawn, and of the training.")] = None,
-    eval_every: EvalEvery = None,
-    track: Track = None,
-    config_: Config = None,
-    as_json: AsJson = False,
+    target_: typed.SweepTarget,
+    grid: typed.Grid = None,
+    random: typed.Random = None,
+    trials: typed.Trials = None,
+    metric: typed.SweepMetric = "eval_loss",
+    direction: typed.Direction = None,
+    jobs: typed.Jobs = 1,
+    sampler: typed.Sampler = "tpe",
+    pruner: typed.Pruner = "none",
+    sweep_dir: typed.SweepDir = None,
+    epochs: typed.Epochs = None,
+    steps: typed.Steps = None,
+    batch_size: typed.BatchSize = None,
+    backend: typed.Backend = None,
+    workers: typed.Workers = None,
+    set_: typed.Set = None,
+    trust: typed.Trust = False,
+    seed: typed.SweepSeed = None,
+    eval_every: typed.EvalEvery = None,
+    track: typed.Track = None,
+    config_: typed.Config = None,
+    as_json: typed.AsJson = False,
 ) -> None:
     """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
@@ -618,12 +515,12 @@ def sweep(
         task_loader.check(target_)
         choose_for_command(backend or "auto", workers, asynchronous=True)
         swept, drawn = sweep_.assigned("--grid", grid or ()), sweep_.assigned("--random", random or ())
-        typed = {**options, "workers": workers, "eval_every": eval_every, "track": track}
+        given = {**options, "workers": workers, "eval_every": eval_every, "track": track}
         plan = sweep_.Plan(
             target=task_loader.absolute(target_), grid=swept, random=drawn, metric=metric,
             direction=sweep_.direction(metric, direction), sampler=sampler, pruner=pruner, seed=seed or 0,
             place=str(Path.cwd()),
-            arguments=sweep_.arguments(typed, set_ or (), config_ or (), train_options(), [*swept, *drawn]),
+            arguments=sweep_.arguments(given, set_ or (), config_ or (), train_options(), [*swept, *drawn]),
         )  # fmt: skip
     if job_size() is not None:
         raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
@@ -642,17 +539,17 @@ def sweep(
 
 @app.command("find-lr")
 def find_lr(
-    target_: Target,
-    steps: Annotated[int, Option(min=10, max=100_000, help="How many steps to make.")] = 100,
-    low: Annotated[float, Option(help="The learning rate of the first step.")] = 1e-6,
-    high: Annotated[float, Option(help="That of the last one.")] = 10.0,
-    batch_size: BatchSize = None,
-    backend: Annotated[str | None, Option(help="single, mirrored or central.")] = None,
-    workers: Replicas = None,
-    set_: Set = None,
-    seed: Seed = None,
-    out: Annotated[Path | None, Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")] = None,
-    as_json: AsJson = False,
+    target_: typed.Target,
+    steps: typed.FindLrSteps = 100,
+    low: typed.Low = 1e-6,
+    high: typed.High = 10.0,
+    batch_size: typed.BatchSize = None,
+    backend: typed.FindLrBackend = None,
+    workers: typed.Replicas = None,
+    set_: typed.Set = None,
+    seed: typed.Seed = None,
+    out: typed.FindLrOut = None,
+    as_json: typed.AsJson = False,
 ) -> None:
     """Find a learning rate: train some steps with one that grows, and see where the loss falls fastest."""
     given = {"batch_size": batch_size, "backend": backend, "seed": seed}
@@ -681,7 +578,7 @@ def find_lr(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(as_json: typed.AsJson = False) -> None:
     """Say what works on this machine, what doesn't, and what to do about it."""
     with stderr.quiet_start():
         from loop.commands.doctor import examine
@@ -702,8 +599,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def ui(
-    port: Annotated[int, Option(max=65535, min=1, help="The port; another one is taken if it is in use.")] = 5000,
-    host: Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
+    port: typed.Port = 5000,
+    host: typed.Host = "127.0.0.1",
 ) -> None:
     """Start the MLflow UI on the default store, and print its address."""
     from callbacks import files
@@ -726,9 +623,9 @@ def ui(
 
 @app.command()
 def sync(
-    run: Name,
-    track: Annotated[str | None, Option(help="MLflow's tracking URI; the run's own if not given.")] = None,
-    trust: Trust = False,
+    run: typed.Name,
+    track: typed.SyncTrack = None,
+    trust: typed.Trust = False,
 ) -> None:
     """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
     tracking.deliver(runs.named(run), track, trust)
@@ -736,26 +633,16 @@ def sync(
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
 app.add_typer(runs_app, name="runs")
-Root = Annotated[Path | None, Option(help="Where the runs are; runs/ if not given.", show_default=False)]
-_ONE = "A name, the beginning of one, a path, or latest."
-Name = Annotated[str, Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
-Names = Annotated[list[str], Argument(metavar="RUN", help=_ONE, autocompletion=completion.runs)]
-Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
 
 
 @runs_app.callback(invoke_without_command=True)
 def list_runs(
     context: typer.Context,
-    filter_: Annotated[
-        list[str] | None,
-        Option("--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."),
-    ] = None,
-    sort: Annotated[
-        str | None, Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
-    ] = None,
-    metric: Metric = None,
-    as_json: AsJson = False,
-    root: Root = None,
+    filter_: typed.Filter = None,
+    sort: typed.Sort = None,
+    metric: typed.Metric = None,
+    as_json: typed.AsJson = False,
+    root: typed.Root = None,
 ) -> None:
     """List runs; with a command, show, compare or remove them."""
     context.obj = root
@@ -774,7 +661,11 @@ def list_runs(
 
 @runs_app.command("show")
 def show_run(
-    context: typer.Context, run: Name, metric: Metric = None, as_json: AsJson = False, root: Root = None
+    context: typer.Context,
+    run: typed.Name,
+    metric: typed.Metric = None,
+    as_json: typed.AsJson = False,
+    root: typed.Root = None,
 ) -> None:
     """Show a run: curves, parameters, checkpoints, and where its time went."""
     record = callbacks.run_record.record.read(runs.locate(root or context.obj or runs.ROOT, run))
@@ -785,7 +676,9 @@ def show_run(
 
 
 @runs_app.command("compare")
-def compare_runs(context: typer.Context, names: Names, metric: Metric = None, root: Root = None) -> None:
+def compare_runs(
+    context: typer.Context, names: typed.Names, metric: typed.Metric = None, root: typed.Root = None
+) -> None:
     """Show what runs differ in, and their curves in one plot."""
     records = [callbacks.run_record.record.read(runs.locate(root or context.obj or runs.ROOT, name)) for name in names]
     terminal.write(runs.compare(records, metric))
@@ -794,9 +687,9 @@ def compare_runs(context: typer.Context, names: Names, metric: Metric = None, ro
 @runs_app.command("rm")
 def remove_runs(
     context: typer.Context,
-    names: Names,
-    yes: Annotated[bool, Option("--yes", help="Don't ask.")] = False,
-    root: Root = None,
+    names: typed.Names,
+    yes: typed.Yes = False,
+    root: typed.Root = None,
 ) -> None:
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
     place_ = root or context.obj or runs.ROOT
@@ -818,10 +711,10 @@ def remove_runs(
 
 @app.command()
 def tail(
-    run: Name,
-    count: Annotated[int, Option("-n", min=0, help="How many events of before are shown first.")] = 10,
-    follow: Annotated[bool, Option("--follow/--no-follow", help="Show what comes until the run ends.")] = True,
-    root: Root = None,
+    run: typed.Name,
+    count: typed.Count = 10,
+    follow: typed.Follow = True,
+    root: typed.Root = None,
 ) -> None:
     """Follow a run: a line for each event, until it ends."""
     try:
@@ -834,11 +727,9 @@ def tail(
 
 @app.command()
 def report(
-    run: Name,
-    out: Annotated[
-        Path | None, Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
-    ] = None,
-    root: Root = None,
+    run: typed.Name,
+    out: typed.ReportOut = None,
+    root: typed.Root = None,
 ) -> None:
     """Make the page of a run anew: its curves, settings, time and faults, in one file."""
     from callbacks.run_record import report as page

@@ -1,0 +1,190 @@
+"""The arguments and options of the command line, each declared once: its type, its name and its help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from loop.commands import completion
+from loop.commands.tune import TUNED
+
+Target = Annotated[
+    str,
+    Argument(
+        metavar="TARGET",
+        help="file.py:Class, package.module:Class, or a shipped example: digits, charlm, gan, ...",
+        autocompletion=completion.targets,
+    ),
+]
+RunDir = Annotated[
+    str,
+    Argument(
+        metavar="RUN",
+        help="A run: its directory, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
+        autocompletion=completion.runs,
+    ),
+]
+TaskTarget = Annotated[
+    str | None, Option("--target", help="The task, if not the one with which you trained there on this machine.")
+]
+Trust = Annotated[bool, Option("--trust", help="Use what the directory itself names: code that it names is run.")]
+Set = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
+Epochs = Annotated[int | None, Option(help="Passes over the training data.")]
+Steps = Annotated[int | None, Option(help="Optimizer steps, instead of epochs.")]
+BatchSize = Annotated[int | None, Option(help="The global batch, over all replicas.")]
+Backend = Annotated[
+    str | None,
+    Option(
+        help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name.",
+        autocompletion=completion.backends,
+    ),
+]
+Workers = Annotated[int | None, Option(help="Processes on this machine; with mirrored, central: replicas.")]
+AsJson = Annotated[bool, Option("--json", help="The last line of stdout is the result as JSON.")]
+Seed = Annotated[int | None, Option(help="Of initial weights and of the data's order.")]
+EvalEvery = Annotated[str | None, Option(help="epoch, never, or a number of steps.")]
+Track = Annotated[str | None, Option(help="MLflow's tracking URI, or off.")]
+Replicas = Annotated[int | None, Option(help="Replicas, with mirrored or central.")]
+Config = Annotated[
+    list[Path] | None,
+    Option(
+        "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
+    ),
+]
+Root = Annotated[Path | None, Option(help="Where the runs are; runs/ if not given.", show_default=False)]
+_NAMED = "A name, the beginning of one, a path, or latest."
+Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
+Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
+Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
+Ps = Annotated[int | None, Option(help="Parameter servers, with parameter_server; 1.")]
+MinShardBytes = Annotated[
+    int | None, Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
+]
+Hosts = Annotated[
+    str | None, Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
+]
+Interface = Annotated[str | None, Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")]
+RemotePython = Annotated[str | None, Option(help="Python on the other hosts, if not at the same path.")]
+Devices = Annotated[
+    str | None, Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
+]
+Tpu = Annotated[str | None, Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")]
+Elastic = Annotated[
+    str | None, Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
+]
+Discovery = Annotated[
+    Path | None, Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
+]
+TrainRunDir = Annotated[Path | None, Option(help="The run directory; a new one below runs/ if not given.")]
+Resume = Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")]
+Shuffle = Annotated[bool | None, Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")]
+Precision = Annotated[str | None, Option(help="float32, float64, bfloat16 or mixed_float16.")]
+Accumulate = Annotated[int | None, Option(help="Micro-batches in a global batch.")]
+Compression = Annotated[str | None, Option(help="Of gradients between replicas: none, fp16 or bf16.")]
+Groups = Annotated[int | None, Option(help="Collectives in which gradients are reduced.")]
+Reduction = Annotated[str | None, Option(help="Of gradients: sum; or adasum, which is inexact.")]
+LocalSteps = Annotated[int | None, Option(help="Steps that replicas make between two averages: inexact; 1: exact.")]
+ClipNorm = Annotated[float | None, Option(help="Greatest global norm of the gradient.")]
+ClipValue = Annotated[float | None, Option(help="Greatest absolute value in the gradient.")]
+OnNonfinite = Annotated[str | None, Option(help="stop or skip, when a gradient is not finite.")]
+AcceptChanges = Annotated[bool | None, Option("--accept-changes", help="Go on with other settings than the run had.")]
+StallTimeout = Annotated[float | None, Option(help="Seconds after which a run that hangs says where.")]
+Profile = Annotated[str | None, Option(metavar="A:B", help="Trace steps A to B, and tell where the time goes.")]
+SyncBatchNorm = Annotated[
+    bool | None, Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
+]
+Ema = Annotated[float | None, Option(help="Decay of a moving average of the weights.")]
+Compile = Annotated[str | None, Option("--compile", help="graph or xla.")]
+StepsPerCall = Annotated[str | None, Option(help="Steps in a compiled call, or auto.")]
+Prefetch = Annotated[str | None, Option(help="Batches that a stream is read ahead, or auto.")]
+Threads = Annotated[int | None, Option(help="TensorFlow's threads for an operation, in each worker.")]
+CheckpointEvery = Annotated[
+    str, Option(help="epoch, a number of steps, or a time such as 10m; auto: epochs, at most one in 10 s.")
+]
+TrackWait = Annotated[float, Option(help="How long the end may wait for MLflow, in seconds.")]
+Tag = Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")]
+LogModel = Annotated[
+    bool, Option("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
+]
+Register = Annotated[
+    str | None, Option(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
+]
+StartTimeout = Annotated[
+    float | None, Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
+]
+Overfit = Annotated[int | None, Option(metavar="N", help="Train and evaluate on the first N global batches alone.")]
+Keep = Annotated[str | None, Option(help="Which weights are the result: last, or best.")]
+DryRun = Annotated[
+    bool, Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
+]
+Debug = Annotated[bool, Option("--debug", help="If it fails in code that isn't tfloop's: the whole traceback.")]
+Callback = Annotated[list[str] | None, Option(hidden=True)]
+EvaluateBackend = Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")]
+EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
+Out = Annotated[Path, Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")]
+Check = Annotated[bool, Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")]
+VerifyBatchSize = Annotated[int | None, Option(help="The global batch; the task's own if not given.")]
+VerifyCompile = Annotated[str | None, Option("--compile", help="graph or xla; the task's own if not given.")]
+Processes = Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")]
+Record = Annotated[Path | None, Option(hidden=True)]
+Kept = Annotated[
+    str,
+    Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs),
+]
+Kills = Annotated[int, Option(help="How many processes are killed, one after the other.")]
+ChaosCheckpointEvery = Annotated[
+    str | None, Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
+]
+ChaosSeed = Annotated[int, Option(help="Of the moments of the kills, and of the training.")]
+ChaosKeep = Annotated[Path | None, Option(help="Where to keep all runs; they are removed if not given.")]
+Only = Annotated[list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
+Seconds = Annotated[float, Option(help="How long a trial measures, when it is warm.")]
+Rounds = Annotated[int, Option(min=1, help="How often settings that are close are measured, in turns.")]
+TuneBatchSize = Annotated[
+    bool,
+    Option("--tune-batch-size", help="Take the fastest batch size, too: with another one, something else is learned."),
+]
+TuneOut = Annotated[Path, Option(help="Where to write the best settings, for --config.")]
+Force = Annotated[bool, Option("--force", help="Write over the file.")]
+NewName = Annotated[str, Argument(metavar="NAME", help="Of the file, without .py.")]
+SweepTarget = Annotated[
+    str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
+]
+Grid = Annotated[list[str] | None, Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")]
+Random = Annotated[
+    list[str] | None,
+    Option(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable."),
+]
+Trials = Annotated[int | None, Option(help="How many; all combinations of the grid if not given.")]
+SweepMetric = Annotated[str, Option(help="What is to be best, at the end of a trial.")]
+Direction = Annotated[str | None, Option(help="minimize or maximize; by the metric's name.")]
+Jobs = Annotated[int, Option(min=1, max=256, help="How many trials are under way at once.")]
+Sampler = Annotated[str, Option(help="How --random draws: tpe (learns from the trials) or random.")]
+Pruner = Annotated[str, Option(help="median ends trials that are worse than half of those before; or none.")]
+SweepDir = Annotated[
+    Path | None, Option(help="The directory of the sweep; if not given, one for this command below runs/.")
+]
+SweepSeed = Annotated[int | None, Option(help="Of what is drawn, and of the training.")]
+FindLrSteps = Annotated[int, Option(min=10, max=100_000, help="How many steps to make.")]
+Low = Annotated[float, Option(help="The learning rate of the first step.")]
+High = Annotated[float, Option(help="That of the last one.")]
+FindLrBackend = Annotated[str | None, Option(help="single, mirrored or central.")]
+FindLrOut = Annotated[Path | None, Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")]
+Port = Annotated[int, Option(max=65535, min=1, help="The port; another one is taken if it is in use.")]
+Host = Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")]
+SyncTrack = Annotated[str | None, Option(help="MLflow's tracking URI; the run's own if not given.")]
+Filter = Annotated[
+    list[str] | None,
+    Option("--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."),
+]
+Sort = Annotated[
+    str | None, Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
+]
+Yes = Annotated[bool, Option("--yes", help="Don't ask.")]
+Count = Annotated[int, Option("-n", min=0, help="How many events of before are shown first.")]
+Follow = Annotated[bool, Option("--follow/--no-follow", help="Show what comes until the run ends.")]
+ReportOut = Annotated[
+    Path | None, Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
+]
