@@ -30,7 +30,7 @@ Every = int | str | tuple[int, ...]
 
 
 class Progress(Protocol):
-    """Where the run stands; see `loop.run.run.Progress`."""
+    """Where the run stands; see `loop.run.progress.Progress`."""
 
     step: int
     epoch: int

@@ -19,13 +19,13 @@ from loop.launch.backend_choice import choose_backend
 from loop.monitor import stopwatch
 from loop.options import DEFAULTS, with_defaults
 from loop.run import run_directory
+from loop.run.bad_step import keep_bad_step
 from loop.run.bus import Bus
-from loop.run.phases import PER_PHASE
 from loop.run.result import FitResult, result, take_best
 from loop.run.run import Run
-from loop.run.session import assemble, begin
+from loop.run.session import Session, assemble
 from loop.step import approximations
-from loop.step.train_step import EPOCH_ENDED, LAST_SKIPPED, NOT_FINITE, TrainStep, not_finite
+from loop.step.train_step import LAST_SKIPPED, NOT_FINITE, not_finite
 from loop.task import TrainTask, check_is_task, hyperparameters
 
 
@@ -71,7 +71,7 @@ def fit(
         open the data, each replica its share                    on_data
         go on from the newest good checkpoint, or start          on_restore
         give all workers the same variables                      on_fit_start
-        until the last step is made, or somebody says stop:
+        until the last step is made, or a stop is asked for:
             at the start of a phase of the task                  on_phase_start
             at the start of an epoch                             on_epoch_start
             make steps in one compiled call, up to a boundary    on_steps_end
@@ -155,17 +155,17 @@ def fit(
     given = {name: value for name, value in locals().items() if name in DEFAULTS and name != "backend"}
     check_is_task(task)
     options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
-    remember(hyperparameters(task))  # what of them is a secret is hidden from here on
+    remember(hyperparameters(task))  # from here on, the secrets among them are hidden in all output
     engine = backend if isinstance(backend, Backend) else start(options["backend"])
     options["backend"] = engine.name
     profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
     chosen = [*complete(callbacks, task.build_callbacks()), *profiler]
-    if options["keep"] == "best" and not any(isinstance(each, Checkpoint) for each in chosen):
+    if options["keep"] == "best" and not any(isinstance(callback, Checkpoint) for callback in chosen):
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
     while True:
         try:
             with no_exit():
-                run = live(task, engine, options, chosen, run_dir)
+                run = attempt(task, engine, options, chosen, run_dir)
             break
         except Exception as error:
             if not engine.is_recoverable(error):
@@ -175,79 +175,71 @@ def fit(
     return result(run)
 
 
-def live(
+def attempt(
     task: TrainTask,
     engine: Backend,
     options: dict[str, Any],
     callbacks: list[Callback],
     run_dir: str | Path | None,
 ) -> Run:
-    """One life of a run: the whole of it, but in an elastic job, where there is another with each set of workers."""
+    """One attempt at a run. Only an elastic job makes several: one with each set of workers."""
     found = assemble(task, engine, options)
+    session = Session(task, engine, options, found)
     with run_directory.prepared(task, run_dir, options["resume"], engine) as directory:
-        run = Run(task, engine, options, found.options, found.built, directory)
+        run = Run(session, directory)
         bus = Bus(callbacks, run)
-        with run.signals(), run.watchdog.watching():
+        with run.stops.handling_signals(run), run.watchdog.watching():
             try:
                 set_up(run, bus, found.data)
                 train(run, bus)
                 last_saves(run, bus)
                 run.step.average_statistics()
-                tell_time(run, bus)
+                report_time(run, bus)
                 if options["profile"]:
                     bus.fire("profile", "summary", stopwatch.summary(engine.gather_json(run.stopwatch.total)))
                 take_best(run)
                 run.synchronize()
             except BaseException as error:
-                meant = run.translate_error(error)
+                translated = run.translate_error(error)
                 if engine.is_recoverable(error):
-                    run.close_writer()
+                    run.checkpointing.close()
                 else:
-                    end(run, bus, "failed", meant)
-                if meant is error:
+                    end(run, bus, "failed", translated)
+                if translated is error:
                     raise
-                raise meant from error
-            end(run, bus, run.status)
-            engine.exchange(0)  # nobody leaves while the chief still has something to deliver
+                raise translated from error
+            end(run, bus, run.run_status.name)
+            engine.exchange(0)  # all workers wait here until the chief has delivered everything
     return run
 
 
 def set_up(run: Run, bus: Bus, sources: Data) -> None:
     """Takes the run to where it starts."""
     bus.fire("setup")
-    make_step(run, bus, sources)
+    run.session.make_step(bus.fire_data(sources))
     bus.check_metrics()
     run.synchronize()
     with run.watchdog.phase("restoring"):
         path = run_directory.restore(run, lambda: enter_phase(run, bus))
     bus.fire("restore", path)
     with run.defer_errors(), run.watchdog.phase("opening the data"):
-        run.begun = True
-        run.write_status("running")
-        run.open_data()
+        run.run_status.start(run)
+        run.data.open(run)
     run.synchronize()
     bus.fire("fit_start")
     run.synchronize()
 
 
-def make_step(run: Run, bus: Bus, sources: Data) -> None:
-    """Has the data shared out, and makes the compiled step of the phase."""
-    sources = bus.fire_data(sources)
-    options = {**run.options, **{name: run.phase_options[name] for name in PER_PHASE}}
-    run.step = TrainStep(run.task, run.built, run.backend, sources, options)
-
-
 def enter_phase(run: Run, bus: Bus) -> None:
     """Goes to the task's next phase: the model goes on; data, optimizer and compiled step are made anew."""
-    found = begin(run.task, run.backend, run.options, run.plan.place.index + 1, run.model)
-    run.enter_phase(found)
+    sources = run.enter_phase()
     bus.forget()
-    make_step(run, bus, found.data)
+    run.session.make_step(bus.fire_data(sources))
 
 
 def next_phase(run: Run, bus: Bus) -> None:
     """Ends the phase under way, and begins the next one. All workers do the same."""
-    if not run.epoch_closed:  # a callback has ended the phase within an epoch
+    if not run.epoch.is_closed(run.progress):  # a callback has ended the phase within an epoch
         bus.fire("epoch_end", run.close_epoch())
     if run.progress.step_in_epoch:
         run.next_epoch()
@@ -258,19 +250,18 @@ def next_phase(run: Run, bus: Bus) -> None:
         run.synchronize()
         run.backend.broadcast_variables(run.variables)
         with run.defer_errors():
-            run.open_data()
+            run.data.open(run)
         run.synchronize()
 
 
 def train(run: Run, bus: Bus) -> None:
     """The loop itself, from where the run stands to its end."""
-    progress, epoch_under_way = run.progress, False
+    epoch_under_way = False
     while not run.at_end:
-        tell_time(run, bus)
+        report_time(run, bus)
         if run.phase_over:
             next_phase(run, bus)
             epoch_under_way = False
-        step = run.step
         if not epoch_under_way:
             epoch_under_way = True
             if run.plan.begins:
@@ -279,25 +270,24 @@ def train(run: Run, bus: Bus) -> None:
             if between_calls(run, bus):
                 return
 
-        if not run.evaluating:  # else the life before ended within an evaluation, after these steps
-            steps, ending, totals = run.timed(step.train, run.handle, progress.epoch, progress.step_in_epoch)
-            run.count(steps, totals)
+        # An attempt that was cut off within an evaluation goes on with that evaluation.
+        if not run.epoch.evaluating:
+            ending, totals = run.make_steps()
             if ending in (NOT_FINITE, LAST_SKIPPED):
-                kept = run.keep_bad_step(step.not_finite, skipped=ending == LAST_SKIPPED)
+                kept = keep_bad_step(run, skipped=ending == LAST_SKIPPED)
             if ending == NOT_FINITE:
-                raise not_finite(progress.step + 1, progress.epoch + 1, step.not_finite, kept)
-            run.epoch_ends = ending == EPOCH_ENDED or progress.step_in_epoch == step.data.train.steps_per_epoch
-            bus.fire_steps_end(totals, run.epoch_ends or run.at_last_step)
+                raise not_finite(run.progress.step + 1, run.progress.epoch + 1, run.step.not_finite, kept)
+            bus.fire_steps_end(totals, run.at_epoch_end)
 
-        closing = run.epoch_ends or run.at_last_step
-        if run.evaluation_due(run.epoch_ends):
+        closing = run.at_epoch_end
+        if run.evaluation_due:
             if not evaluate(run, bus):
                 return
-            bus.fire("eval_end", run.eval_metrics)
-        run.evaluating = False  # also where a resumed run has no evaluation any more
+            bus.fire("eval_end", run.epoch.eval_metrics)
+        run.epoch.end_evaluation()  # also where a resumed run has no evaluation any more
         if closing:
             bus.fire("epoch_end", run.close_epoch())
-        if run.epoch_ends:
+        if run.epoch.ended:
             run.next_epoch()
             epoch_under_way = False
 
@@ -306,83 +296,89 @@ def train(run: Run, bus: Bus) -> None:
 
 
 def evaluate(run: Run, bus: Bus) -> bool:
-    """Sees the whole evaluation data. Returns whether it came to the end: somebody may want the run to stop before."""
-    run.evaluating = True
+    """Sees the whole evaluation data. Returns whether it came to the end; a signal may stop the run before."""
+    evaluation = run.step.evaluation
+    pace = run.calls.eval_pace
+    run.epoch.start_evaluation()
     with run.watchdog.phase("the start of the evaluation"), run.stopwatch.at("evaluation"):
-        handle, totals = run.step.evaluation.start(), np.zeros(())
+        iterator = evaluation.start()
+        totals = np.zeros(())
     step: int | None = 0
     while step is not None:
-        if between_calls(run, bus, run.eval_pace.steps):
+        if between_calls(run, bus, pace.steps):
             return False
-        part, begun = "evaluation" if run.eval_pace.calls else stopwatch.COMPILING, time.perf_counter()
+        part = "evaluation" if pace.calls else stopwatch.COMPILING
+        begun = time.perf_counter()
         with run.watchdog.phase(lambda: f"{run.step.phase_marker.doing()} of the evaluation"), run.stopwatch.at(part):
-            step, some = run.step.evaluation.steps(handle, step, run.next_steps)
-        run.eval_pace.record(run.next_steps, time.perf_counter() - begun)
+            step, some = evaluation.steps(iterator, step, run.decision.steps)
+        pace.record(run.decision.steps, time.perf_counter() - begun)
         totals = totals + some
-    run.evaluated(totals)
+    run.epoch.add_evaluation(run.progress.step, totals, evaluation.means)
     return True
 
 
 def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
     """All workers agree on what comes next: so many steps, a checkpoint, an end. Returns whether it is an end."""
-    run.synchronize(steps_to_boundary(run, bus) if steps is None else steps)
-    if run.saved:
-        bus.fire("checkpoint", run.saved)
-    if run.keeping:
-        with run.defer_errors():
-            run.keep()
-    if run.saving:
-        run.save_must_succeed |= run.stopping or run.at_end
-        with run.defer_errors():
-            run.save_checkpoint()
-        if run.saves_wait:
+    decision = run.synchronize(steps_to_boundary(run, bus) if steps is None else steps)
+    if decision.saved:
+        bus.fire("checkpoint", decision.saved)
+    if decision.keep:
+        run.checkpointing.memory.take()
+    if decision.save:
+        run.checkpointing.save()
+        if decision.wait:
             last_saves(run, bus)
-    elif run.holding:
-        with run.defer_errors():
-            run.hold_checkpoint()
-    if run.regrouping and not run.stopping and not run.at_end:
+    elif decision.hold:
+        run.checkpointing.hold()
+    # Not `decision` from here on: while checkpoints are waited for, the workers agree anew.
+    if run.decision.regroup and not run.decision.stop and not run.at_end:
         last_saves(run, bus)
         raise RegroupError
-    return run.stopping
+    return run.decision.stop
 
 
-def tell_time(run: Run, bus: Bus) -> None:
-    """With `profile`, tells where the time of the last call, and of what followed it, went."""
+def report_time(run: Run, bus: Bus) -> None:
+    """With `profile`, tells callbacks where the time of the last call, and of what followed it, went."""
     entry = run.stopwatch.split()
     if entry is not None and run.options["profile"]:
         bus.fire("profile", "call", entry)
 
 
 def steps_to_boundary(run: Run, bus: Bus) -> int:
-    """How many steps the next call makes: as many as fit the pace, until somebody wants the host or something ends."""
-    progress, options = run.progress, run.options
-    pace = approximations.to_average(run.pace.steps, progress.step_in_epoch, options["local_steps"])
-    left: list[int | None] = [pace, bus.steps_left()]
-    if run.step.data.train.steps_per_epoch is not None:
-        left.append(run.step.data.train.steps_per_epoch - progress.step_in_epoch)
-    left.append(run.plan.steps_left)
-    if isinstance(options["eval_every"], int):
-        left.append(options["eval_every"] - progress.step % options["eval_every"])
+    """How many steps the next call makes: as many as fit the pace, until a callback wants the host or a part ends."""
+    progress = run.progress
+    steps_per_epoch = run.step.data.train.steps_per_epoch
+    eval_every = run.options["eval_every"]
+    pace = approximations.to_average(run.calls.pace.steps, progress.step_in_epoch, run.options["local_steps"])
+    left: list[int | None] = [pace, bus.steps_left(), run.plan.steps_left]
+    if steps_per_epoch is not None:
+        left.append(steps_per_epoch - progress.step_in_epoch)
+    if isinstance(eval_every, int):
+        left.append(eval_every - progress.step % eval_every)
     return min(steps for steps in left if steps is not None)
 
 
 def last_saves(run: Run, bus: Bus) -> None:
-    """Waits for the checkpoint that is being written."""
-    run.wait_for_saves()
-    while run.saves_under_way:
-        run.synchronize(run.next_steps)
-        if run.saved:
-            bus.fire("checkpoint", run.saved)
+    """Waits for the checkpoints that are being written."""
+    run.checkpointing.wait()
+    while run.checkpointing.under_way:
+        decision = run.synchronize(run.decision.steps)
+        if decision.saved:
+            bus.fire("checkpoint", decision.saved)
 
 
 def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> None:
-    """The last events. An error of theirs doesn't hide the one that ended the run."""
-    run.close_writer()
-    last = [run.check_saves, lambda: run.write_status(status), lambda: bus.fire_last("fit_end", status)]
+    """The last events. An error in them must not hide the one that ended the run."""
+    run.checkpointing.close()
+    last_acts = [
+        run.checkpointing.raise_errors,
+        lambda: run.run_status.write(run, status),
+        lambda: bus.fire_last("fit_end", status),
+    ]
     if error is not None:
-        last.insert(1, lambda: bus.fire_last("exception", error))
+        last_acts.insert(1, lambda: bus.fire_last("exception", error))
     first = error
-    for act in last:
+    for act in last_acts:
         try:
             act()
         except Exception as further:
@@ -395,6 +391,6 @@ def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> 
 
 
 def start(name: str) -> Backend:
-    """Starts the engine of this name; `auto` finds it."""
+    """Starts the backend of this name; `auto` finds it."""
     chosen, _ = choose_backend(name)
     return backends.create(chosen)

@@ -48,7 +48,7 @@ class At(Callback):
 
 
 def kill(run):
-    run.writer.wait()
+    run.checkpointing.writer.wait()
     raise Killed
 
 
@@ -169,7 +169,7 @@ class InEvaluation(Callback):
         synchronize, seen = run.synchronize, []
 
         def synchronizing(steps=1):
-            if run.evaluating:
+            if run.epoch.evaluating:
                 seen.append(steps)
                 if len(seen) == self.nth:
                     self.act(run)
@@ -203,7 +203,7 @@ def test_an_interrupted_evaluation_that_nobody_wants_any_more(quiet):
 def test_sigusr1_saves_at_once_and_training_goes_on(quiet):
     seen = []
     ask = At(3, lambda run: os.kill(os.getpid(), signal.SIGUSR1))
-    look = At(5, lambda run: (run.writer.wait(), seen.extend(path.name for path in run.checkpoints())))
+    look = At(5, lambda run: (run.checkpointing.writer.wait(), seen.extend(path.name for path in run.checkpoints())))
     result = fit(Plain(), epochs=1, batch_size=20, callbacks=quiet() + [ask, look], run_dir="run")
     assert (result.status, result.steps) == ("finished", 6)
     assert seen == ["step-00000003"]
@@ -305,7 +305,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_its_values_are_those
             log.append(("step", run.progress.step))
             if run.progress.step == 5:
                 gate.set()
-                run.writer.wait()
+                run.checkpointing.writer.wait()
 
         def on_checkpoint(self, run, reason):
             log.append(("saved", run.checkpoints()[-1].name))
@@ -497,23 +497,25 @@ def test_each_worker_gets_its_own_state_back():
     from types import SimpleNamespace
 
     from loop.run import state
-    from loop.run.phases import Plan
+    from loop.run.data_position import DataPosition
+    from loop.run.epoch_metrics import EpochMetrics
+    from loop.run.progress import Progress
 
     taken = []
     backend = SimpleNamespace(rank=1, workers=2)
     run = SimpleNamespace(
-        backend=backend, adopted=[], callbacks={"mine": SimpleNamespace(load_state_dict=taken.append)},
-        plan=Plan([], {"epochs": 1, "steps": None}, state.Progress()),
+        backend=backend, callbacks={"mine": SimpleNamespace(load_state_dict=taken.append)}, data=DataPosition(),
+        epoch=EpochMetrics(), progress=Progress(), plan=SimpleNamespace(named=[]),
     )  # fmt: skip
     kept = {
         "evaluating": False, "epoch_ends": False, "progress": {}, "epoch_totals": [], "eval_metrics": {}, "history": [],
         "evaluated_at": 0, "workers": [{"random": rank, "callbacks": {"mine": {"rank": rank}}} for rank in (0, 1)],
     }  # fmt: skip
     state.restore(run, None, kept)
-    assert run.random_state == 1
+    assert run.data.random_state == 1
     backend.workers = 3  # where the number has changed, the chief's serves all
     state.restore(run, None, kept)
-    assert run.random_state == 0
+    assert run.data.random_state == 0
     assert taken == [{"rank": 1}, {"rank": 0}]
 
 

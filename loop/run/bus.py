@@ -123,7 +123,7 @@ class Bus:
         return min((steps for steps in left if steps is not None), default=None)
 
     def _call(self, callback: Callback, event: str, *args: Any) -> Any:
-        if self._run.failing and callback.runs_on == "chief":
+        if self._run.errors.pending and callback.runs_on == "chief":
             return None
         run, kind = self._run, type(callback).__name__
         phase = run.watchdog.phase(f"callback on_{event} of {kind}")

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loop.options import Phase
-
-if TYPE_CHECKING:
-    from loop.run.state import Progress
+from loop.run.progress import Progress
 
 PER_PHASE = ("epochs", "steps", "seed", "batch_size")
 """The options that a phase may have of its own."""
@@ -43,7 +41,7 @@ class Plan:
     Args:
         phases: of the task; none: one phase without a name, as long as the options say.
         options: those of `fit`.
-        progress: the position of the run; set anew by `follow`.
+        progress: the position of the run.
     """
 
     def __init__(self, phases: list[Phase], options: Mapping[str, Any], progress: Progress) -> None:
@@ -53,9 +51,9 @@ class Plan:
         self.place = Place()
         self._progress = progress
 
-    def follow(self, progress: Progress) -> None:
-        """From now on, this is the position of the run."""
-        self._progress = progress
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Takes the place within the phase under way from a checkpoint: the phase itself has been entered."""
+        self.place = Place(**{**stored, "index": self.place.index})
 
     @property
     def phase(self) -> Phase:

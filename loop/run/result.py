@@ -8,7 +8,9 @@ from typing import Any
 
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.redaction import tell
+from loop.backends.base import fingerprint
 from loop.checkpoint import checkpoint_files
+from loop.model.variables import model_variables
 from loop.run.run import Run
 from loop.run.session import index_of
 from loop.run.state import assign, averaged, numbered
@@ -20,7 +22,7 @@ class FitResult:
 
     Attributes:
         status: "finished", "stopped" (by a callback) or "preempted" (by a signal, after saving).
-        steps: optimizer steps made, earlier lives of the run included.
+        steps: optimizer steps made, earlier attempts of the run included.
         epochs: epochs completed.
         examples: examples used.
         metrics: means over the last epoch, or that of the best weights where those are kept; with prefix `eval_` over
@@ -66,8 +68,8 @@ def take_best(run: Run) -> None:
     if not run.backend.broadcast_json(taken):
         return
     run.step.averages.forget()
-    run.backend.broadcast_variables(run.model_variables[-1])
-    run.best_step = step
+    run.backend.broadcast_variables(run.session.model_variables[-1])
+    run.run_status.take_best(step)
     if run.backend.is_chief and run.best is not None:
         about = f"{run.best['metric']} {run.best['value']:.6g}"
         tell(f"note: the weights are those of step {step:,}, the best ({about})")
@@ -84,19 +86,34 @@ def _read_best(run: Run) -> bool:
         tell(f"warning: the best weights can't be read, these are the last ones: {error}")
         return False
     # The order of a model's variables may depend on which of them were trained in that phase.
-    variables = run.model_variables[index_of(manifest, run.task)]
+    variables = run.session.model_variables[index_of(manifest, run.task)]
     assign(numbered("model", variables), tensors)
     return True
 
 
+def weights_sha256(run: Run) -> str:
+    """The hash of the model's variables, in order; see `fingerprint`."""
+    return fingerprint(*(run.backend.local_values(variable)[0] for variable in model_variables(run.model)))
+
+
 def result(run: Run) -> FitResult:
     """What the caller gets."""
+    best_step = run.run_status.best_step
     row = run.history[-1] if run.history else {}
-    if run.best_step is not None:
-        row = next((each for each in run.history if each["step"] == run.best_step), row)
-    metrics = {name: value for name, value in row.items() if name not in COUNTERS}
-    done = run.progress
+    if best_step is not None:
+        row = next((each for each in run.history if each["step"] == best_step), row)
     return FitResult(
-        run.status, done.step, done.epoch, done.examples, metrics, run.history, run.directory, run.weights_sha256(),
-        run.model, run.backend.name, run.backend.replicas, run.examples_per_second, run.best_step,
-    )  # fmt: skip
+        status=run.run_status.name,
+        steps=run.progress.step,
+        epochs=run.progress.epoch,
+        examples=run.progress.examples,
+        metrics={name: value for name, value in row.items() if name not in COUNTERS},
+        history=run.history,
+        run_dir=run.directory,
+        weights_sha256=weights_sha256(run),
+        model=run.model,
+        backend=run.backend.name,
+        replicas=run.backend.replicas,
+        examples_per_second=run.examples_per_second,
+        best_step=best_step,
+    )

@@ -124,33 +124,32 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
         UsageError: the checkpoint is of other settings or another model. (On all workers, by `Run.synchronize`.)
     """
     found, tensors = None, None
+    adopted: list[str] = []
     if run.backend.is_chief:
         with run.defer_errors():
             kept = run.backend.member and run.backend.member.kept
             found = (kept.path, kept.state) if kept else _find(run)
             if found is not None:
                 with of_a_run(found[0]):
-                    run.adopted = _compare(run, *found)
+                    adopted = _compare(run, *found)
                 tensors = arrays(kept.tensors) if kept else checkpoint_files.read(*found)
                 with of_a_run(found[0]):
                     found[1]["history"] = jsonable(stored_history(*found))
     run.synchronize()
-    path, state, run.adopted = run.backend.broadcast_json(
-        [str(found[0]), found[1], run.adopted] if found else [None, None, []]
-    )
+    path, state, adopted = run.backend.broadcast_json([str(found[0]), found[1], adopted] if found else [None, None, []])
     if path is None:
         return None
     with run.defer_errors(), of_a_run(path):
         for _ in range(index_of(state, run.task)):
             enter_phase()
-        restore_state(run, tensors, state)
+        restore_state(run, tensors, state, adopted)
     run.synchronize()
     run.backend.broadcast_variables(run.variables)
-    run.stream_state = stream_of(run, tensors)
-    if {"batch_size", "drop_remainder"} & set(run.adopted):
-        run.stream_state = None  # it has batches of the old size
+    stream_state = stream_of(run, tensors)  # on all workers, because it holds collectives
+    if not {"batch_size", "drop_remainder"} & set(adopted):  # else it has batches of the old size
+        run.data.restore_stream(stream_state)
     if run.backend.is_chief and Path(path).parent == run.directory / "checkpoints":
-        run.newest_checkpoint = Path(path).name
+        run.checkpointing.continue_from(Path(path))
     return Path(path)
 
 

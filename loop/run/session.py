@@ -10,9 +10,11 @@ import keras
 from loop.backends.base import Backend
 from loop.data import Data, open_data
 from loop.data.batch import RowCounts
+from loop.model.variables import learning_rates, model_variables
 from loop.options import phases_of
-from loop.run.phases import options_of
+from loop.run.phases import PER_PHASE, options_of
 from loop.step.build import BuiltModel, build
+from loop.step.train_step import TrainStep
 from loop.task import TrainTask
 
 
@@ -80,6 +82,53 @@ def begin(
     else:
         rows = rows_of(options, data)
     return Assembled(options, data, build(task, backend, options["precision"], data.train.example, rows, model))
+
+
+class Session:
+    """What a run trains with in the phase under way: model, optimizer, data and compiled step.
+
+    Attributes:
+        task: the task.
+        backend: the backend.
+        options: those of `fit`, which callbacks may change in `on_setup`.
+        phase_options: the same, with what the phase has of its own.
+        built: model and optimizer.
+        learning_rates: of the optimizers, as the task has set them.
+        model_variables: those of the model, of each phase so far.
+        step: the compiled step, once the data is shared out.
+    """
+
+    step: TrainStep
+
+    def __init__(self, task: TrainTask, backend: Backend, options: dict[str, Any], found: Assembled) -> None:
+        self.task = task
+        self.backend = backend
+        self.options = options
+        self.model_variables: list[list[Any]] = []
+        self._take(found)
+
+    def _take(self, found: Assembled) -> None:
+        self.phase_options = found.options
+        self.built = found.built
+        self.learning_rates = learning_rates(found.built.optimizer)
+        # Their order may depend on which of them are trained, and so on the phase.
+        self.model_variables.append(model_variables(found.built.model))
+
+    def begin_phase(self, index: int) -> Data:
+        """Begins a phase with the model of the one before; returns its data, not shared out."""
+        found = begin(self.task, self.backend, self.options, index, self.built.model)
+        self._take(found)
+        return found.data
+
+    def make_step(self, data: Data) -> None:
+        """Makes the compiled step of the phase, for data that is shared out."""
+        own = {name: self.phase_options[name] for name in PER_PHASE}
+        self.step = TrainStep(self.task, self.built, self.backend, data, {**self.options, **own})
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the step has been made."""
+        return hasattr(self, "step")
 
 
 def enter(task: TrainTask, options: dict[str, Any], index: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ from loop.model.variables import (
     trainable_variables,
     variable_names,
 )
-from loop.run.phases import Place
+from loop.monitor import fault_injection
+from loop.run.progress import Progress
 from loop.step.build import BuiltModel
 
 if TYPE_CHECKING:
@@ -41,21 +43,17 @@ AVERAGES = "average/"
 """The names of moving averages in a checkpoint begin with this, where those of the weights begin with `model/`."""
 
 
-@dataclasses.dataclass
-class Progress:
-    """What has been done: the whole position of a run in its data.
+@dataclasses.dataclass(frozen=True)
+class WorkerParts:
+    """What a checkpoint has of each worker.
 
     Attributes:
-        step: optimizer steps made.
-        epoch: epochs completed, which is the index of the one under way.
-        step_in_epoch: steps made in it.
-        examples: examples used, all epochs together.
+        workers: the state of its generators and callbacks, as JSON values, by rank.
+        streams: the state of its iterator, by name.
     """
 
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    examples: int = 0
+    workers: list[dict[str, Any]]
+    streams: dict[str, np.ndarray]
 
 
 def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any]]:
@@ -63,12 +61,12 @@ def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any
     tensors = {name: run.backend.snapshot(variable) for name, variable in named_variables(run).items()}
     return tensors, {
         "progress": dataclasses.asdict(run.progress),
-        "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(run.epoch_totals)],
-        "eval_metrics": jsonable(run.eval_metrics),
-        "evaluated_at": run.evaluated_at,
-        "evaluating": run.evaluating,
-        "epoch_ends": run.epoch_ends,
-        "learning_rates": jsonable(run.learning_rates),
+        "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(run.epoch.totals)],
+        "eval_metrics": jsonable(run.epoch.eval_metrics),
+        "evaluated_at": run.epoch.evaluated_at,
+        "evaluating": run.epoch.evaluating,
+        "epoch_ends": run.epoch.ended,
+        "learning_rates": jsonable(run.session.learning_rates),
         "layout": run.step.data.train.layout,
         "run": redact(run.info),
         **({"phase": dataclasses.asdict(run.plan.place)} if run.plan.named else {}),
@@ -103,9 +101,9 @@ def streams(run: Run) -> dict[str, np.ndarray]:
     """The state of each worker's iterator, or of the chief's where all read the same; nothing for addressed data."""
     source = run.step.data.train
     if source.layout is None:
-        state = source.state(run.handle) if run.backend.is_chief else None
+        state = source.state(run.data.iterator) if run.backend.is_chief else None
         return {} if state is None else {f"{STREAM}00000": state}
-    state = source.state(run.handle)
+    state = source.state(run.data.iterator)
     found = run.backend.gather_bytes(state if state is not None else np.zeros(0, np.uint8))
     # Where one worker's is missing, all count.
     return {f"{STREAM}{rank:05d}": each for rank, each in enumerate(found)} if all(map(len, found)) else {}
@@ -150,40 +148,63 @@ def unpacked(tensors: dict[str, np.ndarray], example: Any) -> tuple[Any, tf.Tens
     return tf.nest.pack_sequence_as(example, leaves[:-1]), leaves[-1]
 
 
-def restore(run: Run, tensors: dict[str, np.ndarray] | None, state: dict[str, Any]) -> None:
-    """Takes a run back to a snapshot; only the chief has its tensors, the others get them by the broadcast."""
+def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
+    """What a checkpoint has of each worker; None on all, where one of them has failed. All workers must call it.
+
+    Args:
+        run: the run.
+        fault_point: where a test lets this worker fail.
+    """
+    parts = None
+    with run.defer_errors():  # the other workers wait for this one in the collectives below
+        if fault_point is not None:
+            fault_injection.reached(fault_point, run.backend.rank, run.progress.step)
+        parts = own(run)
+    workers = run.backend.gather_json(parts)
+    states = streams(run)
+    return WorkerParts(workers, states) if all(workers) else None
+
+
+def restore(
+    run: Run, tensors: dict[str, np.ndarray] | None, state: dict[str, Any], adopted: Sequence[str] = ()
+) -> None:
+    """Takes a run back to a snapshot.
+
+    Args:
+        run: the run.
+        tensors: those of the snapshot; only the chief has them, the others get them by the broadcast.
+        state: the manifest of the snapshot.
+        adopted: the settings that have changed, and take effect on what was restored.
+    """
     if tensors is not None:
         assign(named_variables(run), {name: each for name, each in tensors.items() if not name.startswith(STREAM)})
-    run.evaluating, run.epoch_ends = state["evaluating"], state["epoch_ends"]
     workers = state["workers"]
+    # Where the number of workers has changed, the state of the chief serves all.
     mine = workers[run.backend.rank if len(workers) == run.backend.workers else 0]
-    run.random_state = mine["random"]
-    run.progress = Progress(**state["progress"])
-    run.plan.follow(run.progress)
+    run.data.restore_random(mine["random"])
+    run.progress.restore(state["progress"])
+    run.epoch.restore(state)
     if run.plan.named and "phase" in state:
-        run.plan.place = Place(**{**state["phase"], "index": run.plan.place.index})
-    run.epoch_totals = np.array([float(total) for total in state["epoch_totals"]])
-    run.eval_metrics = {name: float(value) for name, value in state["eval_metrics"].items()}
-    run.history = [history.as_numbers(row) for row in state["history"]]
-    run.evaluated_at = state["evaluated_at"]
-    if run.adopted:
-        adopt(run, state)
+        run.plan.restore(state["phase"])
+    if adopted:
+        adopt(run, state, adopted)
     for key, callback in run.callbacks.items():
         if key in mine["callbacks"]:
             callback.load_state_dict(decoded(mine["callbacks"][key]))
 
 
-def adopt(run: Run, state: dict[str, Any]) -> None:
+def adopt(run: Run, state: dict[str, Any], adopted: Sequence[str]) -> None:
     """Gives changed settings, which the user has accepted, their effect on what was restored."""
-    run.epoch_totals = np.zeros(())  # the epoch's means are those of the steps with the new settings
-    if "batch_size" in run.adopted:
+    run.epoch.clear_totals()  # the epoch's means are those of the steps with the new settings
+    if "batch_size" in adopted:
         # At the same example, or up to a batch before it: none is left out.
-        old, new = state["run"]["options"]["batch_size"], run.options["batch_size"]
-        run.progress.step_in_epoch = run.progress.step_in_epoch * old // new
+        old = state["run"]["options"]["batch_size"]
+        run.progress.step_in_epoch = run.progress.step_in_epoch * old // run.options["batch_size"]
     optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
-    for optimizer, was, is_ in zip(optimizers, state["learning_rates"], run.learning_rates, strict=False):
-        if is_ is not None and (was is None or is_ != float(was)):
-            optimizer.learning_rate = is_
+    learning_rates = run.session.learning_rates
+    for optimizer, before, now in zip(optimizers, state["learning_rates"], learning_rates, strict=False):
+        if now is not None and (before is None or now != float(before)):
+            optimizer.learning_rate = now
 
 
 def json_state(key: str, callback: Any) -> dict[str, Any]:

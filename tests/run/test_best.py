@@ -37,7 +37,7 @@ class KillAt(Callback):
 
     def on_epoch_start(self, run):
         if run.progress.epoch == self.epoch:
-            run._held = None  # which would be lost with the process
+            run.checkpointing.held = None  # which would be lost with the process
             raise Killed
 
 

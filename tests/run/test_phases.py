@@ -30,7 +30,7 @@ class KillAt(Callback):
 
     def on_steps_end(self, run, metrics):
         if run.progress.step == self.step:
-            run._held = None
+            run.checkpointing.held = None
             raise Killed
 
 

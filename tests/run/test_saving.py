@@ -30,7 +30,7 @@ class EndAt(Callback):
     def on_epoch_start(self, run):
         if run.progress.epoch == self.epoch:
             if self.error is Killed:
-                run._held = None  # which would be lost with the process
+                run.checkpointing.held = None  # which would be lost with the process
             raise self.error("planted")
 
 

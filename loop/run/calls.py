@@ -1,0 +1,76 @@
+"""Calls: makes the compiled calls of training, as long as suits, and measures them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from loop.monitor import fault_injection
+from loop.monitor.stopwatch import COMPILING
+from loop.run.pace import Pace
+from loop.step.metric_sums import EXAMPLES
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+
+
+class Calls:
+    """The calls of a phase: each phase has a step of its own, whose first call is traced and compiled.
+
+    Attributes:
+        pace: how many steps a call of training makes.
+        eval_pace: how many batches a call of an evaluation reads.
+        made: how many calls of training this phase has made.
+    """
+
+    def __init__(self, steps_per_call: int | str) -> None:
+        self._examples = 0
+        self._seconds = 0.0
+        self.start_phase(steps_per_call)
+
+    def start_phase(self, steps_per_call: int | str) -> None:
+        """Finds the pace anew, for the step of another phase."""
+        self.pace = Pace(steps_per_call)
+        self.eval_pace = Pace(steps_per_call)
+        self.made = 0
+
+    def make(self, run: Run) -> tuple[int, int, np.ndarray]:
+        """Makes the next call: as many steps as the workers have agreed on.
+
+        Returns:
+            How many steps it has made, why it ended (see `loop.step.train_step`), and the totals of its steps.
+        """
+        marker = run.step.phase_marker
+        doing = marker.doing if self.made else "the first call: tracing, compiling and running it"
+        part = "other" if self.made else COMPILING
+        laps_before = marker.laps()
+        begun = time.perf_counter()
+        with run.watchdog.phase(doing), run.stopwatch.at(part):
+            fault_injection.reached("call", run.backend.rank, run.progress.step)
+            position = run.progress.epoch, run.progress.step_in_epoch
+            steps, ending, totals = run.step.train(run.data.iterator, *position, run.decision.steps)
+        seconds = time.perf_counter() - begun
+
+        if self.made:
+            # Of the first call, all of the time is compiling.
+            run.stopwatch.give({part: lap - laps_before[part] for part, lap in marker.laps().items()})
+        examples = int(totals[EXAMPLES])
+        run.stopwatch.count(steps, examples)
+        self._record(steps, examples, seconds)
+        return steps, ending, totals
+
+    def _record(self, steps: int, examples: int, seconds: float) -> None:
+        self.pace.record(steps, seconds)
+        if self.made == 1:  # the first call was traced and compiled, and is no measure once there is another
+            self._examples = 0
+            self._seconds = 0.0
+        self.made += 1
+        self._examples += examples
+        self._seconds += seconds
+
+    @property
+    def examples_per_second(self) -> float:
+        """Examples trained on in this process, by the time that the compiled calls took."""
+        return self._examples / self._seconds if self._seconds else 0.0

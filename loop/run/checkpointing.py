@@ -1,0 +1,181 @@
+"""Checkpointing: which checkpoints of a run were asked for, are held in memory, are being written, are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from callbacks.run_record.redaction import tell
+from loop.checkpoint.writer import Snapshot, Writer
+from loop.run import state
+from loop.run.memory_snapshots import MemorySnapshots
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+
+NO_WRITE, WRITTEN, FAILED = 0, 1, 2
+"""How the oldest checkpoint under way came out."""
+
+
+@dataclasses.dataclass
+class SavePolicy:
+    """How checkpoints are written; callbacks set it on the run, where `callbacks.Run` describes each of these."""
+
+    save_on_stop: bool = False
+    check_on_save: bool = False
+    save_in_background: bool = True
+    save_must_succeed: bool = True
+    best_is_judged: bool = False
+    history_in_journal: bool = False
+
+
+class Checkpointing:
+    """The checkpoints of one run. The snapshots and their order are the same on all workers; the chief writes them.
+
+    Attributes:
+        policy: how they are written.
+        memory: the snapshots of an elastic job.
+        writer: the thread that writes them.
+        held: a snapshot that is written before the next checkpoint.
+        saved_path: the checkpoint that was last completed in this process.
+        newest: the name of the newest checkpoint in the run directory.
+        best: on the chief: the step whose weights are the result, the metric and its value.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.policy = SavePolicy()
+        self.memory = MemorySnapshots(run)
+        self.writer = Writer(run.check_directory)
+        self.held: Snapshot | None = None
+        self.saved_path: Path | None = None
+        self.newest: str | None = None
+        self.best: dict[str, Any] | None = None
+        self._reason = ""
+        self._hold_reason = ""
+        self._at_once = False
+        self._under_way: list[tuple[str, int]] = []
+
+    def request(self, reason: str, later: bool = False, at_once: bool = False) -> None:
+        """Asks for a checkpoint at the next boundary.
+
+        Args:
+            reason: what it is for.
+            later: whether it is held in memory, and written before the next one.
+            at_once: whether it is taken within an evaluation, too.
+        """
+        # Workers of an elastic job outlive the chief, and don't have what it holds.
+        if later and self._run.backend.member is None:
+            self._hold_reason = reason
+            return
+        self._reason = self._reason or reason
+        self._at_once = self._at_once or at_once
+
+    def continue_from(self, path: Path) -> None:
+        """Notes the checkpoint of this run directory that the run goes on from."""
+        self.newest = path.name
+
+    def wants_save(self, evaluating: bool) -> bool:
+        """Whether a checkpoint was asked for that can be taken now; most wait for the end of an evaluation."""
+        return self._at_once or (bool(self._reason) and not evaluating)
+
+    def wants_hold(self, evaluating: bool) -> bool:
+        """Whether a snapshot was asked for that can be taken now, and written later."""
+        return bool(self._hold_reason) and not evaluating
+
+    def next_outcome(self) -> int:
+        """How the oldest write whose end the workers don't know came out: `WRITTEN`, `FAILED`, or `NO_WRITE`."""
+        outcomes = self.writer.outcomes()
+        if not outcomes:
+            return NO_WRITE
+        error = outcomes.popleft()
+        if error is None:
+            return WRITTEN
+        if self.policy.save_must_succeed:
+            self._run.errors.add(error)
+        else:
+            tell(f"warning: a checkpoint could not be written ({error}); training goes on")
+        return FAILED
+
+    def take_outcome(self, outcome: int) -> str:
+        """Notes the outcome that all workers have heard of; returns the reason of the complete checkpoint, or ""."""
+        if outcome == NO_WRITE:
+            return ""
+        reason, step = self._under_way.pop(0)
+        if outcome == FAILED:
+            return ""
+        self.saved_path = self._directory / f"step-{step:08d}"
+        self.newest = self.saved_path.name
+        return reason
+
+    def save(self) -> None:
+        """Takes the snapshot that the workers have agreed on, and lets the chief write it. All workers call it."""
+        run = self._run
+        # The run can't go on without its last checkpoint.
+        self.policy.save_must_succeed |= run.decision.stop or run.at_end
+        with run.defer_errors(), run.watchdog.phase("saving"), run.stopwatch.at("saving"):
+            reason = self._reason or self._hold_reason or run.stop_reason or ("end" if run.at_end else "signal")
+            self._reason = ""
+            self._at_once = False
+            held = self.held
+            self.held = None
+            if run.decision.check:
+                run.check_replicas()
+
+            snapshot = self._snapshot(reason)
+            pending = [each for each in (held, snapshot) if each is not None]
+            self._under_way += [(each.reason, each.step) for each in pending]
+            if run.backend.is_chief and pending:
+                self.writer.write(self._directory, pending)
+
+    def hold(self) -> None:
+        """Takes the snapshot that the workers have agreed on, to be written before the next checkpoint."""
+        run = self._run
+        with run.defer_errors(), run.watchdog.phase("saving"), run.stopwatch.at("saving"):
+            self.held = None  # before the next one is taken: memory never has two
+            self.held = self._snapshot(self._hold_reason)
+
+    def _snapshot(self, reason: str) -> Snapshot | None:
+        """The state of this boundary; None on all workers, where one of them has failed."""
+        run = self._run
+        self._hold_reason = ""
+        run.step.average_statistics()
+        parts = state.gather(run, fault_point="save")
+        if parts is None:
+            return None
+        if not run.backend.is_chief:
+            return Snapshot(reason, run.progress.step)
+        tensors, rest = state.snapshot(run)
+        rest |= state.history_of(run) | {"workers": parts.workers}
+        if self.best is not None:
+            rest["best"] = self.best
+        return Snapshot(reason, run.progress.step, tensors | parts.streams, rest)
+
+    @property
+    def under_way(self) -> int:
+        """How many checkpoints were taken whose end hasn't been agreed on; the same on all workers."""
+        return len(self._under_way)
+
+    def wait(self) -> None:
+        """Waits until the checkpoint that is being written is complete, or has failed."""
+        with self._run.watchdog.phase("saving"), self._run.stopwatch.at("saving"):
+            self.writer.wait()
+
+    def close(self) -> None:
+        """Writes the held snapshot, waits for all writes, and ends the thread."""
+        held = self.held
+        self.held = None
+        if held is not None and self._run.backend.is_chief:
+            self.writer.write(self._directory, [held])
+        self.writer.close()
+
+    def raise_errors(self) -> None:
+        """Raises the error of a checkpoint that no worker has heard of yet."""
+        for error in self.writer.outcomes():
+            if error is not None:
+                raise error
+
+    @property
+    def _directory(self) -> Path:
+        return self._run.directory / "checkpoints"

@@ -1,0 +1,92 @@
+"""The training data as one worker reads it: its iterator, and where that starts."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from callbacks.run_record.redaction import tell
+from loop.data.host_random import set_random_state
+from loop.errors import UsageError
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+
+
+class DataPosition:
+    """Opens the data where the run stands.
+
+    Attributes:
+        iterator: what the compiled step reads from.
+        random_state: the generators of Python and NumPy as a checkpoint has them, or None.
+        stream_state: the iterator as a checkpoint has it, or None.
+    """
+
+    def __init__(self) -> None:
+        self.iterator: Any = None
+        self.random_state: dict[str, Any] | None = None
+        self.stream_state: np.ndarray | None = None
+
+    def start_phase(self) -> None:
+        """Forgets the state of a checkpoint: another phase reads its data from the start."""
+        self.random_state = None
+        self.stream_state = None
+
+    def restore_random(self, random_state: dict[str, Any]) -> None:
+        """Notes the generators' state, which `open` sets."""
+        self.random_state = random_state
+
+    def restore_stream(self, stream_state: np.ndarray | None) -> None:
+        """Notes the iterator's state, from which `open` goes on."""
+        self.stream_state = stream_state
+
+    def open(self, run: Run) -> None:
+        """Opens the training data where the run stands.
+
+        Raises:
+            UsageError: the data pipeline isn't the one whose position was saved.
+        """
+        progress = run.progress
+        source = run.step.data.train
+        # Each phase has a stream of its own, whose epochs count from 0.
+        position = progress.epoch - run.plan.place.epoch, progress.step_in_epoch
+        if any(position) and source.steps_per_epoch is None and self.stream_state is None:
+            _note(run, "the checkpoint has no state of the data pipeline: reading up to where the run was")
+        if source.steps_per_epoch is not None and progress.step_in_epoch > source.steps_per_epoch:
+            raise UsageError(
+                f"the checkpoint stands at step {progress.step_in_epoch:,} of an epoch, and train_data() has "
+                f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
+            )
+        try:
+            self.iterator = source.start(*position, self.stream_state)
+        except tf.errors.OpError as error:
+            if not run.options["accept_changes"]:
+                raise UsageError(
+                    f"train_data() isn't the pipeline whose position the checkpoint has ({error.message}): give the "
+                    "old one, or read up to the position in the new one with accept_changes=True (--accept-changes)"
+                ) from None
+            self.iterator = source.start(*position)
+
+        # Last, because a pipeline that was read up to here has drawn random numbers, too.
+        if self.random_state is not None:
+            set_random_state(self.random_state)
+        if reason := source.unsaved(self.iterator):
+            _note(
+                run,
+                f"the data pipeline's position can't be saved ({reason.rstrip('.')}): a resumed run will read up to "
+                "where it was",
+            )
+
+    def next_epoch(self, run: Run) -> None:
+        """Takes the iterator to the next epoch."""
+        with run.stopwatch.at("data"):
+            self.iterator = run.step.data.train.next_epoch(self.iterator)
+
+
+def _note(run: Run, text: str) -> None:
+    if run.backend.is_chief:
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            tell(f"note: {text}")

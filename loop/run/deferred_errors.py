@@ -1,0 +1,50 @@
+"""Errors of one worker, which wait until all workers can hear of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NoReturn
+
+from loop.backends.base import Backend
+from loop.errors import PeerError, UsageError, no_exit
+
+
+class DeferredErrors:
+    """The first error of this worker since all workers agreed. A worker that raised at once would block the others."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._error: BaseException | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether this worker has an error that the others have not heard of."""
+        return self._error is not None
+
+    def add(self, error: BaseException) -> None:
+        """Keeps an error; the first one counts."""
+        self._error = self._error or error
+
+    @contextlib.contextmanager
+    def defer(self) -> Iterator[None]:
+        """Within it, an error is kept instead of raised."""
+        try:
+            with no_exit():
+                yield
+        except Exception as error:
+            self.add(error)
+
+    def raise_on_all(self) -> NoReturn:
+        """Ends all workers, once one of them has an error. All workers must call it.
+
+        Raises:
+            Exception: this worker's error, or a `PeerError` that names the rank and error of another.
+        """
+        text = f"{type(self._error).__name__}: {self._error}" if self._error else ""
+        reports = self._backend.gather_json([text, isinstance(self._error, UsageError)])
+        if self._error is not None:
+            raise self._error
+        rank = next(rank for rank, (text, _) in enumerate(reports) if text)
+        text, is_usage = reports[rank]
+        raise (UsageError if is_usage else PeerError)(f"rank {rank} failed: {text}")

@@ -1,0 +1,137 @@
+"""Epoch metrics: the totals of the epoch under way, the last evaluation, and the rows of the epochs before."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from callbacks.run_record import history
+from loop.errors import TrainingError, UsageError
+from loop.run.progress import Progress
+from loop.step.loss_scale import SMALLEST
+from loop.step.metric_sums import SKIPPED, SUMS
+from loop.step.train_step import TrainStep
+
+
+class EpochMetrics:
+    """What is known of the epoch under way, and of those before.
+
+    Attributes:
+        totals: of the steps of this epoch.
+        ended: whether all its steps have been made.
+        evaluating: whether an evaluation is under way.
+        evaluated_at: the step of the last evaluation; -1 before the first.
+        eval_metrics: its metrics.
+        history: a row for each epoch.
+        gauges: functions of callbacks, whose values are metrics, too.
+    """
+
+    def __init__(self) -> None:
+        self.totals = np.zeros(())
+        self.ended = False
+        self.evaluating = False
+        self.evaluated_at = -1
+        self.eval_metrics: dict[str, float] = {}
+        self.history: list[history.Row] = []
+        self.gauges: dict[str, Callable[[], float]] = {}
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Takes all of it from the manifest of a checkpoint."""
+        self.totals = np.array([float(total) for total in stored["epoch_totals"]])
+        self.ended = stored["epoch_ends"]
+        self.evaluating = stored["evaluating"]
+        self.evaluated_at = stored["evaluated_at"]
+        self.eval_metrics = {name: float(value) for name, value in stored["eval_metrics"].items()}
+        self.history = [history.as_numbers(row) for row in stored["history"]]
+
+    def add(self, totals: np.ndarray, ended: bool) -> None:
+        """Takes in the totals of a call, and whether the epoch has ended with it."""
+        self.totals = self.totals + totals
+        self.ended = ended
+
+    def clear_totals(self) -> None:
+        """Starts the totals anew."""
+        self.totals = np.zeros(())
+
+    def start_phase(self) -> None:
+        """Drops what the phase before has left: another phase may have other metrics."""
+        self.clear_totals()
+        self.eval_metrics = {}
+        self.ended = False
+
+    def start_evaluation(self) -> None:
+        """Notes that an evaluation is under way: a checkpoint within it says so."""
+        self.evaluating = True
+
+    def end_evaluation(self) -> None:
+        """Notes that no evaluation is under way."""
+        self.evaluating = False
+
+    def add_evaluation(self, step: int, totals: np.ndarray, means: Callable[[np.ndarray], dict[str, float]]) -> None:
+        """Takes in the totals of a whole evaluation after so many steps; `means` makes metrics of them."""
+        if not totals[SUMS + 1]:
+            warnings.warn(
+                "the weights of all evaluation examples sum to zero, so that their means are nan: look at the "
+                '"weight" that compute() returns',
+                stacklevel=2,
+            )
+        self.eval_metrics = means(totals)
+        self.evaluated_at = step
+
+    def means(self, step: TrainStep, totals: np.ndarray) -> dict[str, float]:
+        """The metrics of some steps: the means of their totals, and the values of the gauges now."""
+        return step.means(totals) | {name: float(gauge()) for name, gauge in self.gauges.items()}
+
+    def is_closed(self, progress: Progress) -> bool:
+        """Whether the history has a row of all steps of the epoch so far, or none was made."""
+        has_row = bool(self.history) and self.history[-1]["step"] == progress.step
+        return has_row or not progress.step_in_epoch
+
+    def close(self, step: TrainStep, progress: Progress, options: Mapping[str, Any]) -> dict[str, float]:
+        """Adds the epoch's row to the history; returns its metrics and those of the last evaluation.
+
+        Raises:
+            UsageError: no example was used, because of an option or of the weights.
+            TrainingError: the data had no examples, or all steps were skipped.
+        """
+        if not progress.step_in_epoch:
+            raise _no_steps(progress.epoch + 1, options)
+        metrics = {**self.means(step, self.totals), **self.eval_metrics}
+        # While a loss scale can still be halved, it is being searched for: skipped steps are no failure.
+        searching = metrics.get("loss_scale", 0.0) > SMALLEST
+        if not self.totals[SUMS + 1]:
+            _refuse_untrained(progress.epoch + 1, int(self.totals[SKIPPED]), searching)
+
+        row = {"epoch": progress.epoch + 1, "step": progress.step, "examples": progress.examples, **metrics}
+        # An epoch that was cut short by the end of a run, and goes on in a longer one, has one row.
+        while self.history and self.history[-1]["epoch"] >= row["epoch"]:
+            self.history.pop()
+        self.history.append(row)
+        return metrics
+
+
+def _no_steps(epoch: int, options: Mapping[str, Any]) -> Exception:
+    if options["drop_remainder"]:
+        return UsageError(
+            f"drop_remainder with batch_size={options['batch_size']} leaves nothing of the data: make the "
+            "batch smaller, or keep the remainder"
+        )
+    return TrainingError(f"epoch {epoch} had no examples: the data has run dry")
+
+
+def _refuse_untrained(epoch: int, skipped: int, searching: bool) -> None:
+    """Raises the reason why the steps of an epoch have trained nothing."""
+    if skipped and not searching:
+        raise TrainingError(
+            f"epoch {epoch}: all {skipped} steps were skipped, because "
+            "the loss or its gradient was not finite: nothing was trained. Lower the learning rate, or look for "
+            "bad values in the data"
+        )
+    if not skipped:
+        raise UsageError(
+            f"epoch {epoch}: the weights of all examples sum to zero, so that nothing was "
+            'trained: look at the "weight" that compute() returns'
+        )

@@ -1,0 +1,37 @@
+"""Compares the variables of all replicas: a correct run keeps them the same to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from loop.errors import TrainingError
+
+
+def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], local_replicas: int, step: int) -> None:
+    """Raises an error where a variable isn't the same in all replicas.
+
+    Args:
+        names: of the variables.
+        fingerprints: the hashes of the variables, in that order, by replica.
+        local_replicas: how many replicas a worker has.
+        step: of the run.
+
+    Raises:
+        TrainingError: which variable differs, and where.
+    """
+    for index, name in enumerate(names):
+        hashes = [of_replica[index] for of_replica in fingerprints.values()]
+        expected = _most_common(hashes)
+        differing = [replica for replica, value in enumerate(hashes) if value != expected]
+        if differing:
+            where = ", ".join(f"replica {replica} (rank {replica // local_replicas})" for replica in differing)
+            raise TrainingError(
+                f"step {step}: the replicas have drifted apart: {name} differs on {where}. Look for "
+                "code that depends on the rank, for a variable that is changed outside of the step, and at the "
+                "hardware; `tfloop verify` tries the task itself"
+            )
+
+
+def _most_common(hashes: list[str]) -> str:
+    """What most replicas have is taken to be right; without a majority, what the chief has."""
+    return max(hashes, key=lambda value: (hashes.count(value), value == hashes[0]))

@@ -1,0 +1,117 @@
+"""The status of a run, and `run.json`, which records it with all that describes the run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled  # there is no public function for it
+
+from callbacks.files import Anchor, read_json, write_json
+from callbacks.run_record.redaction import redact
+from loop.model.variables import parameters
+from loop.run.agreement import Decision
+from loop.run.phases import as_json
+from loop.run.state import plain
+from loop.task import hyperparameters, target_of
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+
+
+class RunStatus:
+    """How a run stands.
+
+    Attributes:
+        name: `finished`, unless it was `stopped` by a callback or `preempted` by a signal.
+        started: whether this attempt stands where it starts. Until then `run.json` is that of the attempt before.
+        best_step: the step whose weights the model has at the end, where those aren't of the last one.
+    """
+
+    def __init__(self, directory: Path, is_chief: bool) -> None:
+        self.name = "finished"
+        self.started = False
+        self.best_step: int | None = None
+        self._anchor = Anchor(directory) if is_chief else None
+
+    def follow(self, decision: Decision) -> None:
+        """Takes in what the workers have agreed on."""
+        if decision.stop:
+            self.name = "preempted" if decision.signalled else "stopped"
+
+    def take_best(self, step: int) -> None:
+        """Notes that the model has the weights of this step."""
+        self.best_step = step
+
+    def start(self, run: Run) -> None:
+        """Records that the run trains."""
+        self.started = True
+        self.write(run, "running")
+
+    def check_directory(self) -> None:
+        """Checks, on the chief, that the run directory is where it was.
+
+        Raises:
+            MovedError: it was moved or deleted. Another run may have its old name.
+        """
+        if self._anchor is not None:
+            self._anchor.check()
+
+    def write(self, run: Run, status: str) -> None:
+        """Writes `run.json` (chief only). An attempt that fails before it starts keeps what the file says."""
+        if not run.backend.is_chief:
+            return
+        self.check_directory()
+        path = run.directory / "run.json"
+        about = {} if self.started else read_json(path)
+        if about and about.get("status") != "running":
+            return
+        about = about or {**redact(run.info), "progress": dataclasses.asdict(run.progress)}
+        if self.started:
+            about["checkpoint"] = run.checkpointing.newest
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        write_json(path, {**about, "status": status, "updated": now, "pid": os.getpid()})
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """Who, what, versions, topology: JSON values."""
+    backend = run.backend
+    phases = {"phases": as_json(run.plan.named)} if run.plan.named else {}
+    return {
+        "task": type(run.task).__name__,
+        "target": target_of(run.task),
+        "hyperparameters": {name: plain(value) for name, value in hyperparameters(run.task).items()},
+        "options": {name: plain(value) for name, value in run.options.items()},
+        "batch_size": run.options["batch_size"],
+        "parameters": parameters(run.model),
+        **phases,
+        "backend": backend.name,
+        "workers": backend.workers,
+        "replicas": backend.replicas,
+        "versions": _versions(backend.name),
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "intra_op_threads": tf.config.threading.get_intra_op_parallelism_threads(),
+            "inter_op_threads": tf.config.threading.get_inter_op_parallelism_threads(),
+            "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", ""),
+            "deterministic_ops": is_op_determinism_enabled(),
+            "compile": run.options["compile"],
+        },
+    }
+
+
+def _versions(backend: str) -> dict[str, str]:
+    """The versions of Python and of the packages that results depend on."""
+    versions = {"python": sys.version.split()[0]}
+    engine = ("horovod",) if backend == "horovod" else ()
+    for package in ("tfloop", "tensorflow", "keras", "numpy", *engine):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -1,0 +1,81 @@
+"""Requests to stop a run: by a callback, or by a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from loop.launch import signals
+from loop.launch.environment import LAUNCHER
+from loop.launch.worker import mark_state
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+
+STOPPING_UNSAVED = "interrupted: the run ends, and saves nothing; a second Ctrl-C (or signal) ends it at once"
+"""Is printed at once for a stop by a signal, where no callback saves."""
+
+
+class StopRequests:
+    """What has asked this worker to stop. All workers stop together, at a boundary between calls.
+
+    Attributes:
+        reason: why a callback asked for it, or "".
+        signalled: whether a signal did.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.signalled = False
+
+    def request(self, reason: str) -> None:
+        """Asks for a stop; the first reason counts."""
+        self.reason = self.reason or reason
+
+    @contextlib.contextmanager
+    def handling_signals(self, run: Run) -> Iterator[None]:
+        """Within it, a signal that stops a command ends the run at the next boundary; a second one ends it at once.
+
+        SIGUSR1 asks for a checkpoint. A launcher of tfloop passes on its own signals, and ends this process itself at
+        a second one: the same signal twice here may have been sent once, to all processes of a service or a Slurm step.
+        """
+        stops = signals.stops()
+        wishes = signals.Wishes()
+
+        def save(number: int, frame: FrameType | None) -> None:
+            run.checkpointing.request("SIGUSR1", at_once=True)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.signalled = True
+
+        # A thread calls this at once; the handlers above run after the compiled call that is under way.
+        def announce(number: int) -> None:
+            if number not in stops or os.environ.get(LAUNCHER) == str(os.getppid()):
+                return
+            before = wishes.count
+            if wishes.hear(number) > 1:
+                signals.die(number)
+            if not before and run.backend.is_chief:
+                _announce_stop(run.save_on_stop)
+
+        if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+            yield
+            return
+        handlers: dict[int, Any] = {**dict.fromkeys(stops, stop), signal.SIGUSR1: save}
+        with signals.handled(handlers), signals.watched(announce):
+            mark_state("trains")
+            yield
+
+
+def _announce_stop(saves: bool) -> None:
+    """Prints at once what a signal does: the boundary may be far."""
+    text = signals.STOPPING if saves else STOPPING_UNSAVED
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a terminal that is gone, or closed
+        start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
+        print(f"{start}{text}", file=sys.stderr, flush=True)
