@@ -113,12 +113,10 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
     with_defaults(None, {"backend": backend})
     if backend == "parameter_server" and not asynchronous:
         raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
-    if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: give a whole number >= 1")
-    if workers is not None and workers > MOST_WORKERS:
-        raise UsageError(f"--workers {workers}: give at most {MOST_WORKERS}")
+    _check_workers(workers)
     schedulers.join(backend)
     size = job_size()
+    # In a job of ours, all workers have the launcher's command line, and --workers with it.
     if size is not None and workers not in (None, size) and JOB not in os.environ:
         raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")
     with stderr.quiet_start(says=False):  # a plug-in may load TensorFlow
@@ -129,6 +127,14 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
     if backend == "auto" and size is None and is_surprising:
         tell(f"backend: {chosen} ({why})")
     return chosen
+
+
+def _check_workers(workers: int | None) -> None:
+    """Refuses a number of workers that makes no sense."""
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: give a whole number >= 1")
+    if workers is not None and workers > MOST_WORKERS:
+        raise UsageError(f"--workers {workers}: give at most {MOST_WORKERS}")
 
 
 def has_servers(backend: str, text: str) -> bool:
