@@ -62,7 +62,7 @@ def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dic
         directory.mkdir(exist_ok=True)  # not its parents: a run directory that was moved isn't made anew
         fsync_directory(directory.parent)
     mend(directory)
-    for left in directory.glob("step-*.tmp"):  # of a life that was cut off
+    for left in directory.glob("step-*.tmp"):  # of an attempt that was cut off
         _remove(left)
     try:
         partial.mkdir()
@@ -107,7 +107,7 @@ def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dic
 
 
 def mend(directory: Path) -> None:
-    """Takes back what a life that was cut off had put aside for a new checkpoint of the same step."""
+    """Takes back what an attempt that was cut off had put aside for a new checkpoint of the same step."""
     for aside in directory.glob("step-*.old.tmp"):
         final = aside.with_name(aside.name.removesuffix(".old.tmp"))
         if not os.path.lexists(final):
