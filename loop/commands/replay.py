@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from loop.options import with_defaults
 from loop.run import run_directory
 from loop.run.session import assemble, index_of
 from loop.run.state import assign, named_variables_of, numbered, unpacked
+from loop.step.observer import GradientObserver
 from loop.step.train_step import TrainStep
 from loop.task import TrainTask
 
@@ -98,19 +99,18 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     tensors = checkpoint_files.read(path, manifest)
     batch, index = unpacked(tensors, example)
     data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), options["seed"]))
-    step = TrainStep(task, built, engine, Data(data, None), options)
+    watch = _Watch(built.model, engine)
+    step = TrainStep(task, built, engine, Data(data, None), options, watch)
     variables = named_variables_of(built) | numbered("scale", step.scale.variables if step.scale else [])
     variables |= numbered("carried", carried_variables(built.model))
     kinds = {name.partition("/")[0] for name in variables}
     assign(variables, {name: each for name, each in tensors.items() if name.partition("/")[0] in kinds})
     weights = [variable.numpy() for variable in as_tf(trainable_variables(built.model))]
 
-    step.watch_gradients()
-    seen = _watch_values(step)
     step.train((), bad["epoch"], bad["step_in_epoch"], 1)
 
-    values = [show(name, np.concatenate(parts), index.numpy()) for name, parts in seen.items()]
-    gradients = [show(name, each.numpy()) for name, each in zip(_names(built), step.gradients, strict=True)]
+    values = [show(name, np.concatenate(parts), index.numpy()) for name, parts in watch.seen.items()]
+    gradients = [show(name, each.numpy()) for name, each in zip(_names(built), watch.last, strict=True)]
     for shown, weight in zip(gradients, weights, strict=True):
         shown.weight = show("", weight).largest
     return Replay(bad["step"], bad["epoch"] + 1, len(index), bad["names"], step.not_finite, values, gradients)
@@ -143,32 +143,29 @@ def show(name: str, array: np.ndarray, index: np.ndarray | None = None) -> Shown
     return Shown(name, list(array.shape), largest, norm, int(bad.sum()), examples)
 
 
-def _watch_values(step: TrainStep) -> dict[str, list[np.ndarray]]:
-    """From now on, the values of each step are added to what this returns."""
-    seen: dict[str, list[np.ndarray]] = {}
-    minimize = step.minimize
+class _Watch(GradientObserver):
+    """Keeps the gradients of a step, and the values of its batch.
 
-    def watching(values: Callable[[Any], dict[str, Any]], optimizer: str = "") -> Any:
-        def watched(batch: Any) -> dict[str, Any]:
-            found = values(batch)
-            tensors = {
-                f"{name}_{place}" if place else name: tensor
-                for name, value in found.items()
-                for place, tensor in enumerate(tf.nest.flatten(value))
-            }
-            for name, value in tensors.items():
-                key = f"{optimizer}_{name}" if optimizer else name
+    Attributes:
+        seen: the values by name; of micro-batches, a part each.
+    """
 
-                def keep(value: np.ndarray, key: str = key) -> None:
-                    seen.setdefault(key, []).append(value)
+    def __init__(self, model: Any, backend: Backend) -> None:
+        super().__init__(model, backend)
+        self.seen: dict[str, list[np.ndarray]] = {}
 
-                tf.numpy_function(keep, [tf.cast(value, tf.float64)], [])
-            return found
+    def values(self, optimizer: str, values: Mapping[str, Any]) -> None:
+        """See `StepObserver.values`."""
+        for name, value in values.items():
+            for place, tensor in enumerate(tf.nest.flatten(value)):
+                key = f"{name}_{place}" if place else name
+                self._keep(f"{optimizer}_{key}" if optimizer else key, tensor)
 
-        return minimize(watched, optimizer)
+    def _keep(self, key: str, tensor: tf.Tensor) -> None:
+        def keep(value: np.ndarray) -> None:
+            self.seen.setdefault(key, []).append(value)
 
-    step.minimize = watching
-    return seen
+        tf.numpy_function(keep, [tf.cast(tensor, tf.float64)], [])
 
 
 class _OneBatch(ArraySource):

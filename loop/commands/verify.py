@@ -27,6 +27,7 @@ from loop.run.state import named_variables_of
 from loop.step import approximations
 from loop.step.batch_norm import statistics
 from loop.step.build import build
+from loop.step.observer import GradientObserver
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
 from loop.task import TrainTask
 
@@ -196,8 +197,9 @@ def record(
         data = open_data(small, options)
         rows = data.train.row_counts(backend.replicas, options["accumulate"])
         built = build(task, backend, precision, data.train.example, rows, built and built.model)
-        step = TrainStep(task, built, backend, data.sharded(backend, "example"), options)
-        number = _train(step, number, found)
+        gradients = GradientObserver(built.model, backend)
+        step = TrainStep(task, built, backend, data.sharded(backend, "example"), options, gradients)
+        number = _train(step, gradients, number, found)
     assert built is not None
     trained = {id(variable) for variable in as_tf(trainable_variables(built.model))}
     gathered = {id(variable) for variable in statistics(built.model)}
@@ -208,16 +210,15 @@ def record(
     return found
 
 
-def _train(step: TrainStep, number: int, found: Arrays) -> int:
+def _train(step: TrainStep, gradients: GradientObserver, number: int, found: Arrays) -> int:
     """Trains for a phase, writes every number down in `found`, and returns how many steps have been made by then."""
     backend = step.backend
-    step.watch_gradients()
     backend.broadcast_variables(step.built.variables + step.variables)
     names = variable_names(trainable_variables(step.model))
     end = f"end-{number}" if number else "end"
     for totals in _steps(step):
         number += 1
-        for index, (name, gradient) in enumerate(zip(names, step.gradients, strict=True)):
+        for index, (name, gradient) in enumerate(zip(names, gradients.last, strict=True)):
             found[f"gradients/{number}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
         for name, value in step.means(totals).items():
             found[f"metrics/{number}/{name}"] = np.array(value)

@@ -17,13 +17,10 @@ class PhaseMarker:
         noted: whether anybody can be waited for; where not, nothing is added to the graph.
         timed: whether it is to measure for how long, too.
         replicas: how many there are; one has nobody to reduce with, which is computing, too.
-
-    Attributes:
-        silent: nothing is added to what is traced now.
     """
 
     def __init__(self, noted: bool, timed: bool, replicas: int) -> None:
-        self.silent, self._replicas = False, replicas
+        self._replicas = replicas
         self._doing: tf.Variable | None = None
         # Seconds at each place, and when the last one was reached.
         self._clock: tf.Variable | None = None
@@ -35,7 +32,7 @@ class PhaseMarker:
 
     def at(self, place: int, after: Any = ()) -> list[tf.Operation]:
         """While tracing: notes what this worker is at, once the tensors in `after` are there."""
-        if self._doing is None or self.silent:
+        if self._doing is None:
             return []
         with tf.control_dependencies(tf.nest.flatten(after)):
             if self._clock is None:

@@ -10,7 +10,7 @@ import numpy as np
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import COMPILING
 from loop.run.pace import Pace
-from loop.step.metric_sums import EXAMPLES
+from loop.step.totals import EXAMPLES
 
 if TYPE_CHECKING:
     from loop.run.run import Run

@@ -12,7 +12,7 @@ from callbacks.run_record import history
 from loop.errors import TrainingError, UsageError
 from loop.run.progress import Progress
 from loop.step.loss_scale import SMALLEST
-from loop.step.metric_sums import SKIPPED, SUMS
+from loop.step.totals import SKIPPED, WEIGHT
 from loop.step.train_step import TrainStep
 
 
@@ -72,7 +72,7 @@ class EpochMetrics:
 
     def add_evaluation(self, step: int, totals: np.ndarray, means: Callable[[np.ndarray], dict[str, float]]) -> None:
         """Takes in the totals of a whole evaluation after so many steps; `means` makes metrics of them."""
-        if not totals[SUMS + 1]:
+        if not totals[WEIGHT]:
             warnings.warn(
                 "the weights of all evaluation examples sum to zero, so that their means are nan: look at the "
                 '"weight" that compute() returns',
@@ -102,7 +102,7 @@ class EpochMetrics:
         metrics = {**self.means(step, self.totals), **self.eval_metrics}
         # While a loss scale can still be halved, it is being searched for: skipped steps are no failure.
         searching = metrics.get("loss_scale", 0.0) > SMALLEST
-        if not self.totals[SUMS + 1]:
+        if not self.totals[WEIGHT]:
             _refuse_untrained(progress.epoch + 1, int(self.totals[SKIPPED]), searching)
 
         row = {"epoch": progress.epoch + 1, "step": progress.step, "examples": progress.examples, **metrics}

@@ -26,7 +26,7 @@ from loop.run.progress import Progress
 from loop.run.session import Session
 from loop.run.status import RunStatus
 from loop.run.stop_requests import StopRequests
-from loop.step.metric_sums import EXAMPLES
+from loop.step.totals import EXAMPLES
 from loop.step.train_step import EPOCH_ENDED
 
 

@@ -27,30 +27,64 @@ def check(backend: Backend, compression: str) -> None:
 
 
 def reduced(
-    backend: Backend, gradients: Sequence[tf.Tensor], sums: tf.Tensor, options: dict[str, Any], scaled: bool
+    backend: Backend,
+    gradients: Sequence[tf.Tensor],
+    sums: tf.Tensor,
+    *,
+    compression: str = "none",
+    groups: int = 1,
+    headroom: int = 1,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Within `run`: gradients and sums, added up over all replicas, as the options `compression` and `groups` ask.
+    """Within `run`: gradients and sums, added up over all replicas.
 
     The sums are never compressed. They travel with the first group, which is one collective with them where the types
     are the same.
 
-    In 16 bits there is less room. These are gradients of a sum over the global batch: divided by its size, rounded up
-    to a power of 2 (which costs no digits), they are in float16 what a mean's gradients would be. Loss scaling sees to
-    that itself (`scaled`): if the reduced gradient has overflowed, it halves the scale.
+    Args:
+        backend: the backend.
+        gradients: of this replica.
+        sums: of this replica.
+        compression: the type in which gradients are sent: a key of `WIRE`, or "none".
+        groups: the number of collectives in which they are sent.
+        headroom: in 16 bits, gradients are divided by this number, rounded up to a power of 2 (which costs no digits),
+            and multiplied afterwards. Gradients of a sum over the global batch, divided by its size, are in float16
+            what a mean's gradients would be. Loss scaling needs none: if the reduced gradient has overflowed, it halves
+            the scale.
     """
-    wire = WIRE.get(options["compression"]) if backend.replicas > 1 else None
-    factor = 1.0 if scaled or wire is None else 2.0 ** (options["batch_size"] - 1).bit_length()
+    wire = WIRE.get(compression) if backend.replicas > 1 else None
+    factor = 2.0 ** (headroom - 1).bit_length() if wire else 1.0
     sent = [tf.cast(gradient / factor, wire) for gradient in gradients] if wire else list(gradients)
-    found: dict[int, tf.Tensor] = {}
-    for places in split([each.shape.num_elements() * each.dtype.size for each in sent], options["groups"]):
-        # The sums wait for no gradient: they go with the first.
-        own = [] if found else [sums]
-        group = backend.all_reduce([*(sent[place] for place in places), *own])
-        sums = group.pop() if own else sums
-        found |= zip(places, group, strict=True)
+    reduced_at: dict[int, tf.Tensor] = {}
+    for places in split([tensor.shape.num_elements() * tensor.dtype.size for tensor in sent], groups):
+        # The sums wait for no gradient: they go with the first group.
+        with_sums = [] if reduced_at else [sums]
+        group = backend.all_reduce([*(sent[place] for place in places), *with_sums])
+        if with_sums:
+            sums = group.pop()
+        reduced_at |= zip(places, group, strict=True)
     if wire:
-        found = {place: tf.cast(each, gradients[place].dtype) * factor for place, each in found.items()}
-    return [found[place] for place in range(len(gradients))], sums
+        for place, tensor in reduced_at.items():
+            reduced_at[place] = tf.cast(tensor, gradients[place].dtype) * factor
+    return [reduced_at[place] for place in range(len(gradients))], sums
+
+
+def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
+    """Within `run`: gives all replicas the chief's value plus the mean distance to it.
+
+    So variables that are equal stay as they are, to the bit. Of integers, such as an optimizer's counter, it is the
+    chief's value.
+    """
+    chief = backend.replica() == 0
+    values = [variable.read_value() for variable in variables]
+    firsts = backend.all_reduce([tf.where(chief, value, tf.zeros_like(value)) for value in values])
+    distances = backend.all_reduce(
+        [
+            tf.where(value == first, tf.zeros_like(value), value - first)  # of infinite ones too
+            for value, first in zip(values, firsts, strict=True)
+        ]
+    )
+    for variable, first, distance in zip(variables, firsts, distances, strict=True):
+        variable.assign(first + distance / backend.replicas if first.dtype.is_floating else first)
 
 
 def split(sizes: Sequence[int], groups: int) -> list[list[int]]:

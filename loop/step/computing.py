@@ -25,22 +25,22 @@ class Computing:
 
     Args:
         backend: the engine.
-        options: the options of `fit`.
+        seed: the seed of the run.
         compiled: the source whose batches XLA is to compute, if any.
         fixed_rows: how many rows a batch must have; None: any number.
 
     Attributes:
         everyone: the sources whose batches all replicas must compute, with rows or without.
         uncompiled: those that XLA can't compile.
+        isolated: whether forward and backward pass of a step are a graph of their own; see `ForwardPass`.
     """
 
-    def __init__(
-        self, backend: Backend, options: dict[str, Any], compiled: Source | None, fixed_rows: int | None = None
-    ) -> None:
-        self._backend, self._seed, self._fixed_rows = backend, options["seed"], fixed_rows
+    def __init__(self, backend: Backend, seed: int, compiled: Source | None, fixed_rows: int | None = None) -> None:
+        self._backend, self._seed, self._fixed_rows = backend, seed, fixed_rows
         self._compiled = compiled
         self.everyone: set[Any] = set()
         self.uncompiled: set[Any] = set()
+        self.isolated = False
         self._problem: Exception | None = None
 
     def compiles(self, source: Source) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,37 +13,40 @@ from loop.data import Rows, Source, StreamSource, count
 from loop.errors import UsageError
 from loop.model.variables import carried_variables
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA, HOST
-from loop.step.metric_sums import SKIPPED, SUMS, MetricSums
+from loop.step.context import StepContext
+from loop.step.metric_sums import MetricSums
+from loop.step.totals import EvaluationLayout
 from loop.step.tracing import as_written, repeated
-
-if TYPE_CHECKING:
-    from loop.step.train_step import TrainStep
 
 EPOCH = 1 << 31
 """Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
 
 
 class Evaluation:
-    """The compiled evaluation of what a `TrainStep` trains.
+    """The compiled evaluation of the model that a `TrainStep` trains.
 
     Args:
-        step: the model, the engine, and what is known of `compute` are its own.
+        context: model, backend, and what is known of `compute`.
+        source: the evaluation data.
+        average_statistics: gives all replicas the same statistics.
     """
 
-    def __init__(self, step: TrainStep) -> None:
-        self._task, self._model, self._backend, self.source = step.task, step.model, step.backend, step.data.eval
-        self._computing, self._phase_marker, self._averages = step.computing, step.phase_marker, step.averages
-        self._average_statistics = step.average_statistics
-        if self.source is not None and not step.built.values:
+    def __init__(self, context: StepContext, source: Source | None, average_statistics: Callable[[], None]) -> None:
+        self._context = context
+        self._backend = context.backend
+        self._marker = context.marker
+        self.source = source
+        self._average_statistics = average_statistics
+        if source is not None and not context.built.values:
             raise UsageError(
-                f"{type(step.task).__name__} has eval_data(), but no compute(): define it, and return what is to be "
+                f"{type(context.task).__name__} has eval_data(), but no compute(): define it, and return what is to be "
                 "evaluated; or use eval_every='never'"
             )
-        self._fill_up_to = self._fixed_rows(step.built.fixed_rows)
-        self._carried = carried_variables(step.model)
+        self._fill_up_to = self._fixed_rows(context.built.fixed_rows)
+        self._carried = carried_variables(context.built.model)
         self._carries: list[Any] = []
-        self._summed = step.task.loss_reduction == "sum"
-        self._values, self._dtype = MetricSums(step.built.values, step.built.metrics), step.dtype
+        self._values = MetricSums(context.built.values, context.built.metrics)
+        self._layout = EvaluationLayout(self._values)
         self._compile()
 
     def _fixed_rows(self, rows: int | None) -> int | None:
@@ -87,10 +90,11 @@ class Evaluation:
         assert self.source is not None
         left = (self.source.steps_per_epoch or np.iinfo(np.int64).max) - step
         steps = min(steps, left)
-        with self._averages.in_place(), self._own_state():
-            parts = self._computing.call(lambda: self._evaluate, iterator, EPOCH, step, steps, compile=self._compile)
-            totals = np.sum([some for _, some in parts], 0)
-        going, totals[SKIPPED] = totals[SKIPPED] > 0, 0
+        with self._context.averages.in_place(), self._own_state():
+            parts = self._context.computing.call(
+                lambda: self._evaluate, iterator, EPOCH, step, steps, compile=self._compile
+            )
+        going, totals = self._layout.split_more(np.sum([vector for _, vector in parts], 0))
         return step + steps if going and steps < left else None, totals
 
     @contextlib.contextmanager
@@ -111,41 +115,18 @@ class Evaluation:
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
         """The means and metrics of totals, named `eval_...`."""
-        sums, states = np.split(totals[SUMS:], [self._values.width])
+        sums, states = self._layout.unpacked(totals)
         return {f"eval_{name}": value for name, value in self._values.means(sums, states).items()}
 
     def metric_names(self) -> list[str]:
         """The names that `means` will give."""
-        return list(self.means(np.zeros(SUMS + self._values.width + self._values.state_width)))
+        return list(self.means(self._layout.nothing()))
 
     def _steps(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
-        source, backend, values = self.source, self._backend, self._values
+        """Up to `steps` batches: their totals, and whether any worker has more."""
+        source, backend, marker = self.source, self._backend, self._marker
         assert source is not None
-        width = SUMS + values.width + values.state_width
-
-        def of_rows(rows: Rows, stand_in: Any, feed: Any) -> tf.Tensor:
-            with self._computing.replica(source, rows, stand_in, 1) as replica:
-                if self._fill_up_to is not None:
-                    replica.fill_up(self._fill_up_to)
-                found = as_written(self._task.compute)(self._model, replica.batch, training=False)
-                if self._fill_up_to is not None:
-                    found = self._without_filling(found, tf.maximum(count(rows.batch), 1))
-                loss, sums = values.sums(found, self._dtype)
-                if self._summed:  # a mean over batches, each weighed by its rows, as in training
-                    batch_rows = tf.cast(source.batch_rows(feed), self._dtype)
-                    sums[:2] = [loss * batch_rows, tf.cast(count(rows.batch), self._dtype)]
-                counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), values.states(found)], 0)
-                if replica.counts_something is not None:
-                    counted = tf.where(replica.counts_something, counted, 0)
-            return tf.concat([tf.cast(tf.stack([count(rows.batch), 0]), tf.float64), counted], 0)
-
-        def add(totals: tf.Tensor, feed: Any) -> tf.Tensor:
-            rows = source.replica_rows(feed, backend.replica())
-            return totals + self._computing.of_rows(
-                source, rows, 1, lambda stand_in: of_rows(rows, stand_in, feed), lambda: tf.zeros([width], tf.float64)
-            )
-
-        totals = backend.run(lambda: tf.zeros([width], tf.float64))
+        totals = backend.run(lambda: tf.zeros([self._layout.width], tf.float64))
         end = step + steps
 
         def more(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tf.Tensor:
@@ -153,25 +134,55 @@ class Evaluation:
 
         def one(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tuple[Any, ...]:
             if source.reads_ahead:
-                taken, following = following, source.read_batch(iterator, epoch, number + 1)
+                read, following = following, source.read_batch(iterator, epoch, number + 1)
             else:
-                with tf.control_dependencies(self._phase_marker.at(DATA)):
-                    taken = source.read_batch(iterator, epoch, number)
-            self._phase_marker.at(COMPUTE, taken)
-            totals = backend.run(add, totals, (epoch, number, taken))
-            return number + 1, following, self._more(source, taken), totals
+                with tf.control_dependencies(marker.at(DATA)):
+                    read = source.read_batch(iterator, epoch, number)
+            marker.at(COMPUTE, read)
+            totals = backend.run(self._add_batch, totals, (epoch, number, read))
+            return number + 1, following, self._more(source, read), totals
 
         following = source.read_batch(iterator, epoch, step) if source.reads_ahead else ()
         _, _, going, totals = repeated(more, one, step, following, tf.constant(True), totals)
 
         def summed(totals: tf.Tensor) -> tf.Tensor:
-            # With whether this worker has more, in a place that an evaluation has no use for.
-            return backend.all_reduce([totals + tf.one_hot(SKIPPED, width, tf.cast(going, tf.float64))])[0]
+            return backend.all_reduce([self._layout.with_more(totals, going)])[0]
 
-        self._phase_marker.at(ALL_REDUCE, backend.first(totals))
+        marker.at(ALL_REDUCE, backend.first(totals))
         packed = backend.first(backend.run(summed, totals))
-        self._phase_marker.lap(HOST, packed)
+        marker.lap(HOST, packed)
         return packed
+
+    def _add_batch(self, totals: tf.Tensor, feed: Any) -> tf.Tensor:
+        """In each replica: adds what its rows of a batch come to."""
+        source = self.source
+        assert source is not None
+        rows = source.replica_rows(feed, self._backend.replica())
+        return totals + self._context.computing.of_rows(
+            source,
+            rows,
+            1,
+            lambda stand_in: self._of_rows(source, rows, stand_in, feed),
+            lambda: tf.zeros([self._layout.width], tf.float64),
+        )
+
+    def _of_rows(self, source: Source, rows: Rows, stand_in: Any, feed: Any) -> tf.Tensor:
+        """In each replica: the totals of its rows."""
+        task, plan = self._context.task, self._context.plan
+        with self._context.computing.replica(source, rows, stand_in, 1) as replica:
+            if self._fill_up_to is not None:
+                replica.fill_up(self._fill_up_to)
+            values = as_written(task.compute)(self._context.built.model, replica.batch, training=False)
+            if self._fill_up_to is not None:
+                values = self._without_filling(values, tf.maximum(count(rows.batch), 1))
+            loss, sums = self._values.sums(values, plan.dtype)
+            if plan.summed_loss:  # a mean over batches, each weighed by its rows, as in training
+                batch_rows = tf.cast(source.batch_rows(feed), plan.dtype)
+                sums[:2] = [loss * batch_rows, tf.cast(count(rows.batch), plan.dtype)]
+            counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), self._values.states(values)], 0)
+            if replica.counts_something is not None:
+                counted = tf.where(replica.counts_something, counted, 0)
+        return self._layout.of_replica(count(rows.batch), counted)
 
     def _without_filling(self, found: Any, n: tf.Tensor) -> Any:
         """The values of the first n rows, which are those of examples."""
@@ -191,7 +202,7 @@ class Evaluation:
     def _more(self, source: Source, taken: Any) -> tf.Tensor:
         """Whether there is anything: for this worker; or for any, where all must enter a collective."""
         more = source.more(taken)
-        if isinstance(source, StreamSource) and source in self._computing.everyone:
+        if isinstance(source, StreamSource) and source in self._context.computing.everyone:
             table = self._backend.run(lambda: self._backend.all_reduce([tf.cast(more, tf.int64)])[0])
             return self._backend.first(table) > 0
         return more

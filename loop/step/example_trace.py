@@ -184,7 +184,7 @@ class StepTrial:
         self.phases: dict[str, list[str]] = {}
 
     def minimize(self, values: Callable[[Any], Any], optimizer: str = "") -> dict[str, tf.Tensor]:
-        """See `loop.step.train_step.TrainStep.minimize`."""
+        """See `loop.step.step_trace.StepTrace.minimize`."""
         if not callable(values):
             raise UsageError(
                 f"step.minimize({type(values).__name__}): give a function of a batch that returns the values, such as "

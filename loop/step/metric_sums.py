@@ -12,10 +12,6 @@ import tensorflow as tf
 
 from loop.errors import UsageError
 
-EXAMPLES, SKIPPED, SUMS = 0, 1, 2
-"""Places in a vector of totals: the number of examples, that of skipped steps, and where sums and states begin."""
-
-
 RESERVED = ("loss", "weight", "loss_count")
 """The keys of what `compute` returns that have a meaning of their own."""
 

@@ -48,9 +48,10 @@ def test_one_replica_compresses_nothing():
 @pytest.mark.parametrize(("scaled", "found"), [(False, 2e6), (True, math.inf)])
 def test_gradients_of_a_sum_fit_into_float16(scaled, found):
     """Beyond 65504, divided by 8192 they aren't. With loss scaling they stay as they are: the scale sees to it."""
-    backend, options = create("mirrored", 2), {"compression": "fp16", "groups": 1, "batch_size": 5000}
+    backend = create("mirrored", 2)
+    options = {"compression": "fp16", "headroom": 1 if scaled else 5000}
     gradient, sums = [tf.fill([3], 1e6)], tf.ones([3])
-    step = tf.function(lambda: backend.run(lambda: reduced(backend, gradient, sums, options, scaled)))
+    step = tf.function(lambda: backend.run(lambda: reduced(backend, gradient, sums, **options)))
     np.testing.assert_allclose(backend.first(step())[0][0], 3 * [found], rtol=2 * 2**-11)
 
 

@@ -10,6 +10,7 @@ from loop.backends import create
 from loop.data import open_data
 from loop.options import with_defaults
 from loop.step.build import build
+from loop.step.forward import ForwardPass
 from loop.step.train_step import TrainStep
 from tests.exactness import largest_difference
 from tests.tasks import Alarm, Legacy, Plain, Streamed, Unweighted, Weighted, regression
@@ -317,7 +318,7 @@ class Pooled(Plain):
 def test_pooling_is_computed_in_a_graph_of_its_own(replicas, quiet, monkeypatch):
     backend = create("mirrored", replicas) if replicas > 1 else "single"
     apart = fit(Pooled(), epochs=2, batch_size=20, backend=backend, callbacks=quiet())
-    monkeypatch.setattr(TrainStep, "_is_to_be_apart", lambda step: False)
+    monkeypatch.setattr(ForwardPass, "_isolates", lambda forward: False)
     inline = fit(Pooled(), epochs=2, batch_size=20, backend=backend, callbacks=quiet())
     assert apart.weights_sha256 == inline.weights_sha256
 

@@ -1,0 +1,117 @@
+"""The objects that all traces of a step share."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.data import Rows, Source, StreamSource
+from loop.model.variables import as_tf, optimizer_variables, trainable_variables, variable_names
+from loop.monitor.phase_marker import PhaseMarker
+from loop.step.build import BuiltModel
+from loop.step.computing import Computing
+from loop.step.loss_scale import LossScale
+from loop.step.observer import StepObserver
+from loop.step.plan import StepPlan
+from loop.step.totals import TotalsLayout
+from loop.step.weight_average import Averages
+from loop.task import TrainTask
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepContext:
+    """What a trace of a step reads.
+
+    Attributes:
+        plan: what was decided once.
+        task: the task.
+        built: its model and optimizers.
+        backend: the backend.
+        source: the training data.
+        computing: what is known of `compute` from tracing it.
+        layout: of the totals.
+        marker: notes what this worker does within a call.
+        scale: the loss scale, with float16.
+        averages: the moving averages of the weights.
+        state: the variables that the forward pass changes.
+        statistics: those of them that replicas may gather differently.
+        kept_batch: the last batch of a stream that wasn't finite.
+        observer: is shown what a step computes.
+    """
+
+    plan: StepPlan
+    task: TrainTask
+    built: BuiltModel
+    backend: Backend
+    source: Source
+    computing: Computing
+    layout: TotalsLayout
+    marker: PhaseMarker
+    scale: LossScale | None
+    averages: Averages
+    state: list[tf.Variable]
+    statistics: list[tf.Variable]
+    kept_batch: KeptBatch | None
+    observer: StepObserver | None
+
+    @cached_property
+    def variables(self) -> list[Any]:
+        """The trainable variables of the model, as the optimizers take them."""
+        return trainable_variables(self.built.model)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the trainable variables."""
+        return variable_names(self.variables)
+
+    def trained_by(self, optimizer: str) -> list[int]:
+        """The variables that a `minimize` trains, by index."""
+        return self.built.optimizers[optimizer][1] if optimizer else list(range(len(self.variables)))
+
+    def changed_by(self, optimizer: str) -> list[tf.Variable]:
+        """The variables that a `minimize` changes when its gradients are applied."""
+        slots: list[tf.Variable] = []
+        for name, (instance, _) in self.built.optimizers.items():
+            if optimizer in ("", name):
+                slots += as_tf(optimizer_variables(instance))
+        trained = as_tf([self.variables[index] for index in self.trained_by(optimizer)])
+        return slots + trained + self.averages.variables
+
+    def checked(self) -> list[str]:
+        """What is checked to be finite in each step, by name."""
+        texts: list[str] = []
+        for optimizer in self.layout.minimized:
+            texts.append("the loss")
+            texts += [f"the gradient of {self.names[index]}" for index in self.trained_by(optimizer)]
+        return texts
+
+
+class KeptBatch:
+    """The last batch of this worker that wasn't finite: a stream won't give it again.
+
+    Args:
+        source: the stream.
+    """
+
+    def __init__(self, source: StreamSource) -> None:
+        self._source = source
+        with tf.device("CPU:0"):
+            self._variables = [
+                tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None))
+                for tensor in tf.nest.flatten(source.nothing())
+            ]
+
+    def keep(self, batch: Any) -> tf.Tensor:
+        """While tracing: keeps a batch, as the stream has given it."""
+        for variable, tensor in zip(self._variables, tf.nest.flatten(batch), strict=True):
+            variable.assign(tensor)
+        return tf.constant(True)
+
+    def rows(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
+        """The kept batch."""
+        leaves = [variable.read_value() for variable in self._variables]
+        return self._source.whole(epoch, step, tf.nest.pack_sequence_as(self._source.batch_spec, leaves))

@@ -1,0 +1,244 @@
+"""Forward and backward pass of one `minimize`: in each replica, sums over its own rows, and their gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from loop.data import Rows, count
+from loop.errors import UsageError
+from loop.model.variables import as_tf, losses
+from loop.step import lookups
+from loop.step.computing import RetraceError
+from loop.step.context import StepContext
+from loop.step.gradients import each_row_once, weight_or_one
+from loop.step.replica import Replica
+from loop.step.tracing import as_written, repeated
+
+Sums = tuple[list[Any], tf.Tensor, tf.Tensor]
+"""Gradients, totals (without states), and the states of metrics."""
+
+_SPOILED_BY_LOOPS = ("MaxPoolGrad", "MaxPool3DGrad", "LRNGrad")
+"""Gradients that oneDNN computes only after the operation that they belong to; see `ForwardPass._isolates`."""
+
+
+class ForwardPass:
+    """S, W and the gradients of S + W * sum(model.losses) of one `minimize`, in each replica, while it is traced.
+
+    Args:
+        context: what all traces share.
+        values: a function of a batch, which returns what `compute` would.
+        optimizer: the name that `minimize` was called with.
+        feed: epoch, step, and what was read for the step.
+        number: which `minimize` of the step this is, from 0.
+        by_lookup: the variables whose gradients keep a row for each lookup. Those whose gradient turns out to be dense
+            are taken out.
+
+    Attributes:
+        connected: the variables that the loss depends on, by index; known once the pass is traced.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        values: Callable[[Any], Mapping[str, Any]],
+        optimizer: str,
+        feed: Any,
+        number: int,
+        by_lookup: dict[int, str],
+    ) -> None:
+        self._context = context
+        self._values = values
+        self._optimizer = optimizer
+        self._feed = feed
+        self._number = number
+        self._by_lookup = by_lookup
+        self._trained = context.trained_by(optimizer)
+        self.connected: list[int] = []
+
+    # In cross-replica context
+
+    def sums(self) -> Sums:
+        """The sums of each replica, over all micro-batches."""
+        backend = self._context.backend
+        batch_rows = self._batch_rows() if self._context.plan.summed_loss else ()
+        first = backend.run(self._micro_batch, self._feed, tf.constant(0, tf.int64), batch_rows)
+        return self._accumulated(first, batch_rows) if self._context.plan.accumulate > 1 else first
+
+    def _batch_rows(self) -> Any:
+        """In each replica: how many rows the global batch has."""
+        backend, source = self._context.backend, self._context.source
+
+        def counted(feed: Any) -> tf.Tensor:
+            if source.layout is None:
+                return source.batch_rows(feed)
+            # Each worker reads a stream of its own. Its first replica counts for all of its replicas.
+            counts = backend.replica() % backend.local_replicas == 0
+            own = count(feed[-1])
+            return backend.all_reduce([tf.where(counts, own, tf.zeros_like(own))])[0]
+
+        return backend.run(counted, self._feed)
+
+    def _accumulated(self, sums: Sums, batch_rows: Any) -> Sums:
+        """Adds the sums of the other micro-batches to those of the first."""
+        backend = self._context.backend
+
+        def add(*pairs: Any) -> Any:
+            return tf.nest.map_structure(tf.add, *pairs)
+
+        def body(part: tf.Tensor, sums: Any) -> Any:
+            return part + 1, backend.run(add, sums, backend.run(self._micro_batch, self._feed, part, batch_rows))
+
+        parts = tf.constant(self._context.plan.accumulate, tf.int64)
+        return repeated(lambda part, sums: part < parts, body, tf.constant(1, tf.int64), sums)[1]
+
+    # In each replica
+
+    def _micro_batch(self, feed: Any, part: tf.Tensor, batch_rows: Any) -> Sums:
+        """The replica's sums over one micro-batch.
+
+        Without rows they are zeros, and nothing is computed (few layers bear a batch of 0), unless all replicas are
+        needed: see `Replica`.
+        """
+        context, source, parts = self._context, self._context.source, self._context.plan.accumulate
+        rows = source.replica_rows(feed, context.backend.replica(), part, parts)
+
+        def some(rows: Rows, stand_in: Any) -> Sums:
+            return self._of_rows(rows, stand_in, part, batch_rows)
+
+        # A program of many steps is compiled as a whole; what remains outside of it is left to the graph.
+        if context.computing.compiles(source) and not context.plan.block_steps:
+            some = tf.function(some, jit_compile=True, autograph=False)
+        elif context.computing.isolated and source not in context.computing.everyone:
+            some = tf.function(some, autograph=False, experimental_attributes={"_noinline": True})
+        return context.computing.of_rows(source, rows, parts, lambda stand_in: some(rows, stand_in), self._without_rows)
+
+    def _of_rows(self, rows: Rows, stand_in: Any, part: tf.Tensor, batch_rows: Any) -> Sums:
+        """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather."""
+        context, plan = self._context, self._context.plan
+        metric_sums = context.layout.minimized[self._optimizer]
+        with context.computing.replica(context.source, rows, stand_in, plan.accumulate, self._number) as replica:
+            with tf.GradientTape() as tape:
+                values = as_written(self._values)(replica.batch)
+                if context.observer is not None:
+                    context.observer.values(self._optimizer, values)
+                loss, sums = metric_sums.sums(values, plan.dtype)
+                objective = self._objective(loss, sums[1], rows, batch_rows, replica)
+            gradients = self._gradients(tape, objective, replica, part)
+            totals = context.layout.of_replica(count(rows.batch), sums, plan.dtype)
+            states = metric_sums.states(values)
+            if replica.counts_something is not None:
+                totals = tf.where(replica.counts_something, totals, 0)
+                states = tf.where(replica.counts_something, states, 0)
+        return gradients, totals, states
+
+    def _objective(
+        self, loss: tf.Tensor, weight: tf.Tensor, rows: Rows, batch_rows: Any, replica: Replica
+    ) -> tf.Tensor:
+        """What is differentiated: S + W * sum(model.losses).
+
+        A summed loss is never divided by W: there, the penalties' factor is the share of the batch's rows.
+        """
+        plan, scale = self._context.plan, self._context.scale
+        objective = loss
+        if replica.counts_something is not None:
+            objective = tf.where(replica.counts_something, objective, 0)
+            weight = tf.where(replica.counts_something, weight, 0)
+        penalties = losses(self._context.built.model)
+        if penalties:
+            self._check_penalties()
+            factor = self._share(rows, batch_rows) if plan.summed_loss else weight
+            objective += factor * tf.add_n([tf.cast(penalty, plan.dtype) for penalty in penalties])
+        if scale is not None:
+            objective *= scale.scale
+        if plan.divides_objective and not plan.summed_loss:
+            objective /= weight_or_one(weight)
+        return objective
+
+    def _share(self, rows: Rows, batch_rows: tf.Tensor) -> tf.Tensor:
+        """Which part of the global batch these rows are."""
+        dtype = self._context.plan.dtype
+        return tf.math.divide_no_nan(tf.cast(count(rows.batch), dtype), tf.cast(batch_rows, dtype))
+
+    def _gradients(self, tape: tf.GradientTape, objective: tf.Tensor, replica: Replica, part: tf.Tensor) -> list[Any]:
+        """The gradients of the connected variables, as they are to be added up."""
+        context = self._context
+        variables = as_tf([context.variables[index] for index in self._trained])
+        gradients = dict(zip(self._trained, context.backend.gradients(tape, objective, variables), strict=True))
+        self.connected = [index for index, gradient in gradients.items() if gradient is not None]
+        self._check_connected()
+        if self._isolates():
+            replica.problem = RetraceError()
+            raise replica.problem
+        return [self._to_be_added(index, gradients[index], replica, part) for index in self.connected]
+
+    def _to_be_added(self, index: int, gradient: Any, replica: Replica, part: tf.Tensor) -> Any:
+        """A variable's gradient as it is to be added up over micro-batches and replicas; 0 for a stand-in."""
+        context, real = self._context, replica.counts_something
+        if index in self._by_lookup and isinstance(gradient, tf.IndexedSlices):
+            values = gradient.values if real is None else tf.where(real, gradient.values, 0)
+            replicas, parts = context.backend.replicas, context.plan.accumulate
+            return lookups.packed(
+                tf.IndexedSlices(values, gradient.indices),
+                self._by_lookup[index],
+                count(replica.batch),
+                -(-context.source.most(parts) // replicas),
+                part * replicas + tf.cast(context.backend.replica(), tf.int64),
+                replicas * parts,
+            )
+        self._by_lookup.pop(index, None)  # dense after all
+        if index in context.plan.row_gradients and isinstance(gradient, tf.IndexedSlices):
+            return each_row_once(gradient)
+        gradient = tf.convert_to_tensor(gradient)
+        gradient.set_shape(context.variables[index].shape)  # which is lost where rows are added up
+        return gradient if real is None else tf.where(real, gradient, tf.zeros_like(gradient))
+
+    def _isolates(self) -> bool:
+        """Whether it turns out that forward and backward pass must be a graph of their own, to be fast.
+
+        On a CPU, TensorFlow exchanges operations for oneDNN's, some gradients only after the operation that they
+        belong to, in the order of a walk through the graph. A loop is a circle, in which the walk may meet the gradient
+        first. Whether it does depends on the names in the graph, and costs a small CNN half of its speed.
+        """
+        computing = self._context.computing
+        if computing.isolated or not self._context.plan.may_isolate or self._context.source in computing.everyone:
+            return False
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        computing.isolated = any(operation.type in _SPOILED_BY_LOOPS for operation in operations)
+        return computing.isolated
+
+    def _without_rows(self) -> Sums:
+        """What a replica without rows adds."""
+        context = self._context
+        variables = as_tf(context.variables)
+        zeros = []
+        for index in self.connected:
+            nothing = lookups.nothing if index in self._by_lookup else tf.zeros
+            zeros.append(nothing(variables[index].shape, variables[index].dtype))
+        return zeros, *context.layout.no_rows(self._optimizer, context.plan.dtype)
+
+    def _check_connected(self) -> None:
+        """Refuses a loss that depends on no trained variable; warns of variables that it doesn't depend on."""
+        names = self._context.names
+        lost = [names[index] for index in self._trained if index not in self.connected]
+        if len(lost) == len(self._trained):
+            raise UsageError(
+                "the loss depends on no variable of the model: compute() must return a loss that is made from "
+                "model(...) by differentiable operations (no argmax, no .numpy(), no tf.cast to an integer)"
+            )
+        if lost:
+            warnings.warn(f"the loss doesn't depend on {', '.join(lost)}: not trained", stacklevel=2)
+
+    def _check_penalties(self) -> None:
+        """Refuses penalties that are sums over rows, where rows are shared out."""
+        replicas, parts = self._context.backend.replicas, self._context.plan.accumulate
+        if self._context.built.penalty_grows and (replicas > 1 or parts > 1):
+            raise UsageError(
+                "a loss that the model adds (add_loss, model.losses) is a sum over the examples of a batch: of "
+                f"{replicas} replica(s) with accumulate={parts}, each knows the sum of its own "
+                "rows alone. Make it a mean over the examples, as by tf.reduce_mean(...); or a value of each example, "
+                'added to the "loss" of compute()'
+            )

@@ -1,0 +1,205 @@
+"""The vectors in which a compiled call returns what it has counted: their layout, written and read in this file alone.
+
+A vector of totals is
+
+    examples | skipped steps, or workers with more data | sums of each `minimize` | states of each `minimize`'s metrics
+
+where the sums are two numbers for each value: its weighted sum and its weight, the loss first. Vectors of totals can be
+added up over replicas, steps and calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from loop.step.metric_sums import MetricSums
+
+EXAMPLES = 0
+"""The place of the number of examples in a vector of totals."""
+SKIPPED = 1
+"""In training: the place of the number of skipped steps."""
+HAVE_MORE = 1
+"""In the vector that one compiled call of an evaluation returns: the place of the number of workers with more data."""
+SUMS = 2
+"""Where sums begin: the weighted sum of the loss, then its weight."""
+WEIGHT = SUMS + 1
+"""The place of the weight of the loss."""
+
+GOING = 0
+"""A compiled call has made all of its steps."""
+EPOCH_ENDED = 1
+"""A compiled call has reached the end of the data."""
+NOT_FINITE = 2
+"""A loss or gradient is not finite, and the step was not made."""
+LAST_SKIPPED = 3
+"""The last step of the call was not finite, and was skipped, as the options ask."""
+
+
+class TotalsLayout:
+    """The layout of the totals of training.
+
+    Args:
+        minimized: the values of each `step.minimize` of a step, by the optimizer's name.
+    """
+
+    def __init__(self, minimized: Mapping[str, MetricSums]) -> None:
+        self.minimized = dict(minimized)
+        self.sums_width = SUMS + sum(values.width for values in self.minimized.values())
+        self.states_width = sum(values.state_width for values in self.minimized.values())
+
+    def of_replica(self, examples: tf.Tensor, sums: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+        """While tracing: the totals of one `minimize` in one replica, without states."""
+        return tf.stack([tf.cast(examples, dtype), tf.zeros([], dtype), *sums])
+
+    def no_rows(self, optimizer: str, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
+        """While tracing: the totals and the states of one `minimize` in a replica without rows."""
+        values = self.minimized[optimizer]
+        return tf.zeros([SUMS + values.width], dtype), tf.zeros([values.state_width], tf.float64)
+
+    def joined(self, totals: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """While tracing: the totals of a step from those of each `minimize`. All have seen the same examples."""
+        first, *others = [totals[name] for name in self.minimized]
+        return tf.cast(joined([first, *(other[SUMS:] for other in others)]), tf.float64)
+
+    def unpacked(self, totals: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The sums and the states of each `minimize`, by the optimizer's name."""
+        parts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        sums_at = SUMS
+        states_at = self.sums_width
+        for name, values in self.minimized.items():
+            parts[name] = totals[sums_at:][: values.width], totals[states_at:][: values.state_width]
+            sums_at += values.width
+            states_at += values.state_width
+        return parts
+
+    def nothing(self) -> np.ndarray:
+        """The totals of no steps."""
+        return np.zeros(self.sums_width + self.states_width)
+
+
+class CallResult(NamedTuple):
+    """What one compiled call of training returns.
+
+    Attributes:
+        made: how many steps were made.
+        ending: how it ended: `GOING`, `EPOCH_ENDED`, `NOT_FINITE` or `LAST_SKIPPED`.
+        totals: the totals of its steps.
+    """
+
+    made: int
+    ending: int
+    totals: np.ndarray
+
+
+class CallLayout:
+    """The layout of the vector that a compiled call of training returns: finite | made | ending | totals | states.
+
+    Args:
+        checked: what is checked to be finite in each step, by name.
+    """
+
+    def __init__(self, checked: Sequence[str]) -> None:
+        self.checked = list(checked)
+        self._made = len(self.checked)
+        self._ending = self._made + 1
+        self._totals = self._ending + 1
+
+    def pack(self, finite: tf.Tensor, counts: tf.Tensor, totals: tf.Tensor, states: tf.Tensor) -> tf.Tensor:
+        """While tracing: the vector of a call.
+
+        Args:
+            finite: what was finite in the last step.
+            counts: how many steps were made, and how the call ended.
+            totals: the totals, without states.
+            states: of metrics.
+        """
+        return tf.concat([tf.cast(finite, tf.float64), counts, totals, states], 0)
+
+    def join(self, parts: Sequence[tuple[int, np.ndarray]], step: int) -> np.ndarray:
+        """The vector of a call from those of its parts; a step that isn't finite counts as the last one.
+
+        Args:
+            parts: the first step of each part, and its vector.
+            step: the first step of the call.
+        """
+        start, first_bad = min(parts, key=lambda part: (part[1][self._ending] != NOT_FINITE, part[0]))
+        packed: np.ndarray = np.sum([vector for _, vector in parts], 0)
+        packed[: self._made] = first_bad[: self._made]
+        packed[self._ending] = first_bad[self._ending]
+        if packed[self._ending] == NOT_FINITE:
+            packed[self._made] = start - step + first_bad[self._made]
+        return packed
+
+    def result(self, packed: np.ndarray) -> CallResult:
+        """What the vector of a call says."""
+        return CallResult(int(packed[self._made]), int(packed[self._ending]), packed[self._totals :])
+
+    def not_finite(self, packed: np.ndarray) -> list[str]:
+        """The names of what was not finite in the last step."""
+        return [name for name, finite in zip(self.checked, packed[: self._made], strict=True) if not finite]
+
+
+def joined(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The vectors, one behind the other."""
+    return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
+
+
+def with_sums_added(totals: tf.Tensor, again: tf.Tensor) -> tf.Tensor:
+    """The totals of a `minimize` that is called twice in a step: both calls see the same examples."""
+    return tf.concat([totals[:SUMS], totals[SUMS:] + again[SUMS:]], 0)
+
+
+def as_skipped(totals: tf.Tensor) -> tf.Tensor:
+    """The totals of a step that is skipped: its examples, and no sums."""
+    return tf.concat([totals[:SKIPPED], [1], tf.zeros_like(totals[SUMS:])], 0)
+
+
+def weighed_by_rows(totals: tf.Tensor) -> tf.Tensor:
+    """A batch's totals, with a summed loss such that the mean over batches weighs each by its rows, as Keras's does."""
+    rows = totals[EXAMPLES]
+    return tf.concat([totals[:SUMS], [totals[SUMS] * rows, rows], totals[SUMS + 2 :]], 0)
+
+
+def batch_means(totals: tf.Tensor) -> tf.Tensor:
+    """The mean of each value of a batch; 0 where its weight is 0."""
+    return tf.math.divide_no_nan(totals[SUMS::2], totals[WEIGHT::2])
+
+
+class EvaluationLayout:
+    """The layout of the totals of an evaluation, and of what one compiled call of it returns.
+
+    Args:
+        values: the values of `compute`.
+    """
+
+    def __init__(self, values: MetricSums) -> None:
+        self._values = values
+        self.width = SUMS + values.width + values.state_width
+
+    def of_replica(self, examples: tf.Tensor, counted: tf.Tensor) -> tf.Tensor:
+        """While tracing: the totals of one batch in one replica, from its sums and states."""
+        return tf.concat([tf.cast(tf.stack([examples, 0]), tf.float64), counted], 0)
+
+    def with_more(self, totals: tf.Tensor, more: tf.Tensor) -> tf.Tensor:
+        """While tracing: the totals of a worker, and whether it has more data. One collective adds up both."""
+        return totals + tf.one_hot(HAVE_MORE, self.width, tf.cast(more, tf.float64))
+
+    def split_more(self, packed: np.ndarray) -> tuple[bool, np.ndarray]:
+        """Whether any worker has more data; and the totals alone."""
+        more = bool(packed[HAVE_MORE] > 0)
+        totals = packed.copy()
+        totals[HAVE_MORE] = 0
+        return more, totals
+
+    def unpacked(self, totals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sums and the states."""
+        sums, states = np.split(totals[SUMS:], [self._values.width])
+        return sums, states
+
+    def nothing(self) -> np.ndarray:
+        """The totals of no examples."""
+        return np.zeros(self.width)
