@@ -13,23 +13,18 @@ import contextlib
 import fcntl
 import getpass
 import hashlib
-import json
 import logging
 import os
 import posixpath
-import re
-import select
-import signal
 import sqlite3
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from callbacks.files import LONGEST, SQLITE, appending, is_plain, read_json, reading, sqlite_path
+from callbacks.mlflow.points import key, milliseconds, points
 from callbacks.mlflow.tracker import STATE, write_state
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, redact
@@ -45,10 +40,9 @@ SENT = "tfloop.artifacts"
 """The tag that says how many of the journal's artifacts the store has."""
 # MLflow takes 1000 metrics or 100 parameters at once, and 1 MB: what is long has a place in it even as \u escapes.
 _METRICS, _PARAMS = 500, 10
-_KEY_LENGTH, _VALUE_LENGTH = 250, 6000
+_VALUE_LENGTH = 6000
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _loading = threading.Lock()
-_LONGEST_PAUSE = 10.0  # seconds until somebody who watches sees what is new
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}  # anything else is KILLED
 
 
@@ -211,12 +205,12 @@ class Delivery:
         for entry, offset in journal.read(self.directory / journal.NAME, self._offset):
             if entry.get("event") == "artifact":
                 self._files.append(entry)
-            for name, value, milliseconds, step in points(entry):
-                key = self._key(name)
-                if step > self._last.get(key, -1):
-                    self._last[key] = step
-                    yield key, value, milliseconds, step
-            self._offset, self._time = offset, _milliseconds(entry) or self._time
+            for name, value, at, step in points(entry):
+                known_as = self._key(name)
+                if step > self._last.get(known_as, -1):
+                    self._last[known_as] = step
+                    yield known_as, value, at, step
+            self._offset, self._time = offset, milliseconds(entry) or self._time
 
     def _find(self, client: Any) -> Any:
         from mlflow.exceptions import MlflowException
@@ -263,7 +257,7 @@ class Delivery:
         with reading(self.directory / journal.NAME) as file:
             first = file.readline(LONGEST)
         entries = (entry for entry, _ in journal.read(self.directory / journal.NAME))
-        return first, _milliseconds(next(entries, {})) or None
+        return first, milliseconds(next(entries, {})) or None
 
     def _describe(self, client: Any, run: Any) -> None:
         """Sends the parameters and tags that aren't there. A parameter that is there keeps its value: MLflow's rule."""
@@ -335,33 +329,6 @@ def _is_sound(path: Path) -> bool:
     return all(is_plain(each, shared=True) for each in entries)
 
 
-def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:
-    """The metric points of a line of a journal: name in MLflow, value, time in ms, step. Nonsense has none."""
-    event, metrics, step = entry.get("event"), entry.get("metrics"), entry.get("step")
-    if not isinstance(metrics, dict) or not isinstance(step, int):
-        return []
-    prefix = "step/" if event == "steps_end" else ""
-    if event == "epoch_end":  # those of the evaluation had an event of their own
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
-    elif event not in ("steps_end", "eval_end", "system"):
-        return []
-    try:
-        return [(prefix + name, float(value), _milliseconds(entry), step) for name, value in metrics.items()]
-    except (TypeError, ValueError, OverflowError):
-        return []
-
-
-def key(name: str) -> str:
-    """A name as MLflow takes it. One that had to be changed ends in a hash of the whole, so that no two become one."""
-    text = re.sub(r"[^/\w.\- :]", "_", name)
-    if posixpath.normpath(text) != text or text.startswith((".", "/")):  # it would be another one as a path
-        text = text.replace("/", "_").lstrip(".") or "_"
-    if text == name and len(name) <= _KEY_LENGTH:
-        return name
-    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
-    return f"{text[: _KEY_LENGTH - 9]}-{digest}"
-
-
 def reason(error: BaseException) -> str:
     """Why the store can't be used, in one line without secrets: of a chain of network errors, the first."""
     first = error
@@ -371,62 +338,11 @@ def reason(error: BaseException) -> str:
     return mask((text or type(error).__name__).splitlines()[0])[:500]
 
 
-def _milliseconds(entry: dict[str, Any]) -> int:
-    try:
-        return int(entry["time"] * 1000)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return 0
-
-
 def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         return "unknown"
-
-
-class Courier(threading.Thread):
-    """Delivers a journal that is still being written, until it is told that the run has ended; never gives up.
-
-    Args:
-        delivery: what delivers.
-        longest_pause: seconds between two attempts at most, while the store can't be used.
-    """
-
-    def __init__(self, delivery: Delivery, longest_pause: float = 30.0) -> None:
-        super().__init__(name="courier", daemon=True)
-        self.delivery, self.longest_pause = delivery, longest_pause
-        self._ended = threading.Event()
-        self._done = self._given_up = False
-        self._error = ""
-
-    def finish(self, wait: float) -> str:
-        """The run has ended: delivers the rest, for at most `wait` seconds. Returns what went wrong, or ""."""
-        self._ended.set()
-        self.join(wait)
-        self._given_up = True
-        return "" if self._done else self._error or f"no answer within {wait:.0f} s"
-
-    def run(self) -> None:
-        pause = 1.0
-        while not self._given_up:
-            last, begun = self._ended.is_set(), time.thread_time()
-            try:
-                self.delivery.deliver()
-                if last:
-                    self.delivery.close()
-                    self._done = True
-                    return
-                # It shares the machine with the training: a hundredth of a core is its part.
-                pause, self._error = min(max(1.0, 100 * (time.thread_time() - begun)), _LONGEST_PAUSE), ""
-            except Exception as error:  # whatever the store does
-                self._error = reason(error)
-                self.delivery.disconnect()
-                pause = min(2 * pause, self.longest_pause)
-            if last:
-                time.sleep(min(pause, 1.0))
-            else:
-                self._ended.wait(pause)
 
 
 def load(uri: str) -> None:
@@ -443,53 +359,3 @@ def load(uri: str) -> None:
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401 - a third of the time, as long as all else
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def _warm(scheme: str) -> None:
-    with contextlib.suppress(Exception):  # whatever it is, the first delivery meets it again, and tells it
-        load(scheme)
-
-
-def _told(parent: int) -> str:
-    """The next line of stdin; "" if it has ended without one: the training is gone."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if select.select([0], [], [], 1.0)[0]:
-            letter = os.read(0, 1)  # of this line alone: what comes behind it is looked for by `select`
-            if not letter:
-                return ""
-            line += letter
-        elif os.getppid() != parent:
-            return ""
-    return line.decode()
-
-
-def main() -> None:
-    """The process beside the training: `SCHEME`, that of the store's URI. It imports MLflow at once.
-
-    A line on stdin says what to deliver, and to where, as JSON; the next one, the seconds that it may still take, that
-    the run has ended. The last line on stdout says what became of it, as JSON. If stdin ends before that, or the parent
-    is gone, the run has been killed: `tfloop sync` has the rest.
-    """
-    parent = os.getppid()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the training, which is about to send its last points
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(10)  # the training comes first
-    threading.Thread(target=_warm, args=(sys.argv[1],), daemon=True).start()
-    begun = _told(parent)
-    if begun:
-        order = json.loads(begun)
-        os.environ["MLFLOW_TRACKING_URI"] = order["uri"]  # where MLflow looks for artifacts of its own server
-        delivery = Delivery(Path(order["directory"]), order["uri"], order["experiment"])
-        courier = Courier(delivery)
-        courier.start()
-        ended = _told(parent)
-        if ended:
-            error = courier.finish(float(ended))
-            print("\n" + json.dumps({"error": error, "warnings": delivery.warnings()}), flush=True)
-    os._exit(0)  # whatever still hangs
-
-
-if __name__ == "__main__":
-    main()

@@ -113,7 +113,7 @@ class MLflowTracker(Callback):
         scheme = self._begun_elsewhere()[0].partition(":")[0]
         try:
             self._courier = subprocess.Popen(
-                [sys.executable, "-P", "-m", "callbacks.mlflow.delivery", scheme],
+                [sys.executable, "-P", "-m", "callbacks.mlflow.courier", scheme],
                 env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
             )  # fmt: skip

@@ -5,30 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import math
 import os
 import re
-from calendar import timegm
 from collections.abc import Iterator
 from pathlib import Path
-from time import strptime
 from typing import Any
 
 from callbacks import files
 from callbacks.metric_direction import lower_is_better
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, printable, redact
+from callbacks.run_record.story import STEP, Fault, Story
+from callbacks.run_record.values import as_count, as_dict, as_number, as_stamp, as_text, clean, parsed
 
 ABOUT, LOCK = "run.json", "lock"
 STATUSES = ("finished", "stopped", "preempted", "failed", "running", "killed")
-SPEED = "examples_per_second"
-STEP = "step/"
-"""The names of curves of means within an epoch begin with this, as in MLflow."""
 
-_DEEPEST = 20  # levels of what is in it
-_LARGEST = 2.0**53
-_PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # what can be printed as it is
 _FREQUENT = re.compile(rb'\{"time": (\d{1,11}(?:\.\d+)?), "event": "(steps_end|call)"')
 _LONG = 1 << 19  # bytes of a journal that are read at once
 _PASSED_OVER = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
@@ -51,15 +44,6 @@ class Checkpoint:
     reason: str
     bytes: int
     time: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """Something that went wrong, or was borne: when, at which step, what."""
-
-    time: float
-    step: int
-    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +164,7 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
         quick: takes of a long journal only so many points within epochs as a picture has room for.
     """
     about = read_about(path)
-    story = _Story(whole, about.get("options"))
+    story = Story(whole, about.get("options"))
     every, frequent = 1 + (_size(path / journal.NAME) // _LONG if quick else 0), 0
     for line, _ in _lines(path / journal.NAME):
         if not whole and _PASSED_OVER.match(line):
@@ -194,8 +178,8 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
         story.take(line)
     story.end()
     about = redact({**story.about, **about})  # a version before this one may have written secrets down
-    progress = _dict(about.get("progress"))
-    status = _text(about.get("status")) or story.status
+    progress = as_dict(about.get("progress"))
+    status = as_text(about.get("status")) or story.status
     if under_way(path):
         status = "running"
     elif status == "running" or (not status and story.lives):
@@ -204,25 +188,25 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
     return Record(
         path=path,
         name=printable(path.absolute().name),
-        task=_text(about.get("task")),
-        target=_text(about.get("target")),
-        backend=_text(about.get("backend")),
-        replicas=_count(about.get("replicas")),
-        workers=_count(about.get("workers")),
+        task=as_text(about.get("task")),
+        target=as_text(about.get("target")),
+        backend=as_text(about.get("backend")),
+        replicas=as_count(about.get("replicas")),
+        workers=as_count(about.get("workers")),
         status=status if status in STATUSES else "",
         reason=mask(story.reason),
-        started=story.started if story.started is not None else _stamp(about.get("updated")),
+        started=story.started if story.started is not None else as_stamp(about.get("updated")),
         seconds=story.seconds,
         lives=story.lives,
-        steps=max(story.step, _count(progress.get("step")) or 0),
-        epochs=max(story.epoch, _count(progress.get("epoch")) or 0),
-        examples=_count(progress.get("examples")) or 0,
+        steps=max(story.step, as_count(progress.get("step")) or 0),
+        epochs=max(story.epoch, as_count(progress.get("epoch")) or 0),
+        examples=as_count(progress.get("examples")) or 0,
         total_steps=story.total_steps,
-        parameters=_count(about.get("parameters")),
-        hyperparameters=_dict(about.get("hyperparameters")),
-        options=_dict(about.get("options")),
-        versions=_dict(about.get("versions")),
-        machine=_dict(about.get("machine")),
+        parameters=as_count(about.get("parameters")),
+        hyperparameters=as_dict(about.get("hyperparameters")),
+        options=as_dict(about.get("options")),
+        versions=as_dict(about.get("versions")),
+        machine=as_dict(about.get("machine")),
         curves={name: sorted(points.items()) for name, points in story.curves.items()},
         speed=sorted(story.speed.items()),
         clock=story.clock,
@@ -243,177 +227,19 @@ def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]
 def begun(path: Path) -> float:
     """When a run began, or was begun with, at little cost; 0.0 where nobody knows."""
     for entry, _ in entries(path):
-        if (time := _number(entry.get("time"))) is not None:
+        if (time := as_number(entry.get("time"))) is not None:
             return time
     with contextlib.suppress(OSError):
         return (path / LOCK).lstat().st_mtime
-    return _stamp(read_about(path).get("updated")) or 0.0
+    return as_stamp(read_about(path).get("updated")) or 0.0
 
 
 def read_about(path: Path) -> dict[str, Any]:
     """The `run.json` of a run directory, fit to be printed; an empty one where there is none that can be read."""
     file = path / ABOUT
     try:
-        return _dict(_clean(files.read_json(file)))
+        return as_dict(clean(files.read_json(file)))
     except RecursionError:
-        return {}
-
-
-class _Story:
-    """What the lines of a journal tell, one after the other."""
-
-    def __init__(self, whole: bool, options: Any) -> None:
-        self.whole = whole
-        self.patience = _number(_dict(options).get("stall_timeout")) or math.inf
-        self.about: dict[str, Any] = {}
-        self.started: float | None = None
-        self.seconds, self.lives, self.step, self.epoch = 0.0, 0, 0, 0
-        self.total_steps: int | None = None
-        self.status = self.reason = ""
-        self.curves: dict[str, dict[int, float]] = {}
-        self.speed: dict[int, float] = {}
-        self.clock: list[tuple[int, float]] = []
-        self.saved: dict[str, tuple[str, float]] = {}
-        self.split: dict[str, float] = {}
-        self.ranks: list[dict[str, float]] = []
-        self.verdict: list[str] = []
-        self.faults: list[Fault] = []
-        self.passed = b""  # the last line that wasn't looked into
-        self._begun = self._time = 0.0  # of this life: its first line's time, and the last one's
-        self._explained = True  # whether it is known why the life before ended
-        self._calls = False  # whether this life told where the time of each call went
-
-    def take(self, line: bytes) -> None:
-        """The next line."""
-        entry = parsed(line)
-        if entry.get("event") == "restore":
-            self._catch_up()
-        self._take(entry)
-
-    def end(self) -> None:
-        """There are no more lines."""
-        self._catch_up()
-        self._close()
-
-    def fault(self, text: str) -> None:
-        """Something that wasn't meant to be."""
-        self.faults.append(Fault(self._time, self.step, printable(mask(text))))
-
-    def pass_time(self, time: float) -> None:
-        """Something happened then."""
-        if self.whole and self._time and time - self._time >= self.patience:
-            self.fault(f"nothing ended for {time - self._time:.0f} s")
-        self._time = max(self._time, time)
-
-    def _catch_up(self) -> None:
-        if self.passed:
-            self._take(parsed(self.passed))
-            self.passed = b""
-
-    def _close(self) -> None:
-        self.seconds += max(self._time - self._begun, 0.0)
-
-    def _take(self, entry: dict[str, Any]) -> None:
-        event, time = entry.get("event"), _number(entry.get("time"))
-        if not isinstance(event, str) or time is None or not 0 <= time < 1e11:
-            return
-        if event == "restore":
-            if not self._explained:
-                self.fault(f"killed at step {self.step:,}")
-            self._close()
-            self._begun = self._time = time
-            self.lives += 1
-            self.status, self._explained, self._calls = "", False, False
-        self.pass_time(time)
-        self.started = time if self.started is None else self.started
-        self._begun = self._begun or time
-        self.epoch = _count(entry.get("epoch")) or 0
-        self.step = step = _count(entry.get("step")) or 0
-        metrics = _dict(entry.get("metrics"))
-        if event in ("steps_end", "eval_end", "epoch_end"):
-            self._points(event, step, metrics)
-            self.clock.append((step, self.seconds + self._time - self._begun))
-        known = getattr(self, f"_{event}", None) if event in _TELLING else None
-        if known is not None:
-            known(entry)
-
-    def _points(self, event: str, step: int, metrics: dict[str, Any]) -> None:
-        prefix = STEP if event == "steps_end" else ""
-        for name, value in metrics.items():
-            number = _number(value, finite=False)
-            if number is None:
-                continue
-            if name == SPEED:
-                self.speed[step] = number
-            elif event != "epoch_end" or not name.startswith("eval_") or name not in self.curves:
-                self.curves.setdefault(prefix + name, {})[step] = number
-        if event == "epoch_end" and (_number(metrics.get("skipped_steps")) or 0) > 0:
-            self.fault(f"{metrics['skipped_steps']:g} steps of the epoch were skipped: a loss or gradient not finite")
-
-    def _restore(self, entry: dict[str, Any]) -> None:
-        if self.lives > 1 or entry.get("checkpoint"):
-            self.fault(f"went on from {_text(entry.get('checkpoint')) or 'the start'}")
-
-    def _fit_start(self, entry: dict[str, Any]) -> None:
-        self.about = _dict(entry.get("about"))
-        self.total_steps = _count(entry.get("total_steps"))
-        self._add({"starting": self._time - self._begun})
-
-    def _phase_start(self, entry: dict[str, Any]) -> None:
-        self.total_steps = _count(entry.get("total_steps"))
-
-    def _call(self, entry: dict[str, Any]) -> None:
-        self._calls = True
-        self._add(_dict(entry.get("seconds")))
-
-    def _summary(self, entry: dict[str, Any]) -> None:
-        ranks, text = entry.get("seconds"), entry.get("text")
-        self.ranks = [_seconds(_dict(each)) for each in ranks] if isinstance(ranks, list) else []
-        self.verdict = [_text(each) for each in text] if isinstance(text, list) else []
-
-    def _checkpoint(self, entry: dict[str, Any]) -> None:
-        self.saved[_text(entry.get("checkpoint"))] = _text(entry.get("reason")), self._time
-
-    def _exception(self, entry: dict[str, Any]) -> None:
-        self.fault(_text(entry.get("error")))
-
-    def _worker_gone(self, entry: dict[str, Any]) -> None:
-        self.fault(f"worker {_text(entry.get('worker'))} gone: {_text(entry.get('how'))}")
-        self._explained = True
-
-    def _worker_joined(self, entry: dict[str, Any]) -> None:
-        self.fault(f"worker {_text(entry.get('worker'))} joined")
-        self._explained = True
-
-    def _fit_end(self, entry: dict[str, Any]) -> None:
-        self._explained = True
-        self.status, self.reason = _text(entry.get("status")), _text(entry.get("reason"))
-        if self.status == "preempted":
-            self.fault("stopped by a signal")
-        if (speed := _number(entry.get(SPEED))) is not None and speed > 0:
-            self.speed[self.step] = speed
-        if not self._calls:  # else they have told it already
-            seconds = _dict(entry.get("seconds"))
-            self._add({"training" if part == "other" else part: some for part, some in seconds.items()})
-
-    def _add(self, seconds: dict[str, Any]) -> None:
-        for part, some in _seconds(seconds).items():
-            self.split[part] = self.split.get(part, 0.0) + some
-
-
-_TELLING = (
-    "restore", "fit_start", "phase_start", "call", "summary", "checkpoint", "exception", "worker_gone", "worker_joined",
-    "fit_end",
-)  # fmt: skip
-
-
-def parsed(line: bytes) -> dict[str, Any]:
-    """A line of a journal, fit to be printed; an empty one if it is none."""
-    flat = line.count(b"{") + line.count(b"[") < _DEEPEST
-    try:
-        value = json.loads(line)
-        return _dict(value if flat and _PLAIN.fullmatch(line) else _clean(value))
-    except (ValueError, RecursionError):
         return {}
 
 
@@ -454,53 +280,3 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except OSError:
         return 0
-
-
-def _clean(value: Any, depth: int = _DEEPEST) -> Any:
-    """JSON values whose texts can be printed."""
-    if not depth:
-        raise RecursionError
-    if isinstance(value, dict):
-        return {printable(name): _clean(item, depth - 1) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_clean(item, depth - 1) for item in value]
-    return printable(value) if isinstance(value, str) else value
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else printable(str(value))
-
-
-def _number(value: Any, finite: bool = True) -> float | None:
-    """A number, as the journal writes it: "nan" and its like are texts there."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) or not finite else None
-
-
-def _count(value: Any) -> int | None:
-    number = _number(value)
-    return int(number) if number is not None and 0 <= number < _LARGEST else None
-
-
-def _seconds(parts: dict[str, Any]) -> dict[str, float]:
-    found = {name: _number(value) for name, value in parts.items()}
-    return {name: value for name, value in found.items() if value is not None and 0 <= value < _LARGEST}
-
-
-def _stamp(value: Any) -> float | None:
-    """The time of an ISO text such as `run.json` has."""
-    try:
-        return float(timegm(strptime(str(value), "%Y-%m-%dT%H:%M:%SZ")))
-    except (ValueError, OverflowError):
-        return None

@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 from callbacks import MLflowTracker, SamplePredictions, SystemMetrics
-from callbacks.mlflow.delivery import ID, PARENT, SENT, points
+from callbacks.mlflow.delivery import ID, PARENT, SENT
+from callbacks.mlflow.points import points
 from callbacks.mlflow.tracker import write_state
 from callbacks.run_record import journal
 from callbacks.samples import grid

@@ -35,7 +35,7 @@ from callbacks import (
     Timer,
     notify,
 )
-from callbacks.mlflow import delivery
+from callbacks.mlflow.points import points
 from callbacks.run_record import journal, redaction
 from loop import ArrayData, UsageError, fit
 from loop.backends import create
@@ -188,12 +188,7 @@ def test_learning_rate_is_a_metric(kind, family, quiet, tmp_path):
     result = fit(Scheduled(), epochs=2, callbacks=given, run_dir=tmp_path, **SMALL)
     rates = [0.1 * 0.5 ** (step / 10) for step in (6, 12)]
     np.testing.assert_allclose([row["learning_rate"] for row in result.history], rates, rtol=1e-6)
-    sent = [
-        point
-        for event in ("steps_end", "epoch_end")
-        for each in entries(result, event)
-        for point in delivery.points(each)
-    ]
+    sent = [point for event in ("steps_end", "epoch_end") for each in entries(result, event) for point in points(each)]
     sent = {(name, step): value for name, value, _, step in sent if "rate" in name}
     steps = [("step/learning_rate", 4), ("step/learning_rate", 12), ("learning_rate", 6), ("learning_rate", 12)]
     assert list(sent) == steps

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from callbacks import LambdaCallback, Notify, notify
 from callbacks.mlflow import delivery
 from callbacks.run_record import journal, record, redaction, report
+from callbacks.run_record.story import Story
 from loop import fit
 from loop.commands import command_line, runs, sweep, tune
 from loop.commands.evaluate import evaluate
@@ -127,7 +128,7 @@ def ways_out(secret):
     masked = redaction.Masked(buffer, "utf-8", "backslashreplace")
     print(told, error, repr(error), json.dumps(told), shlex.join([secret]), file=masked, flush=True)
     entry = journal._line(run, "exception", {"error": repr(error), "metrics": {f"loss {secret}": 1.0}})
-    story = record._Story(True, {})
+    story = Story(True, {})
     story.fault(told)
     posted = []
     hook = Notify("http://127.0.0.1:9/x", on="failure")

@@ -22,7 +22,9 @@ import callbacks
 import cli
 from callbacks import MLflowTracker
 from callbacks.files import sqlite_path
-from callbacks.mlflow.delivery import Courier, Delivery, key, points
+from callbacks.mlflow.courier import Courier
+from callbacks.mlflow.delivery import Delivery
+from callbacks.mlflow.points import key, points
 from callbacks.mlflow.tracker import store
 from loop import fit
 from loop.launch import machine

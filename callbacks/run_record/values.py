@@ -1,0 +1,80 @@
+"""Values of files that may be damaged, or written by another program: what is not as it should be is left out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from calendar import timegm
+from time import strptime
+from typing import Any
+
+from callbacks.run_record.redaction import printable
+
+_DEEPEST = 20  # levels of nested values
+_LARGEST = 2.0**53  # beyond, a float does not hold every whole number
+_PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # what can be printed as it is
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """A line of a journal, fit to be printed; an empty one if it is none."""
+    flat = line.count(b"{") + line.count(b"[") < _DEEPEST
+    try:
+        value = json.loads(line)
+        return as_dict(value if flat and _PLAIN.fullmatch(line) else clean(value))
+    except (ValueError, RecursionError):
+        return {}
+
+
+def clean(value: Any, depth: int = _DEEPEST) -> Any:
+    """JSON values whose texts can be printed."""
+    if not depth:
+        raise RecursionError
+    if isinstance(value, dict):
+        return {printable(name): clean(item, depth - 1) for name, item in value.items()}
+    if isinstance(value, list):
+        return [clean(item, depth - 1) for item in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """The value, if it is a dict; else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_text(value: Any) -> str:
+    """The value as a text; "" for none."""
+    return value if isinstance(value, str) else "" if value is None else printable(str(value))
+
+
+def as_number(value: Any, finite: bool = True) -> float | None:
+    """A number, as the journal writes it: "nan" and its like are texts there."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) or not finite else None
+
+
+def as_count(value: Any) -> int | None:
+    """A whole number that is not negative; else None."""
+    number = as_number(value)
+    return int(number) if number is not None and 0 <= number < _LARGEST else None
+
+
+def as_seconds(parts: dict[str, Any]) -> dict[str, float]:
+    """Durations by part, of those that are some."""
+    found = {name: as_number(value) for name, value in parts.items()}
+    return {name: value for name, value in found.items() if value is not None and 0 <= value < _LARGEST}
+
+
+def as_stamp(value: Any) -> float | None:
+    """The time of an ISO text such as `run.json` has."""
+    try:
+        return float(timegm(strptime(str(value), "%Y-%m-%dT%H:%M:%SZ")))
+    except (ValueError, OverflowError):
+        return None
