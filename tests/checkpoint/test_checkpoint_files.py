@@ -287,11 +287,11 @@ def test_the_same_step_with_more_to_tell_takes_the_old_ones_place_or_leaves_it(t
 
 
 def test_needs_no_tensorflow():
-    code = "import sys; from loop import checkpoint; sys.exit('tensorflow' in sys.modules)"
+    code = "import sys; import loop.checkpoint.checkpoint_files; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
-POINTS = re.findall(r'fault.reached\("(write-[a-z]+)"', inspect.getsource(checkpoint_files))
+POINTS = re.findall(r'fault_injection.reached\("(write-[a-z]+)"', inspect.getsource(checkpoint_files))
 
 
 @pytest.mark.parametrize(("point", "before"), [*((p, b) for p in POINTS for b in ("1", "1 2")), ("write-manifest", "")])

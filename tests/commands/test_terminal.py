@@ -116,9 +116,10 @@ def test_a_command_tells_of_hostile_runs_without_their_control_characters(tmp_pa
 FULL = """
 import subprocess, sys
 from pathlib import Path
-from callbacks import files, mlflow
+from callbacks import files
 from callbacks.csv_logger import CSVLogger
-from loop import checkpoint
+from callbacks.mlflow import tracker
+from loop.checkpoint import checkpoint_files
 from types import SimpleNamespace as Some
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16384", "tmpfs", disk], check=True)
@@ -128,9 +129,9 @@ with open(disk / "filler", "wb", buffering=0) as file:
     except OSError: pass
 run = Some(directory=disk, history=[{"loss": 1.0}])
 for write in (
-    lambda: checkpoint.write_json(disk / "run.json", {"a": "b" * 9999}),
-    lambda: checkpoint.write(disk / "checkpoints", 1, {}, {"a": "b" * 9999}),
-    lambda: mlflow.write_state(disk, "sqlite:///x", "e" * 9999),
+    lambda: files.write_json(disk / "run.json", {"a": "b" * 9999}),
+    lambda: checkpoint_files.write(disk / "checkpoints", 1, {}, {"a": "b" * 9999}),
+    lambda: tracker.write_state(disk, "sqlite:///x", "e" * 9999),
     lambda: files.write_text(disk / "run.json", "x" * 9999),
     lambda: CSVLogger().on_epoch_end(run, {}),
 ):
