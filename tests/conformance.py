@@ -64,9 +64,10 @@ def check_compression_is_within_its_bound(backend):
     own = tf.constant(np.stack(shares), tf.float32)
 
     def reduced(compression, scaled):
-        options = {"compression": compression, "groups": 2, "batch_size": 200}
+        headroom = 1 if scaled else 200  # a batch of 200
         gradients = tf.unstack(tf.gather(own, backend.replica()))
-        return communication.reduced(backend, gradients, tf.constant([1.0 + 2**-20]), options, scaled)
+        sums = tf.constant([1.0 + 2**-20])
+        return communication.reduced(backend, gradients, sums, compression=compression, groups=2, headroom=headroom)
 
     p = backend.replicas
     for name, digits, smallest in (("none", 24, 0.0), ("fp16", 11, 2.0**-24), ("bf16", 8, 2.0**-133)):
