@@ -186,7 +186,7 @@ def test_one_function_prints_all_that_is_told():
                 name = ast.unparse(node.func)
                 if name in ("print", "sys.stderr.write", "traceback.print_exc"):
                     found.append((path.name, ast.unparse(node.args[0]).split(" ")[0]))
-    assert found == [("progress.py", "MARK"), ("run.py", "f'{start}{text}'")]
+    assert found == [("progress.py", "MARK"), ("stop_requests.py", "f'{start}{text}'")]
 
 
 # Runs
