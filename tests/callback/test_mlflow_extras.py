@@ -19,7 +19,7 @@ from callbacks.mlflow.tracker import write_state
 from callbacks.run_record import journal
 from callbacks.samples import grid
 from loop import TrainTask, fit
-from tests.callbacks.test_tracking import command, database, line, only_run, run_directory, stored, write
+from tests.callback.test_tracking import command, database, line, only_run, run_directory, stored, write
 from tests.tasks import Conv, Plain, regression
 
 __all__ = ["command", "database"]  # fixtures
