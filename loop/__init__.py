@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from loop.options import Phase
     from loop.run.result import FitResult
     from loop.run.run import Run
-    from loop.step.metric_sums import Perplexity, unweighted
+    from loop.step.metric_sums import Perplexity
     from loop.step.replica import all_gather, example_seed, first_row
+    from loop.step.values import unweighted
     from loop.task import TrainTask
 
     __version__: str
@@ -65,7 +66,7 @@ _HOMES = {
     "example_seed": "step.replica",
     "first_row": "step.replica",
     "fit": "fit",
-    "unweighted": "step.metric_sums",
+    "unweighted": "step.values",
 }
 
 _callbacks = importlib.util.find_spec("callbacks")

@@ -13,8 +13,9 @@ from keras.src.backend.common import global_state
 
 from loop.data import RowCounts
 from loop.errors import UsageError
-from loop.step.metric_sums import check, content, try_metrics
+from loop.step.metric_sums import try_metrics
 from loop.step.replica import all_gathers, probing
+from loop.step.values import check, content
 from loop.task import TrainTask
 
 

@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from loop.errors import UsageError
-
-RESERVED = ("loss", "weight", "loss_count")
-"""The keys of what `compute` returns that have a meaning of their own."""
-
-
-class Unweighted(NamedTuple):
-    """A value of `compute` that the weights don't weigh; see `unweighted`."""
-
-    value: Any
-
-
-def unweighted(value: Any) -> Any:
-    """Marks a value of `compute` as one that counts examples, whatever they weigh; to be used in `compute`.
-
-    With class weights, this counts each true positive once:
-
-        return {"loss": loss, "weight": weight, "accuracy": loop.unweighted(correct)}
-
-    Args:
-        value: a tensor, whose mean over all elements is reported; or what a metric of `build_metrics` is updated with,
-            which then gets no sample weights: a tensor, or a tuple such as (labels, predictions).
-
-    Returns:
-        The marked value, to be returned under a name of its own; not as "loss", "weight" or "loss_count".
-    """
-    return value if isinstance(value, Unweighted) else Unweighted(value)
-
-
-def content(value: Any) -> Any:
-    """A value of `compute` without its mark."""
-    return value.value if isinstance(value, Unweighted) else value
+from loop.step.values import RESERVED, Unweighted, check, content
 
 
 class MetricSums:
@@ -158,93 +128,6 @@ def _by_element(name: str, result: np.ndarray) -> dict[str, float]:
 
 def _sizes(metric: Any) -> list[int]:
     return [int(np.prod(variable.shape)) for variable in metric.variables]
-
-
-def check(values: Any, n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()) -> list[str]:
-    """Checks what `compute` returned for n examples; gives the names of its values, the loss first.
-
-    Args:
-        values: what it returned.
-        n: the number of examples; None while tracing, when nobody knows it.
-        names: the values that it returned before, and must return again.
-        metrics: the values that a Keras metric is updated with: of any shape, or tuples of arguments.
-
-    Raises:
-        UsageError: no loss, a mean instead of values, or shapes that don't fit; with the fix.
-    """
-    if not isinstance(values, dict) or "loss" not in values:
-        got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
-        raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
-    for name in values:
-        if not isinstance(name, str) or name in ("epoch", "step", "examples") or name.startswith("eval_"):
-            raise UsageError(
-                f"compute() returned a value named {name!r}: that is what the loop itself counts or evaluates, or no "
-                "text; give it another name"
-            )
-    for name in RESERVED:
-        if isinstance(values.get(name), Unweighted):
-            raise UsageError(
-                f'compute() returned "{name}" as loop.unweighted(...), which is for metrics alone: return the tensor '
-                'itself; what the loss is divided by is said by "loss_count"'
-            )
-    found_as = {name: _tensor(name, content(value)) for name, value in values.items() if name not in metrics}
-    for name, tensor in found_as.items():
-        if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
-            raise UsageError(
-                f'compute() returned "{name}" of {tensor.dtype.name}: return numbers, of which there is a mean'
-            )
-    shapes = {name: tensor.shape for name, tensor in found_as.items()}
-    for name, shape in shapes.items():
-        if shape.rank == 0:
-            raise UsageError(
-                f'compute() returned a scalar for "{name}": return one value per example, never a mean (shape [n]). '
-                "For example keras.losses.mean_squared_error(labels, predictions), the function, instead of "
-                "keras.losses.MeanSquaredError()(labels, predictions); or leave out tf.reduce_mean(...)"
-            )
-        if n is not None and shape[0] != n:
-            raise UsageError(
-                f'compute() returned "{name}" of shape {list(shape)} for {n} example{"s" * (n > 1)}: return shape '
-                "[n] or [n, ...], one value per element, never a mean"
-            )
-    if "weight" in values and n is not None:
-        weight = shapes["weight"]
-        if weight != shapes["loss"]:
-            raise UsageError(
-                f'compute() returned "weight" of shape {list(weight)} beside "loss" of shape {list(shapes["loss"])}: '
-                "give both one shape, with tf.broadcast_to(weight, tf.shape(loss))"
-            )
-        weighed = [name for name in shapes if name != "loss_count" and not isinstance(values[name], Unweighted)]
-        for name, shape in ((name, shapes[name]) for name in weighed):
-            if shape[: weight.rank] != weight:
-                raise UsageError(
-                    f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
-                    "can't weigh: its shape must begin with that of the weight"
-                )
-    if "loss_count" in values and n is not None and shapes["loss_count"] not in (shapes["loss"], shapes["loss"][:1]):
-        raise UsageError(
-            f'compute() returned "loss_count" of shape {list(shapes["loss_count"])} beside "loss" of shape '
-            f"{list(shapes['loss'])}: give what each element adds to the divisor, in the shape of the loss, "
-            "or what each example adds, in shape [n]"
-        )
-    if not found_as["loss"].dtype.is_floating:
-        raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')
-    found = ["loss", *(name for name in values if name not in RESERVED)]
-    if names is not None and set(found) != set(names):
-        raise UsageError(
-            f"compute() returned {', '.join(names)} at first, and now {', '.join(found)}: return the same values "
-            "always, with training=True too"
-        )
-    return found
-
-
-def _tensor(name: str, value: Any) -> tf.Tensor:
-    try:
-        return tf.convert_to_tensor(value)
-    except (TypeError, ValueError, tf.errors.InvalidArgumentError):
-        raise UsageError(
-            f'compute() returned "{name}" as {type(value).__name__}: return a tensor of one value per example, or '
-            "leave it out"
-        ) from None
 
 
 def checked_metrics(metrics: Any) -> dict[str, keras.metrics.Metric]:

@@ -1,0 +1,162 @@
+"""What `compute` returns: its reserved names, values without a weight, and checks that name a mistake with its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from loop.errors import UsageError
+
+RESERVED = ("loss", "weight", "loss_count")
+"""The keys of what `compute` returns that have a meaning of their own."""
+
+
+class Unweighted(NamedTuple):
+    """A value of `compute` that the weights don't weigh; see `unweighted`."""
+
+    value: Any
+
+
+def unweighted(value: Any) -> Any:
+    """Marks a value of `compute` as one that counts examples, whatever they weigh; to be used in `compute`.
+
+    With class weights, this counts each true positive once:
+
+        return {"loss": loss, "weight": weight, "accuracy": loop.unweighted(correct)}
+
+    Args:
+        value: a tensor, whose mean over all elements is reported; or what a metric of `build_metrics` is updated with,
+            which then gets no sample weights: a tensor, or a tuple such as (labels, predictions).
+
+    Returns:
+        The marked value, to be returned under a name of its own; not as "loss", "weight" or "loss_count".
+    """
+    return value if isinstance(value, Unweighted) else Unweighted(value)
+
+
+def content(value: Any) -> Any:
+    """A value of `compute` without its mark."""
+    return value.value if isinstance(value, Unweighted) else value
+
+
+Shapes = Mapping[str, tf.TensorShape]
+
+
+def check(values: Any, n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()) -> list[str]:
+    """Checks what `compute` returned for n examples; gives the names of its values, the loss first.
+
+    Args:
+        values: what it returned.
+        n: the number of examples; None while tracing, when it isn't known.
+        names: the values that it returned before, and must return again.
+        metrics: the values that a Keras metric is updated with: of any shape, or tuples of arguments.
+
+    Raises:
+        UsageError: no loss, a mean instead of values, or shapes that don't fit; with the fix.
+    """
+    _check_names(values)
+    tensors = {name: _tensor(name, content(value)) for name, value in values.items() if name not in metrics}
+    _check_dtypes(tensors)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    _check_one_value_per_example(shapes, n)
+
+    # While tracing, sizes aren't known. They were checked before, on a few examples.
+    if n is not None and "weight" in values:
+        _check_weight(shapes, unweighted={name for name in shapes if isinstance(values[name], Unweighted)})
+    if n is not None and "loss_count" in values:
+        _check_loss_count(shapes)
+    if not tensors["loss"].dtype.is_floating:
+        raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')
+
+    returned = ["loss", *(name for name in values if name not in RESERVED)]
+    if names is not None and set(returned) != set(names):
+        raise UsageError(
+            f"compute() returned {', '.join(names)} at first, and now {', '.join(returned)}: return the same values "
+            "always, with training=True too"
+        )
+    return returned
+
+
+def _check_names(values: Any) -> None:
+    """Refuses what is no dict with a loss, and names that the loop needs itself."""
+    if not isinstance(values, dict) or "loss" not in values:
+        got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
+        raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
+    for name in values:
+        if not isinstance(name, str) or name in ("epoch", "step", "examples") or name.startswith("eval_"):
+            raise UsageError(
+                f"compute() returned a value named {name!r}: that is what the loop itself counts or evaluates, or no "
+                "text; give it another name"
+            )
+    for name in RESERVED:
+        if isinstance(values.get(name), Unweighted):
+            raise UsageError(
+                f'compute() returned "{name}" as loop.unweighted(...), which is for metrics alone: return the tensor '
+                'itself; what the loss is divided by is said by "loss_count"'
+            )
+
+
+def _check_dtypes(tensors: Mapping[str, tf.Tensor]) -> None:
+    """Refuses values without a mean, such as text."""
+    for name, tensor in tensors.items():
+        if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+            raise UsageError(
+                f'compute() returned "{name}" of {tensor.dtype.name}: return numbers, of which there is a mean'
+            )
+
+
+def _check_one_value_per_example(shapes: Shapes, n: int | None) -> None:
+    """Refuses means: the mean of a replica's rows can't be put together with those of others."""
+    for name, shape in shapes.items():
+        if shape.rank == 0:
+            raise UsageError(
+                f'compute() returned a scalar for "{name}": return one value per example, never a mean (shape [n]). '
+                "For example keras.losses.mean_squared_error(labels, predictions), the function, instead of "
+                "keras.losses.MeanSquaredError()(labels, predictions); or leave out tf.reduce_mean(...)"
+            )
+        if n is not None and shape[0] != n:
+            raise UsageError(
+                f'compute() returned "{name}" of shape {list(shape)} for {n} example{"s" * (n > 1)}: return shape '
+                "[n] or [n, ...], one value per element, never a mean"
+            )
+
+
+def _check_weight(shapes: Shapes, unweighted: set[str]) -> None:
+    """Refuses a weight that isn't of the loss's shape, or that can't weigh another value."""
+    weight = shapes["weight"]
+    if weight != shapes["loss"]:
+        raise UsageError(
+            f'compute() returned "weight" of shape {list(weight)} beside "loss" of shape {list(shapes["loss"])}: '
+            "give both one shape, with tf.broadcast_to(weight, tf.shape(loss))"
+        )
+    for name, shape in shapes.items():
+        if name == "loss_count" or name in unweighted:
+            continue
+        if shape[: weight.rank] != weight:
+            raise UsageError(
+                f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
+                "can't weigh: its shape must begin with that of the weight"
+            )
+
+
+def _check_loss_count(shapes: Shapes) -> None:
+    """Refuses a divisor that has neither the loss's shape nor one number for each example."""
+    loss = shapes["loss"]
+    if shapes["loss_count"] not in (loss, loss[:1]):
+        raise UsageError(
+            f'compute() returned "loss_count" of shape {list(shapes["loss_count"])} beside "loss" of shape '
+            f"{list(loss)}: give what each element adds to the divisor, in the shape of the loss, "
+            "or what each example adds, in shape [n]"
+        )
+
+
+def _tensor(name: str, value: Any) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+        raise UsageError(
+            f'compute() returned "{name}" as {type(value).__name__}: return a tensor of one value per example, or '
+            "leave it out"
+        ) from None
