@@ -1,4 +1,4 @@
-"""Builds what a task describes: its model and optimizer, with all their variables, on an engine."""
+"""Builds what a task describes: its model and optimizer, with all their variables, on a backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from loop.model.variables import (
     as_tf,
     carried_variables,
     fixed_inputs,
-    keras_models,
     layers,
     losses,
     model_variables,
@@ -32,6 +31,7 @@ from loop.step import lookups
 from loop.step.example_trace import Trial, check_stateful, global_seeds, held_by, put_back, recorded, tried_step
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
+from loop.step.optimizers import assign_optimizers
 from loop.step.replica import probing
 from loop.task import TrainTask
 
@@ -84,27 +84,20 @@ def build(
 
     Args:
         task: the task.
-        backend: the engine, in whose scope variables are made.
+        backend: the backend, in whose scope variables are made.
         precision: a key of `PRECISIONS`.
         example: a few examples as a batch, on which `compute` is tried.
-        rows: how many rows it will be handed; None: nobody knows.
+        rows: how many rows it will be passed; None: not known.
         model: the model of the phase before; None: the task builds it.
 
     Raises:
         UsageError: the task returned something that can't be trained; the message shows the fix.
     """
-    if task.loss_reduction not in ("mean", "sum"):
-        raise UsageError(
-            f"{type(task).__name__}.loss_reduction is {task.loss_reduction!r}: give 'mean' (of the loss over the "
-            "batch) or 'sum'"
-        )
+    _check_loss_reduction(task)
     made: list[tf.Variable] = []
     with backend.scope(), keras_precision(precision), recorded(made):
         model = task.build_model() if model is None else model
-        if not isinstance(model, tf.Module) and not isinstance(model, keras.Model):
-            raise UsageError(
-                f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
-            )
+        _check_model(model)
         if task.phase is not None:
             task.begin_phase(model, task.phase)
         stateful = check_stateful(stateful_layers(model), rows)
@@ -112,42 +105,76 @@ def build(
         if type(task)._prepare is not TrainTask._prepare:
             with put_back(_state(task, model, made, backend)):
                 trial.call(lambda batch: task._prepare(model, batch))
-    trial.metrics = metrics = checked_metrics(task.build_metrics())
+    metrics = checked_metrics(task.build_metrics())
+    trial.metrics = metrics
+
     with backend.scope(), keras_precision(precision):
-        # A model without an input shape makes its variables at the first call: this one.
-        penalties: list[list[float]] = []
-
-        def tried(batch: Any) -> Any:
-            values = task.compute(model, batch, training=False)
-            penalties.append([float(tf.reduce_sum(each)) for each in losses(model) if not tf.is_symbolic_tensor(each)])
-            return values
-
-        names, grows = [], False
-        if type(task).compute is not TrainTask.compute or type(task).train_step is TrainTask.train_step:
-            with put_back(_state(task, model, made, backend)):
-                names = trial.names(tried)
-                grows = penalties[0] != penalties[-1] and trial.grow(tried, penalties)
+        names, grows = _try_compute(task, model, made, backend, trial)
         optimizer = task.build_optimizer()
-        phases = {"": names}
+        minimized = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
             with put_back(_state(task, model, made, backend)):
-                phases = tried_step(task, optimizer, model, trial)
-        if not trainable_variables(model):
-            where = f" in the phase {task.phase.name!r}, after begin_phase()" if task.phase else ""
-            raise UsageError(
-                f"the model has no trainable variables{where}: build_model() must return one with weights that aren't "
-                "all frozen"
-            )
-        optimizers = _assigned(task, model, optimizer)
+                minimized = tried_step(task, optimizer, model, trial)
+        _check_trainable(task, model)
+        optimizers = assign_optimizers(task, model, optimizer)
         # Slots exist before step 1, so that they can be broadcast and restored.
         variables = trainable_variables(model)
-        for each, indices in optimizers.values():
-            each.build([variables[index] for index in indices])
-        known = set(names).union(*phases.values())
-        if lost := set(metrics) - known:
+        for one, indices in optimizers.values():
+            one.build([variables[index] for index in indices])
+        lost = set(metrics).difference(names, *minimized.values())
+        if lost:
             raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
         by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
-    return BuiltModel(model, optimizer, optimizers, phases, names, metrics, grows, by_lookup, trial.fixed)
+    return BuiltModel(model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, trial.fixed)
+
+
+def _check_loss_reduction(task: TrainTask) -> None:
+    if task.loss_reduction not in ("mean", "sum"):
+        raise UsageError(
+            f"{type(task).__name__}.loss_reduction is {task.loss_reduction!r}: give 'mean' (of the loss over the "
+            "batch) or 'sum'"
+        )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, tf.Module) and not isinstance(model, keras.Model):
+        raise UsageError(
+            f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
+        )
+
+
+def _check_trainable(task: TrainTask, model: Any) -> None:
+    if not trainable_variables(model):
+        where = f" in the phase {task.phase.name!r}, after begin_phase()" if task.phase else ""
+        raise UsageError(
+            f"the model has no trainable variables{where}: build_model() must return one with weights that aren't "
+            "all frozen"
+        )
+
+
+def _try_compute(
+    task: TrainTask, model: Any, made: Sequence[tf.Variable], backend: Backend, trial: Trial
+) -> tuple[list[str], bool]:
+    """Tries `compute` on a few examples. A model without an input shape makes its variables here.
+
+    Returns:
+        The names of its values, none where only an own training step needs it and defines none; and whether the
+        model's own penalties grow with the number of rows.
+    """
+    if type(task).compute is TrainTask.compute and type(task).train_step is not TrainTask.train_step:
+        return [], False
+    penalties: list[list[float]] = []
+
+    def tried(batch: Any) -> Any:
+        values = task.compute(model, batch, training=False)
+        concrete = [penalty for penalty in losses(model) if not tf.is_symbolic_tensor(penalty)]
+        penalties.append([float(tf.reduce_sum(penalty)) for penalty in concrete])
+        return values
+
+    with put_back(_state(task, model, made, backend)):
+        names = trial.names(tried)
+        grows = penalties[0] != penalties[-1] and trial.grow(tried, penalties)
+    return names, grows
 
 
 def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: Backend) -> list[tf.Variable]:
@@ -192,60 +219,3 @@ def _by_lookup(
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is one of Keras's own that looks nothing up."""
     return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Embedding)
-
-
-def _assigned(task: TrainTask, model: Any, optimizer: Any) -> dict[str, tuple[Any, list[int]]]:
-    """Which optimizer trains which variables, by their indices among the model's trainable ones.
-
-    Raises:
-        UsageError: something is no optimizer; or a variable has none, or two.
-    """
-    several = isinstance(optimizer, Mapping)
-    for name, each in optimizer.items() if several else [("", optimizer)]:
-        what = f"build_optimizer() returned {type(each).__name__}{f' for {name!r}' if name else ''}"
-        if not hasattr(each, "build") or not hasattr(each, "learning_rate"):
-            raise UsageError(f"{what}: return a Keras optimizer of the model's family, or a dict of them")
-        if type(each).__name__ == "LossScaleOptimizer":
-            raise UsageError(
-                f"{what}: it would look at gradients that are not reduced. Return the optimizer within it, and use "
-                "precision='mixed_float16', which scales the loss, or 'bfloat16', which needs no scale"
-            )
-        if getattr(each, "use_ema", False) and not each.ema_overwrite_frequency:
-            raise UsageError(
-                f"{what} with use_ema=True, whose averages Keras's own fit would give to the model at its end: leave "
-                f"it out, and use ema={each.ema_momentum} (--ema), which is evaluated, saved and returned"
-            )
-        family = type(each).__module__.startswith("tf_keras")
-        if type(model).__module__.startswith("tf_keras") != family and isinstance(model, keras_models()):
-            raise UsageError(
-                f"the model is of {type(model).__module__.split('.')[0]}, but its optimizer of "
-                f"{type(each).__module__.split('.')[0]}: take both from one family"
-            )
-    trained = trainable_variables(model)
-    if not several:
-        return {"": (optimizer, list(range(len(trained))))}
-    if not optimizer:
-        raise UsageError("build_optimizer() returned an empty dict: return at least one optimizer")
-    place = {id(variable): index for index, variable in enumerate(as_tf(trained))}
-    names = variable_names(trained)
-    owner: dict[int, str] = {}
-    for name, variables in task.optimizer_variables(model, list(optimizer)).items():
-        for variable in as_tf(variables):
-            index = place.get(id(variable))
-            if index is None:
-                continue  # not trained
-            if index in owner:
-                raise UsageError(
-                    f"the variable {names[index]} belongs to two optimizers, {owner[index]!r} and {name!r}: see "
-                    "TrainTask.optimizer_variables"
-                )
-            owner[index] = name
-    if lost := [names[index] for index in range(len(trained)) if index not in owner]:
-        raise UsageError(
-            f"no optimizer trains {', '.join(lost[:5])}: see TrainTask.optimizer_variables; what isn't to be trained "
-            "needs trainable=False"
-        )
-    return {
-        name: (each, [index for index in range(len(trained)) if owner[index] == name])
-        for name, each in optimizer.items()
-    }

@@ -1,0 +1,87 @@
+"""The optimizers of a task: what can be one, and which of several trains which variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from loop.errors import UsageError
+from loop.model.variables import as_tf, keras_models, trainable_variables, variable_names
+from loop.task import TrainTask
+
+
+def assign_optimizers(task: TrainTask, model: Any, optimizer: Any) -> dict[str, tuple[Any, list[int]]]:
+    """Which optimizer trains which variables.
+
+    Args:
+        task: the task.
+        model: its model.
+        optimizer: what `build_optimizer` returned: an optimizer, or a dict of them.
+
+    Returns:
+        By name, "" for a single one: each optimizer, and the indices of its variables among the trainable ones.
+
+    Raises:
+        UsageError: something is no optimizer; or a variable has none, or two.
+    """
+    if not isinstance(optimizer, Mapping):
+        _check_optimizer(optimizer, model, "")
+        return {"": (optimizer, list(range(len(trainable_variables(model)))))}
+
+    for name, one in optimizer.items():
+        _check_optimizer(one, model, f" for {name!r}" if name else "")
+    if not optimizer:
+        raise UsageError("build_optimizer() returned an empty dict: return at least one optimizer")
+    owners = _owners(task, model, list(optimizer))
+    return {
+        name: (one, [index for index, owner in enumerate(owners) if owner == name]) for name, one in optimizer.items()
+    }
+
+
+def _owners(task: TrainTask, model: Any, names: list[str]) -> list[str]:
+    """The name of the optimizer of each trainable variable, in their order."""
+    trained = trainable_variables(model)
+    paths = variable_names(trained)
+    indices = {id(variable): index for index, variable in enumerate(as_tf(trained))}
+    owners: dict[int, str] = {}
+    for name, variables in task.optimizer_variables(model, names).items():
+        for variable in as_tf(variables):
+            index = indices.get(id(variable))
+            if index is None:
+                continue  # a frozen one
+            if index in owners:
+                raise UsageError(
+                    f"the variable {paths[index]} belongs to two optimizers, {owners[index]!r} and {name!r}: see "
+                    "TrainTask.optimizer_variables"
+                )
+            owners[index] = name
+    lost = [path for index, path in enumerate(paths) if index not in owners]
+    if lost:
+        raise UsageError(
+            f"no optimizer trains {', '.join(lost[:5])}: see TrainTask.optimizer_variables; what isn't to be trained "
+            "needs trainable=False"
+        )
+    return [owners[index] for index in range(len(trained))]
+
+
+def _check_optimizer(optimizer: Any, model: Any, which: str) -> None:
+    """Refuses what is no Keras optimizer, or would do by itself what the loop does for all replicas."""
+    what = f"build_optimizer() returned {type(optimizer).__name__}{which}"
+    if not hasattr(optimizer, "build") or not hasattr(optimizer, "learning_rate"):
+        raise UsageError(f"{what}: return a Keras optimizer of the model's family, or a dict of them")
+    if type(optimizer).__name__ == "LossScaleOptimizer":
+        raise UsageError(
+            f"{what}: it would look at gradients that are not reduced. Return the optimizer within it, and use "
+            "precision='mixed_float16', which scales the loss, or 'bfloat16', which needs no scale"
+        )
+    if getattr(optimizer, "use_ema", False) and not optimizer.ema_overwrite_frequency:
+        raise UsageError(
+            f"{what} with use_ema=True, whose averages Keras's own fit would give to the model at its end: leave "
+            f"it out, and use ema={optimizer.ema_momentum} (--ema), which is evaluated, saved and returned"
+        )
+    is_legacy = type(optimizer).__module__.startswith("tf_keras")
+    if type(model).__module__.startswith("tf_keras") != is_legacy and isinstance(model, keras_models()):
+        raise UsageError(
+            f"the model is of {type(model).__module__.split('.')[0]}, but its optimizer of "
+            f"{type(optimizer).__module__.split('.')[0]}: take both from one family"
+        )
