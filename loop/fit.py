@@ -21,10 +21,10 @@ from loop.options import DEFAULTS, with_defaults
 from loop.run import run_directory
 from loop.run.bad_step import keep_bad_step
 from loop.run.bus import Bus
+from loop.run.ending import end, wait_for_checkpoints
 from loop.run.result import FitResult, result, take_best
 from loop.run.run import Run
 from loop.run.session import Session, assemble
-from loop.step import approximations
 from loop.step.train_step import LAST_SKIPPED, NOT_FINITE, not_finite
 from loop.task import TrainTask, check_is_task, hyperparameters
 
@@ -67,7 +67,7 @@ def fit(
 
     The loop, with the event that each part fires:
 
-        start the engine, build the model and the optimizer      on_setup
+        start the backend, build the model and the optimizer     on_setup
         open the data, each replica its share                    on_data
         go on from the newest good checkpoint, or start          on_restore
         give all workers the same variables                      on_fit_start
@@ -92,7 +92,7 @@ def fit(
         steps: optimizer steps instead of epochs.
         batch_size: the *global* batch, over all replicas; 32.
         backend: `auto`, `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, a
-            plug-in's name, or an engine object; `auto`.
+            plug-in's name, or a `Backend` object; `auto`.
         callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a
             standard one of its kind. What `callbacks.standard(...)` built is taken as it is. The task's own are added
             to either: `TrainTask.build_callbacks`.
@@ -156,8 +156,8 @@ def fit(
     check_is_task(task)
     options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
     remember(hyperparameters(task))  # from here on, the secrets among them are hidden in all output
-    engine = backend if isinstance(backend, Backend) else start(options["backend"])
-    options["backend"] = engine.name
+    backend = backend if isinstance(backend, Backend) else backends.create(choose_backend(options["backend"])[0])
+    options["backend"] = backend.name
     profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
     chosen = [*complete(callbacks, task.build_callbacks()), *profiler]
     if options["keep"] == "best" and not any(isinstance(callback, Checkpoint) for callback in chosen):
@@ -165,43 +165,43 @@ def fit(
     while True:
         try:
             with no_exit():
-                run = attempt(task, engine, options, chosen, run_dir)
+                run = attempt(task, backend, options, chosen, run_dir)
             break
         except Exception as error:
-            if not engine.is_recoverable(error):
+            if not backend.is_recoverable(error):
                 raise
-        engine.rejoin()  # an elastic job goes on with the workers that are there now
+        backend.rejoin()  # an elastic job goes on with the workers that are there now
     run.step.averages.take()
     return result(run)
 
 
 def attempt(
     task: TrainTask,
-    engine: Backend,
+    backend: Backend,
     options: dict[str, Any],
     callbacks: list[Callback],
     run_dir: str | Path | None,
 ) -> Run:
     """One attempt at a run. Only an elastic job makes several: one with each set of workers."""
-    found = assemble(task, engine, options)
-    session = Session(task, engine, options, found)
-    with run_directory.prepared(task, run_dir, options["resume"], engine) as directory:
+    found = assemble(task, backend, options)
+    session = Session(task, backend, options, found)
+    with run_directory.prepared(task, run_dir, options["resume"], backend) as directory:
         run = Run(session, directory)
         bus = Bus(callbacks, run)
         with run.stops.handling_signals(run), run.watchdog.watching():
             try:
                 set_up(run, bus, found.data)
                 train(run, bus)
-                last_saves(run, bus)
+                wait_for_checkpoints(run, bus)
                 run.step.average_statistics()
                 report_time(run, bus)
                 if options["profile"]:
-                    bus.fire("profile", "summary", stopwatch.summary(engine.gather_json(run.stopwatch.total)))
+                    bus.fire("profile", "summary", stopwatch.summary(backend.gather_json(run.stopwatch.total)))
                 take_best(run)
                 run.synchronize()
             except BaseException as error:
                 translated = run.translate_error(error)
-                if engine.is_recoverable(error):
+                if backend.is_recoverable(error):
                     run.checkpointing.close()
                 else:
                     end(run, bus, "failed", translated)
@@ -209,7 +209,7 @@ def attempt(
                     raise
                 raise translated from error
             end(run, bus, run.run_status.name)
-            engine.exchange(0)  # all workers wait here until the chief has delivered everything
+            backend.exchange(0)  # all workers wait here until the chief has delivered everything
     return run
 
 
@@ -319,7 +319,7 @@ def evaluate(run: Run, bus: Bus) -> bool:
 
 def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
     """All workers agree on what comes next: so many steps, a checkpoint, an end. Returns whether it is an end."""
-    decision = run.synchronize(steps_to_boundary(run, bus) if steps is None else steps)
+    decision = run.synchronize(run.calls.steps_to_boundary(run, bus.steps_left()) if steps is None else steps)
     if decision.saved:
         bus.fire("checkpoint", decision.saved)
     if decision.keep:
@@ -327,12 +327,12 @@ def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
     if decision.save:
         run.checkpointing.save()
         if decision.wait:
-            last_saves(run, bus)
+            wait_for_checkpoints(run, bus)
     elif decision.hold:
         run.checkpointing.hold()
     # Not `decision` from here on: while checkpoints are waited for, the workers agree anew.
     if run.decision.regroup and not run.decision.stop and not run.at_end:
-        last_saves(run, bus)
+        wait_for_checkpoints(run, bus)
         raise RegroupError
     return run.decision.stop
 
@@ -342,55 +342,3 @@ def report_time(run: Run, bus: Bus) -> None:
     entry = run.stopwatch.split()
     if entry is not None and run.options["profile"]:
         bus.fire("profile", "call", entry)
-
-
-def steps_to_boundary(run: Run, bus: Bus) -> int:
-    """How many steps the next call makes: as many as fit the pace, until a callback wants the host or a part ends."""
-    progress = run.progress
-    steps_per_epoch = run.step.data.train.steps_per_epoch
-    eval_every = run.options["eval_every"]
-    pace = approximations.to_average(run.calls.pace.steps, progress.step_in_epoch, run.options["local_steps"])
-    left: list[int | None] = [pace, bus.steps_left(), run.plan.steps_left]
-    if steps_per_epoch is not None:
-        left.append(steps_per_epoch - progress.step_in_epoch)
-    if isinstance(eval_every, int):
-        left.append(eval_every - progress.step % eval_every)
-    return min(steps for steps in left if steps is not None)
-
-
-def last_saves(run: Run, bus: Bus) -> None:
-    """Waits for the checkpoints that are being written."""
-    run.checkpointing.wait()
-    while run.checkpointing.under_way:
-        decision = run.synchronize(run.decision.steps)
-        if decision.saved:
-            bus.fire("checkpoint", decision.saved)
-
-
-def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> None:
-    """The last events. An error in them must not hide the one that ended the run."""
-    run.checkpointing.close()
-    last_acts = [
-        run.checkpointing.raise_errors,
-        lambda: run.run_status.write(run, status),
-        lambda: bus.fire_last("fit_end", status),
-    ]
-    if error is not None:
-        last_acts.insert(1, lambda: bus.fire_last("exception", error))
-    first = error
-    for act in last_acts:
-        try:
-            act()
-        except Exception as further:
-            if first is None:
-                first = further
-            else:
-                first.add_note(f"further: {type(further).__name__}: {further}")
-    if error is None and first is not None:
-        raise first
-
-
-def start(name: str) -> Backend:
-    """Starts the backend of this name; `auto` finds it."""
-    chosen, _ = choose_backend(name)
-    return backends.create(chosen)

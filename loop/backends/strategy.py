@@ -34,7 +34,7 @@ class StrategyBackend(Backend):
         return self.strategy.scope()
 
     def can_read(self, variable: tf.Variable) -> bool:
-        return getattr(variable, "_distribute_strategy", self.strategy) is self.strategy
+        return getattr(variable, "_distribute_strategy", None) in (None, self.strategy)  # None: made outside of any
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.strategy.run(function, args)

@@ -10,6 +10,7 @@ import numpy as np
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import COMPILING
 from loop.run.pace import Pace
+from loop.step import approximations
 from loop.step.totals import EXAMPLES
 
 if TYPE_CHECKING:
@@ -60,6 +61,24 @@ class Calls:
         run.stopwatch.count(steps, examples)
         self._record(steps, examples, seconds)
         return steps, ending, totals
+
+    def steps_to_boundary(self, run: Run, steps_to_callback: int | None) -> int:
+        """How many steps the next call makes: as many as fit the pace, up to the next boundary.
+
+        Args:
+            run: the run.
+            steps_to_callback: the steps until a callback wants the host; None: none does.
+        """
+        progress = run.progress
+        steps_per_epoch = run.step.data.train.steps_per_epoch
+        eval_every = run.options["eval_every"]
+        pace = approximations.to_average(self.pace.steps, progress.step_in_epoch, run.options["local_steps"])
+        left: list[int | None] = [pace, steps_to_callback, run.plan.steps_left]
+        if steps_per_epoch is not None:
+            left.append(steps_per_epoch - progress.step_in_epoch)
+        if isinstance(eval_every, int):
+            left.append(eval_every - progress.step % eval_every)
+        return min(steps for steps in left if steps is not None)
 
     def _record(self, steps: int, examples: int, seconds: float) -> None:
         self.pace.record(steps, seconds)
