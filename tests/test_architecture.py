@@ -18,6 +18,8 @@ REACHED = {
     "folders and files side by side in loop/",
     "imports between them",
     "imports that run upward",
+    "lines of code of the biggest class",
+    "attributes of Run written from outside",
 }
 """Measures of `python -m tests.campaigns.house` whose goals are reached."""
 
