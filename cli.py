@@ -65,7 +65,7 @@ from loop.options import nearest, with_defaults
 from loop.target import task_loader
 
 NO_DIRECTORY = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
-"""The endings of names that nobody gives a directory, in small letters."""
+"""The endings of names that are files and no directories, in small letters."""
 
 app = typer.Typer(
     help="Trains TensorFlow models: the same task, and the same numbers, on one device or many.",
@@ -213,7 +213,7 @@ def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
 
 @contextlib.contextmanager
 def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields what is to be told of each stage of a command; it is shown also where TensorFlow is made quiet."""
+    """Yields a function that shows the next stage of a command, also while TensorFlow's output is hidden."""
     with os.fdopen(os.dup(2), "w") as stderr, contextlib.closing(callbacks.progress.Stages(total, stderr)) as stages:
         yield stages.next
 
@@ -378,7 +378,7 @@ def _record(
 
             task, made = backends.with_task(lambda: task_loader.load(target_, assignments), choose_backend("auto")[0])
         verify.write(directory, task, made, batch_size, compile_)
-        made.exchange(0)  # nobody leaves before all are done
+        made.exchange(0)  # no worker leaves before all are done
         made.close()
         report(0)
 

@@ -112,8 +112,8 @@ class Checkpoint(Callback):
         result = run.best["step"] if run.best is not None else None
         if step == result:
             self._result_saved = step
-        # Later ones are of another life, and were passed over. The best may still have to be written: until it is, the
-        # one before isn't given up.
+        # Later ones are of another attempt, and were passed over. Until the best one is written, the best one before
+        # it is kept.
         paths = [path for path in run.checkpoints() if step_of(path) <= step]
         kept = (self.best_step, self._best_saved, result, self._result_saved)
         run.discard([path for path in paths[: -self.keep_last] if step_of(path) not in kept])

@@ -99,7 +99,7 @@ def _hash(parts: list[Any]) -> str:
 def used(directory: Path) -> dict[int, list[Example]]:
     """The examples that a run was made of, in order, for each epoch.
 
-    What a life did behind the position from which the next one goes on is lost, and doesn't count.
+    Steps of an attempt after the position from which the next one goes on are lost, and don't count.
     """
     batches: dict[tuple[int, int, int, str], list[Example]] = {}
     for _, paths in itertools.groupby(sorted(directory.glob("*.jsonl")), lambda path: path.name[:6]):

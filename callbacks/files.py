@@ -1,7 +1,7 @@
 """Files of a run directory: opened where they are, read up to a bound, written whole under another name.
 
-A run directory may come from anybody. A link, a pipe or a device in the place of one of its files must neither hang a
-command nor lead it to a file elsewhere. So nothing in a run directory is opened but by the functions here.
+A run directory may come from a stranger. A link, a pipe or a device in the place of one of its files must neither hang
+a command nor lead it to a file elsewhere. So only the functions here open files in a run directory.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
 
 
 def hidden_name(path: Path) -> Path:
-    """Another name beside a file outside of run directories, where `*.tmp` may be somebody's."""
+    """Another name beside a file outside of run directories, where `*.tmp` may be a user's own file."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 

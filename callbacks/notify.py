@@ -19,9 +19,9 @@ from callbacks.run_record import redaction
 from callbacks.run_record.journal import jsonable
 
 KINDS = ("end", "failure", "checkpoint")
-"""What can be told."""
+"""The events of which a message can be sent."""
 MOST = 8
-"""So many messages are under way at most: while a server takes none, checkpoints aren't told any more."""
+"""So many messages are under way at most: while a server takes none, no more messages about checkpoints are sent."""
 
 _under_way: dict[threading.Thread, float] = {}
 """The threads of messages, and until when the process may wait for each at its end."""
@@ -38,7 +38,7 @@ class Notify(Callback):
 
     Args:
         url: where to post, http or https; a user and password in it are sent by basic authentication.
-        on: what is told, of `"end"`, `"failure"` and `"checkpoint"`.
+        on: of what messages are sent: `"end"`, `"failure"` and `"checkpoint"`.
         timeout: seconds to wait for an answer.
 
     Raises:
@@ -50,7 +50,7 @@ class Notify(Callback):
         self.on = (on,) if isinstance(on, str) else tuple(on)
         for kind in self.on:
             if kind not in KINDS:
-                raise ValueError(f"Notify(on={kind!r}): that can't be told{nearest(str(kind), KINDS)}")
+                raise ValueError(f"Notify(on={kind!r}): no such message{nearest(str(kind), KINDS)}")
         if not self.on:
             raise ValueError(f"Notify(on=()): give at least one of {', '.join(KINDS)}")
         good = is_number(timeout, 0, 3600) and timeout > 0

@@ -181,7 +181,7 @@ class Display:
 def _beside_bar(state: Mapping[str, Any], room: int) -> str:
     """What stands beside the bar: the first metric, and as much of the speed and a second metric as there is room for.
 
-    Those of the evaluation are told by the line of the epoch.
+    Those of the evaluation stand in the line of the epoch.
     """
     of_training = ((name, value) for name, value in state["metrics"].items() if not name.startswith("eval_"))
     first, *others = [f"{name} {number(value)}" for name, value in itertools.islice(of_training, 2)]
@@ -230,7 +230,7 @@ class Stages:
 
 @contextlib.contextmanager
 def counted(total: int, unit: str, stream: TextIO) -> Iterator[Callable[[int], Any]]:
-    """Yields what is to be told of each piece of work that is done: a bar on a terminal, nothing elsewhere."""
+    """Yields a function to call after each piece of work: it moves a bar on a terminal, and does nothing elsewhere."""
     if not stream.isatty():
         yield lambda count: None
         return

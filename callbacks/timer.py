@@ -14,7 +14,7 @@ _SPAN = re.compile("".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms"), r
 class Timer(Callback):
     """Stops the run politely, with a checkpoint, when it has taken `max_duration`.
 
-    The time of earlier lives of the run counts, up to the checkpoint from which it goes on. It is looked at once a
+    The time of earlier attempts at the run counts, up to the checkpoint from which it goes on. It is looked at once a
     second, between compiled calls; an evaluation under way comes to its end first.
 
     Args:
@@ -34,7 +34,7 @@ class Timer(Callback):
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the run has taken, with its earlier lives."""
+        """Seconds that the run has taken, with its earlier attempts."""
         return self._before + time.monotonic() - self._begun
 
     def on_setup(self, run: Run) -> None:

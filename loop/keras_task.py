@@ -187,7 +187,7 @@ class KerasTask(TrainTask):
         return self._values(model, labels, predictions, weights)
 
     def _predictions(self, model: Any, inputs: Any, training: bool) -> Any:
-        # As `fit` does: a model that can't be told is called without, and its layers are in inference mode.
+        # As `fit` does: a model without the argument is called without it, and its layers are in inference mode.
         return model(inputs, training=training) if self._takes_training else model(inputs)
 
     @tf.autograph.experimental.do_not_convert

@@ -210,5 +210,5 @@ if __name__ == "__main__":
     for name, check in CHECKS.items():
         check(made)
         os.write(1, f"{name} ok\n".encode())  # in one piece: others write to the same pipe
-    made.exchange(0)  # nobody leaves before all are done
+    made.exchange(0)  # no worker leaves before all are done
     made.close()

@@ -57,5 +57,5 @@ if __name__ == "__main__":
         check(made)
         print(name, "ok")
     exactness.train_all(made, Path(sys.argv[2]), sys.argv[3:])
-    made.exchange(0)  # nobody leaves before all are done
+    made.exchange(0)  # no worker leaves before all are done
     made.close()

@@ -18,7 +18,7 @@ _LONGEST_PAUSE = 10.0  # seconds between two deliveries, at most
 
 
 class Courier(threading.Thread):
-    """Delivers a journal that is still being written, until it is told that the run has ended; never gives up.
+    """Delivers a journal that is still being written, until the run reports its end; tries again after every failure.
 
     Args:
         delivery: what delivers.

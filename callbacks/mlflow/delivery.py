@@ -134,7 +134,7 @@ class Delivery:
         return count
 
     def deliver(self, progress: Callable[[int], Any] = lambda count: None) -> None:
-        """Sends what the journal has and the store hasn't; `progress` is told of each batch."""
+        """Sends what the journal has and the store hasn't; `progress` is called after each batch."""
         self.connect()
         from mlflow.entities import Metric
 

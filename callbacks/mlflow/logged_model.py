@@ -1,4 +1,4 @@
-"""The run's model as an MLflow model, with signature and input example: anybody with MLflow can load it."""
+"""The run's model as an MLflow model, with signature and input example: anyone with MLflow can load it."""
 
 from __future__ import annotations
 

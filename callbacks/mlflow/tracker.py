@@ -55,7 +55,7 @@ class MLflowTracker(Callback):
     """Logs the run to MLflow: parameters, metrics by step, tags, the run directory's files, and how it ended.
 
     Metrics of an epoch bear their plain names; those within an epoch are named `step/...`. A run that is resumed in its
-    directory goes on in the same MLflow run. Trouble with the store is told once and never stops or delays the
+    directory goes on in the same MLflow run. Trouble with the store is printed once, and never stops or delays the
     training: all points are in the journal, from which they are delivered as soon as the store can be reached.
 
     Args:

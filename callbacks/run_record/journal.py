@@ -34,7 +34,7 @@ class Journal(Callback):
     def __init__(self, every: Every = "1s") -> None:
         self.every = every
         self._file: Any = None
-        self._torn = self._silent = False  # whether the last line found no room; whether nothing is told yet
+        self._torn = self._silent = False  # the last line found no room; nothing is written yet
         self._last = 0  # the step at which metrics were last on offer
 
     def on_setup(self, run: Run) -> None:
@@ -43,7 +43,7 @@ class Journal(Callback):
             self._file.close()
         self._file = files.appending(path)  # a line is one write: lines of other writers don't mix with it
         self._torn = torn(path)
-        self._silent = path.stat().st_size > 0  # what ends before `on_restore` is no life of the run that is told here
+        self._silent = path.stat().st_size > 0  # an attempt that ends before `on_restore` leaves no line
         run.history_in_journal = True
 
     def on_restore(self, run: Run, path: Path | None) -> None:

@@ -53,15 +53,15 @@ class Record:
     Attributes:
         path: the run directory.
         name: its name.
-        task: the task's class; "" where nobody knows, as for all texts.
+        task: the task's class; "" where it isn't known, as for all texts.
         target: where the task is: file.py:Class.
         backend: the engine.
         replicas: how many there were.
         workers: on how many processes.
-        status: one of `STATUSES`; `running` only while somebody holds the run's lock, else `killed`; or "".
+        status: one of `STATUSES`; `running` only while a process holds the run's lock, else `killed`; or "".
         reason: why it was stopped; "" if it wasn't.
-        started: seconds since the epoch, UTC; None where nobody knows, as for all numbers that may be None.
-        seconds: how long it was under way, all its lives together.
+        started: seconds since the epoch, UTC; None where it isn't known, as for all numbers that may be None.
+        seconds: how long it was under way, in all attempts together.
         lives: how often it was started.
         steps: optimizer steps made.
         epochs: epochs completed.
@@ -75,11 +75,11 @@ class Record:
         curves: points (step, value) by metric, by step. Training has a point an epoch; those within an epoch are named
             `step/...`; those of evaluations `eval_...`. Values may be nan or infinite.
         speed: examples per second, (step, value).
-        clock: (step, seconds under way until then), as it went: where a life goes on from before, steps go back.
+        clock: (step, seconds under way until then), as it went: where an attempt goes on from before, steps go back.
         checkpoints: those that are there, oldest first.
-        split: the chief's seconds by part, of lives that have told it: see `loop.monitor.stopwatch.PARTS`; and
+        split: the chief's seconds by part, of attempts that have recorded it: see `loop.monitor.stopwatch.PARTS`; and
             `starting`, `compiling`. Without a profile, `training` stands for data, compute, all-reduce and the rest.
-        ranks: of a run that was profiled: the seconds by part of each rank, in its last life.
+        ranks: of a run that was profiled: the seconds by part of each rank, in its last attempt.
         verdict: of such a run: what holds it back, in lines.
         faults: exceptions, kills, resumes, skipped steps, workers that came and went, stalls.
     """
@@ -128,7 +128,7 @@ class Record:
 
     @property
     def metric(self) -> str:
-        """What runs are told apart by, if nobody says otherwise: the loss, of the evaluation if there is one."""
+        """The metric by which runs are compared by default: the loss, of the evaluation if there is one."""
         names = ["eval_loss", "loss", STEP + "loss", *self.curves]
         return next((name for name in names if name in self.curves), "")
 
@@ -139,7 +139,7 @@ def is_run(path: Path) -> bool:
 
 
 def under_way(path: Path) -> bool:
-    """Whether somebody holds the lock of a run directory."""
+    """Whether a process holds the lock of a run directory."""
     try:
         file = files.opened(path / LOCK)
     except OSError:
@@ -184,7 +184,7 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
         status = "running"
     elif status == "running" or (not status and story.lives):
         status = "killed"
-        story.fault(f"killed at step {story.step:,}: nobody holds its lock, and it has not said how it ended")
+        story.fault(f"killed at step {story.step:,}: no process holds its lock, and it has not recorded how it ended")
     return Record(
         path=path,
         name=printable(path.absolute().name),
@@ -225,7 +225,7 @@ def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]
 
 
 def begun(path: Path) -> float:
-    """When a run began, or was begun with, at little cost; 0.0 where nobody knows."""
+    """When a run began, or was begun with, at little cost; 0.0 where it isn't known."""
     for entry, _ in entries(path):
         if (time := as_number(entry.get("time"))) is not None:
             return time

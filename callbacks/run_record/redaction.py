@@ -296,7 +296,7 @@ def tell(text: str, stream: TextIO | None = None) -> None:
 
 
 class Masked(io.TextIOWrapper):
-    """A stream of text which lets no known secret through, whoever writes it: the task's own prints, for example."""
+    """A stream of text that masks known secrets in all that is written to it, such as the task's own prints."""
 
     def write(self, text: str) -> int:
         # Without `name=value`, since this may be JSON: it must stay JSON.

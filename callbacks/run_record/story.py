@@ -43,9 +43,9 @@ class Story:
         self.verdict: list[str] = []
         self.faults: list[Fault] = []
         self.passed = b""  # the last line that wasn't looked into
-        self._begun = self._time = 0.0  # of this life: its first line's time, and the last one's
-        self._explained = True  # whether it is known why the life before ended
-        self._calls = False  # whether this life told where the time of each call went
+        self._begun = self._time = 0.0  # of this attempt: its first line's time, and the last one's
+        self._explained = True  # whether it is known why the attempt before ended
+        self._calls = False  # whether this attempt recorded where the time of each call went
 
     def take(self, line: bytes) -> None:
         """The next line."""

@@ -88,7 +88,7 @@ class ElasticHorovod(Horovod):
         return isinstance(error, RegroupError) or is_peer_loss(error)
 
     def rejoin(self) -> None:
-        # Whoever joins builds the model for the first time, and collectives go by the names of what they reduce.
+        # A worker that joins builds its first model, and Horovod pairs collectives by the names of their tensors.
         for module in ("keras", "tf_keras"):
             if module in sys.modules:
                 sys.modules[module].backend.clear_session()

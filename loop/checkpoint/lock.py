@@ -80,8 +80,8 @@ def _taken(path: Path, deadline: float) -> IO[bytes]:
                     f"the run directory {path.parent} is in use by process {owner.get('pid', '?')} on "
                     f"{owner.get('host', '?')} since {owner.get('time', '?')}: wait for it, or give another one"
                 ) from None
-            # The dead owner's child has inherited it, and may have the file without a name; or somebody has taken it
-            # just now, and is about to say so.
+            # A child of the dead owner has inherited the lock; or another process has just taken it, and is about to
+            # write its own name.
             time.sleep(1.0)
             if read_json(path) == owner:
                 path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Manifest: what a checkpoint's manifest must say of a run before anything is done with it.
 
-Its digest only shows that it is as it was written. Who has written it may be anybody, and so may be what it says.
+Its digest shows only that it is as it was written. Anyone can write one, so what it says is checked.
 """
 
 from __future__ import annotations

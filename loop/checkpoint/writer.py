@@ -84,7 +84,7 @@ class Writer:
                 self._check()
                 path.rename(doomed)
                 shutil.rmtree(doomed)
-            except (FileNotFoundError, MovedError):  # somebody else has removed it
+            except (FileNotFoundError, MovedError):  # another process has removed it
                 return
             except OSError as error:
                 tell(f"warning: the old checkpoint {path} can't be removed ({error})")

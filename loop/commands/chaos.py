@@ -27,7 +27,7 @@ from loop.commands import command_line
 from loop.errors import TrainingError, UsageError
 
 MARK = "TFLOOP_CHAOS"
-"""Environment variable by which all processes of a life are known, whoever their parent has become."""
+"""Environment variable that marks all processes of an attempt, also those whose parent has ended."""
 WRITING, STARTING, TRAINING = KINDS = ("in a checkpoint write", "in start-up", "in training")
 MOST_KILLS = 1000
 """So many kills are asked for at most: each takes a start of TensorFlow, or more."""
@@ -251,7 +251,7 @@ class Life:
         """The arguments of its processes that live, by id."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+            with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
                 if f"{MARK}={self._token}".encode() in (path / "environ").read_bytes().split(b"\0"):
                     found[int(path.name)] = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
         return found

@@ -1,4 +1,4 @@
-"""The process that tries an exported model: loads it as anybody would, and notes its outputs for some inputs.
+"""The process that tries an exported model: loads it as a user would, and writes its outputs for some inputs.
 
     python -m loop.commands.check_export MODEL INPUTS.npz OUTPUTS.npz HOW
 

@@ -160,7 +160,7 @@ def _yaml(text: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value of a file, as it is told: cut short, whatever it is."""
+    """A value of a file for a message: cut short."""
     try:
         return reprlib.repr(value)
     except ValueError:  # Python doesn't write numbers of more than 4,300 digits

@@ -60,7 +60,7 @@ def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
         if len(set(prints)) > 1:
             yield (
                 f"host randomness in the data: {method}() gives other examples each time that it is called, so that "
-                "every worker, and every life of a run, has its own. Seed it (np.random.default_rng(seed), "
+                "every worker, and every attempt at a run, has its own. Seed it (np.random.default_rng(seed), "
                 "random.Random(seed), shuffle(n, seed=seed)), or draw in compute() with loop.example_seed()"
             )
 
@@ -97,7 +97,7 @@ class _Probe:
         }
 
     def causes(self, options: dict[str, Any]) -> Iterator[str]:
-        """The mistakes, the plainest first; what only follows from another one isn't told."""
+        """The mistakes, the plainest first; what only follows from another one is left out."""
         gathers = all_gathers()
         evaluated = self.loss(self.batch, training=False)
         again = self.loss(self.batch, training=False)

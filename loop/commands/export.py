@@ -49,7 +49,7 @@ def export(
         out: `*.npz`: all model variables, keys `00000:<variable name>` in order; `*.keras`: a Keras file; else the
             directory of a SavedModel, with the signature `serving_default`, also callable as `serve`.
         check: whether a new process loads what was written, and its outputs on evaluation examples are compared.
-        progress: is told what is done next.
+        progress: is called with what is done next.
 
     Returns:
         What the check has shown, or "".
@@ -154,5 +154,5 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def texts_as_bytes(value: np.ndarray) -> np.ndarray:
-    """Texts, of which TensorFlow makes objects, as a file without pickle can hold them."""
+    """Converts texts, which TensorFlow returns as Python objects, to bytes: those are saved without pickle."""
     return value.astype("S") if value.dtype == object else value

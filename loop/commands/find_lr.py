@@ -1,7 +1,7 @@
 """`tfloop find-lr`: the learning rate range test (Smith 2017, arXiv:1506.01186, section 3.3).
 
 Trains with a learning rate that grows exponentially from step to step, and looks where the loss falls fastest. All is
-that of a training: data, compiled step, engine; but nothing is written, and nobody hears of it.
+that of a training: data, compiled step, engine; but nothing is written, and no callback is called.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
     Args:
         run_dir: the run directory, or that of a sweep.
         track: the store; None: the one that the run was delivered to, if this user has made the run here.
-        trusted: whether it may be the one that the directory itself names, whoever has written that.
+        trusted: whether it may be the one that the directory itself names, without asking who wrote it.
 
     Raises:
         UsageError: it is no run, or under way, or there is no such store.
@@ -85,7 +85,7 @@ def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
         for trial in filter(_is_deliverable, sorted(run_dir.glob("trial-*"))):
             try:
                 _deliver_rest(trial, store, trusted)
-            except UsageError as error:  # it lives on, though the sweep was killed
+            except UsageError as error:  # a trial that still runs, though the sweep was killed
                 tell(f"warning: {error}")
 
 

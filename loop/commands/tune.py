@@ -36,7 +36,7 @@ _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
 _GAIN = 1.02  # what is faster by less isn't worth another setting
 _CLOSE = 0.9  # what is slower than that at first sight isn't measured again
-_GRACE = 3.0  # seconds that a trial has to end, when it is told to
+_GRACE = 3.0  # seconds that a trial has to end, after it was asked to
 
 
 @dataclasses.dataclass
@@ -105,7 +105,7 @@ def tune(
         seconds: how long a trial measures.
         rounds: how often what is close is measured, in turns.
         batch_size: whether the fastest batch size is taken, too.
-        progress: is told what is being measured.
+        progress: is called with what is being measured.
 
     Raises:
         UsageError: the task can't be trained at all.
@@ -244,7 +244,7 @@ def _others(now: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, list[
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of a trial lives on: a launcher that is told twice ends its workers, and then itself."""
+    """Ends all processes of a trial: a launcher that gets two signals ends its workers, and then itself."""
     try:
         for _ in range(2):
             if process.poll() is None:

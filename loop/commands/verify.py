@@ -37,7 +37,7 @@ BOUNDS = {"float32": 1e-4, "float64": 1e-5}
 Rounding in float64 is below 1e-12; but some layers, and the states of Keras's metrics, are float32 within.
 
 In float32 only the first step is judged by it. Where a gradient is 0 but for rounding, an optimizer such as Adam makes
-steps of the learning rate out of it, and after a few of them weights differ by as much, whoever has made them.
+steps of the learning rate out of it, and after a few of them weights differ by as much on any backend.
 """
 EPOCHS = 2
 REPLICAS = 2, 3

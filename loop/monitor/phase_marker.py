@@ -14,9 +14,9 @@ class PhaseMarker:
     """Notes places in a graph.
 
     Args:
-        noted: whether anybody can be waited for; where not, nothing is added to the graph.
+        noted: whether this worker can ever wait; if not, nothing is added to the graph.
         timed: whether it is to measure for how long, too.
-        replicas: how many there are; one has nobody to reduce with, which is computing, too.
+        replicas: how many there are; with one, a reduction counts as computing.
     """
 
     def __init__(self, noted: bool, timed: bool, replicas: int) -> None:

@@ -12,7 +12,7 @@ PARTS = ("data", "compute", "all_reduce", "evaluation", "callbacks", "saving", "
 """What a worker's time is split into: `waiting` for other workers is that between calls; `other`, what is left."""
 
 COMPILING = "compiling"
-"""The part of a function's first call, which is traced and compiled: it is told, and left out of the summary."""
+"""The part of a function's first call, which is traced and compiled: it is reported, and left out of the summary."""
 
 _ADVICE = {
     "data": "make the pipeline faster: map(..., num_parallel_calls=tf.data.AUTOTUNE), cache(), or arrays (ArrayData)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CALL_SECONDS = 0.25
-"""How long a compiled call should take when nobody wants the host earlier, in seconds."""
+"""How long a compiled call should take if no callback wants the host earlier, in seconds."""
 
 FEW_STEPS, LONGEST_SECONDS = 8, 1.0
 """So many slow steps a call makes if they take no longer than this, in seconds: within a call, one step's first

@@ -155,7 +155,7 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
 
 @contextlib.contextmanager
 def of_a_run(path: Path | str) -> Iterator[None]:
-    """Within it, a manifest is read that may be anybody's: what it lacks is an error of the input."""
+    """Within it, a manifest of unknown origin is read: what it lacks is an error of the input."""
     try:
         yield
     except UsageError:
@@ -212,7 +212,7 @@ def task_of(run_dir: Path, task_target: str | None, trusted: bool = False) -> tu
     Args:
         run_dir: a run directory, or a checkpoint.
         task_target: where the task is, as it was typed; None: where this user had it when he trained in that directory.
-        trusted: whether the task that the directory itself names may be imported, whoever has written that.
+        trusted: whether the task that the directory itself names may be imported, without asking who wrote it.
 
     Raises:
         UsageError: there is no checkpoint; or it isn't known where the task is.
@@ -234,7 +234,7 @@ def task_of(run_dir: Path, task_target: str | None, trusted: bool = False) -> tu
 
 def _unknown(named: Any) -> str:
     if not named:
-        return "nobody knows in which file its task is: give it as --target file.py:Class"
+        return "it doesn't say in which file its task is: give it as --target file.py:Class"
     return (
         f"you haven't trained there on this machine, and the code that it names ({str(named)!r:.200}) isn't run "
         "unasked: give the task as --target file.py:Class, or --trust if that directory is yours"

@@ -106,8 +106,8 @@ def call_of(task: TrainTask, model: Any, batch: Any) -> tuple[tuple[Any, ...], d
                 del kind.__call__
     if not calls:
         raise UsageError(
-            f"compute() of {type(task).__name__} never calls the model as model(...), so that nobody knows what is to "
-            "be served: give the model a __call__ and use it there, or export its weights to a file *.npz"
+            f"compute() of {type(task).__name__} never calls the model as model(...), so that its inputs aren't known: "
+            "give the model a __call__ and use it there, or export its weights to a file *.npz"
         )
     return calls[0]
 
@@ -190,7 +190,7 @@ class Hidden:
 
 
 def called(model: Any, args: Any, kwargs: Any) -> Any:
-    """Calls the model; a function, so that AutoGraph can be told to follow it."""
+    """Calls the model; a function of its own, so that AutoGraph converts it."""
     return model(*args, **kwargs)
 
 

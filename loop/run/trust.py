@@ -1,6 +1,6 @@
 """Trust: which run directories this user has made here. What another directory names is never imported or contacted.
 
-Anybody can write a run directory that names any file as its task, with all its hashes right. So each start of a run is
+Anyone can write a run directory that names any file as its task, with all its hashes right. So each start of a run is
 noted outside of it, in a directory that this user alone can write: `$XDG_STATE_HOME/tfloop/runs`, by default
 `~/.local/state/tfloop/runs`. A command that needs the task takes it from there, not from the run directory.
 """

@@ -192,8 +192,8 @@ class Evaluation:
             if tensor.shape.rank == 0 or tensor.shape[0] != self._fill_up_to:
                 raise UsageError(
                     f"the last batch of the evaluation is filled up to {self._fill_up_to} rows, which the model asks "
-                    f"for, but compute() returned a tensor of shape {tensor.shape}, of which nobody knows what belongs "
-                    "to which row: give each tensor the shape [n, ...], or use a number of examples without remainder"
+                    f"for, but compute() returned a tensor of shape {tensor.shape}, in which rows can't be told "
+                    "apart: give each tensor the shape [n, ...], or use a number of examples without remainder"
                 )
             return tensor[:n]
 

@@ -24,8 +24,8 @@ class Trial:
 
     Args:
         example: a few examples as a batch.
-        rows: how many rows batches have in the run; None: nobody knows.
-        stateful: how many rows the state has that the model carries from batch to batch; 0: nobody knows; None: there
+        rows: how many rows batches have in the run; None: not known.
+        stateful: how many rows the state has that the model carries from batch to batch; 0: not known; None: there
             is no such state.
         inputs: the batch sizes that the model's inputs name.
 

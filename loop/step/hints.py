@@ -91,7 +91,7 @@ class _Watch:
 
 
 def shapes_hint(model: Any, batch: Any, error: BaseException) -> str:
-    """What is said of an error about shapes: those of the examples, the cause, and the fix where it can be told."""
+    """The message for an error about shapes: those of the examples, the cause, and the fix where it is known."""
     text = str(error)
     cause = next((line.strip() for line in text.splitlines() if _SHAPES.search(line)), text)
     cause = re.sub(r"^.*?__wrapped__\w+_device_\S+\s*|\{\{[^}]*\}\}\s*|\s*\[Op:\w+\].*$", "", cause)

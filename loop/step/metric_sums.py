@@ -18,7 +18,7 @@ class MetricSums:
     """The values of one `compute`, and how they become totals: vectors that can be added up.
 
     Every value is kept as its weighted sum and its weight; a `keras.metrics` metric as its state. What comes of adding
-    is therefore exact, whoever adds what.
+    is therefore exact in any order.
 
     Args:
         names: the values, the loss first.

@@ -42,7 +42,7 @@ class Replica:
     ) -> None:
         self.backend, self.rows, self.seed = backend, rows, seed
         self._draws = phase << 10
-        self._room = max(most, backend.replicas)  # where nobody has any, each has a stand-in
+        self._room = max(most, backend.replicas)  # where no replica has rows, each has a stand-in
         self.collective = True
         self.compiled = False  # by XLA, if the options ask for it
         self.problem: Exception | None = None
@@ -132,7 +132,7 @@ class Replica:
         return self.sum(own[:, tf.newaxis] * row[tf.newaxis, :])
 
     def counts(self) -> tf.Tensor:
-        """How many rows each replica has, int64 [replicas]; where nobody has any, one stand-in each."""
+        """How many rows each replica has, int64 [replicas]; where none has any, one stand-in each."""
         if self._table is None:
             counts = self.table(tf.cast(self.count, tf.int64)[tf.newaxis])[:, 0]
             self._table = tf.where(tf.reduce_sum(counts) == 0, tf.ones_like(counts), counts)
@@ -263,7 +263,7 @@ def example_seed(salt: int = 0) -> tf.Tensor:
     if replica is None:
         tried = getattr(_here, "tried", None)
         if tried is None:
-            raise UsageError("loop.example_seed() belongs into compute(): elsewhere nobody knows which examples")
+            raise UsageError("loop.example_seed() belongs into compute(): elsewhere there are no examples")
         return tf.zeros([tried, 2], tf.int64)
     index = replica.index
     # Pairs that differ are all it takes: TensorFlow scrambles them.

@@ -22,7 +22,7 @@ def by_row() -> None:
     """Lets `tf.random.stateless_uniform`, `stateless_normal` and stateless dropout draw by row within `compute`.
 
     Keras's layers draw with them. Elsewhere, and for a shape that is known while tracing, they are as they were: what
-    has an unknown size is taken to have the batch as its first axis, whose size nobody knows then. Where the model
+    has an unknown size is taken to have the batch as its first axis, whose size isn't known then. Where the model
     takes batches of one size alone, an axis of that size is the batch's, too.
     """
     for space in (tf, tf.compat.v2):  # Keras 3 knows them by the one name, tf_keras by the other

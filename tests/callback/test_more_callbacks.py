@@ -597,7 +597,7 @@ def test_lambda_callback_runs_where_it_is_asked_to():
         (lambda: Notify("hooks.example.org/x"), "the url .not shown.* must be like"),
         (lambda: Notify("file:///etc/passwd"), "the url .not shown"),
         (lambda: Notify("http://me:secret/x"), "the url .not shown"),
-        (lambda: Notify("https://h/x", on="finish"), r"on='finish'\): that can't be told; there are: end, failure"),
+        (lambda: Notify("https://h/x", on="finish"), r"on='finish'\): no such message; there are: end, failure"),
         (lambda: Notify("https://h/x", on=("end", "checkpoints")), "did you mean 'checkpoint'"),
         (lambda: Notify("https://h/x", on=()), "give at least one of"),
         (lambda: Notify("https://h/x", timeout=0), r"Notify\(timeout=0\): give seconds > 0"),
