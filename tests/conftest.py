@@ -68,6 +68,22 @@ def quiet():
     return lambda **changes: callbacks.standard(**{"mlflow": None, "progress": None, **changes})
 
 
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """Runs a command line in this process, where TensorFlow is warm; gives exit code, stdout and stderr."""
+    import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tfloop", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        output = capfd.readouterr()
+        return ended.value.code or 0, output.out, output.err
+
+    return run
+
+
 def tfloop(*arguments, cwd=None, timeout=240, **more):
     """Runs the command in a process of its own; gives its exit code, stdout and stderr."""
     return subprocess.run(

@@ -11,7 +11,6 @@ import tomllib
 import numpy as np
 import pytest
 
-import cli
 from callbacks.run_record.redaction import as_typed, mask
 from tests.conftest import ROOT, TFLOOP, tfloop
 
@@ -38,19 +37,10 @@ class Other:
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capfd):
-    """Runs a command line in this process, where TensorFlow is warm; gives exit code, stdout and stderr."""
+def command(command, tmp_path):
+    """Runs a command line beside a task."""
     (tmp_path / "mine.py").write_text(TASK)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tfloop", *map(str, arguments)])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        output = capfd.readouterr()
-        return ended.value.code or 0, output.out, output.err
-
-    return run
+    return command
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import tempfile
 import tomllib
 
@@ -21,21 +20,6 @@ from tests.conftest import ROOT, needs_horovod, tfloop
 from tests.tasks import Plain, Streamed, Weighted, regression
 
 START = (ROOT / "docs" / "start.md").read_text()
-
-
-@pytest.fixture
-def command(monkeypatch, capfd):
-    """Runs a command line in this process, where TensorFlow is warm; gives exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tfloop", *map(str, arguments)])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        output = capfd.readouterr()
-        return ended.value.code or 0, output.out, output.err
-
-    return run
 
 
 # tfloop new

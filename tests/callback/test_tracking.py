@@ -19,7 +19,6 @@ import mlflow
 import pytest
 
 import callbacks
-import cli
 from callbacks import MLflowTracker
 from callbacks.files import sqlite_path
 from callbacks.mlflow.courier import Courier
@@ -73,19 +72,11 @@ def database(empty_store, tmp_path):
 
 
 @pytest.fixture
-def command(monkeypatch, capfd):
-    """Runs a command line in this process, where MLflow is warm; gives exit code, stdout and stderr."""
+def command(command, monkeypatch):
+    """Runs a command line without MLflow's retries."""
     for name, value in (("MAX_RETRIES", "0"), ("TIMEOUT", "60")):  # what `sync` sets is taken back
         monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", value)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tfloop", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        output = capfd.readouterr()
-        return ended.value.code or 0, output.out, output.err
-
-    return run
+    return command
 
 
 def run_directory(path, lines=(), **about):

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import callbacks
-import cli
 from callbacks.run_record import record
 from examples.digits import Digits
 from loop import fit
@@ -65,20 +64,6 @@ def root(trained, tmp_path):
     """The two runs, to do with as one likes."""
     shutil.copytree(trained[0], tmp_path / "runs")
     return tmp_path / "runs"
-
-
-@pytest.fixture
-def command(monkeypatch, capfd):
-    """Runs a command line in this process; gives exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tfloop", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        output = capfd.readouterr()
-        return ended.value.code or 0, output.out, output.err
-
-    return run
 
 
 def journal(directory, *entries, **about):

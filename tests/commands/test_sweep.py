@@ -216,19 +216,10 @@ def test_real_trials_through_a_kill_come_once_and_below_one_run_of_mlflow(empty_
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capfd):
-    """Runs a command line in this process; gives its exit code, stdout and stderr."""
+def command(command, tmp_path):
+    """Runs a command line beside a task."""
     (tmp_path / "mine.py").write_text("from tests.tasks import Weighted\n\n\nclass Mine(Weighted):\n    pass\n")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tfloop", *map(str, arguments)])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        output = capfd.readouterr()
-        return ended.value.code or 0, output.out, output.err
-
-    return run
+    return command
 
 
 BAD = [
