@@ -48,6 +48,7 @@ from typer.core import TyperCommand
 import callbacks
 import callbacks.progress
 import callbacks.run_record.record
+from callbacks.run_record import formats
 from callbacks.run_record.journal import jsonable
 from loop.commands import cli_options as typed
 from loop.commands import command_line, config, dry_run, runs, terminal, tracking
@@ -695,13 +696,12 @@ def remove_runs(
     place_ = root or context.obj or runs.ROOT
     paths = list(dict.fromkeys(runs.locate(place_, name) for name in names))
     for path in paths:
-        runs.removable(path, place_)
+        runs.check_removable(path, place_)
     if not yes:
         if not sys.stdin.isatty():
             raise UsageError("runs rm asks first, and there is no terminal: give --yes")
-        terminal.write(
-            [f"{callbacks.run_record.record.printable(str(path))}  {terminal.size(runs.size(path))}" for path in paths]
-        )
+        for path in paths:
+            terminal.write([f"{callbacks.run_record.record.printable(str(path))}  {formats.size(runs.size(path))}"])
         if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
             raise typer.Exit(0)
     left = [text for path in paths for text in runs.remove(path)]

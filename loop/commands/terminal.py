@@ -1,4 +1,4 @@
-"""What commands show of runs in a terminal: tables, bars and plots; without colours, in plain ASCII, in a log."""
+"""What commands show of runs in a terminal: tables, bars and plots; without colors, in plain ASCII, in a log."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from typing import Any
 
 import typer
 
+from callbacks.base import shown_status
+from callbacks.run_record.formats import lasting, part_name, plural
+
 Points = Sequence[tuple[int, float]]
 
-COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
+STATUS_COLORS = {"finished": "green", "running": "cyan", "failed": "red", "killed": "red"}
+COLORS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 MARKERS = "*o+x#@"
 _ASCII = str.maketrans("─│┌┐└┘├┤┬┴┼", "-|+++++++++")
 _LARGEST = 1e100  # what is larger can't be plotted
 
 
 def plain() -> bool:
-    """Whether stdout wants neither colours nor characters beyond ASCII."""
+    """Whether stdout wants neither colors nor characters beyond ASCII."""
     encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
     return not sys.stdout.isatty() or "NO_COLOR" in os.environ or encoding != "utf8"
 
@@ -40,9 +44,24 @@ def write(lines: Sequence[str]) -> None:
         typer.echo(line.encode(encoding, "backslashreplace").decode(encoding), color=False if plain() else None)
 
 
-def coloured(text: str, colour: str | None, **more: bool) -> str:
-    """A text in a colour, where there are any."""
-    return text if plain() else typer.style(text, fg=colour, **more)
+def colored(text: str, color: str | None, **more: bool) -> str:
+    """A text in a color, where there are any."""
+    return text if plain() else typer.style(text, fg=color, **more)
+
+
+def status(status: str, bold: bool = False) -> str:
+    """The status of a run, as people read it, in its color."""
+    return colored(shown_status(status), STATUS_COLORS.get(status), bold=bold)
+
+
+def titled(lines: Sequence[str]) -> list[str]:
+    """Lines of which the first one is a title."""
+    return [colored(lines[0], None, bold=True), *lines[1:]]
+
+
+def counted(count: object, noun: str) -> str:
+    """A count with its noun, of which a damaged run directory may have no number."""
+    return plural(count, noun) if isinstance(count, int) else f"? {noun}s"
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
@@ -147,7 +166,7 @@ def bars(seconds: Mapping[str, float], size: int = 40) -> list[str]:
     found = sorted((item for item in seconds.items() if item[1] > whole / 1000), key=lambda item: -item[1])
     bar = "#" if plain() else "█"
     rows = [
-        [name.replace("_", "-"), duration(some), f"{some / whole:.0%}", bar * round(size * some / whole)]
+        [part_name(name), lasting(some), f"{some / whole:.0%}", bar * round(size * some / whole)]
         for name, some in found
     ]
     return table(rows, right=(1, 2))
@@ -158,7 +177,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
 
     Args:
         title: what the values are.
-        curves: by label. One that is a single character is its own marker where there are no colours.
+        curves: by label. One that is a single character is its own marker where there are no colors.
         height: lines of the plot.
     """
     shown = {
@@ -176,11 +195,11 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
     figure.plot_size(min(width(), 120), height)
     legend = []
     for index, (label, points) in enumerate(shown.items()):
-        colour, letter = COLOURS[index % len(COLOURS)], label if len(label) == 1 else MARKERS[index % len(MARKERS)]
-        marker = letter if plain() else plotext.marker("braille", plotext.pixel(colour))
+        color, letter = COLORS[index % len(COLORS)], label if len(label) == 1 else MARKERS[index % len(MARKERS)]
+        marker = letter if plain() else plotext.marker("braille", plotext.pixel(color))
         thinned = [*points[:: 1 + len(points) // 1000], points[-1]]
         figure.draw(figure.signal(*zip(*thinned, strict=True), marker=marker).lines())
-        legend.append(coloured(f"{letter} {label}" if plain() and letter != label else label, colour))
+        legend.append(colored(f"{letter} {label}" if plain() and letter != label else label, color))
     steps = [step for points in shown.values() for step, _ in points]
     values = [value for points in shown.values() for _, value in points]
     _scale(figure.ruler("x"), min(steps), max(steps), "{:,.0f}")
@@ -188,7 +207,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
     lines = figure.build().string(plain()).splitlines()
     if plain():
         lines = [line.translate(_ASCII).rstrip() for line in lines]
-    return [f"{coloured(title, None, bold=True)}  {'  '.join(legend)}", *lines]
+    return [f"{colored(title, None, bold=True)}  {'  '.join(legend)}", *lines]
 
 
 def _scale(ruler: Any, low: float, high: float, form: str, ticks: int = 4) -> None:
@@ -198,25 +217,6 @@ def _scale(ruler: Any, low: float, high: float, form: str, ticks: int = 4) -> No
     ruler.lim(low, high)
     labels = {form.format(tick): tick for tick in (low + (high - low) * index / ticks for index in range(ticks + 1))}
     ruler.ticks(list(labels.values()), list(labels))
-
-
-def duration(seconds: float) -> str:
-    """A time as people read it."""
-    if seconds < 60:
-        return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1e3 * seconds:.3g} ms"
-    minutes, hours = round(seconds) // 60, round(seconds) // 3600
-    if hours < 48:
-        return f"{hours} h {minutes % 60:02} min" if hours else f"{minutes} min {round(seconds) % 60:02} s"
-    return f"{hours // 24} d {hours % 24:02} h"
-
-
-def size(count: float) -> str:
-    """So many bytes as people read it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.4g} TB"
 
 
 def when(stamp: float | None) -> str:

@@ -148,7 +148,7 @@ def ways_out(secret):
         ),
         "fault": story.faults[0].text, "webhook": posted[0].decode(), "MLflow's trouble": delivery.reason(error),
         "report": report._printed(told), "sweep": json.dumps(sweep.about_sweep(plan, Fields, 2)), "tune": row.problem,
-        "tail": runs.told({"event": "exception", "step": 1, "time": 1.0, "error": told}),
+        "tail": runs.event_line({"event": "exception", "step": 1, "time": 1.0, "error": told}),
     }  # fmt: skip
 
 

@@ -179,7 +179,7 @@ VALUES = [
 ]  # fmt: skip
 EVENTS = ["restore", "fit_start", "steps_end", "eval_end", "epoch_end", "checkpoint", "call", "summary", "exception"]
 values = st.sampled_from(VALUES)
-about = st.dictionaries(st.sampled_from(runs._FIELDS + ("hyperparameters", "options", "progress", "updated")), values)
+about = st.dictionaries(st.sampled_from(runs.FIELDS + ("hyperparameters", "options", "progress", "updated")), values)
 entry = st.fixed_dictionaries(
     {"time": st.one_of(st.floats(0, 1e10), values), "event": st.sampled_from([*EVENTS, "fit_end", *VALUES])},
     optional=dict.fromkeys(("step", "epoch", "metrics", "checkpoint", "reason", "seconds", "text", "status"), values)
@@ -348,8 +348,10 @@ def test_one_is_one_and_an_artifact_is_named(tmp_path):
     one = dataclasses.replace(record.read(tmp_path / "r"), epochs=1)
     assert ", 1 epoch, " in runs.show(one)[1]
     entry = {"event": "fit_start", "step": 0, "time": 1e9, "about": {"task": "T", "backend": "single", "replicas": 1}}
-    assert runs.told(entry).endswith("T on single, 1 replica")
-    assert runs.told({"event": "artifact", "step": 5, "time": 1e9, "path": "model"}).endswith("artifact     model")
+    assert runs.event_line(entry).endswith("T on single, 1 replica")
+    assert runs.event_line({"event": "artifact", "step": 5, "time": 1e9, "path": "model"}).endswith(
+        "artifact     model"
+    )
 
 
 def test_compare_shows_what_differs_and_nothing_else(root, command):

@@ -1,0 +1,115 @@
+"""`tfloop runs show`: one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from callbacks.run_record.formats import lasting, plural, size
+from callbacks.run_record.journal import jsonable
+from callbacks.run_record.record import STEP, Record, printable
+from loop.commands import terminal
+from loop.commands.runs.fields import check_metric
+from loop.options import DEFAULTS
+
+_MOST_PLOTS = 2  # metrics that are plotted where none is asked for
+
+
+def shown_as_json(record: Record) -> str:
+    """All of a run as JSON."""
+    return json.dumps(jsonable(dataclasses.asdict(record) | {"path": printable(str(record.path.absolute()))}))
+
+
+def show(record: Record, metric: str | None = None) -> list[str]:
+    """A picture of a run: what it is, its curves, checkpoints, where its time went, what went wrong.
+
+    Raises:
+        UsageError: it has no such metric.
+    """
+    check_metric(metric, [record])
+    text = [terminal.colored(record.name, None, bold=True), _outcome(record), *_facts(record)]
+    for title, curves in _plotted(record, metric):
+        text += ["", *terminal.plot(title, curves)]
+    for section in (_metrics(record), _checkpoints(record)):
+        if section:
+            text += ["", *terminal.titled(section)]
+    if record.split:
+        text += ["", *terminal.titled(["where the time went"]), *terminal.bars(record.split)]
+    if record.verdict:
+        text += ["", *record.verdict]
+    if record.faults:
+        rows = [[terminal.when(fault.time), f"step {fault.step:,}", fault.text] for fault in record.faults]
+        text += ["", *terminal.titled(["what it went through"]), *terminal.table(rows, right=(1,))]
+    return text
+
+
+def _outcome(record: Record) -> str:
+    """How it ended, after how much, and when."""
+    why = f" ({record.reason})" if record.reason else ""
+    of = f" of {record.total_steps:,}" if record.total_steps and record.total_steps != record.steps else ""
+    done = f"{record.steps:,}{of} steps, {plural(record.epochs, 'epoch')}, {record.examples:,} examples"
+    attempts = f" in {record.lives} attempts" if record.lives > 1 else ""
+    since = "" if record.started is None else f", from {terminal.when(record.started)} UTC"
+    status = terminal.status(record.status or "?", bold=True)
+    return f"{status}{why}: {done}; {lasting(record.seconds)}{attempts}{since}"
+
+
+def _facts(record: Record) -> list[str]:
+    """What was trained, on what, and with which settings; without what isn't known."""
+    parameters = "" if record.parameters is None else f", {record.parameters:,} parameters"
+    replicas = terminal.counted(record.replicas, "replica")
+    workers = terminal.counted(record.workers, "worker")
+    options = {}
+    for name, value in record.options.items():
+        if value != DEFAULTS.get(name) and name != "backend":
+            options[name] = value
+    facts = {
+        "task": f"{record.target or record.task}{parameters}",
+        "engine": record.backend and f"{record.backend}, {replicas} on {workers}",
+        "fields": _pairs(record.hyperparameters),
+        "options": _pairs(options),
+        "versions": _pairs(record.versions),
+    }
+    return terminal.table([[name, text] for name, text in facts.items() if text])
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _plotted(record: Record, metric: str | None) -> Iterator[tuple[str, dict[str, terminal.Points]]]:
+    """Curves that belong in one plot, with its title: a metric of training, within epochs, and of the evaluation."""
+    if metric:
+        chosen = [_plain_name(metric)]
+    else:
+        names = dict.fromkeys(map(_plain_name, record.curves))
+        chosen = sorted(names, key=lambda name: name != "loss")[:_MOST_PLOTS]
+    for name in chosen:
+        kinds = (STEP + name, name, "eval_" + name)
+        yield name, {kind: record.curves[kind] for kind in kinds if kind in record.curves}
+
+
+def _plain_name(metric: str) -> str:
+    return metric.removeprefix(STEP).removeprefix("eval_")
+
+
+def _metrics(record: Record) -> list[str]:
+    """The table of metrics: their last and best values."""
+    rows = [["metric", "last", "best", "at step"]]
+    for name in record.curves:
+        if not name.startswith(STEP):
+            step, best = record.best(name) or ("", None)
+            numbers = ["" if number is None else f"{number:.6g}" for number in (record.last(name), best)]
+            rows.append([name, *numbers, f"{step}"])
+    return terminal.table(rows, right=(1, 2, 3)) if record.curves else []
+
+
+def _checkpoints(record: Record) -> list[str]:
+    """The table of checkpoints."""
+    rows = [["checkpoint", "saved for", "size", "time"]]
+    for checkpoint in record.checkpoints:
+        when = terminal.when(checkpoint.time)
+        rows.append([checkpoint.name, checkpoint.reason, size(checkpoint.bytes), when])
+    return terminal.table(rows, right=(2,)) if record.checkpoints else []

@@ -1,0 +1,96 @@
+"""Finds run directories: by name, the beginning of a name, path, or `latest`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from callbacks.run_record.record import begun, is_run, printable
+from loop.errors import UsageError
+
+ROOT = Path("runs")
+LATEST = "latest"
+
+
+def find(root: Path) -> list[Path]:
+    """The run directories below `root`.
+
+    Raises:
+        UsageError: there is no such directory, though it isn't the default one.
+    """
+    try:
+        return sorted(path for path in root.iterdir() if path.is_dir() and is_run(path))
+    except FileNotFoundError:
+        if root == ROOT:
+            return []
+        raise UsageError(f"--root {printable(str(root))}: there is no such directory") from None
+    except OSError as error:
+        raise UsageError(f"--root {printable(str(root))}: can't be read ({error.strerror})") from None
+
+
+def locate(root: Path, text: str) -> Path:
+    """The run directory that is meant by a name in `root`, the beginning of one, a path, or `latest`.
+
+    Raises:
+        UsageError: there is none, or more than one.
+    """
+    if not text:
+        raise UsageError("the name of a run is empty: give one, or latest")
+    if text not in (LATEST, ".", ".."):
+        for path in (root / text, Path(text)):
+            if is_run(path):
+                return path
+    if "/" in text or text in (".", ".."):
+        raise UsageError(f"{printable(text)} is no run directory: there is no run.json, and no journal")
+
+    paths = {path.name: path for path in find(root)}
+    if not paths:
+        raise UsageError(
+            f"{printable(text)}: there are no runs in {printable(str(root))}: --root DIR says where they are"
+        )
+    return _latest(paths) if text == LATEST else _by_prefix(root, paths, text)
+
+
+def _latest(paths: Mapping[str, Path]) -> Path:
+    return max(paths.values(), key=begun)
+
+
+def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
+    """The one run whose name begins so."""
+    names = [name for name in paths if name.startswith(prefix)]
+    if len(names) == 1:
+        return paths[names[0]]
+    if names:
+        some = ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
+        raise UsageError(f"{printable(prefix)}: {len(names)} runs begin so: {some}")
+
+    close = difflib.get_close_matches(prefix, paths, 1)
+    hint = f"did you mean {printable(close[0])!r}?" if close else f"the latest is {_latest(paths).name!r}"
+    raise UsageError(f"{printable(prefix)}: no run of that name in {printable(str(root))}; {hint}")
+
+
+def named(text: str) -> Path:
+    """What is meant by a path, the name of a run in `runs/`, the beginning of one, or `latest`.
+
+    Raises:
+        UsageError: there are runs, and none of this name.
+    """
+    path = Path(text)
+    return path if path.exists() or "/" in text or not find(ROOT) else locate(ROOT, text)
+
+
+def checkpointed(path: Path, option: str = "") -> Path:
+    """The same path, if it is a checkpoint, or a run directory that has one.
+
+    Raises:
+        UsageError: it isn't.
+    """
+    from loop.checkpoint.checkpoint_files import MANIFEST, complete  # which loads NumPy
+
+    if not os.path.lexists(path / MANIFEST) and not complete(path / "checkpoints"):
+        raise UsageError(
+            f"{option}{printable(str(path))}: no checkpoint there: give a run directory or a directory step-<8 digits>"
+        )
+    return path

@@ -1,0 +1,85 @@
+"""`tfloop tail`: the events of a run as lines, also while it trains."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from callbacks.base import shown_status
+from callbacks.run_record.record import entries, read, under_way
+from callbacks.run_record.redaction import mask
+from loop.commands import terminal
+
+_POLL = 0.25  # seconds between two looks at a journal
+_COLORS = {"exception": "red", "worker_gone": "red", "eval_end": "cyan"}
+_WITHIN_EPOCHS = ("epoch_start", "steps_end", "eval_end", "epoch_end")
+_SHOWN = ("checkpoint", "path", "status", "reason", "error", "worker", "how", "verdict")
+"""The entries of an event without metrics that are shown, in this order."""
+
+
+def tail(path: Path, last: int, follow: bool) -> Iterator[str]:
+    """The events of a run as lines: the last so many that there are, then those that come, until the run ends."""
+    alive = under_way(path)
+    recent, offset = _news(path, 0)
+    yield from deque(recent, maxlen=min(last, sys.maxsize))
+    while follow and alive:
+        time.sleep(_POLL)
+        alive = under_way(path)  # asked before reading: what is written until then is read below
+        recent, offset = _news(path, offset)
+        yield from recent
+    if follow:
+        record = read(path, whole=False)
+        how = shown_status(record.status) or "over"
+        yield terminal.colored(f"{how} at step {record.steps:,}", terminal.STATUS_COLORS.get(record.status))
+
+
+def _news(path: Path, offset: int) -> tuple[list[str], int]:
+    """The events of a journal from byte `offset` on, as people read them, and the offset behind them."""
+    texts = []
+    for entry, end in entries(path, offset):
+        texts.append(event_line(entry))
+        offset = end
+    return [text for text in texts if text], offset
+
+
+def event_line(entry: Mapping[str, Any]) -> str:
+    """A line of a journal as people read it; "" for what is none, and for where the time of a call went."""
+    event, stamp = entry.get("event"), entry.get("time")
+    if not isinstance(event, str) or event == "call" or not isinstance(stamp, int | float) or not 0 <= stamp < 1e11:
+        return ""
+    color = terminal.STATUS_COLORS.get(str(entry.get("status")), _COLORS.get(event))
+    name = terminal.colored(event.ljust(11), color)
+    line = f"{terminal.when(stamp)[11:]}  {_position(entry)}  {name}  {mask(_message(entry))}".rstrip()
+    text = entry.get("text")
+    more = [f"  {mask(str(part))}" for part in text] if isinstance(text, list) else []
+    return "\n".join([line, *more])
+
+
+def _position(entry: Mapping[str, Any]) -> str:
+    """The step of an event, and its epoch where it is within one."""
+    step, epoch = entry.get("step"), entry.get("epoch")
+    at = f"step {step if isinstance(step, int) else '?':>6}"
+    if entry["event"] in _WITHIN_EPOCHS and isinstance(epoch, int):
+        return f"{at}  epoch {epoch + 1:<3}"
+    return at + " " * 11
+
+
+def _message(entry: Mapping[str, Any]) -> str:
+    """What an event says."""
+    metrics, about = entry.get("metrics"), entry.get("about")
+    if isinstance(metrics, dict):
+        return "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+    if entry["event"] == "fit_start" and isinstance(about, dict):
+        replicas = terminal.counted(about.get("replicas"), "replica")
+        return f"{about.get('task')} on {about.get('backend')}, {replicas}"
+    if entry["event"] == "restore":
+        return str(entry.get("checkpoint") or "from the start")
+    return "  ".join(shown_status(str(entry[name])) for name in _SHOWN if entry.get(name))
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

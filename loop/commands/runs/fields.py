@@ -1,0 +1,81 @@
+"""What a run has by name: fields of its record, hyperparameters, options and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from callbacks.run_record.record import Record, printable
+from loop.errors import UsageError
+from loop.options import nearest
+
+FIELDS = (
+    "name", "task", "target", "status", "backend", "replicas", "workers", "steps", "epochs", "examples", "parameters",
+    "seconds", "lives", "started",
+)  # fmt: skip
+_FIELD_OF_COLUMN = {"engine": "backend", "duration": "seconds"}
+"""The columns of the table whose names differ from the record's."""
+
+
+def field_of(column: str) -> str:
+    """The record's name for a column of the table."""
+    return _FIELD_OF_COLUMN.get(column, column)
+
+
+def value(record: Record, name: str) -> Any:
+    """What a run has of this name: a field, a hyperparameter, an option, or the best of a metric; else None."""
+    if name in FIELDS:
+        field = getattr(record, name)
+        return field if field != "" else None
+    for values in (record.hyperparameters, record.options):
+        if name in values:
+            return values[name]
+    return best(record, name)
+
+
+def best(record: Record, metric: str) -> float | None:
+    """The best value of a metric, or the last one where it isn't known what is best."""
+    point = record.best(metric)
+    return point[1] if point else record.last(metric)
+
+
+def names(records: Iterable[Record]) -> list[str]:
+    """All names for which `value` has something in one of these runs."""
+    known = dict.fromkeys(FIELDS)
+    for record in records:
+        known |= dict.fromkeys([*record.hyperparameters, *record.options, *record.curves])
+    return list(known)
+
+
+def metrics(records: Iterable[Record]) -> list[str]:
+    """The metrics that these runs have, each once."""
+    known: dict[str, None] = {}
+    for record in records:
+        known |= dict.fromkeys(record.curves)
+    return list(known)
+
+
+def check_metric(name: str | None, records: Sequence[Record]) -> None:
+    """Refuses what was typed as `--metric` if none of these runs has it.
+
+    Raises:
+        UsageError: none has it.
+    """
+    known = metrics(records)
+    if name is not None and name not in known:
+        hint = nearest(name, known) if known else "; they have none yet"
+        raise UsageError(f"--metric {printable(name)}: no metric of that name{hint}")
+
+
+def is_number(field: object) -> bool:
+    """Whether a value is a number; True and False are none."""
+    return isinstance(field, int | float) and not isinstance(field, bool)
+
+
+def as_float(number: float) -> float:
+    """A number as a float; infinite where an integer is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf

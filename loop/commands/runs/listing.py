@@ -1,0 +1,92 @@
+"""`tfloop runs`: the table of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from callbacks.run_record.formats import lasting
+from callbacks.run_record.journal import jsonable
+from callbacks.run_record.record import Record, printable, read
+from loop.commands import terminal
+from loop.commands.runs.directories import find
+from loop.commands.runs.fields import FIELDS, as_float, best, check_metric, field_of, names, value
+from loop.commands.runs.filters import Filter
+from loop.errors import UsageError
+from loop.options import nearest
+
+_IN_JSON = (*FIELDS, "reason", "total_steps", "hyperparameters", "options", "versions", "machine")
+
+
+def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | None) -> list[Record]:
+    """The runs below `root` that pass all filters, sorted.
+
+    Args:
+        root: where they are.
+        filters: texts such as `status=finished`, `eval_loss<0.3`: see `Filter`.
+        sort: a field, metric or hyperparameter; the other way round with a `-` before it; None: when they started.
+        metric: the one that is to be shown; checked alone.
+
+    Raises:
+        UsageError: a filter, column, metric or value that makes no sense for these runs.
+    """
+    conditions = [Filter(text) for text in filters]
+    records = [read(path, whole=False) for path in find(root)]
+    if not records:
+        return []
+    check_metric(metric, records)
+    known = names(records)
+    for condition in conditions:
+        condition.check(records, known)
+    column = field_of((sort or "started").removeprefix("-"))
+    if column not in known:
+        raise UsageError(f"--sort {printable(sort or '')}: the runs have nothing of that name{nearest(column, known)}")
+
+    passed = [record for record in records if all(condition(record) for condition in conditions)]
+    having = [record for record in passed if value(record, column) is not None]
+    having.sort(key=lambda record: _order(value(record, column)), reverse=(sort or "").startswith("-"))
+    # Runs without a value stand last, whichever way the others are sorted.
+    return having + [record for record in passed if value(record, column) is None]
+
+
+def _order(field: Any) -> tuple[bool, float, str]:
+    """A key by which values of any kind can be sorted: numbers before texts, and before NaN."""
+    if isinstance(field, int | float):
+        return field != field, as_float(field), ""
+    return True, 0.0, str(field)
+
+
+def lines(records: Sequence[Record], metric: str | None) -> list[str]:
+    """The table of runs."""
+    head = ["run", "status", "engine", "steps", f"best {metric}" if metric else "best", "duration", "started (UTC)"]
+    rows = [head, *([*_row(record, metric)] for record in records)]
+    return terminal.titled(terminal.table(rows, right=(3, 5), spare=(6, 2, 5, 3, 4)))
+
+
+def _row(record: Record, metric: str | None) -> Iterator[str]:
+    name = metric or record.metric
+    best_value = best(record, name)
+    yield terminal.cut(record.name, 60)
+    yield terminal.status(record.status)
+    yield record.backend + ("" if record.replicas is None else f" x{record.replicas}")
+    of = f"/{record.total_steps:,}" if record.status != "finished" and record.total_steps else ""
+    yield f"{record.steps:,}{of}"
+    yield "" if best_value is None else f"{best_value:.4g}" + ("" if metric else f" {name}")
+    yield lasting(record.seconds)
+    yield terminal.when(record.started)[:16]
+
+
+def as_json(records: Iterable[Record]) -> str:
+    """The runs as a JSON list: what is known without their curves."""
+    return json.dumps([jsonable(_fields(record)) for record in records])
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    points = {name: record.best(name) for name in record.curves}
+    return {name: getattr(record, name) for name in _IN_JSON} | {
+        "path": printable(str(record.path.absolute())),
+        "best": {name: {"step": point[0], "value": point[1]} for name, point in points.items() if point},
+        "last": {name: record.last(name) for name in record.curves},
+    }

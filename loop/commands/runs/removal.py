@@ -1,0 +1,65 @@
+"""`tfloop runs rm`: removes run directories."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from callbacks.run_record.record import ABOUT, LOCK, is_run, printable, read_about, under_way
+from loop.checkpoint.lock import locked
+from loop.errors import UsageError
+
+
+def check_removable(path: Path, root: Path) -> None:
+    """Checks that a directory may be removed.
+
+    Raises:
+        UsageError: it isn't a run's alone, or the run is under way.
+    """
+    shown = printable(str(path))
+    about = read_about(path)
+    if path.is_symlink():
+        raise UsageError(f"{shown} is a link: give the directory {printable(os.path.realpath(path))} itself")
+    if not {"task", "status", "hyperparameters"} <= set(about):
+        raise UsageError(f"{shown} has no run.json of a run: it may be anything, remove it yourself")
+    whole = path.resolve()
+    if any(whole == kept or whole in kept.parents for kept in (Path.cwd(), Path.home(), root.resolve())):
+        raise UsageError(f"{shown} holds where you are, or all runs: remove what is of the run in it yourself")
+    if any(is_run(inner) for inner in path.iterdir() if inner.is_dir() and not inner.is_symlink()):
+        raise UsageError(f"{shown} holds other runs: remove them first")
+    if (path / LOCK).is_symlink() or under_way(path):
+        raise UsageError(f"{shown}: the run is under way: end it first")
+
+
+def size(path: Path) -> int:
+    """The bytes of all files below a directory; links aren't followed."""
+    return sum((Path(folder) / name).lstat().st_size for folder, _, names in os.walk(path) for name in names)
+
+
+def remove(path: Path) -> list[str]:
+    """Removes a run directory, its `run.json` last: what is left of it can be removed later.
+
+    Returns:
+        What could not be removed, and why.
+    """
+    left: list[str] = []
+
+    def note(action: Any, name: str, error: Any) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            left.append(f"{printable(str(name))} ({getattr(error[1], 'strerror', None) or error[1]})")
+
+    try:
+        with locked(path):
+            for entry in sorted(path.iterdir(), key=lambda entry: entry.name == ABOUT):
+                if left and entry.name == ABOUT:
+                    return left
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, onerror=note)
+                else:
+                    entry.unlink(missing_ok=True)
+        path.rmdir()
+    except OSError as error:
+        note(None, error.filename or str(path), (None, error))
+    return left
