@@ -48,7 +48,8 @@ from typer.core import TyperCommand
 import callbacks
 import callbacks.progress
 import callbacks.run_record.record
-from callbacks.run_record import formats
+from callbacks import formats
+from callbacks.nearest import nearest
 from callbacks.run_record.journal import jsonable
 from loop.commands import cli_options as typed
 from loop.commands import command_line, config, dry_run, runs, terminal, tracking
@@ -62,7 +63,7 @@ from loop.launch.backend_choice import choose_backend, choose_for_command, job_b
 from loop.launch.environment import JOB, job_size
 from loop.launch.fixed_job import run_job
 from loop.launch.worker import reporting
-from loop.options import nearest, with_defaults
+from loop.options import with_defaults
 from loop.target import task_loader
 
 NO_DIRECTORY = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from callbacks.formats import number
+
 FEW_EPOCHS = 20
 """A run of at most so many epochs has a line for each of them, however fast they are."""
 _NARROWEST = 6  # characters of a value at least: most values have four digits and a point
@@ -93,11 +95,6 @@ def by_importance(metrics: Mapping[str, float]) -> dict[str, float]:
 def epoch_of(state: Mapping[str, Any]) -> str:
     """Which epoch of how many."""
     return f"epoch {state['epoch']}" + (f"/{state['epochs']}" if state["epochs"] else "")
-
-
-def number(value: float) -> str:
-    """A value as people read it."""
-    return f"{value:.4g}"
 
 
 def numbers(metrics: Mapping[str, float]) -> str:

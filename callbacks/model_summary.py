@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from callbacks import formats
 from callbacks.arguments import check
 from callbacks.base import Callback, Run
 from callbacks.run_record.redaction import tell
@@ -16,11 +18,11 @@ _HEAD = ("layer", "shape", "trained", "not trained", "bytes")
 class ModelSummary(Callback):
     """Prints a table at the start: a row for each layer of a Keras model, or for each variable of a `tf.Module`.
 
-    The shape of a layer is that of its output, if it is known, and the shape of a variable its own. Parameters are
-    floating-point numbers; not trained are those of frozen layers, and statistics.
+    The shape of a layer is that of its output, if it is known. Parameters are floating-point numbers; those of frozen
+    layers, and statistics, are not trained.
 
     Args:
-        stream: where to; stderr if None.
+        stream: where the table is printed; None: stderr.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -32,53 +34,82 @@ class ModelSummary(Callback):
         tell(summary(run), self.stream)
 
 
+@dataclasses.dataclass
+class _Count:
+    """Parameters that are trained, those that aren't, and the bytes of both."""
+
+    trained: int = 0
+    fixed: int = 0
+    size: int = 0
+
+    def add(self, variable: Any, is_trained: bool) -> None:
+        elements = int(variable.shape.num_elements())
+        self.trained += elements if is_trained else 0
+        self.fixed += 0 if is_trained else elements
+        self.size += _bytes(variable)
+
+    def cells(self) -> tuple[str, str, str]:
+        trained = f"{self.trained:,}" if self.trained else ""
+        fixed = f"{self.fixed:,}" if self.fixed else ""
+        return trained, fixed, formats.size(self.size) if self.size else ""
+
+
 def summary(run: Run) -> str:
-    """The table, and what there is in all."""
-    weights = {id(v): (name, v, trained) for name, v, trained in run.weights if _dtype(v).is_floating}
-    rows = []
-    left = dict(weights)
+    """The table, with the totals in a line below it."""
+    weights = {id(variable): (name, variable, trained) for name, variable, trained in run.weights}
+    floats = {key: weight for key, weight in weights.items() if _dtype(weight[1]).is_floating}
+    total = _Count()
+    for _, variable, is_trained in floats.values():
+        total.add(variable, is_trained)
+
+    rows: list[tuple[str, ...]] = [_HEAD]
+    in_layers: set[int] = set()
     for name, layer in _layers(run.model, ""):
-        own = [key for key in (id(_tf(v)) for v in layer.variables) if key in weights]
-        rows.append((name, _output(layer), *_numbers(weights[key] for key in own)))
-        for key in own:
-            left.pop(key, None)
-    rows += [(name, str(tuple(v.shape)), *_numbers([(name, v, trained)])) for name, v, trained in left.values()]
-    table = [_HEAD, *(tuple(map(str, row)) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(n) if at < 2 else cell.rjust(n) for at, (cell, n) in enumerate(zip(row, widths))).rstrip()
-        for row in table
-    ]
-    trained, others, size = _numbers(weights.values())
-    slots = sum(_bytes(v) for v in run.variables if id(v) not in {id(v) for _, v, _ in run.weights})
-    total = f"{trained or 0} parameters are trained, {others or 0} are not: {size}, and {_size(slots)} of the optimizer"
-    return "\n".join([*lines, total])
+        count = _Count()
+        for variable in layer.variables:
+            key = id(_tf(variable))
+            if key in floats:
+                count.add(*floats[key][1:])
+                in_layers.add(key)
+        rows.append((name, _output(layer), *count.cells()))
+    for key, (name, variable, is_trained) in floats.items():
+        if key not in in_layers:
+            count = _Count()
+            count.add(variable, is_trained)
+            rows.append((name, str(tuple(variable.shape)), *count.cells()))
+
+    slots = sum(_bytes(variable) for variable in run.variables if id(variable) not in weights)
+    parameters = f"{total.cells()[0] or 0} parameters are trained, {total.cells()[1] or 0} are not"
+    return "\n".join(
+        [*_aligned(rows), f"{parameters}: {formats.size(total.size)}, and {formats.size(slots)} of the optimizer"]
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table: names and shapes start in one column, numbers end in one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        yield "  ".join(cells).rstrip()
 
 
 def _layers(model: Any, indent: str) -> Iterator[tuple[str, Any]]:
-    """The layers of a Keras model, those of models within it indented below them."""
+    """The layers of a Keras model; the layers of a model within it follow, indented."""
     for layer in getattr(model, "layers", ()):
         yield f"{indent}{layer.name} ({type(layer).__name__})", layer
         yield from _layers(layer, indent + "  ")
 
 
 def _output(layer: Any) -> str:
-    """The shape of a layer's output, or shapes."""
+    """The shape of a layer's output, or its shapes; "?" if it isn't known."""
     import tensorflow as tf
 
     with contextlib.suppress(Exception):  # a layer that was never called with a symbolic tensor has none
-        return ", ".join(str((None, *each.shape[1:])) for each in tf.nest.flatten(layer.output))
-    with contextlib.suppress(Exception):  # not every layer can tell
+        return ", ".join(str((None, *tensor.shape[1:])) for tensor in tf.nest.flatten(layer.output))
+    with contextlib.suppress(Exception):  # not every layer can compute it
         return str((None, *layer.compute_output_shape(layer.get_build_config()["input_shape"])[1:]))
     return "?"
-
-
-def _numbers(weights: Iterable[tuple[str, Any, bool]]) -> tuple[str, str, str]:
-    """How many parameters are trained, how many aren't, and their bytes."""
-    found = list(weights)
-    counts = (sum(v.shape.num_elements() for _, v, own in found if own is trained) for trained in (True, False))
-    trained, others = (f"{count:,}" if count else "" for count in counts)
-    return trained, others, _size(sum(_bytes(v) for _, v, _ in found)) if found else ""
 
 
 def _tf(variable: Any) -> Any:
@@ -96,12 +127,3 @@ def _dtype(variable: Any) -> Any:
 
 def _bytes(variable: Any) -> int:
     return int(variable.shape.num_elements()) * int(_dtype(variable).size)
-
-
-def _size(count: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"

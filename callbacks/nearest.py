@@ -1,13 +1,24 @@
-"""What is said of a name that doesn't exist: the nearest one that does."""
+"""Hints for a name that doesn't exist: the nearest one that does."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint at the name that was probably meant: "; did you mean 'x'?", or which there are."""
+    """The name that was probably meant, "; did you mean 'x'?"; or a list of all names."""
     names = list(names)
-    found = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(names)}"
+    matches = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(names)}"
+
+
+def near_file(path: Path) -> str:
+    """The file in the same directory that was probably meant by a path without a file; "" if none is near."""
+    with contextlib.suppress(OSError, ValueError):
+        names = sorted(file.name for file in path.parent.iterdir() if not path.exists())
+        matches = difflib.get_close_matches(path.name, names, 1)
+        return f"; did you mean {str(path.parent / matches[0])!r}?" if matches else ""
+    return ""

@@ -13,7 +13,8 @@ from typing import Any, TextIO
 
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Every, Metrics, Run, shown_status
-from callbacks.epoch_lines import EpochLines, epoch_of, number, numbers
+from callbacks.epoch_lines import EpochLines, epoch_of, numbers
+from callbacks.formats import number, plural
 from callbacks.run_record.redaction import mask, shown
 
 RELAY = "TFLOOP_PROGRESS"
@@ -112,7 +113,7 @@ class Display:
             self._bar.close()
             self._bar = None
         run, workers = state["run"], state["run"]["workers"]
-        replicas = f"{run['replicas']} replica{'s' * (run['replicas'] > 1)}"
+        replicas = plural(run["replicas"], "replica")
         where = f"{run['backend']}, {replicas}" + (f" on {workers} workers" if workers > 1 else "")
         self.line(f"{run['task']}: {run['parameters']:,} parameters, {where}, global batch {run['batch_size']}")
         self.line(f"run directory: {shown(state['directory'])}")

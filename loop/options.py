@@ -5,9 +5,7 @@ Imports no TensorFlow, so that mistakes are reported at once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import operator
 import re
 import reprlib
@@ -215,15 +213,6 @@ def _lengths(phases: list[Phase]) -> dict[str, int | None]:
 def whole(value: Any) -> Any:
     """Whole numbers of other kinds, such as NumPy's, as Python's; all else as it is."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
-
-
-def near_file(path: Path) -> str:
-    """The same for a path at which there is no file: a file beside it with almost that name, or nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        names = sorted(each.name for each in path.parent.iterdir() if not path.exists())
-        found = difflib.get_close_matches(path.name, names, 1)
-        return f"; did you mean {str(path.parent / found[0])!r}?" if found else ""
-    return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from callbacks.run_record.formats import number, round_number
+from callbacks.formats import number, round_number
 
 HEIGHT, TOP, BOTTOM = 200, 10, 174  # pixels: of a chart, and of the plot within it
 _POINTS = 360  # of a line, at most: more than a chart has pixels for

@@ -1,4 +1,4 @@
-"""History: a row for each epoch of a run, as its journal tells it."""
+"""History: a row for each epoch of a run, read from its journal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ EVENTS = ("epoch_end", "restore")
 """The lines of a journal that matter here."""
 
 COUNTERS = ("epoch", "step", "examples")
-"""The entries of a row that are no metrics."""
+"""The entries of a row that are not metrics."""
 
 
 def of_entries(entries: Iterable[tuple[dict[str, Any], int]], end: int | None = None) -> list[Row]:
     """The rows that the lines of a journal give, in order.
 
-    A `restore` line begins another attempt: rows of later steps belong to steps that are made again. The line has the
-    whole history where the lines before it don't give it. A line that isn't what a journal writes is passed over.
+    A `restore` line begins another attempt, which makes later steps again: the rows of those are dropped. The line
+    holds the whole history if the lines before it don't give it. A malformed line is passed over.
 
     Args:
         entries: the lines, each with the offset behind it; see `journal.read`.
@@ -33,7 +33,7 @@ def of_entries(entries: Iterable[tuple[dict[str, Any], int]], end: int | None = 
                 rows = _restored(rows, entry)
             elif entry["event"] == "epoch_end":
                 row = _row(entry)
-                rows.pop(row["epoch"], None)  # an epoch that was cut short and went on has one row, the last one
+                rows.pop(row["epoch"], None)  # an epoch that was interrupted and continued has one row, the last
                 rows[row["epoch"]] = row
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             continue
@@ -46,21 +46,21 @@ def until(rows: Sequence[Row], step: int) -> list[Row]:
 
 
 def missing(rows: Sequence[Row], epochs: int) -> int:
-    """How many of the first so many epochs have no row."""
-    there = {row["epoch"] for row in rows}
-    return sum(epoch not in there for epoch in range(1, epochs + 1))
+    """How many of the first `epochs` epochs have no row."""
+    present = {row["epoch"] for row in rows}
+    return sum(epoch not in present for epoch in range(1, epochs + 1))
 
 
 def as_numbers(row: Mapping[str, Any]) -> Row:
-    """A row as JSON has it, with numbers as values: nan and infinities are texts there."""
+    """A row from JSON, with all values as numbers: nan and infinities are texts in JSON."""
     return {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
 
 
 def _restored(rows: dict[float, Row], entry: Mapping[str, Any]) -> dict[float, Row]:
-    """The rows that are left where a run goes on."""
+    """The rows that remain when a run goes on from an earlier step."""
     if "history" in entry:
-        given = [as_numbers(row) for row in entry["history"]]
-        return {row["epoch"]: row for row in given if row["step"] <= entry["step"]}
+        given_rows = [as_numbers(row) for row in entry["history"]]
+        return {row["epoch"]: row for row in until(given_rows, entry["step"])}
     return {epoch: row for epoch, row in rows.items() if row["step"] <= entry["step"]}
 
 

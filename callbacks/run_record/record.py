@@ -1,4 +1,4 @@
-"""Record: what a run directory tells of a run. Reads `run.json` and the journal, whatever state they are in."""
+"""Record: what a run directory says about a run. Reads `run.json` and the journal, whatever state they are in."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ import fcntl
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from callbacks import files
+from callbacks.checkpoint import step_of
 from callbacks.metric_direction import lower_is_better
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, printable, redact
 from callbacks.run_record.story import STEP, Fault, Story
 from callbacks.run_record.values import as_count, as_dict, as_number, as_stamp, as_text, clean, parsed
 
-ABOUT, LOCK = "run.json", "lock"
+ABOUT = "run.json"
+LOCK = "lock"
 STATUSES = ("finished", "stopped", "preempted", "failed", "running", "killed")
 
+# These rely on how `journal` writes a line: first the time, then the event. Other lines are parsed, which takes longer.
 _FREQUENT = re.compile(rb'\{"time": (\d{1,11}(?:\.\d+)?), "event": "(steps_end|call)"')
-_LONG = 1 << 19  # bytes of a journal that are read at once
-_PASSED_OVER = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
+_SKIPPED = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
+_LONG = 1 << 19  # bytes of a journal of which every point within an epoch is read, in a quick look
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is there: not looked into.
+    """A checkpoint in a run directory. Its files are counted and not opened.
 
     Attributes:
         name: of its directory.
-        step: the number of steps done.
-        reason: why it was saved; "" where the journal doesn't tell.
+        step: the number of steps made.
+        reason: why it was saved; "" where the journal doesn't say.
         bytes: the size of its files.
         time: when it was complete, in seconds since the epoch, UTC.
     """
@@ -48,35 +51,36 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A run as its directory tells it. All texts can be printed: what could control a terminal is escaped.
+    """A run as its directory describes it. All texts can be printed: terminal control characters are escaped.
 
     Attributes:
         path: the run directory.
         name: its name.
         task: the task's class; "" where it isn't known, as for all texts.
         target: where the task is: file.py:Class.
-        backend: the engine.
+        backend: the name of the backend.
         replicas: how many there were.
         workers: on how many processes.
         status: one of `STATUSES`; `running` only while a process holds the run's lock, else `killed`; or "".
         reason: why it was stopped; "" if it wasn't.
         started: seconds since the epoch, UTC; None where it isn't known, as for all numbers that may be None.
-        seconds: how long it was under way, in all attempts together.
-        lives: how often it was started.
+        seconds: how long it ran, all attempts together.
+        lives: its attempts: how often it was started.
         steps: optimizer steps made.
         epochs: epochs completed.
         examples: examples used.
         total_steps: the step at which it was to end.
-        parameters: of the model, how many.
+        parameters: the number of the model's parameters.
         hyperparameters: the task's fields.
         options: those of `fit`.
         versions: of Python and packages.
         machine: what else may change bits.
-        curves: points (step, value) by metric, by step. Training has a point an epoch; those within an epoch are named
-            `step/...`; those of evaluations `eval_...`. Values may be nan or infinite.
-        speed: examples per second, (step, value).
-        clock: (step, seconds under way until then), as it went: where an attempt goes on from before, steps go back.
-        checkpoints: those that are there, oldest first.
+        curves: points (step, value) of each metric, by step. Training has one point for each epoch; the names of points
+            within an epoch begin with `step/`, those of evaluations with `eval_`. Values may be nan or infinite.
+        speed: points (step, examples per second).
+        clock: points (step, seconds of all attempts until then), in the order of time: where an attempt goes on from an
+            earlier step, steps go back.
+        checkpoints: those in the directory, oldest first.
         split: the chief's seconds by part, of attempts that have recorded it: see `loop.monitor.stopwatch.PARTS`; and
             `starting`, `compiling`. Without a profile, `training` stands for data, compute, all-reduce and the rest.
         ranks: of a run that was profiled: the seconds by part of each rank, in its last attempt.
@@ -115,11 +119,13 @@ class Record:
     faults: list[Fault] = dataclasses.field(default_factory=list)
 
     def best(self, metric: str) -> tuple[int, float] | None:
-        """The step and value at which a metric was best; None where its name doesn't tell what that is."""
-        points = [(step, value) for step, value in self.curves.get(metric, ()) if math.isfinite(value)]
+        """The step at which a metric was best, and its value; None where its name doesn't say which way is better."""
         less = lower_is_better(metric)
+        if less is None:
+            return None
         sign = 1 if less else -1
-        return None if less is None else min(points, key=lambda point: sign * point[1], default=None)
+        points = [(step, value) for step, value in self.curves.get(metric, ()) if math.isfinite(value)]
+        return min(points, key=lambda point: sign * point[1], default=None)
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric, whatever it is."""
@@ -134,7 +140,7 @@ class Record:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is one of a run, from its first moment on."""
+    """Whether a directory is a run directory; also of a run that has just started."""
     return any(files.is_plain(path / name) for name in (ABOUT, journal.NAME, LOCK))
 
 
@@ -156,35 +162,19 @@ def under_way(path: Path) -> bool:
 
 
 def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
-    """What a run directory tells. Nothing in it is an error: what can't be read is left out.
+    """What a run directory says about its run. Nothing in it is an error: what can't be read is left out.
 
     Args:
         path: the run directory.
-        whole: False leaves out what makes it slow: points within epochs but the last, checkpoints, split, stalls.
-        quick: takes of a long journal only so many points within epochs as a picture has room for.
+        whole: False leaves out what is slow to read: points within epochs but the last, checkpoints, split, stalls.
+        quick: whether to read only as many points within epochs of a long journal as a chart has room for.
     """
     about = read_about(path)
-    story = Story(whole, about.get("options"))
-    every, frequent = 1 + (_size(path / journal.NAME) // _LONG if quick else 0), 0
-    for line, _ in _lines(path / journal.NAME):
-        if not whole and _PASSED_OVER.match(line):
-            story.passed = line
-            continue
-        if every > 1 and (found := _FREQUENT.match(line)):
-            frequent += 1
-            if found[2] == b"call" or frequent % every:
-                story.pass_time(float(found[1]))
-                continue
-        story.take(line)
-    story.end()
-    about = redact({**story.about, **about})  # a version before this one may have written secrets down
+    story = _read_story(path, about.get("options"), whole, quick)
+    about = redact({**story.about, **about})  # an older version may have written secrets down
+    status = _status(path, as_text(about.get("status")) or story.status, story)
+    started = story.timeline.started
     progress = as_dict(about.get("progress"))
-    status = as_text(about.get("status")) or story.status
-    if under_way(path):
-        status = "running"
-    elif status == "running" or (not status and story.lives):
-        status = "killed"
-        story.fault(f"killed at step {story.step:,}: no process holds its lock, and it has not recorded how it ended")
     return Record(
         path=path,
         name=printable(path.absolute().name),
@@ -193,11 +183,11 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
         backend=as_text(about.get("backend")),
         replicas=as_count(about.get("replicas")),
         workers=as_count(about.get("workers")),
-        status=status if status in STATUSES else "",
+        status=status,
         reason=mask(story.reason),
-        started=story.started if story.started is not None else as_stamp(about.get("updated")),
-        seconds=story.seconds,
-        lives=story.lives,
+        started=as_stamp(about.get("updated")) if started is None else started,
+        seconds=story.timeline.seconds,
+        lives=story.timeline.attempts,
         steps=max(story.step, as_count(progress.get("step")) or 0),
         epochs=max(story.epoch, as_count(progress.get("epoch")) or 0),
         examples=as_count(progress.get("examples")) or 0,
@@ -207,25 +197,54 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
         options=as_dict(about.get("options")),
         versions=as_dict(about.get("versions")),
         machine=as_dict(about.get("machine")),
-        curves={name: sorted(points.items()) for name, points in story.curves.items()},
-        speed=sorted(story.speed.items()),
-        clock=story.clock,
+        curves={name: sorted(points.items()) for name, points in story.curves.metrics.items()},
+        speed=sorted(story.curves.speed.items()),
+        clock=story.timeline.points,
         checkpoints=list(_checkpoints(path / "checkpoints", story.saved)) if whole else [],
-        split=story.split,
-        ranks=story.ranks,
-        verdict=story.verdict,
+        split=story.split.seconds,
+        ranks=story.split.ranks,
+        verdict=story.split.verdict,
         faults=story.faults,
     )
 
 
+def _read_story(path: Path, options: Any, whole: bool, quick: bool) -> Story:
+    """What the journal of a run directory says; see `read`."""
+    story = Story(whole, options)
+    stride = 1 + _size(path / journal.NAME) // _LONG if quick else 1
+    frequent_lines = 0
+    for line, _ in _lines(path / journal.NAME):
+        if not whole and _SKIPPED.match(line):
+            story.skipped = line
+            continue
+        if stride > 1 and (frequent := _FREQUENT.match(line)):
+            frequent_lines += 1
+            if frequent[2] == b"call" or frequent_lines % stride:
+                story.pass_time(float(frequent[1]))
+                continue
+        story.take(line)
+    story.end()
+    return story
+
+
+def _status(path: Path, recorded: str, story: Story) -> str:
+    """The status of a run, one of `STATUSES` or "": a killed run could not record its own."""
+    if under_way(path):
+        return "running"
+    if recorded == "running" or (not recorded and story.timeline.attempts):
+        story.fault(f"killed at step {story.step:,}: no process holds its lock, and it has not recorded how it ended")
+        return "killed"
+    return recorded if recorded in STATUSES else ""
+
+
 def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """What the complete lines of a run's journal say from byte `offset` on, each with the offset behind it."""
-    for line, behind in _lines(path / journal.NAME, offset):
-        yield parsed(line), behind
+    """The complete lines of a run's journal from byte `offset` on, parsed, each with the offset behind it."""
+    for line, end in _lines(path / journal.NAME, offset):
+        yield parsed(line), end
 
 
 def begun(path: Path) -> float:
-    """When a run began, or was begun with, at little cost; 0.0 where it isn't known."""
+    """When a run started, found without reading much; 0.0 where it isn't known."""
     for entry, _ in entries(path):
         if (time := as_number(entry.get("time"))) is not None:
             return time
@@ -256,23 +275,24 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
         return
 
 
-def _checkpoints(directory: Path, saved: dict[str, tuple[str, float]]) -> Iterator[Checkpoint]:
+def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Iterator[Checkpoint]:
+    """The checkpoints in a directory, oldest first; `saved` has reason and time of those in the journal."""
     try:
-        found = sorted(
-            (int(path.name.removeprefix("step-")), path)
-            for path in directory.iterdir()
-            if re.fullmatch(r"step-[0-9]{8,15}", path.name) and path.is_dir() and not path.is_symlink()
-        )
+        paths = [path for path in directory.iterdir() if _is_checkpoint(path)]
     except OSError:
         return
-    for step, path in found:
+    for path in sorted(paths, key=step_of):
         try:
-            with os.scandir(path) as files:
-                size = sum(each.stat(follow_symlinks=False).st_size for each in files)
+            with os.scandir(path) as content:
+                size = sum(file.stat(follow_symlinks=False).st_size for file in content)
             reason, time = saved.get(path.name) or ("", path.stat().st_mtime)
         except OSError:  # it is being removed
             continue
-        yield Checkpoint(path.name, step, reason, size, time)
+        yield Checkpoint(path.name, step_of(path), reason, size, time)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return re.fullmatch(r"step-[0-9]{8,15}", path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 def _size(path: Path) -> int:

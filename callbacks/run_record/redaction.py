@@ -1,11 +1,11 @@
-"""Keeps secrets out of all that is written, shown and sent. Every way out goes through this module.
+"""Redaction: keeps secrets out of all that is written, shown and sent. Every output goes through this module.
 
-What a secret is, its name says: `is_secret`. `redact` hides the values behind such names in a structure, `mask` hides
-known values, credentials in URIs and `name=value` in a text, `tell` prints a text so.
+The name of a value says whether it is a secret: `is_secret`. `redact` hides the values of such names in a structure;
+`mask` hides known secrets, credentials in URIs and values in `name=value` in a text; `tell` prints a text, masked.
 
-Known values are those behind secret names in the environment, on the command line, in files of options and in the
-fields of tasks. A known value of at least `LEAST` characters is hidden wherever it stands. A shorter one, and a number
-of fewer than `LEAST_DIGITS` digits, would hide too much else: these are hidden only behind their names.
+Known secrets are the values of secret names in the environment, on the command line, in files of options and in the
+fields of tasks. One of at least `LEAST` characters is hidden wherever it stands. A shorter one, and a number of fewer
+than `LEAST_DIGITS` digits, would hide harmless text too: these are hidden only after their names.
 """
 
 from __future__ import annotations
@@ -19,31 +19,36 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 from urllib.parse import quote, quote_plus, unquote
 
 HIDDEN = "***"
 """What stands in place of a secret."""
-LEAST, LEAST_DIGITS = 7, 12
-"""So many characters has a value, so many digits a number, that is hidden wherever it stands."""
+LEAST = 7
+"""The fewest characters of a secret that is hidden wherever it stands."""
+LEAST_DIGITS = 12
+"""The fewest digits of such a secret, if it is a number."""
 as_typed: list[str] = []
-"""Texts NAME=value that were read from files, as if they had been typed."""
+"""Texts NAME=value that were read from files; they count as typed."""
 hidden: set[str] = set()
-"""Known secrets: they are hidden wherever they stand."""
+"""Known secrets, hidden wherever they stand."""
 
 _PASSWORDS = {"password", "passwd", "passphrase", "passcode", "pwd", "secret", "credential", "cred"}
-_ALWAYS = _PASSWORDS | {"cookie", "bearer", "jwt", "webhook", "dsn", "apikey"}  # wherever they stand in a name
+_ALWAYS = _PASSWORDS | {"cookie", "bearer", "jwt", "webhook", "dsn", "apikey"}  # anywhere in a name
 _LAST = {"auth", "pat", "oauth", "otp"}  # at the end of a name
+_PASSWORD_ENDINGS = ("password", "passwd", "passphrase", "secret")
 _ENDINGS = ("password", "passwd", "passphrase", "secret", "apikey", "privatekey", "secretkey", "accesskey", "authtoken",
             "accesstoken", "apitoken", "dbpass", "dbpwd", "userpass", "userpwd")  # fmt: skip
+# The words before "key", "token" and "pass" that make a name one of a secret, or keep it from being one: `api_key` is a
+# secret; `sort_key`, `pad_token` and `forward_pass` are none.
 _OF_KEYS = {
     "access", "account", "api", "app", "auth", "client", "consumer", "deploy", "encryption", "gpg", "hmac", "license",
     "master", "pgp", "private", "rsa", "secret", "service", "session", "shared", "signing", "ssh", "ssl", "storage",
     "subscription", "tls", "anthropic", "aws", "azure", "comet", "gcp", "github", "gitlab", "google", "hf", "kaggle",
     "huggingface", "neptune", "openai", "sendgrid", "sentry", "slack", "stripe", "twilio", "wandb",
 }  # fmt: skip
-_OF_TOKENS = {"access", "api", "auth", "bearer", "hub", "refresh", "session"}  # of which there may be several
+_OF_TOKENS = {"access", "api", "auth", "bearer", "hub", "refresh", "session"}  # other `tokens` are parts of texts
 _OF_TEXT = {
     "bos", "blank", "class", "cls", "decoder", "encoder", "end", "eos", "first", "image", "last", "mask", "max", "min",
     "n", "next", "num", "oov", "pad", "padding", "per", "prev", "previous", "query", "register", "sep", "special",
@@ -57,14 +62,16 @@ _ABOUT = {
     "column", "count", "dim", "dims", "dir", "dropout", "embedding", "enabled", "expiry", "file", "index", "len",
     "length", "mode", "path", "rate", "required", "size", "timeout", "ttl", "type",
 }  # fmt: skip
-"""A name that ends so tells something about a secret, and not the secret."""
-_PLURALS = {"secrets", "cookies", "keys", "tokens", "webhooks"} | {f"{each}s" for each in _PASSWORDS}
+"""The last word of names such as `token_count`, which hold something about a secret and not the secret."""
+_PLURALS = {"secrets", "cookies", "keys", "tokens", "webhooks"} | {f"{word}s" for word in _PASSWORDS}
+# Common words are no secrets, whatever name they have: hiding them everywhere would make outputs unreadable.
 _COMMON = {"default", "disabled", "enabled", "required", "optional", "anonymous", "localhost", "unknown"}
 _NOTHING = {"", "none", "null", "true", "false", HIDDEN}
 
 _STANDS_IN = re.compile(r"(?:\*{3}\d{0,6}(?:,\*{3}\d{0,6})*)?|nan|-?inf")
-"""Not hidden behind a name: nothing at all, the numbers of a secret's values in a sweep, floats as JSON has them."""
+"""Values of secret names that are shown: "", the placeholders of a secret in a sweep, floats as JSON has them."""
 
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+")
 _QUERY = re.compile(r"(?i)([?&;#])([\w.%-]+)=([^&;#\s\"'<>\\]+)")
 _IN_QUERIES = {"key", "sig", "signature", "x-amz-signature", "x-amz-credential"}
 _AUTHORITY = re.compile(r"://((?:(?!://)[^\s\"<>])*)")
@@ -80,33 +87,57 @@ def is_secret(name: str, number: bool = False) -> bool:
 
     Names are read word by word, in snake_case and camelCase alike: `path`, `author`, `max_tokens` are no secrets.
     """
-    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+", name[:500])]
-    several = bool(words) and words[-1].endswith("tokens")
+    words = [word.lower() for word in _WORD.findall(name[:500])]
+    ends_in_tokens = bool(words) and words[-1].endswith("tokens")
     words = [word.removesuffix("s") if word in _PLURALS else word for word in words]
     if words and words[-1] == "value":
         words.pop()
     if not words or words[-1] in _ABOUT:
         return False
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
-    if (
-        _PASSWORDS & {*words, before + last}
-        or last.endswith(_ENDINGS[:4])
-        or (last == "pass" and before not in _OF_PASSES)
-    ):
+    return _is_password(words) or (not number and _is_key_or_token(words, ends_in_tokens))
+
+
+def _word_before(words: Sequence[str]) -> str:
+    """The word before the last one; "" if there is none."""
+    return words[-2] if len(words) > 1 else ""
+
+
+def _is_password(words: Sequence[str]) -> bool:
+    last = words[-1]
+    before = _word_before(words)
+    if _PASSWORDS & {*words, before + last} or last.endswith(_PASSWORD_ENDINGS):
         return True
-    if number:
-        return False
-    if _ALWAYS & {*words, before + last} or last in _LAST or last.endswith(_ENDINGS):
+    return last == "pass" and before not in _OF_PASSES
+
+
+def _is_key_or_token(words: Sequence[str], several_tokens: bool) -> bool:
+    last = words[-1]
+    if _ALWAYS & {*words, _word_before(words) + last} or last in _LAST or last.endswith(_ENDINGS):
         return True
     if last.endswith("token"):
-        own = before in _OF_TOKENS if several else before not in _OF_TEXT
-        return own and (last == "token" or last.removesuffix("token") in _OF_KEYS)
-    pairs = set(itertools.pairwise(words))
-    return any((of, "key") in pairs for of in _OF_KEYS) or bool({("connection", "string"), ("conn", "str")} & pairs)
+        return _is_secret_token(words, several_tokens)
+    return _has_secret_pair(words)
+
+
+def _is_secret_token(words: Sequence[str], several: bool) -> bool:
+    """Whether a name that ends in "token" means an access token, and not a token of a text."""
+    last = words[-1]
+    before = _word_before(words)
+    gives_access = before in _OF_TOKENS if several else before not in _OF_TEXT
+    return gives_access and (last == "token" or last.removesuffix("token") in _OF_KEYS)
+
+
+def _has_secret_pair(words: Sequence[str]) -> bool:
+    for first, second in itertools.pairwise(words):
+        if second == "key" and first in _OF_KEYS:
+            return True
+        if (first, second) in (("connection", "string"), ("conn", "str")):
+            return True
+    return False
 
 
 def remember(value: Any, name: str = "") -> None:
-    """Has the secrets of a value, or of a structure, hidden from now on: by name, and credentials in URIs."""
+    """Hides the secrets of a value, or of a structure, from now on: by name, and credentials in URIs."""
     hidden.update(_secrets(value, name))
 
 
@@ -126,34 +157,37 @@ def _secrets(value: Any, name: str = "") -> Iterator[str]:
 
 
 def _in_uri(text: str) -> Iterator[str]:
-    """The passwords of a text that is a URI, or has some in it."""
-    whole = text.partition("://")[2].rpartition("@")[0].partition(":")[2]  # with whatever it has in it
-    found = [whole, *(_user(each[1])[0].partition(":")[2] for each in _AUTHORITY.finditer(text))]
-    found += [each[3] for each in _QUERY.finditer(text) if _in_query(each[2])]
-    for each in found:
-        yield each
-        yield unquote(each)
+    """The passwords in a text that is a URI or has URIs in it: as they stand there, and unescaped."""
+    # If the text is one URI, its password may hold any character, even those that end a URI.
+    passwords = [text.partition("://")[2].rpartition("@")[0].partition(":")[2]]
+    for authority in _AUTHORITY.finditer(text):
+        user_and_password, _ = _split_user(authority[1])
+        passwords.append(user_and_password.partition(":")[2])
+    passwords += [query[3] for query in _QUERY.finditer(text) if _is_secret_in_query(query[2])]
+    for password in passwords:
+        yield password
+        yield unquote(password)
 
 
-def _user(text: str) -> tuple[str, str]:
-    """What follows `://`, as user and password ("" if there are none), and all from the @ behind them on.
+def _split_user(text: str) -> tuple[str, str]:
+    """Splits what follows `://` into "user:password" ("" if there is none) and the rest, which starts with the @.
 
     The last @ counts, since a password may have @ and / in it; but not one in a path.
     """
     at = text.rfind("@")
-    before = re.match(r"[^/?#:]*", text)
-    if before and text[before.end() : before.end() + 1] in ("/", "?", "#"):
-        at = text.rfind("@", 0, before.end())
+    host = re.match(r"[^/?#:]*", text)
+    if host and text[host.end() : host.end() + 1] in ("/", "?", "#"):
+        at = text.rfind("@", 0, host.end())
     return (text[:at], text[at:]) if at > 0 else ("", text)
 
 
-def _in_query(name: str) -> bool:
+def _is_secret_in_query(name: str) -> bool:
     return name.lower() in _IN_QUERIES or is_secret(name)
 
 
 @functools.lru_cache(1)
 def _outside(second: int, variables: int, words: tuple[str, ...]) -> frozenset[str]:
-    """The secrets of the environment and of what was typed; looking takes a while, so it is done once a second."""
+    """The secrets of the environment and of what was typed; looking is slow, so the cache keeps them for a second."""
     return frozenset(_given(words))
 
 
@@ -175,19 +209,27 @@ def _pattern() -> re.Pattern[str] | None:
 
 @functools.lru_cache(16)
 def _compiled(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """What finds these secrets in a text, also as they are escaped in other texts."""
-    parts = {part for secret in secrets for part in (secret, secret.strip(), *secret.splitlines())}
+    """What finds these secrets in a text, also as other texts escape them."""
     forms: set[str] = set()
-    for part in parts:
-        long = len(part) >= LEAST and part.lower() not in _COMMON
-        if long and part.strip() and not (_is_number(part) and len(part) < LEAST_DIGITS):
-            forms |= _forms(part)
-    ordered = sorted(forms, key=len, reverse=True)
-    if not ordered:
+    for secret in secrets:
+        for part in (secret, secret.strip(), *secret.splitlines()):
+            if _is_hidden_anywhere(part):
+                forms |= _forms(part)
+    if not forms:
         return None
-    return re.compile(
-        "|".join(rf"(?<![\w.]){re.escape(f)}(?![\w.])" if _is_number(f) else re.escape(f) for f in ordered)
-    )
+
+    patterns = []
+    for form in sorted(forms, key=len, reverse=True):  # the longest first: a part of it must not match before it
+        pattern = re.escape(form)
+        patterns.append(rf"(?<![\w.]){pattern}(?![\w.])" if _is_number(form) else pattern)
+    return re.compile("|".join(patterns))
+
+
+def _is_hidden_anywhere(secret: str) -> bool:
+    """Whether a known secret is long and rare enough to be hidden wherever it stands."""
+    if len(secret) < LEAST or secret.lower() in _COMMON or not secret.strip():
+        return False
+    return not _is_number(secret) or len(secret) >= LEAST_DIGITS
 
 
 def _is_number(text: str) -> bool:
@@ -199,8 +241,8 @@ def _is_number(text: str) -> bool:
 
 
 def _forms(secret: str) -> set[str]:
-    """A secret as it stands in texts, in representations of Python, in JSON, in URIs and in HTML."""
-    plain = secret.encode(errors="replace").decode()  # what has no character can't be in a URI
+    """A secret as it stands in plain texts, Python literals, JSON, URIs and HTML."""
+    plain = secret.encode(errors="replace").decode()  # surrogates can't be quoted
     backslashes = secret.replace("\\", "\\\\")
     forms = [
         secret, backslashes, backslashes.replace("'", "\\'"), repr(secret)[1:-1], repr(secret + "'\"")[1:-4],
@@ -211,19 +253,13 @@ def _forms(secret: str) -> set[str]:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """`value` without its secrets: dicts and lists are walked through, other values are returned as they are."""
+    """`value` without its secrets. Dicts and lists are walked through; other values are returned as they are."""
     return _redacted(value, name, _pattern())
 
 
 def _redacted(value: Any, name: str, known: re.Pattern[str] | None) -> Any:
     if isinstance(value, Mapping):
-        of_secret = is_secret(name)
-        return {
-            _masked(key, known) if isinstance(key, str) else key: _redacted(
-                item, name if of_secret else str(key), known
-            )
-            for key, item in value.items()
-        }
+        return _redacted_items(value, name, known)
     if isinstance(value, list | tuple):
         return [_redacted(item, name, known) for item in value]
     if value is None or isinstance(value, bool | float):  # a float is a measurement, whatever its name is
@@ -233,51 +269,71 @@ def _redacted(value: Any, name: str, known: re.Pattern[str] | None) -> Any:
     return _masked(value, known) if isinstance(value, str) else value
 
 
+def _redacted_items(values: Mapping[Any, Any], name: str, known: re.Pattern[str] | None) -> dict[Any, Any]:
+    within_secret = is_secret(name)
+    redacted = {}
+    for key, item in values.items():
+        shown_key = _masked(key, known) if isinstance(key, str) else key
+        redacted[shown_key] = _redacted(item, name if within_secret else str(key), known)
+    return redacted
+
+
 def mask(text: str) -> str:
-    """`text` without secrets: those that are known, credentials in URIs, and values behind secret names."""
+    """`text` without secrets: known ones, credentials in URIs, and values after secret names."""
     return _masked(text, _pattern())
 
 
 def _masked(text: str, known: re.Pattern[str] | None, names: bool = True) -> str:
+    # The tests for single characters are for speed: most texts have none of these forms.
     if known is not None:
         text = known.sub(HIDDEN, text)
     if "://" in text:
-        text = _AUTHORITY.sub(_authority, text)
+        text = _AUTHORITY.sub(_mask_authority, text)
     if "=" in text:
-        text = _QUERY.sub(lambda found: f"{found[1]}{found[2]}={HIDDEN}" if _in_query(found[2]) else found[0], text)
+        text = _QUERY.sub(_mask_query, text)
         text = _without_assigned(text) if names else text
     if names and ":" in text:
-        text = _QUOTED.sub(_quoted, text)
+        text = _QUOTED.sub(_mask_quoted, text)
     return _HEADER.sub(rf"\1{HIDDEN}", text) if "uthorization" in text else text
 
 
-def _authority(found: re.Match[str]) -> str:
-    if "@" not in found[1]:
-        return found[0]
-    user, rest = _user(found[1])
+def _mask_authority(authority: re.Match[str]) -> str:
+    if "@" not in authority[1]:
+        return authority[0]
+    user, rest = _split_user(authority[1])
     return f"://{HIDDEN if user else ''}{rest}"
+
+
+def _mask_query(query: re.Match[str]) -> str:
+    return f"{query[1]}{query[2]}={HIDDEN}" if _is_secret_in_query(query[2]) else query[0]
 
 
 def _without_assigned(text: str) -> str:
     """`text` without the values in `name=value`, where the name is one of a secret."""
-    parts, end = [], 0
-    for found in _NAME.finditer(text):
-        value = _VALUE.match(text, found.end()) if found.end() > end and is_secret(found[1]) else None
+    parts = []
+    end = 0
+    for name in _NAME.finditer(text):
+        if name.end() <= end or not is_secret(name[1]):  # a name within a hidden value was hidden with it
+            continue
+        value = _VALUE.match(text, name.end())
         if value is not None and value[0].lower() not in _NOTHING:
-            parts += [text[end : found.end()], HIDDEN]
+            parts += [text[end : name.end()], HIDDEN]
             end = value.end()
     return "".join([*parts, text[end:]])
 
 
-def _quoted(found: re.Match[str]) -> str:
-    if not is_secret(found[2]) or found[4][1:-1].lower() in _NOTHING:
-        return found[0]
-    return f"{found[1]}{found[2]}{found[1]}{found[3]}{found[4][0]}{HIDDEN}{found[4][0]}"
+def _mask_quoted(pair: re.Match[str]) -> str:
+    quote_of_name, name, colon, value = pair.groups()
+    if not is_secret(name) or value[1:-1].lower() in _NOTHING:
+        return pair[0]
+    return f"{quote_of_name}{name}{quote_of_name}{colon}{value[0]}{HIDDEN}{value[0]}"
 
 
 def printable(text: str) -> str:
-    """A text in which nothing can control a terminal, or fail to be written: such characters are escaped."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else _escaped(each) for each in text)
+    """The text with all characters escaped that can control a terminal, or that a file may not take."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else _escaped(character) for character in text)
 
 
 def _escaped(character: str) -> str:
@@ -285,27 +341,27 @@ def _escaped(character: str) -> str:
 
 
 def shown(text: Any) -> str:
-    """A text as it may be shown within a line: without secrets, and without what could control a terminal."""
+    """A text as it may be shown within a line: without secrets and control characters."""
     return printable(mask(str(text)))
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Prints a text, of one line or several, as it may be shown; on stderr if no stream is given."""
+    """Prints a text, of one line or several, without secrets and control characters; on stderr by default."""
     lines = "\n".join(map(printable, mask(text).split("\n")))
     print(lines, file=stream or sys.stderr, flush=True)
 
 
 class Masked(io.TextIOWrapper):
-    """A stream of text that masks known secrets in all that is written to it, such as the task's own prints."""
+    """A text stream that hides known secrets in all that is written to it, such as the task's own prints."""
 
     def write(self, text: str) -> int:
-        # Without `name=value`, since this may be JSON: it must stay JSON.
+        # Not those in `name=value`: the text may be JSON, which hiding a part of it would break.
         super().write(_masked(text, _pattern(), names=False))
         return len(text)
 
 
 def guard_streams() -> None:
-    """Has all that this process prints on stdout and stderr go through `Masked`."""
+    """Sends all that this process prints on stdout and stderr through `Masked`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:

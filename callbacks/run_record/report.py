@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callbacks import files
+from callbacks import files, formats
 from callbacks.base import Callback, Run, shown_status
-from callbacks.run_record import formats, record
+from callbacks.formats import lasting, moment, number, part_name, plural
+from callbacks.run_record import record
 from callbacks.run_record.charts import Chart, Line, Point, chart
-from callbacks.run_record.formats import lasting, moment, number, part_name, plural
 from callbacks.run_record.record import STEP, Record
 from callbacks.run_record.redaction import mask, redact, tell
 
@@ -241,7 +241,7 @@ def _tiles(of: Record) -> Iterator[_Tile]:
     epochs = plural(of.epochs, "epoch") if of.epochs else ""
     total = f"of {of.total_steps:,}" if of.total_steps not in (None, of.steps) else ""
     yield _Tile("steps", f"{of.steps:,}", ", ".join(filter(None, (total, epochs))))
-    yield _Tile("duration", lasting(of.seconds), f"in {of.lives} lives" if of.lives > 1 else "in one go")
+    yield _Tile("duration", lasting(of.seconds), f"in {of.lives} attempts" if of.lives > 1 else "in one go")
     if of.speed:
         yield _Tile("examples/s", f"{of.speed[-1][1]:,.0f}", "while training")
 
@@ -326,7 +326,7 @@ def _pace(clock: Sequence[Point]) -> Iterator[tuple[int, float]]:
 
 def _times(of: Record) -> _Times:
     """Where the time of the chief went; and that of each rank, of a run that was profiled."""
-    titled = [("the chief, all lives" if of.lives > 1 else "the chief", of.split)]
+    titled = [("the chief, all attempts" if of.lives > 1 else "the chief", of.split)]
     for rank, seconds in enumerate(of.ranks[:_RANKS]):
         titled.append((f"rank {rank}, without its start and compiling", seconds))
     bars = [_bar(title, seconds) for title, seconds in titled if 0 < sum(seconds.values()) < math.inf]

@@ -1,9 +1,10 @@
-"""Story: what the lines of a journal say of a run, one after the other."""
+"""Story: what the lines of a journal say about a run, read one after the other."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from callbacks.run_record.redaction import mask, printable
@@ -16,156 +17,267 @@ STEP = "step/"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Something that went wrong, or was borne: when, at which step, what."""
+    """Something that went wrong, or that the run survived: when, at which step, and what."""
 
     time: float
     step: int
     text: str
 
 
-class Story:
-    """What the lines of a journal tell, one after the other."""
+class Timeline:
+    """How long the attempts of a run took, by the times of its journal lines.
 
-    def __init__(self, whole: bool, options: Any) -> None:
-        self.whole = whole
-        self.patience = as_number(as_dict(options).get("stall_timeout")) or math.inf
-        self.about: dict[str, Any] = {}
+    Attributes:
+        attempts: how often the run was started.
+        started: the time of the first line; None before it.
+        now: the latest time so far.
+        points: pairs (step, seconds of all attempts until then).
+    """
+
+    def __init__(self) -> None:
+        self.attempts = 0
         self.started: float | None = None
-        self.seconds, self.lives, self.step, self.epoch = 0.0, 0, 0, 0
-        self.total_steps: int | None = None
-        self.status = self.reason = ""
-        self.curves: dict[str, dict[int, float]] = {}
-        self.speed: dict[int, float] = {}
-        self.clock: list[tuple[int, float]] = []
-        self.saved: dict[str, tuple[str, float]] = {}
-        self.split: dict[str, float] = {}
-        self.ranks: list[dict[str, float]] = []
-        self.verdict: list[str] = []
-        self.faults: list[Fault] = []
-        self.passed = b""  # the last line that wasn't looked into
-        self._begun = self._time = 0.0  # of this attempt: its first line's time, and the last one's
-        self._explained = True  # whether it is known why the attempt before ended
-        self._calls = False  # whether this attempt recorded where the time of each call went
+        self.now = 0.0
+        self.points: list[tuple[int, float]] = []
+        self._attempt_began = 0.0
+        self._earlier_attempts = 0.0
 
-    def take(self, line: bytes) -> None:
-        """The next line."""
-        entry = parsed(line)
-        if entry.get("event") == "restore":
-            self._catch_up()
-        self._take(entry)
+    @property
+    def seconds(self) -> float:
+        """The time of all attempts together, without the pauses between them."""
+        return self._earlier_attempts + self.seconds_of_attempt
 
-    def end(self) -> None:
-        """There are no more lines."""
-        self._catch_up()
-        self._close()
+    @property
+    def seconds_of_attempt(self) -> float:
+        """The time of the attempt that the lines are in."""
+        return self.now - self._attempt_began
 
-    def fault(self, text: str) -> None:
-        """Something that wasn't meant to be."""
-        self.faults.append(Fault(self._time, self.step, printable(mask(text))))
+    def begin_attempt(self, time: float) -> None:
+        """Takes in that another attempt began at `time`."""
+        self._earlier_attempts = self.seconds
+        self._attempt_began = time
+        self.now = time
+        self.attempts += 1
 
-    def pass_time(self, time: float) -> None:
-        """Something happened then."""
-        if self.whole and self._time and time - self._time >= self.patience:
-            self.fault(f"nothing ended for {time - self._time:.0f} s")
-        self._time = max(self._time, time)
+    def begin_with(self, time: float) -> None:
+        """Takes in the time of the first line; does nothing at later ones."""
+        if self.started is None:
+            self.started = time
+        if not self._attempt_began:  # the journal does not begin with a `restore` line
+            self._attempt_began = time
 
-    def _catch_up(self) -> None:
-        if self.passed:
-            self._take(parsed(self.passed))
-            self.passed = b""
 
-    def _close(self) -> None:
-        self.seconds += max(self._time - self._begun, 0.0)
+@dataclasses.dataclass
+class Curves:
+    """The measured values of a run, by step.
 
-    def _take(self, entry: dict[str, Any]) -> None:
-        event, time = entry.get("event"), as_number(entry.get("time"))
-        if not isinstance(event, str) or time is None or not 0 <= time < 1e11:
-            return
-        if event == "restore":
-            if not self._explained:
-                self.fault(f"killed at step {self.step:,}")
-            self._close()
-            self._begun = self._time = time
-            self.lives += 1
-            self.status, self._explained, self._calls = "", False, False
-        self.pass_time(time)
-        self.started = time if self.started is None else self.started
-        self._begun = self._begun or time
-        self.epoch = as_count(entry.get("epoch")) or 0
-        self.step = step = as_count(entry.get("step")) or 0
-        metrics = as_dict(entry.get("metrics"))
-        if event in ("steps_end", "eval_end", "epoch_end"):
-            self._points(event, step, metrics)
-            self.clock.append((step, self.seconds + self._time - self._begun))
-        known = getattr(self, f"_{event}", None) if event in _TELLING else None
-        if known is not None:
-            known(entry)
+    Attributes:
+        metrics: the values of each metric.
+        speed: examples per second.
+    """
 
-    def _points(self, event: str, step: int, metrics: dict[str, Any]) -> None:
+    metrics: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)
+    speed: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        """Takes in the metrics of a line."""
         prefix = STEP if event == "steps_end" else ""
-        for name, value in metrics.items():
+        for name, value in values.items():
             number = as_number(value, finite=False)
             if number is None:
                 continue
             if name == SPEED:
                 self.speed[step] = number
-            elif event != "epoch_end" or not name.startswith("eval_") or name not in self.curves:
-                self.curves.setdefault(prefix + name, {})[step] = number
-        if event == "epoch_end" and (as_number(metrics.get("skipped_steps")) or 0) > 0:
-            self.fault(f"{metrics['skipped_steps']:g} steps of the epoch were skipped: a loss or gradient not finite")
+                continue
+            # An evaluation has a line of its own, which names the step at which it was made.
+            repeated = event == "epoch_end" and name.startswith("eval_") and name in self.metrics
+            if not repeated:
+                self.metrics.setdefault(prefix + name, {})[step] = number
+
+
+@dataclasses.dataclass
+class TimeSplit:
+    """Where the time of a run went.
+
+    Attributes:
+        seconds: the chief's seconds by part, of all attempts.
+        ranks: the seconds by part of each rank, in the last attempt that was profiled.
+        verdict: what holds such a run back, in lines.
+        has_calls: whether the current attempt records where the time of each call went.
+    """
+
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    verdict: list[str] = dataclasses.field(default_factory=list)
+    has_calls: bool = False
+
+    def add(self, seconds: Mapping[str, Any]) -> None:
+        """Adds the seconds of a line."""
+        for part, duration in as_seconds(seconds).items():
+            self.seconds[part] = self.seconds.get(part, 0.0) + duration
+
+    def add_total(self, seconds: Mapping[str, Any]) -> None:
+        """Adds the seconds of a whole attempt, unless the lines of its calls have given them already."""
+        if not self.has_calls:
+            self.add({"training" if part == "other" else part: duration for part, duration in seconds.items()})
+
+
+class Story:
+    """What the lines of a journal say, one after the other. `end` must be called after the last one.
+
+    Args:
+        whole: whether stalls are looked for; they need the time of every line.
+        options: the options of the run, of any JSON type.
+
+    Attributes:
+        skipped: the last line that was passed over unread; it is read if the attempt ends with it.
+        about: what the run recorded of itself at its start.
+        step: the steps made, of the current attempt.
+        epoch: the epoch under way.
+        total_steps: the step at which the run was to end.
+        status: how the last attempt ended; "" if that isn't recorded.
+        reason: why it was stopped.
+        saved: reason and time of each checkpoint, by its name.
+        faults: what went wrong.
+        timeline: how long it took.
+        curves: what was measured.
+        split: where the time went.
+    """
+
+    def __init__(self, whole: bool, options: Any) -> None:
+        self.skipped = b""
+        self.about: dict[str, Any] = {}
+        self.step = 0
+        self.epoch = 0
+        self.total_steps: int | None = None
+        self.status = ""
+        self.reason = ""
+        self.saved: dict[str, tuple[str, float]] = {}
+        self.faults: list[Fault] = []
+        self.timeline = Timeline()
+        self.curves = Curves()
+        self.split = TimeSplit()
+        stall_timeout = as_number(as_dict(options).get("stall_timeout")) if whole else None
+        self._patience = stall_timeout or math.inf
+        self._end_is_known = True  # of the attempt before: a kill leaves no line
+
+    def take(self, line: bytes) -> None:
+        """Reads the next line."""
+        entry = parsed(line)
+        if entry.get("event") == "restore":
+            self._read_skipped()  # the attempt before ended at that line
+        self._read(entry)
+
+    def end(self) -> None:
+        """There are no more lines."""
+        self._read_skipped()
+
+    def fault(self, text: str) -> None:
+        """Notes that something went wrong."""
+        self.faults.append(Fault(self.timeline.now, self.step, printable(mask(text))))
+
+    def pass_time(self, time: float) -> None:
+        """Takes in that something happened at `time`."""
+        silence = time - self.timeline.now
+        if self.timeline.now and silence >= self._patience:
+            self.fault(f"nothing ended for {silence:.0f} s")
+        self.timeline.now = max(self.timeline.now, time)
+
+    def _read_skipped(self) -> None:
+        if self.skipped:
+            self._read(parsed(self.skipped))
+            self.skipped = b""
+
+    def _read(self, entry: dict[str, Any]) -> None:
+        event = entry.get("event")
+        time = as_number(entry.get("time"))
+        if not isinstance(event, str) or time is None or not 0 <= time < 1e11:
+            return
+        if event == "restore":
+            self._begin_attempt(time)
+        self.pass_time(time)
+        self.timeline.begin_with(time)
+        self.epoch = as_count(entry.get("epoch")) or 0
+        self.step = as_count(entry.get("step")) or 0
+        if event in ("steps_end", "eval_end", "epoch_end"):
+            self._measured(event, as_dict(entry.get("metrics")))
+        if event in _READERS:
+            _READERS[event](self, entry)
+
+    def _begin_attempt(self, time: float) -> None:
+        if not self._end_is_known:
+            self.fault(f"killed at step {self.step:,}")
+        self.timeline.begin_attempt(time)
+        self.split.has_calls = False
+        self.status = ""
+        self._end_is_known = False
+
+    def _measured(self, event: str, metrics: dict[str, Any]) -> None:
+        self.curves.add(event, self.step, metrics)
+        self.timeline.points.append((self.step, self.timeline.seconds))
+        skipped_steps = as_number(metrics.get("skipped_steps")) or 0
+        if event == "epoch_end" and skipped_steps > 0:
+            self.fault(f"{skipped_steps:g} steps of the epoch were skipped: a loss or gradient not finite")
 
     def _restore(self, entry: dict[str, Any]) -> None:
-        if self.lives > 1 or entry.get("checkpoint"):
-            self.fault(f"went on from {as_text(entry.get('checkpoint')) or 'the start'}")
+        checkpoint = as_text(entry.get("checkpoint"))
+        if self.timeline.attempts > 1 or checkpoint:
+            self.fault(f"went on from {checkpoint or 'the start'}")
 
     def _fit_start(self, entry: dict[str, Any]) -> None:
         self.about = as_dict(entry.get("about"))
         self.total_steps = as_count(entry.get("total_steps"))
-        self._add({"starting": self._time - self._begun})
+        self.split.add({"starting": self.timeline.seconds_of_attempt})
 
     def _phase_start(self, entry: dict[str, Any]) -> None:
         self.total_steps = as_count(entry.get("total_steps"))
 
     def _call(self, entry: dict[str, Any]) -> None:
-        self._calls = True
-        self._add(as_dict(entry.get("seconds")))
+        self.split.has_calls = True
+        self.split.add(as_dict(entry.get("seconds")))
 
     def _summary(self, entry: dict[str, Any]) -> None:
-        ranks, text = entry.get("seconds"), entry.get("text")
-        self.ranks = [as_seconds(as_dict(each)) for each in ranks] if isinstance(ranks, list) else []
-        self.verdict = [as_text(each) for each in text] if isinstance(text, list) else []
+        ranks = entry.get("seconds")
+        lines = entry.get("text")
+        self.split.ranks = [as_seconds(as_dict(seconds)) for seconds in ranks] if isinstance(ranks, list) else []
+        self.split.verdict = [as_text(line) for line in lines] if isinstance(lines, list) else []
 
     def _checkpoint(self, entry: dict[str, Any]) -> None:
-        self.saved[as_text(entry.get("checkpoint"))] = as_text(entry.get("reason")), self._time
+        self.saved[as_text(entry.get("checkpoint"))] = (as_text(entry.get("reason")), self.timeline.now)
 
     def _exception(self, entry: dict[str, Any]) -> None:
         self.fault(as_text(entry.get("error")))
 
     def _worker_gone(self, entry: dict[str, Any]) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} gone: {as_text(entry.get('how'))}")
-        self._explained = True
+        self._end_is_known = True
 
     def _worker_joined(self, entry: dict[str, Any]) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} joined")
-        self._explained = True
+        self._end_is_known = True
 
     def _fit_end(self, entry: dict[str, Any]) -> None:
-        self._explained = True
-        self.status, self.reason = as_text(entry.get("status")), as_text(entry.get("reason"))
+        self._end_is_known = True
+        self.status = as_text(entry.get("status"))
+        self.reason = as_text(entry.get("reason"))
         if self.status == "preempted":
             self.fault("stopped by a signal")
-        if (speed := as_number(entry.get(SPEED))) is not None and speed > 0:
-            self.speed[self.step] = speed
-        if not self._calls:  # else they have told it already
-            seconds = as_dict(entry.get("seconds"))
-            self._add({"training" if part == "other" else part: some for part, some in seconds.items()})
-
-    def _add(self, seconds: dict[str, Any]) -> None:
-        for part, some in as_seconds(seconds).items():
-            self.split[part] = self.split.get(part, 0.0) + some
+        speed = as_number(entry.get(SPEED))
+        if speed is not None and speed > 0:
+            self.curves.speed[self.step] = speed
+        self.split.add_total(as_dict(entry.get("seconds")))
 
 
-_TELLING = (
-    "restore", "fit_start", "phase_start", "call", "summary", "checkpoint", "exception", "worker_gone", "worker_joined",
-    "fit_end",
-)  # fmt: skip  # fmt: skip
+_READERS: dict[str, Callable[[Story, dict[str, Any]], None]] = {
+    "restore": Story._restore,
+    "fit_start": Story._fit_start,
+    "phase_start": Story._phase_start,
+    "call": Story._call,
+    "summary": Story._summary,
+    "checkpoint": Story._checkpoint,
+    "exception": Story._exception,
+    "worker_gone": Story._worker_gone,
+    "worker_joined": Story._worker_joined,
+    "fit_end": Story._fit_end,
+}
+"""What reads the lines of each event; lines of other events have nothing but a time, a step and metrics."""

@@ -1,4 +1,4 @@
-"""Values of files that may be damaged, or written by another program: what is not as it should be is left out."""
+"""Values from files that may be damaged, or written by another program: what is not as expected is left out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import re
 from calendar import timegm
+from collections.abc import Mapping
 from time import strptime
 from typing import Any
 
@@ -13,21 +14,26 @@ from callbacks.run_record.redaction import printable
 
 _DEEPEST = 20  # levels of nested values
 _LARGEST = 2.0**53  # beyond, a float does not hold every whole number
-_PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # what can be printed as it is
+_PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # can be printed as it is: no escapes, no control characters
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """A line of a journal, fit to be printed; an empty one if it is none."""
+    """A line of a journal, whose texts can be printed; {} if it is no JSON object."""
     flat = line.count(b"{") + line.count(b"[") < _DEEPEST
     try:
         value = json.loads(line)
+        # `clean` walks through the whole value; most lines don't need that.
         return as_dict(value if flat and _PLAIN.fullmatch(line) else clean(value))
     except (ValueError, RecursionError):
         return {}
 
 
 def clean(value: Any, depth: int = _DEEPEST) -> Any:
-    """JSON values whose texts can be printed."""
+    """A JSON value with its texts made printable.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
     if not depth:
         raise RecursionError
     if isinstance(value, dict):
@@ -43,12 +49,14 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """The value as a text; "" for none."""
-    return value if isinstance(value, str) else "" if value is None else printable(str(value))
+    """The value as a text; "" for None."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else printable(str(value))
 
 
 def as_number(value: Any, finite: bool = True) -> float | None:
-    """A number, as the journal writes it: "nan" and its like are texts there."""
+    """A number as the journal writes it: nan and infinities are texts there. None if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
@@ -66,10 +74,14 @@ def as_count(value: Any) -> int | None:
     return int(number) if number is not None and 0 <= number < _LARGEST else None
 
 
-def as_seconds(parts: dict[str, Any]) -> dict[str, float]:
-    """Durations by part, of those that are some."""
-    found = {name: as_number(value) for name, value in parts.items()}
-    return {name: value for name, value in found.items() if value is not None and 0 <= value < _LARGEST}
+def as_seconds(parts: Mapping[str, Any]) -> dict[str, float]:
+    """Durations by part; values that can't be one are left out."""
+    durations = {}
+    for part, value in parts.items():
+        seconds = as_number(value)
+        if seconds is not None and 0 <= seconds < _LARGEST:
+            durations[part] = seconds
+    return durations
 
 
 def as_stamp(value: Any) -> float | None:

@@ -23,6 +23,7 @@ from typing import Any
 import ml_dtypes  # gives NumPy bfloat16 and its like by name
 import numpy as np
 
+from callbacks.checkpoint import step_of
 from callbacks.files import created, fsync_directory, naming, reading, write_json
 from callbacks.files import read as read_file
 from loop.errors import UsageError
@@ -126,7 +127,7 @@ def complete(directory: Path) -> list[Path]:
         found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError as error:
         raise CheckpointError(f"{error.filename or directory} can't be read ({error.strerror})") from None
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
 def verify(path: Path) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from typing import Any
 
 from callbacks import Callback, Schedule
 from callbacks.files import FileError, MovedError
+from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
 from loop.launch import explain
 from loop.launch.environment import JOB
-from loop.options import nearest
 
 
 def check(words: Sequence[str]) -> None:

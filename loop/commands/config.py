@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from callbacks.nearest import near_file, nearest
 from callbacks.run_record import redaction
 from loop.errors import UsageError
-from loop.options import near_file, nearest
 
 MOST_BYTES = 1 << 20
 """So long a file of options is at most."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import callbacks
 from callbacks import Callback, Metrics, Run
 from callbacks.epoch_lines import numbers
+from callbacks.formats import size
 from callbacks.throughput_probe import peak_memory
 from loop.launch import signals
 from loop.options import with_defaults
@@ -169,11 +170,11 @@ def lines(about: Mapping[str, Any]) -> Iterator[str]:
         f"{rate['name']} {rate['rate']:.6g} ({', '.join(filter(None, [rate['optimizer'], rate['schedule']]))})"
         for rate in about["learning_rates"]
     ]
-    peak = f"peak {_size(max(memory['peak']))}"
+    peak = f"peak {size(max(memory['peak']))}"
     if about["workers"] > 1:
-        peak += f" in a worker, {_size(sum(memory['peak']))} in all {about['workers']}"
+        peak += f" in a worker, {size(sum(memory['peak']))} in all {about['workers']}"
     if any(memory["gpu_peak"]):
-        peak += f", {_size(max(memory['gpu_peak']))} on a GPU"
+        peak += f", {size(max(memory['gpu_peak']))} on a GPU"
     copies = " on each replica" if replicas > 1 else ""
     total, per_epoch = about["total_steps"], about["steps_per_epoch"]
     steps = f"{per_epoch:,} in an epoch" if per_epoch else "as many in an epoch as the stream has"
@@ -183,7 +184,7 @@ def lines(about: Mapping[str, Any]) -> Iterator[str]:
         "batch": _texts(about["batch"]),
         "model's output": _texts(about["outputs"]) or "not called as a whole",
         "parameters": f"{about['parameters']['trained']:,} trained, {about['parameters']['all']:,} in all",
-        "memory": f"parameters {_size(memory['parameters'])}, optimizer {_size(memory['optimizer'])}{copies}; {peak}",
+        "memory": f"parameters {size(memory['parameters'])}, optimizer {size(memory['optimizer'])}{copies}; {peak}",
         "learning rate": ", ".join(rates).strip(),
         "batch size": f"{batch['global']:,}{each}",
         "steps": steps + (f", {total:,} in all" if total else ""),
@@ -198,12 +199,3 @@ def lines(about: Mapping[str, Any]) -> Iterator[str]:
 
 def _texts(shapes: list[dict[str, Any]]) -> str:
     return ", ".join(f"{each['name']} {each['dtype']} {each['shape']}".strip() for each in shapes)
-
-
-def _size(count: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from callbacks.base import shown_status
-from callbacks.run_record.formats import lasting, part_name, plural
+from callbacks.formats import lasting, part_name, plural
 
 Points = Sequence[tuple[int, float]]
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from callbacks import EVENTS, Callback, Schedule
+from callbacks.nearest import nearest
 from loop.errors import UsageError, no_exit
 from loop.monitor import fault_injection
-from loop.options import nearest
 from loop.run.run import Run
 
 

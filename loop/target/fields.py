@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from callbacks.nearest import nearest
 from callbacks.run_record.redaction import HIDDEN, is_secret, remember
 from loop.errors import UsageError
-from loop.options import nearest
 
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 _CLOSING = {"[": "]", "(": ")"}

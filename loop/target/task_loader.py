@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from callbacks.files import ROOT
+from callbacks.nearest import near_file, nearest
 from callbacks.run_record.redaction import remember
 from loop.errors import UsageError
-from loop.options import near_file, nearest
 from loop.target import task_file
 from loop.target.fields import restored, set_fields
 from loop.task import TrainTask, hyperparameters

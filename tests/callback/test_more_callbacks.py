@@ -506,7 +506,7 @@ def test_summary_of_a_keras_model():
         "inner (Dense)": ["(None, 3)", "33", "132 B"],
         "last (Dense)": ["(None, 10)", "40", "160 B"],
     }
-    assert table[-1] == ["1,538 parameters are trained, 41 are not: 6.3 kB, and 12.3 kB of the optimizer"]
+    assert table[-1] == ["1,538 parameters are trained, 41 are not: 6.32 kB, and 12.3 kB of the optimizer"]
 
 
 def test_summary_of_a_tf_keras_model_and_of_a_module():

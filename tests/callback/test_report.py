@@ -92,7 +92,7 @@ def command(monkeypatch, capfd):
 
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory, empty_store):
-    """A run of two lives, of which the second one is delivered to a store of sqlite."""
+    """A run of two attempts, of which the second one is delivered to a store of sqlite."""
     place = tmp_path_factory.mktemp("lived")
     database = shutil.copy(empty_store, place / "mlflow.db")
     for epochs, tracker in ((2, None), (4, callbacks.MLflowTracker(f"sqlite:///{database}", "own"))):
@@ -117,7 +117,7 @@ def test_the_page_of_a_run_has_its_numbers_and_is_in_mlflow(lived, tmp_path, com
     for name, value in result.metrics.items():
         assert f"{value:.4g}" in page.texts, name
     best = min(row["eval_loss"] for row in result.history)
-    for told in ("Plain", "finished", "best eval_loss", f"{best:.4g}", f"{result.steps:,}", "in 2 lives", "single"):
+    for told in ("Plain", "finished", "best eval_loss", f"{best:.4g}", f"{result.steps:,}", "in 2 attempts", "single"):
         assert told in page.texts, told
     for fault in record.read(result.run_dir).faults:
         assert fault.text in page.texts

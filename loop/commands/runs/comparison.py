@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from callbacks.base import shown_status
+from callbacks.formats import lasting, plural
 from callbacks.metric_direction import lower_is_better
-from callbacks.run_record.formats import lasting, plural
 from callbacks.run_record.record import STEP, Record
 from loop.commands import terminal
 from loop.commands.runs.fields import best, check_metric, metrics

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from callbacks.run_record.formats import lasting, plural, size
+from callbacks.formats import lasting, plural, size
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.record import STEP, Record, printable
 from loop.commands import terminal

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from callbacks.nearest import nearest
 from callbacks.run_record.record import Record, printable
 from loop.errors import UsageError
-from loop.options import nearest
 
 FIELDS = (
     "name", "task", "target", "status", "backend", "replicas", "workers", "steps", "epochs", "examples", "parameters",

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from callbacks.base import shown_status
+from callbacks.nearest import nearest
 from callbacks.run_record.record import STATUSES, Record, printable
 from loop.commands import terminal
 from loop.commands.runs.fields import as_float, field_of, is_number, value
 from loop.errors import UsageError
-from loop.options import BACKENDS, nearest
+from loop.options import BACKENDS
 
 _TESTS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks.run_record.formats import lasting
+from callbacks.formats import lasting
+from callbacks.nearest import nearest
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.record import Record, printable, read
 from loop.commands import terminal
@@ -15,7 +16,6 @@ from loop.commands.runs.directories import find
 from loop.commands.runs.fields import FIELDS, as_float, best, check_metric, field_of, names, value
 from loop.commands.runs.filters import Filter
 from loop.errors import UsageError
-from loop.options import nearest
 
 _IN_JSON = (*FIELDS, "reason", "total_steps", "hyperparameters", "options", "versions", "machine")
 

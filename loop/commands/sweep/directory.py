@@ -32,7 +32,7 @@ def begin(directory: Path, about: dict[str, Any]) -> None:
     path = directory / journal.NAME
     if not path.exists():
         write_text(path, journal_line(0, "fit_start"))
-    elif journal.torn(path):
+    elif journal.is_torn(path):
         with appending(path) as file:
             file.write(b"\n")
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from callbacks.files import read_json
 from callbacks.metric_direction import lower_is_better
+from callbacks.nearest import nearest
 from callbacks.run_record.redaction import HIDDEN, is_secret, mask, remember
 from loop.commands import command_line, config
 from loop.errors import UsageError
-from loop.options import nearest
 from loop.run import trust
 from loop.target.fields import set_fields, split
 

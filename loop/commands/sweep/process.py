@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.files import appending, make_directory, opened, read_json, reading
+from callbacks.nearest import nearest
 from callbacks.run_record import journal
 from loop.checkpoint.lock import NAME as LOCK
 from loop.errors import UsageError
 from loop.launch.environment import LAUNCHER
-from loop.options import nearest
 
 
 class TrialProcess:

@@ -1,4 +1,4 @@
-"""Formats: how the report writes numbers, times and sizes."""
+"""Formats: how numbers, times and sizes are written for people."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 
 
 def number(value: float | None) -> str:
-    """A measured value, in four digits; "-" for none."""
+    """A measured value, in four digits; "-" for None."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def round_number(value: float) -> str:
-    """A round number, beside an axis."""
+    """A round number, as a label of an axis."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if max(size, 1e4) <= abs(value) < 1e13:
             return f"{value / size:.6g}{unit}"
@@ -19,7 +19,7 @@ def round_number(value: float) -> str:
 
 
 def grouped(count: float) -> str:
-    """A count, its digits in groups of three."""
+    """A count with its digits in groups of three."""
     return f"{count:,}"
 
 
@@ -44,16 +44,19 @@ def lasting(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A time of the clock."""
+    """A date and time, UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def size(count: int) -> str:
-    """So many bytes."""
-    power = min(len(str(count)) - 1, 11) // 3
-    return f"{count / 1000**power:.4g} {('B', 'kB', 'MB', 'GB')[power]}"
+def size(count: float) -> str:
+    """A number of bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # what is above is rounded to 1000, which has an exponent in three digits
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.4g} TB"
 
 
 def part_name(part: str) -> str:
-    """The name of a part of the time, as people read it."""
+    """The name of a part of the time: "all-reduce" for `all_reduce`."""
     return part.replace("_", "-")
