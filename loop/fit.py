@@ -11,20 +11,17 @@ import numpy as np
 
 from callbacks import Callback, Checkpoint, Profiler, complete
 from callbacks.run_record.redaction import remember
-from loop import backends
 from loop.backends.base import Backend
-from loop.data import Data
 from loop.errors import RegroupError, UsageError, no_exit
-from loop.launch.backend_choice import choose_backend
 from loop.monitor import stopwatch
-from loop.options import DEFAULTS, with_defaults
+from loop.options import DEFAULTS
 from loop.run import run_directory
 from loop.run.bad_step import keep_bad_step
 from loop.run.bus import Bus
 from loop.run.ending import end, wait_for_checkpoints
 from loop.run.result import FitResult, result, take_best
 from loop.run.run import Run
-from loop.run.session import Session, assemble
+from loop.run.session import Session, options_and_backend
 from loop.step.train_step import LAST_SKIPPED, NOT_FINITE, not_finite
 from loop.task import TrainTask, check_is_task, hyperparameters
 
@@ -152,12 +149,10 @@ def fit(
         UsageError: something handed in is wrong; the message says what to do.
         TrainingError: a loss or gradient is not finite; or another worker failed (`PeerError`).
     """
-    given = {name: value for name, value in locals().items() if name in DEFAULTS and name != "backend"}
+    given = {name: value for name, value in locals().items() if name in DEFAULTS}
     check_is_task(task)
-    options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
     remember(hyperparameters(task))  # from here on, the secrets among them are hidden in all output
-    backend = backend if isinstance(backend, Backend) else backends.create(choose_backend(options["backend"])[0])
-    options["backend"] = backend.name
+    options, backend = options_and_backend(task, given)
     profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
     chosen = [*complete(callbacks, task.build_callbacks()), *profiler]
     if options["keep"] == "best" and not any(isinstance(callback, Checkpoint) for callback in chosen):
@@ -183,14 +178,13 @@ def attempt(
     run_dir: str | Path | None,
 ) -> Run:
     """One attempt at a run. Only an elastic job makes several: one with each set of workers."""
-    found = assemble(task, backend, options)
-    session = Session(task, backend, options, found)
+    session = Session(task, backend, options)
     with run_directory.prepared(task, run_dir, options["resume"], backend) as directory:
         run = Run(session, directory)
         bus = Bus(callbacks, run)
         with run.stops.handling_signals(run), run.watchdog.watching():
             try:
-                set_up(run, bus, found.data)
+                set_up(run, bus)
                 train(run, bus)
                 wait_for_checkpoints(run, bus)
                 run.step.average_statistics()
@@ -213,10 +207,10 @@ def attempt(
     return run
 
 
-def set_up(run: Run, bus: Bus, sources: Data) -> None:
+def set_up(run: Run, bus: Bus) -> None:
     """Takes the run to where it starts."""
     bus.fire("setup")
-    run.session.make_step(bus.fire_data(sources))
+    run.session.make_step(bus.fire_data(run.session.data))
     bus.check_metrics()
     run.synchronize()
     with run.watchdog.phase("restoring"):
@@ -232,9 +226,9 @@ def set_up(run: Run, bus: Bus, sources: Data) -> None:
 
 def enter_phase(run: Run, bus: Bus) -> None:
     """Goes to the task's next phase: the model goes on; data, optimizer and compiled step are made anew."""
-    sources = run.enter_phase()
+    run.enter_phase()
     bus.forget()
-    run.session.make_step(bus.fire_data(sources))
+    run.session.make_step(bus.fire_data(run.session.data))
 
 
 def next_phase(run: Run, bus: Bus) -> None:

@@ -11,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend, fingerprint
-from loop.data import BatchOptions, Rows, contents, count, first, likely_rows, open_data, source
+from loop.data import Rows, contents, count, first, in_float64
 from loop.model.precision import keras_precision
 from loop.model.variables import layers, model_variables
-from loop.run.session import enter
+from loop.run.session import Session, enter
 from loop.step import row_random
 from loop.step.batch_norm import batch_norms
-from loop.step.build import BuiltModel, build
+from loop.step.build import BuiltModel
 from loop.step.replica import Replica, all_gathers, within
 from loop.task import TrainTask
 
@@ -30,22 +30,21 @@ PLACES = (
 )
 
 
-def causes(task: TrainTask, options: dict[str, Any], small: Callable[..., Any]) -> list[str]:
+def causes(task: TrainTask, options: dict[str, Any]) -> list[str]:
     """The mistakes that can be seen in a task, each with its fix; empty if there are none.
 
     Args:
         task: the task.
         options: the options of `fit`.
-        small: makes a task of (task, number of examples, precision) that has a part of its data.
     """
     enter(task, options, 0)
     found = list(_data(task, options))
     if type(task).compute is TrainTask.compute:
         return found  # a training step of its own, in which one loss may follow from another
     try:
-        found += _compute(task, options, small, "float64")
+        found += _compute(task, options, "float64")
     except Exception:  # such as a tf.Module of float32 tensors
-        found += _compute(task, options, small, "float32")
+        found += _compute(task, options, "float32")
     return found
 
 
@@ -65,13 +64,11 @@ def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _compute(task: TrainTask, options: dict[str, Any], small: Callable[..., Any], precision: str) -> list[str]:
+def _compute(task: TrainTask, options: dict[str, Any], precision: str) -> list[str]:
     """Whether the values of an example depend on anything but the example."""
-    options = enter(task, options, 0)  # of a task with phases: the first one
-    part: Any = small(task, EXAMPLES, precision)
-    data = open_data(part, options | {"batch_size": EXAMPLES, "shuffle": False, "drop_remainder": False})
-    batch = source(first(part.train_data(), EXAMPLES), BatchOptions(EXAMPLES), "train_data()").head(EXAMPLES)
-    built = build(task, Backend(), precision, data.train.example, likely_rows(options, 1))
+    options = options | {"precision": precision, "drop_remainder": False, "eval_every": "never"}
+    session = Session(task, Backend(), options, trained_on=1, change=_few)  # of a task with phases: the first one
+    built, batch = session.built, session.data.train.head(EXAMPLES)
     if built.fixed_rows is not None:
         return []  # an example can't be tried alone
     row_random.reseed(built.model)
@@ -79,6 +76,12 @@ def _compute(task: TrainTask, options: dict[str, Any], small: Callable[..., Any]
     with keras_precision(precision):
         probe = _Probe(task, built, batch, 1e-9 if precision == "float64" else 1e-4)
         return list(probe.causes(options))
+
+
+def _few(data: Any, options: dict[str, Any]) -> Any:
+    """The first examples of what a task returned, in memory and in the precision of the options."""
+    few = first(data, EXAMPLES)
+    return in_float64(few) if options["precision"] == "float64" else few
 
 
 class _Probe:

@@ -7,20 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from callbacks import ShardData
-from loop import backends
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
-from loop.data import likely_rows
 from loop.errors import UsageError
-from loop.launch.backend_choice import choose_backend
 from loop.model.variables import all_variables
-from loop.options import with_defaults
 from loop.run import run_directory
-from loop.run.session import assemble, index_of
+from loop.run.session import Session, index_of, options_and_backend
 from loop.run.state import assign, averaged, numbered
 from loop.step import approximations
-from loop.step.train_step import TrainStep
 from loop.task import TrainTask
 
 
@@ -47,28 +41,18 @@ def evaluate(
     Raises:
         UsageError: the task has no evaluation data, or the checkpoint is not of this model.
     """
-    given = {"batch_size": batch_size, "precision": precision}
-    options = with_defaults(task, given | {"backend": None if isinstance(backend, Backend) else backend})
-    options |= {
-        "eval_every": "epoch",
-        "steps": 1,
-        "drop_remainder": False,
-        "overfit": None,
-    }  # the training data isn't used
-    engine = backend if isinstance(backend, Backend) else backends.create(choose_backend(options["backend"])[0])
+    given = {"batch_size": batch_size, "backend": backend, "precision": precision}
+    options, backend = options_and_backend(task, given)
+    # The training data isn't used; and the checkpoint's moving averages are loaded as the weights.
+    options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False, "overfit": None, "ema": None}
+    options |= approximations.OFF
     _, manifest = run_directory.locate_weights(Path(path))
     with run_directory.of_a_run(path):
-        index = index_of(manifest, task)
-        options, data, built = assemble(
-            task, engine, options, index, lambda options, data: likely_rows(options, engine.replicas, engine.replicas)
-        )
-    if data.eval is None:
+        session = Session(task, backend, options, index_of(manifest, task), trained_on=backend.replicas)
+    if session.data.eval is None:
         raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
-    load_weights(built.model, Path(path))
-    # The checkpoint's moving averages have been loaded as the weights.
-    step = TrainStep(
-        task, built, engine, data.sharded(engine, ShardData().policy), options | {"ema": None} | approximations.OFF
-    )
+    load_weights(session.built.model, Path(path))
+    step = session.make_step()
     return step.evaluation.means(step.evaluation.whole())
 
 

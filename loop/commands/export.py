@@ -20,12 +20,12 @@ from callbacks.files import ROOT
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.commands.evaluate import load_weights
-from loop.data import Source, likely_rows
+from loop.data import Source
 from loop.errors import TrainingError, UsageError
 from loop.options import with_defaults
 from loop.run import run_directory
 from loop.run.serving import Served, save, served_by
-from loop.run.session import assemble, index_of
+from loop.run.session import Session, index_of
 from loop.run.state import averaged
 from loop.step.build import BuiltModel
 from loop.task import TrainTask, target_of
@@ -94,13 +94,11 @@ def rebuild(task: TrainTask, path: Path) -> tuple[BuiltModel, Source]:
     """What a task builds, with the weights of a checkpoint; and its evaluation data, or else its training data."""
     _, manifest = run_directory.locate_weights(path)
     about = manifest["run"]
-    options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1}
-    options |= {"precision": about["options"]["precision"]}
-    rows = likely_rows(about["options"], about.get("replicas", 1))
-    index = index_of(manifest, task)
-    _, data, built = assemble(task, Backend(), options, index, lambda options, data: rows)
-    load_weights(built.model, path)
-    return built, data.eval or data.train
+    options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1, "drop_remainder": False}
+    options |= {name: about["options"][name] for name in ("precision", "batch_size", "accumulate")}
+    session = Session(task, Backend(), options, index_of(manifest, task), trained_on=about.get("replicas", 1))
+    load_weights(session.built.model, path)
+    return session.built, session.data.eval or session.data.train
 
 
 def compare(served: Served, partial: Path, out: Path, target: str | None) -> str:

@@ -17,13 +17,12 @@ from typing import IO, Any
 import numpy as np
 import tensorflow as tf
 
-from callbacks import ShardData
 from callbacks.files import hidden_name, replacing
 from callbacks.run_record.journal import jsonable
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.model.variables import learning_rates
-from loop.run.session import assemble
+from loop.run.session import Session
 from loop.step import approximations
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
 from loop.task import TrainTask
@@ -107,14 +106,15 @@ def find_lr(
     options = (
         options | approximations.OFF | {"ema": None, "profile": None, "eval_every": "never", "on_nonfinite": "stop"}
     )
-    options, sources, built = assemble(task, engine, options)  # of a task with phases: the first one
+    session = Session(task, engine, options)  # of a task with phases: the first one
+    built = session.built
     with engine.scope():
         rate = tf.Variable(low, trainable=False, dtype=tf.float64)
     ratios = _ratios(built.optimizer)
     for name, ratio in ratios.items():
         optimizer = built.optimizer[name] if name else built.optimizer
         optimizer.learning_rate = _rate(optimizer, rate, ratio)
-    step = TrainStep(task, built, engine, sources.sharded(engine, ShardData().policy), options)
+    step = session.make_step()
     losses: list[float] = []
     rates = [float(each) for each in np.geomspace(low, high, steps)]
     best = math.inf

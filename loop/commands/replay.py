@@ -14,15 +14,14 @@ import tensorflow as tf
 from callbacks.run_record.journal import jsonable
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
-from loop.data import ArraySource, BatchOptions, Data, Rows, likely_rows, rows
+from loop.data import ArraySource, BatchOptions, Data, Rows, rows
 from loop.errors import UsageError
 from loop.model.variables import as_tf, carried_variables, trainable_variables, variable_names
 from loop.options import with_defaults
 from loop.run import run_directory
-from loop.run.session import assemble, index_of
+from loop.run.session import Session, index_of
 from loop.run.state import assign, named_variables_of, numbered, unpacked
 from loop.step.observer import GradientObserver
-from loop.step.train_step import TrainStep
 from loop.task import TrainTask
 
 NUMBERS = 5
@@ -91,16 +90,13 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     options["profile"] = None
     lengths = {name: options.pop(name) for name in ("epochs", "steps")}  # which a task with phases doesn't take
     options = with_defaults(task, {name: each for name, each in options.items() if each is not None} | {"ema": None})
-    engine = Backend()
-    options, sources, built = assemble(
-        task, engine, options | lengths, index_of(manifest, task), lambda options, data: likely_rows(options, 1)
-    )
-    example = sources.train.example
+    session = Session(task, Backend(), options | lengths, index_of(manifest, task), trained_on=1)
+    built = session.built
     tensors = checkpoint_files.read(path, manifest)
-    batch, index = unpacked(tensors, example)
-    data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), options["seed"]))
-    watch = _Watch(built.model, engine)
-    step = TrainStep(task, built, engine, Data(data, None), options, watch)
+    batch, index = unpacked(tensors, session.data.train.example)
+    data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), session.phase_options["seed"]))
+    watch = _Watch(built.model, session.backend)
+    step = session.make_step(Data(data, None), watch)
     variables = named_variables_of(built) | numbered("scale", step.scale.variables if step.scale else [])
     variables |= numbered("carried", carried_variables(built.model))
     kinds = {name.partition("/")[0] for name in variables}

@@ -18,15 +18,14 @@ import numpy as np
 from loop.backends import devices
 from loop.backends.base import Backend
 from loop.commands import diagnose, terminal
-from loop.data import in_float64, open_data, part
+from loop.data import in_float64, part
 from loop.errors import UsageError
 from loop.model.variables import as_tf, trainable_variables, variable_names
 from loop.options import phases_of, with_defaults
-from loop.run.session import enter
+from loop.run.session import Session
 from loop.run.state import named_variables_of
 from loop.step import approximations
 from loop.step.batch_norm import statistics
-from loop.step.build import build
 from loop.step.observer import GradientObserver
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
 from loop.task import TrainTask
@@ -147,7 +146,7 @@ def verify(
             elif job is not None:
                 comparisons.append(Comparison(precision, job_engine, 2, {}, "", False, problem))
     progress("looking for causes")
-    causes = diagnose.causes(task, options_of(task, "float32", batch_size), _Small)
+    causes = diagnose.causes(task, options_of(task, "float32", batch_size))
     same = all(comparison.same for comparison in comparisons) and not causes
     if not same and not causes:
         causes = [UNKNOWN]
@@ -190,17 +189,12 @@ def record(
     """Trains for a few steps, and writes down every number by kind, step and name."""
     keras.utils.clear_session(free_memory=False)  # names of layers start anew, and are the same each time
     found: Arrays = {}
-    built, number = None, 0
-    for index in range(max(len(phases_of(task)), 1)):
-        options = enter(task, options_of(task, precision, batch_size, compile), index)
-        small: Any = _Small(task, 2 * options["batch_size"] + 1, precision)
-        data = open_data(small, options)
-        rows = data.train.row_counts(backend.replicas, options["accumulate"])
-        built = build(task, backend, precision, data.train.example, rows, built and built.model)
-        gradients = GradientObserver(built.model, backend)
-        step = TrainStep(task, built, backend, data.sharded(backend, "example"), options, gradients)
-        number = _train(step, gradients, number, found)
-    assert built is not None
+    session = Session(task, backend, options_of(task, precision, batch_size, compile), change=_few)
+    number = _train(session, 0, found)
+    while session.index + 1 < len(phases_of(task)):
+        session.enter_next_phase()
+        number = _train(session, number, found)
+    built = session.built
     trained = {id(variable) for variable in as_tf(trainable_variables(built.model))}
     gathered = {id(variable) for variable in statistics(built.model)}
     for name, variable in named_variables_of(built).items():
@@ -210,9 +204,11 @@ def record(
     return found
 
 
-def _train(step: TrainStep, gradients: GradientObserver, number: int, found: Arrays) -> int:
+def _train(session: Session, number: int, found: Arrays) -> int:
     """Trains for a phase, writes every number down in `found`, and returns how many steps have been made by then."""
-    backend = step.backend
+    backend = session.backend
+    gradients = GradientObserver(session.built.model, backend)
+    step = session.make_step(observer=gradients)
     backend.broadcast_variables(step.built.variables + step.variables)
     names = variable_names(trainable_variables(step.model))
     end = f"end-{number}" if number else "end"
@@ -244,24 +240,10 @@ def _steps(step: TrainStep) -> Iterator[np.ndarray]:
         handle = step.data.train.next_epoch(handle)
 
 
-class _Small:
-    """The first examples of a task, in its precision."""
-
-    def __init__(self, task: TrainTask, examples: int, precision: str) -> None:
-        self._task, self._examples, self._precision = task, examples, precision
-
-    def train_data(self) -> Any:
-        """See `TrainTask.train_data`."""
-        return self._part(self._task.train_data())
-
-    def eval_data(self) -> Any:
-        """See `TrainTask.eval_data`."""
-        data = self._task.eval_data()
-        return None if data is None else self._part(data)
-
-    def _part(self, data: Any) -> Any:
-        few = part(data, self._examples)
-        return in_float64(few) if self._precision == "float64" else few
+def _few(data: Any, options: dict[str, Any]) -> Any:
+    """The first examples of what a task returned, in the precision of the options."""
+    few = part(data, 2 * options["batch_size"] + 1)
+    return in_float64(few) if options["precision"] == "float64" else few
 
 
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, found: Arrays) -> Comparison:

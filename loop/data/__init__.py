@@ -11,13 +11,14 @@ from loop.data.batch import BatchOptions, RowCounts, Rows, count, likely_rows, r
 from loop.data.padding import Padding
 from loop.data.parts import contents, first, in_float64, part
 from loop.data.pipelines import one_order, shard_files, stacking_problem
-from loop.data.sources import Data, Source, open_data, source
+from loop.data.sources import Change, Data, Source, open_data, source, unchanged
 from loop.data.streams import StreamData, StreamSource
 
 __all__ = [
     "ArrayData",
     "ArraySource",
     "BatchOptions",
+    "Change",
     "Data",
     "Padding",
     "RowCounts",
@@ -37,4 +38,5 @@ __all__ = [
     "shard_files",
     "source",
     "stacking_problem",
+    "unchanged",
 ]

@@ -23,6 +23,14 @@ from loop.task import TrainTask
 
 Source = ArraySource | StreamSource
 
+Change = Callable[[Any, dict[str, Any]], Any]
+"""Makes other data of what a method of a task returned and the options of `fit`."""
+
+
+def unchanged(data: Any, options: dict[str, Any]) -> Any:
+    """The data as a task returned it."""
+    return data
+
 
 @dataclasses.dataclass
 class Data:
@@ -41,8 +49,13 @@ class Data:
         return Data(self.train.sharded(backend, policy), self.eval and self.eval.sharded(backend, policy))
 
 
-def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
+def open_data(task: TrainTask, options: dict[str, Any], change: Change = unchanged) -> Data:
     """Opens the data of a task, in the order that the options say; not yet shared out.
+
+    Args:
+        task: the task.
+        options: those of `fit`.
+        change: is applied to what the task returns.
 
     Raises:
         UsageError: something that is no data; no examples, or none left by `drop_remainder`; an endless stream and no
@@ -50,15 +63,15 @@ def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
     """
     batching = BatchOptions(*(options[field.name] for field in dataclasses.fields(BatchOptions)))
     overfit = options["overfit"]
-    data = task.train_data()
+    data = change(task.train_data(), options)
     if overfit is not None:
         data = first(data, overfit * options["batch_size"])
-    train = source(data, batching, "train_data()", lambda: made_again(task, options["seed"]))
+    train = source(data, batching, "train_data()", lambda: made_again(task, options, change))
     if train.endless and options["steps"] is None:
         raise UsageError("train_data() is endless: say how many steps to make (steps=..., --steps N)")
     held_out = None
     if options["eval_every"] != "never":
-        held_out = task.eval_data() if overfit is None else data
+        held_out = change(task.eval_data(), options) if overfit is None else data
     if held_out is None:
         return Data(train, None)
     evaluation = source(held_out, BatchOptions(options["batch_size"], prefetch=options["prefetch"]), "eval_data()")
@@ -67,12 +80,12 @@ def open_data(task: TrainTask, options: dict[str, Any]) -> Data:
     return Data(train, evaluation)
 
 
-def made_again(task: TrainTask, seed: int) -> Any:
+def made_again(task: TrainTask, options: dict[str, Any], change: Change) -> Any:
     """What `train_data` returned, once more, from the same seeds."""
     before = random_state()
-    keras.utils.set_random_seed(seed)
+    keras.utils.set_random_seed(options["seed"])
     try:
-        return task.train_data()
+        return change(task.train_data(), options)
     finally:
         set_random_state(before)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from loop.data import Data
 from loop.errors import TrainingError
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import Stopwatch
@@ -198,11 +197,10 @@ class Run(CallbackView):
         self.data.next_epoch(self)
         self.epoch.clear_totals()
 
-    def enter_phase(self) -> Data:
-        """Goes to the next phase: what was of the one before is dropped. Returns its data, not shared out."""
-        data = self.session.begin_phase(self.plan.place.index + 1)
+    def enter_phase(self) -> None:
+        """Goes to the next phase: what was of the one before is dropped."""
+        self.session.enter_next_phase()
         self.plan.advance()
         self.data.start_phase()
         self.epoch.start_phase()
         self.calls.start_phase(self.options["steps_per_call"])
-        return data

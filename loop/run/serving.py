@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from loop.backends.base import Backend
 from loop.checkpoint.writer import arrays
-from loop.data import Source, likely_rows
-from loop.data.host_random import random_state, set_random_state
+from loop.data import Source
 from loop.errors import UsageError
 from loop.model.variables import all_variables, carried_variables, model_variables
-from loop.run.session import assemble
 from loop.run.state import assign, averaged, numbered, snapshot
-from loop.step.build import BuiltModel, build
+from loop.step.build import BuiltModel
 from loop.step.example_trace import of_size, put_back
 from loop.step.replica import probing
 from loop.step.tracing import as_written
@@ -38,23 +35,11 @@ def export_run(run: Run, out: Path) -> tuple[Any, Any]:
     tensors = averaged(arrays(snapshot(run)[0]))
     data = run.step.data
     # Another model: that of the run may be in several places, or in others' hands, and has its raw weights.
-    built = _built_again(run)
+    built = run.session.build_again()
     assign(numbered("model", all_variables(built.model)), tensors)
     served = served_by(run.task, built, data.eval or data.train)
     save(served, out, out)
     return served.example(), served.outputs()
-
-
-def _built_again(run: Run) -> BuiltModel:
-    """The model of a run once more, as it is in its phase. The run's random numbers go on as if it weren't made."""
-    before, index = random_state(), run.plan.place.index
-    rows = likely_rows(run.options, run.backend.replicas)
-    try:
-        if index:
-            return assemble(run.task, Backend(), run.options, index, lambda options, data: rows).built
-        return build(run.task, Backend(), run.options["precision"], run.step.data.train.example, rows)
-    finally:
-        set_random_state(before)
 
 
 def served_by(task: TrainTask, built: BuiltModel, source: Source) -> Served:

@@ -1,134 +1,148 @@
-"""Assembly: what a task makes of itself in a phase, its data, its model and its optimizer, ready to be trained."""
+"""Assembly: the one place where data, model, optimizer, backend and compiled step of a task are put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 
+from callbacks import ShardData
+from loop import backends
 from loop.backends.base import Backend
-from loop.data import Data, open_data
-from loop.data.batch import RowCounts
+from loop.data import Change, Data, RowCounts, likely_rows, open_data, unchanged
+from loop.data.host_random import random_state, set_random_state
+from loop.launch.backend_choice import choose_backend
 from loop.model.variables import learning_rates, model_variables
-from loop.options import phases_of
+from loop.options import phases_of, with_defaults
 from loop.run.phases import PER_PHASE, options_of
 from loop.step.build import BuiltModel, build
+from loop.step.observer import StepObserver
 from loop.step.train_step import TrainStep
 from loop.task import TrainTask
 
 
-class Assembled(NamedTuple):
-    """What there is of a task at the start of a phase.
-
-    Attributes:
-        options: those of `fit`, in this phase.
-        data: the sources, not shared out.
-        built: model and optimizer.
-    """
-
-    options: dict[str, Any]
-    data: Data
-    built: BuiltModel
-
-
-RowsOf = Callable[[dict[str, Any], Data], RowCounts]
-"""How many rows `compute` is handed in a phase, from its options and its data."""
-
-
-def assemble(
-    task: TrainTask, backend: Backend, options: dict[str, Any], index: int = 0, rows_of: RowsOf | None = None
-) -> Assembled:
-    """What a task makes of itself in phase `index`, from nothing: the phases before it are begun, too, in order.
-
-    Args:
-        task: the task; one without phases has one.
-        backend: the engine.
-        options: those of `fit`, the same in all phases.
-        index: of the phase.
-        rows_of: how many rows `compute` will be handed; None: as many as in a training.
-
-    Raises:
-        UsageError: something that the task returned can't be trained.
-    """
-    found = begin(task, backend, options, 0, None, rows_of)
-    for each in range(1, index + 1):
-        found = begin(task, backend, options, each, found.built.model, rows_of)
-    return found
-
-
-def begin(
-    task: TrainTask,
-    backend: Backend,
-    options: dict[str, Any],
-    index: int,
-    model: Any,
-    rows_of: RowsOf | None = None,
-) -> Assembled:
-    """Begins phase `index` of a task: with the model of the phase before, and with data and optimizer made anew.
-
-    Args:
-        task: see `assemble`, as for the others.
-        backend: the engine.
-        options: those of `fit`.
-        index: of the phase.
-        model: that of the phase before; None for the first.
-        rows_of: how many rows `compute` will be handed.
-    """
-    options = enter(task, options, index)
-    data = open_data(task, options)
-    if rows_of is None:
-        rows = data.train.row_counts(backend.replicas, options["accumulate"])
-    else:
-        rows = rows_of(options, data)
-    return Assembled(options, data, build(task, backend, options["precision"], data.train.example, rows, model))
-
-
 class Session:
-    """What a run trains with in the phase under way: model, optimizer, data and compiled step.
+    """What a task is trained or used with, in the phase that it is in: data, model, optimizer and compiled step.
+
+    Args:
+        task: the task.
+        backend: the backend.
+        options: those of `fit`, the same in all phases.
+        index: of the phase that is entered. The phases before it are entered, too, in order.
+        trained_on: for a model that isn't trained here: on how many replicas it was.
+        change: replaces what the task returns as its data, such as by a part of it.
 
     Attributes:
         task: the task.
         backend: the backend.
         options: those of `fit`, which callbacks may change in `on_setup`.
+        index: of the phase.
         phase_options: the same, with what the phase has of its own.
+        data: the sources, not shared out.
         built: model and optimizer.
         learning_rates: of the optimizers, as the task has set them.
         model_variables: those of the model, of each phase so far.
-        step: the compiled step, once the data is shared out.
+        step: the compiled step, once `make_step` has made it.
+
+    Raises:
+        UsageError: something that the task returned can't be trained.
     """
 
+    phase_options: dict[str, Any]
+    data: Data
+    built: BuiltModel
+    learning_rates: list[float | None]
     step: TrainStep
 
-    def __init__(self, task: TrainTask, backend: Backend, options: dict[str, Any], found: Assembled) -> None:
+    def __init__(
+        self,
+        task: TrainTask,
+        backend: Backend,
+        options: dict[str, Any],
+        index: int = 0,
+        *,
+        trained_on: int | None = None,
+        change: Change = unchanged,
+    ) -> None:
         self.task = task
         self.backend = backend
         self.options = options
         self.model_variables: list[list[Any]] = []
-        self._take(found)
+        self._trained_on = trained_on
+        self._change = change
+        self._enter(0, None)
+        while self.index < index:
+            self.enter_next_phase()
 
-    def _take(self, found: Assembled) -> None:
-        self.phase_options = found.options
-        self.built = found.built
-        self.learning_rates = learning_rates(found.built.optimizer)
+    def enter_next_phase(self) -> None:
+        """Enters the next phase: the model goes on; data and optimizer are made anew."""
+        self._enter(self.index + 1, self.built.model)
+
+    def _enter(self, index: int, model: Any) -> None:
+        self.index = index
+        self.phase_options = enter(self.task, self.options, index)
+        self.data = open_data(self.task, self.phase_options, self._change)
+        precision = self.options["precision"]
+        self.built = build(self.task, self.backend, precision, self.data.train.example, self._row_counts(), model)
+        self.learning_rates = learning_rates(self.built.optimizer)
         # Their order may depend on which of them are trained, and so on the phase.
-        self.model_variables.append(model_variables(found.built.model))
+        self.model_variables.append(model_variables(self.built.model))
 
-    def begin_phase(self, index: int) -> Data:
-        """Begins a phase with the model of the one before; returns its data, not shared out."""
-        found = begin(self.task, self.backend, self.options, index, self.built.model)
-        self._take(found)
-        return found.data
+    def _row_counts(self) -> RowCounts:
+        replicas = self.backend.replicas
+        if self._trained_on is None:
+            return self.data.train.row_counts(replicas, self.phase_options["accumulate"])
+        return likely_rows(self.phase_options, self._trained_on, replicas)
 
-    def make_step(self, data: Data) -> None:
-        """Makes the compiled step of the phase, for data that is shared out."""
+    def make_step(self, data: Data | None = None, observer: StepObserver | None = None) -> TrainStep:
+        """Makes the compiled step of the phase.
+
+        Args:
+            data: sources that are shared out; None: those of the task, as a run shares them out by default.
+            observer: is shown what each step computes.
+        """
+        if data is None:
+            data = self.data.sharded(self.backend, ShardData().policy)
         own = {name: self.phase_options[name] for name in PER_PHASE}
-        self.step = TrainStep(self.task, self.built, self.backend, data, {**self.options, **own})
+        self.step = TrainStep(self.task, self.built, self.backend, data, {**self.options, **own}, observer)
+        return self.step
 
     @property
     def has_step(self) -> bool:
         """Whether the step has been made."""
         return hasattr(self, "step")
+
+    def build_again(self) -> BuiltModel:
+        """Builds the model of the phase once more, on one device, with new weights; random numbers go on as before."""
+        before = random_state()
+        replicas = self.backend.replicas
+        try:
+            if self.index:
+                return Session(self.task, Backend(), self.options, self.index, trained_on=replicas).built
+            # Without opening the data again, which may take long.
+            example = self.step.data.train.example
+            return build(
+                self.task, Backend(), self.options["precision"], example, likely_rows(self.phase_options, replicas)
+            )
+        finally:
+            set_random_state(before)
+
+
+def options_and_backend(task: TrainTask, given: Mapping[str, Any]) -> tuple[dict[str, Any], Backend]:
+    """The options of a task, checked, and the backend, which `given["backend"]` names or is.
+
+    Raises:
+        UsageError: see `with_defaults` and `backends.create`.
+    """
+    backend = given["backend"]
+    if isinstance(backend, Backend):
+        options = with_defaults(task, {**given, "backend": None})
+    else:
+        options = with_defaults(task, given)
+        backend = backends.create(choose_backend(options["backend"])[0])
+    options["backend"] = backend.name
+    return options, backend
 
 
 def enter(task: TrainTask, options: dict[str, Any], index: int) -> dict[str, Any]:
