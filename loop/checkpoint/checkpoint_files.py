@@ -1,9 +1,10 @@
-"""Checkpoint files: write, verify, find, read. Tensors and JSON only; knows files and no policy.
+"""Checkpoint files: write, verify, find, read. Tensors and JSON only; when to save is decided elsewhere.
 
 A checkpoint is a directory `step-<8 digits>` with `tensors.npz` and `manifest.json`. It is written under another name,
-made durable, and renamed: one of that name is complete, or has been damaged since, which its manifest shows.
+made durable, and renamed. So a directory of that name is complete, or was damaged later, which its manifest shows.
 
-What is read may be damaged, or made by a stranger: whatever it is, it is a good checkpoint or a `CheckpointError`.
+What is read may be damaged, or made by an attacker. Whatever it is, it is read as a good checkpoint, or refused with a
+`CheckpointError`: no other error, no code that runs, no memory beyond the size of its files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,73 +31,47 @@ from loop.errors import UsageError
 from loop.monitor import fault_injection
 
 FORMAT = 2
-TENSORS, MANIFEST = "tensors.npz", "manifest.json"
-_LONGEST = 1 << 28  # bytes of a manifest that are read: what is longer is none, and could take all memory
-
-
-_NAME = re.compile(r"step-[0-9]{8,18}")  # as many digits as a step of 63 bits has
+TENSORS = "tensors.npz"
+MANIFEST = "manifest.json"
+_LONGEST = 1 << 28  # bytes of a manifest: a longer file is none, and could take all memory
+_NAME = re.compile(r"step-[0-9]{8,18}")  # a step of 63 bits has 18 digits
 
 
 class CheckpointError(UsageError):
     """A checkpoint can't be used; the message says what is wrong with it."""
 
 
-def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dict[str, Any]) -> Path:
-    """Writes the checkpoint of `step` below `directory`, durably; nothing half written is ever found under its name.
+def write(directory: Path, step: int, tensors: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
+    """Writes the checkpoint of `step` below `directory`, durably. Its name never stands for an incomplete one.
 
     Args:
         directory: the directory of all checkpoints; made if it isn't there.
-        step: the number of steps done.
+        step: the number of steps made.
         tensors: arrays by name, in order.
-        state: all else, as JSON values.
+        state: everything else, as JSON values.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        OSError: the disk is full, or can't be written. What was there before is untouched.
+        OSError: the disk is full, or can't be written. Earlier checkpoints are untouched.
     """
     final = directory / f"step-{step:08d}"
-    partial, aside = (final.with_name(f"{final.name}{end}.tmp") for end in ("", ".old"))
+    partial = directory / f"{final.name}.tmp"
     fault_injection.reached("write-begin", step=step)
     if not directory.is_dir():
-        directory.mkdir(exist_ok=True)  # not its parents: a run directory that was moved isn't made anew
+        directory.mkdir(exist_ok=True)  # without its parents: a run directory that was moved must not appear again
         fsync_directory(directory.parent)
     mend(directory)
-    for left in directory.glob("step-*.tmp"):  # of an attempt that was cut off
-        _remove(left)
+    for leftover in directory.glob("step-*.tmp"):  # of an attempt that was cut off
+        _remove(leftover)
     try:
         partial.mkdir()
-        with created(partial / TENSORS) as file:
-            np.savez(
-                file, allow_pickle=False, **{name: array.view(_stored(array.dtype)) for name, array in tensors.items()}
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        fault_injection.reached("write-tensors", step=step)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "files": {TENSORS: _describe(partial / TENSORS)},
-            "tensors": [{"name": n, "dtype": a.dtype.name, "shape": list(a.shape)} for n, a in tensors.items()],
-            **state,
-        }
-        manifest = json.loads(json.dumps(manifest))  # as it will be read: keys that are numbers become texts
-        write_json(partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})  # makes the directory durable too
-        fault_injection.reached("write-manifest", step=step)
-        if os.path.lexists(final):
-            # The same step again: the same content, or more of it, or what is there is damaged.
-            with contextlib.suppress(CheckpointError):
-                if verify(final) == manifest:
-                    shutil.rmtree(partial)
-                    return final
-            final.rename(aside)  # until the new one is there, `mend` takes it back
-            fault_injection.reached("write-aside", step=step)
-        partial.rename(final)
-        fault_injection.reached("write-rename", step=step)
-        fsync_directory(directory)
-        with contextlib.suppress(OSError):  # what can't be removed now, the next write removes
-            _remove(aside)
+        manifest = _write_files(partial, step, tensors, state)
+        if os.path.lexists(final) and _is_same(final, manifest):
+            shutil.rmtree(partial)
+            return final
+        _move_into_place(partial, final, step)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -107,8 +82,55 @@ def write(directory: Path, step: int, tensors: dict[str, np.ndarray], state: dic
     return final
 
 
+def _write_files(
+    directory: Path, step: int, tensors: Mapping[str, np.ndarray], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Writes tensors and manifest, durably; returns the manifest."""
+    with created(directory / TENSORS) as file:
+        arrays = {name: array.view(_stored(array.dtype)) for name, array in tensors.items()}
+        np.savez(file, allow_pickle=False, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    fault_injection.reached("write-tensors", step=step)
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "files": {TENSORS: _describe(directory / TENSORS)},
+        "tensors": [
+            {"name": name, "dtype": array.dtype.name, "shape": list(array.shape)} for name, array in tensors.items()
+        ],
+        **state,
+    }
+    # The digest is that of the manifest as it is read again: JSON turns keys that are numbers into texts.
+    manifest = json.loads(json.dumps(manifest))
+    write_json(directory / MANIFEST, {**manifest, "sha256": _digest(manifest)})  # makes the directory durable too
+    fault_injection.reached("write-manifest", step=step)
+    return manifest
+
+
+def _is_same(path: Path, manifest: dict[str, Any]) -> bool:
+    """Whether there is a good checkpoint with this manifest."""
+    try:
+        return verify(path) == manifest
+    except CheckpointError:
+        return False
+
+
+def _move_into_place(partial: Path, final: Path, step: int) -> None:
+    """Gives a complete checkpoint its name; replaces one of that name, which is damaged or of an earlier attempt."""
+    aside = final.with_name(f"{final.name}.old.tmp")
+    if os.path.lexists(final):
+        final.rename(aside)  # not removed yet: after a kill between the two renames, `mend` brings it back
+        fault_injection.reached("write-aside", step=step)
+    partial.rename(final)
+    fault_injection.reached("write-rename", step=step)
+    fsync_directory(final.parent)
+    with contextlib.suppress(OSError):  # the next write removes what can't be removed now
+        _remove(aside)
+
+
 def mend(directory: Path) -> None:
-    """Takes back what an attempt that was cut off had put aside for a new checkpoint of the same step."""
+    """Brings back a checkpoint that was being replaced when the process was killed."""
     for aside in directory.glob("step-*.old.tmp"):
         final = aside.with_name(aside.name.removesuffix(".old.tmp"))
         if not os.path.lexists(final):
@@ -116,7 +138,7 @@ def mend(directory: Path) -> None:
 
 
 def complete(directory: Path) -> list[Path]:
-    """The checkpoints below `directory`, by step, oldest first. By name only; see `verify`.
+    """The checkpoints below `directory`, oldest first. They are found by name and not verified.
 
     Raises:
         CheckpointError: the directory can't be read.
@@ -124,10 +146,10 @@ def complete(directory: Path) -> list[Path]:
     try:
         if not directory.is_dir():
             return []
-        found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError as error:
         raise CheckpointError(f"{error.filename or directory} can't be read ({error.strerror})") from None
-    return sorted(found, key=step_of)
+    return sorted(paths, key=step_of)
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -151,30 +173,30 @@ def verify(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: its {MANIFEST} is of step {manifest['step']}")
     except CheckpointError:
         raise
-    except Exception as error:  # a stranger's JSON can go wrong in any way, such as by its depth
+    except Exception as error:  # foreign JSON can fail in any way, by its depth for example
         raise CheckpointError(f"{path}: its {MANIFEST} can't be read ({type(error).__name__}: {error})") from None
     for name, expected in manifest["files"].items():
         try:
-            found = _describe(path / name, expected["bytes"])
+            actual = _describe(path / name, expected["bytes"])
         except OSError as error:
             raise CheckpointError(f"{path}: {name} can't be read ({error.strerror or error})") from None
-        if found != expected:
+        if actual != expected:
             raise CheckpointError(f"{path}: {name} has changed since it was written")
     return manifest
 
 
 def newest(
-    paths: Sequence[Path], warn: Any, verify: Callable[[Path], dict[str, Any]] = verify
+    paths: Sequence[Path], warn: Callable[[str], object], verify: Callable[[Path], dict[str, Any]] = verify
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The newest of these checkpoints that verifies, with its manifest; None where there are none at all.
+    """The newest good checkpoint, with its manifest; None if there are no checkpoints.
 
     Args:
-        paths: as `complete` gives them.
+        paths: the checkpoints, oldest first; see `complete`.
         warn: called with a text about each one that is passed over.
-        verify: what checks one, and returns its manifest.
+        verify: checks a checkpoint and returns its manifest.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is good.
+        CheckpointError: there are checkpoints, but none is good. The run must not silently start again from step 0.
     """
     for path in reversed(paths):
         try:
@@ -192,29 +214,32 @@ def read(path: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a verified checkpoint, by name, in order.
 
     Raises:
-        CheckpointError: they aren't what the manifest says. So it has been made, or has changed since it was verified.
+        CheckpointError: they aren't what the manifest says: a file was forged, or has changed since it was verified.
     """
     try:
         with reading(path / TENSORS, shared=True) as file, zipfile.ZipFile(file) as stored:
+            # Reading allocates as many bytes as the archive claims to hold.
             if sum(member.file_size for member in stored.infolist()) > os.fstat(file.fileno()).st_size:
                 raise ValueError("it says that it is longer than it is")
             return {entry["name"]: _tensor(stored, entry) for entry in manifest["tensors"]}
-    except Exception as error:  # as above
+    except Exception as error:  # a foreign archive can fail in any way, too
         raise CheckpointError(f"{path}: {TENSORS} can't be read ({type(error).__name__}: {error})") from None
 
 
 def _tensor(stored: zipfile.ZipFile, entry: dict[str, Any]) -> np.ndarray:
-    """One array of an npz file, if it is what the manifest says: no more memory is taken than the file is long."""
-    name, shape, dtype = entry["name"], tuple(entry["shape"]), _dtype(entry["dtype"])
+    """One array of an npz file, checked before it is read: it takes no more memory than the file is long."""
+    name = entry["name"]
+    shape = tuple(entry["shape"])
+    dtype = _dtype(entry["dtype"])
     member = stored.getinfo(f"{name}.npy")
     if member.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name!r:.99} is compressed")
     with stored.open(member) as file:
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        found, _, plain = header(file)
-        if found != shape or plain != _stored(dtype):
-            raise ValueError(f"{name!r:.99} is {plain}{list(found)}, not {dtype}{list(shape)}")
+        file_shape, _, file_dtype = header(file)
+        if file_shape != shape or file_dtype != _stored(dtype):
+            raise ValueError(f"{name!r:.99} is {file_dtype}{list(file_shape)}, not {dtype}{list(shape)}")
         if member.file_size - file.tell() != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name!r:.99} has {member.file_size:,} bytes, which is not its size")
         file.seek(0)
@@ -222,7 +247,7 @@ def _tensor(stored: zipfile.ZipFile, entry: dict[str, Any]) -> np.ndarray:
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """Of what a manifest says, however it is spaced."""
+    """The hash of a manifest's content, whatever its spaces and the order of its keys."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -230,14 +255,14 @@ def _check(manifest: dict[str, Any]) -> None:
     """Refuses a manifest whose entries are not what `write` makes.
 
     Raises:
-        Exception: of any kind.
+        Exception: of any type; `verify` turns it into a `CheckpointError`.
     """
     if type(manifest["step"]) is not int:
         raise TypeError(f"step is {manifest['step']!r:.99}")
     if TENSORS not in manifest["files"]:
         raise KeyError(TENSORS)
     for name, expected in manifest["files"].items():
-        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # a path would lead out of the checkpoint
             raise ValueError(f"{name!r:.99} is no name of a file in it")
         if type(expected["bytes"]) is not int:
             raise TypeError(f"bytes of {name} is {expected['bytes']!r:.99}")
@@ -248,7 +273,7 @@ def _check(manifest: dict[str, Any]) -> None:
 
 
 def _dtype(name: str) -> np.dtype:
-    """The type of numbers with this name."""
+    """The numeric dtype of this name."""
     dtype = np.dtype(name)
     if dtype.name != name or not (dtype.kind in "biufc" or hasattr(ml_dtypes, name)):
         raise TypeError(f"{name!r:.99} is no type of numbers")
@@ -256,20 +281,20 @@ def _dtype(name: str) -> np.dtype:
 
 
 def _stored(dtype: np.dtype) -> np.dtype:
-    """As what such numbers are stored: NumPy's format has no bfloat16, and keeps two bytes without a meaning."""
+    """The dtype under which numbers are stored: NumPy's format has no bfloat16, so its bytes are stored as raw ones."""
     return dtype if dtype.isbuiltin == 1 else np.dtype(f"V{dtype.itemsize}")
 
 
 def _describe(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Size and hash of a file; no hash, if its size is another one than that."""
+    """Size and hash of a file. If it hasn't the expected `size`, the hash is "", which saves reading it."""
     with reading(path, shared=True) as file:
-        found = os.fstat(file.fileno()).st_size
-        digest = hashlib.file_digest(file, "sha256").hexdigest() if size in (None, found) else ""
-        return {"bytes": found, "sha256": digest}
+        actual_size = os.fstat(file.fileno()).st_size
+        digest = hashlib.file_digest(file, "sha256").hexdigest() if size in (None, actual_size) else ""
+        return {"bytes": actual_size, "sha256": digest}
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, or a directory with all that is in it, if it is there."""
+    """Removes a file, or a directory with its content; does nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

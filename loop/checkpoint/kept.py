@@ -1,4 +1,4 @@
-"""A checkpoint in memory: what a worker of an elastic job keeps, for the next attempt to go on from."""
+"""A checkpoint in memory: from it a worker of an elastic job continues when the job forms anew."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from loop.checkpoint.writer import arrays
 
 @dataclasses.dataclass
 class Kept:
-    """What a worker of an elastic job keeps of a run in memory: all that a checkpoint holds.
+    """The content of a checkpoint, which a worker of an elastic job keeps in memory.
 
     Attributes:
         directory: the run directory.
         tensors: by name.
-        state: all else, as JSON values.
+        state: everything else, as JSON values.
     """
 
     directory: Path
@@ -31,11 +31,11 @@ class Kept:
 
     @property
     def path(self) -> Path:
-        """By what it is named, where a checkpoint has a path."""
+        """The name that messages and the journal give it, where a checkpoint on disk has its path."""
         return self.directory / f"memory-{self.state['progress']['step']:08d}"
 
     def save(self) -> None:
-        """Makes a checkpoint of it: the run can't go on."""
+        """Writes it as a checkpoint, because the run can't continue in this process."""
         step = self.state["progress"]["step"]
         checkpoint_files.write(self.directory / "checkpoints", step, arrays(self.tensors), self.state)
         tell(f"note: saved at step {step}")

@@ -1,4 +1,4 @@
-"""Lock: one run at a time in a run directory. A dead owner's lock is free: the kernel lets go of it."""
+"""Lock: one run at a time in a run directory. The kernel releases the lock of a process that has died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loop.errors import UsageError
 
 NAME = "lock"
 A_LOOK = 0.5
-"""Seconds that are more than enough for who only looks whether a lock is held (`tfloop runs`), by taking it."""
+"""Seconds to wait for a process that holds the lock only to see whether it is free, such as `tfloop runs`."""
 
 
 @contextlib.contextmanager
@@ -26,11 +26,11 @@ def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
     """Holds the lock of a run directory.
 
     Args:
-        directory: which one.
-        wait: so many seconds another process has to let go of it.
+        directory: the run directory.
+        wait: seconds to wait for a process that holds the lock.
 
     Raises:
-        UsageError: another process holds it; which one, since when.
+        UsageError: another process holds it; the message says which one, and since when.
     """
     path = directory / NAME
     with contextlib.closing(_taken(path, time.monotonic() + wait)) as file:
@@ -46,12 +46,13 @@ def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
                 file.write(json.dumps(owner).encode())
             yield
         finally:
-            if files.is_same(path, file.fileno()):
+            if files.is_same(path, file.fileno()):  # else the run directory was moved, and the file is of another run
                 path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
+    """Turns errors of writing within it into a `UsageError`."""
     try:
         yield
     except files.UnsafeFileError as error:
@@ -63,6 +64,7 @@ def _writing(directory: Path) -> Iterator[None]:
 
 
 def _taken(path: Path, deadline: float) -> IO[bytes]:
+    """The lock's file, open and locked; tries until `deadline`, on the monotonic clock."""
     while True:
         with _writing(path.parent):
             file = files.appending(path)
@@ -71,8 +73,8 @@ def _taken(path: Path, deadline: float) -> IO[bytes]:
         except BlockingIOError:
             file.close()
             owner = read_json(path)
-            here = owner.get("host") == socket.gethostname() and owner.get("namespace") == _namespace()
-            if not here or _alive(owner.get("pid")):
+            is_local = owner.get("host") == socket.gethostname() and owner.get("namespace") == _namespace()
+            if not is_local or _is_alive(owner.get("pid")):  # another host's processes can't be checked from here
                 if time.monotonic() < deadline:
                     time.sleep(0.1)
                     continue
@@ -80,29 +82,29 @@ def _taken(path: Path, deadline: float) -> IO[bytes]:
                     f"the run directory {path.parent} is in use by process {owner.get('pid', '?')} on "
                     f"{owner.get('host', '?')} since {owner.get('time', '?')}: wait for it, or give another one"
                 ) from None
-            # A child of the dead owner has inherited the lock; or another process has just taken it, and is about to
-            # write its own name.
+            # The recorded owner is dead. Either a child of it has inherited the lock, and the file is removed. Or
+            # another process has just taken the lock, and writes its name into the file during this pause.
             time.sleep(1.0)
             if read_json(path) == owner:
                 path.unlink(missing_ok=True)
             continue
         except OSError:  # a file system without locks: nothing can be checked there
             return file
-        # Between our opening and our locking it, its owner may have removed the file: then it is locked in vain.
+        # The former owner may have removed the file after it was opened here: then no other process sees this lock.
         if files.is_same(path, file.fileno()):
             return file
         file.close()
 
 
 def _namespace() -> str:
-    """Of whose processes we see the ids: containers may share a host's name, but not these."""
+    """The namespace of process ids: containers may share the name of a host, but not this."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # not on Linux
         return ""
 
 
-def _alive(pid: Any) -> bool:
+def _is_alive(pid: Any) -> bool:
     try:
         os.kill(int(pid), 0)
     except (ProcessLookupError, TypeError, ValueError):

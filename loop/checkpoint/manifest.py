@@ -1,6 +1,6 @@
-"""Manifest: what a checkpoint's manifest must say of a run before anything is done with it.
+"""Manifest: checks what a checkpoint's manifest says about its run, before anything is done with it.
 
-Its digest shows only that it is as it was written. Anyone can write one, so what it says is checked.
+The digest of a manifest shows only that it hasn't changed. Anyone can compute one, so the content is checked too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from loop.checkpoint import checkpoint_files
 
 _LARGEST = 2**53  # steps and examples are counted in 64 bits, and multiplied
 _PRECISIONS = ("float32", "float64", "bfloat16", "mixed_float16")
-_NOT_FINITE = ("nan", "inf", "-inf")  # as JSON has them: it has no such numbers
+_NOT_FINITE = ("nan", "inf", "-inf")  # texts, since JSON has no such numbers
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Checks a checkpoint as `checkpoint.verify` does, and what its manifest says of the run; returns the manifest.
+    """Checks the files of a checkpoint, and what its manifest says about the run; returns the manifest.
 
     Raises:
-        CheckpointError: it is damaged, or its manifest is none of a run.
+        CheckpointError: it is damaged, or its manifest isn't that of a run.
     """
     manifest = checkpoint_files.verify(path)
     problem = _problem(manifest)
@@ -47,13 +47,17 @@ def _problem(manifest: dict[str, Any]) -> str:
 
 
 def _inconsistency(manifest: dict[str, Any]) -> str:
-    """What can't be at once: an epoch has at least one step, and a step one example or none."""
-    progress, step = manifest["progress"], manifest["step"]
+    """What two values of a manifest contradict each other in, or ""; an epoch has at least one step."""
+    progress = manifest["progress"]
+    step = manifest["step"]
     for name in ("step_in_epoch", "epoch"):
         if progress[name] > progress["step"]:
             return f"{name} {progress[name]} after {progress['step']} steps"
-    kept = step - progress["step"] in (0, 1) if "bad" in manifest else step == progress["step"]
-    return "" if kept else f"it is of step {step}, and stands at step {progress['step']}"
+    # The checkpoint of a bad step is that of the step before, named after the bad one.
+    steps_ahead = (0, 1) if "bad" in manifest else (0,)
+    if step - progress["step"] in steps_ahead:
+        return ""
+    return f"it is of step {step}, and stands at step {progress['step']}"
 
 
 def _said(name: str, value: Any, meant: str) -> str:
@@ -65,7 +69,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return value in _NOT_FINITE if isinstance(value, str) else type(value) in (int, float) and abs(value) < math.inf
+    if isinstance(value, str):
+        return value in _NOT_FINITE
+    return type(value) in (int, float) and abs(value) < math.inf
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
@@ -91,17 +97,19 @@ def _is_worker(value: Any) -> bool:
 def _are_options(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    sized = type(value.get("batch_size", 1)) is int and 0 < value.get("batch_size", 1) < _LARGEST
-    return sized and value.get("precision", _PRECISIONS[0]) in _PRECISIONS
+    batch_size = value.get("batch_size", 1)
+    has_size = type(batch_size) is int and 0 < batch_size < _LARGEST
+    return has_size and value.get("precision", _PRECISIONS[0]) in _PRECISIONS
 
 
 def _is_place(value: Any) -> bool:
     counts = ("index", "step", "epoch")
-    named = isinstance(value, dict) and value.keys() == {*counts, "ended"}
-    return named and type(value["ended"]) is bool and all(_is_count(value[name]) for name in counts)
+    has_names = isinstance(value, dict) and value.keys() == {*counts, "ended"}
+    return has_names and type(value["ended"]) is bool and all(_is_count(value[name]) for name in counts)
 
 
 _COUNT = (_is_count, "a number of steps, epochs or examples")
+# By the part of the manifest ("" is the whole) and the name ("?": it may be missing): the test, and what is meant.
 _RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "": {
         "step": _COUNT,
@@ -126,7 +134,7 @@ _RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
         "options": (_are_options, "the options of a run"),
         "versions?": (_by_name(_is(str)), "texts by name"),
         "machine?": (_is(dict), "an object"),
-        "backend?": (_is(str), "the name of an engine"),
+        "backend?": (_is(str), "the name of a backend"),
         "replicas?": (_is_count, "a number"),
     },
 }

@@ -1,4 +1,4 @@
-"""Writer: a thread that writes and removes checkpoints, one after the other, while training goes on."""
+"""Writer: writes and removes checkpoints in a thread, one after the other, while training goes on."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from loop.checkpoint import checkpoint_files
 
 @dataclasses.dataclass
 class Snapshot:
-    """A checkpoint that is still to be written.
+    """A checkpoint that is not written yet. On workers other than the chief it has no tensors and no state.
 
     Attributes:
-        reason: why it was asked for.
+        reason: why it was requested.
         step: the number of steps made.
-        tensors: by name; only the chief has them, as well as the state.
-        state: all else, as JSON values.
+        tensors: by name.
+        state: everything else, as JSON values.
     """
 
     reason: str
@@ -41,44 +41,48 @@ class Snapshot:
 
 
 class Writer:
-    """Writes checkpoints in a thread of its own; how each came out is kept until it is asked for."""
+    """Writes checkpoints in a thread of its own, and keeps the outcome of each until it is taken.
+
+    Args:
+        check: called before each write; raises an error if the run directory was moved or deleted.
+    """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
-        """Makes a writer; `check` raises an error if what is to be written has no place any more."""
         self._check = check
-        self._pool = ThreadPoolExecutor(1, "checkpoint", _give_way)
+        # One thread: checkpoints are written in order, and a removal never overtakes the write before it.
+        self._pool = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self._under_way: Future[None] | None = None
         self._outcomes: deque[Exception | None] = deque()
 
     def write(self, directory: Path, snapshots: Sequence[Snapshot]) -> None:
-        """Starts to write checkpoints, oldest first. Waits for those before, so that memory doesn't fill with them.
+        """Starts to write checkpoints, oldest first.
 
         Args:
-            directory: of the checkpoints, in the run directory.
-            snapshots: what to write; see `checkpoint.write`.
+            directory: the directory of the checkpoints, in the run directory.
+            snapshots: what to write; see `checkpoint_files.write`.
         """
 
         def job() -> None:
-            for each in snapshots:
+            for snapshot in snapshots:
                 try:
                     self._check()
-                    if "journal" in each.state:  # the checkpoint relies on these lines
+                    if "journal" in snapshot.state:  # the checkpoint relies on the lines of the journal so far
                         _make_durable(directory.parent / journal.NAME)
-                    checkpoint_files.write(directory, each.step, arrays(each.tensors), each.state)
+                    checkpoint_files.write(directory, snapshot.step, arrays(snapshot.tensors), snapshot.state)
                     self._outcomes.append(None)
                 except Exception as error:
-                    if isinstance(error, OSError):  # a full disk doesn't say which
+                    if isinstance(error, OSError):  # the error of a full disk names no file
                         error.filename = error.filename or str(directory)
                     self._outcomes.append(error)
 
-        self.wait()
+        self.wait()  # else memory fills with snapshots when the disk is slower than the training
         self._under_way = self._pool.submit(job)
 
     def remove(self, path: Path) -> None:
-        """Removes a checkpoint, after what is being written."""
+        """Removes a checkpoint, after the current write."""
 
         def job() -> None:
-            # Renamed first: a checkpoint that is half deleted must not look like one.
+            # Renamed first: a half-deleted checkpoint must not look like a checkpoint.
             doomed = path.with_name(path.name + ".tmp")
             try:
                 self._check()
@@ -97,16 +101,16 @@ class Writer:
             self._under_way.result()
 
     def outcomes(self) -> deque[Exception | None]:
-        """How the writes that have ended came out, oldest first: None, or the error. To be taken out from the left."""
+        """The outcomes of finished writes, oldest first: None, or the error. The caller pops them from the left."""
         return self._outcomes
 
     def close(self) -> None:
-        """Waits for everything, and ends the thread."""
+        """Waits for all writes and removals, and ends the thread."""
         self._pool.shutdown()
 
 
 def _make_durable(path: Path) -> None:
-    """Has the disk take what was written to a file, so that a power failure doesn't lose it."""
+    """Flushes a file to the disk, so that a power failure doesn't lose it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
@@ -114,13 +118,13 @@ def _make_durable(path: Path) -> None:
         os.close(descriptor)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lets the threads that train go first."""
-    with contextlib.suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
-        if sys.platform == "linux":
+    with contextlib.suppress(OSError, AttributeError):
+        if sys.platform == "linux":  # elsewhere it would be the priority of the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
 def arrays(tensors: dict[str, tf.Tensor | np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors as NumPy arrays."""
-    return {name: each if isinstance(each, np.ndarray) else each.numpy() for name, each in tensors.items()}
+    return {name: value if isinstance(value, np.ndarray) else value.numpy() for name, value in tensors.items()}
