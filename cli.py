@@ -39,7 +39,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer import Option
@@ -66,6 +66,9 @@ from loop.launch.worker import reporting
 from loop.options import with_defaults
 from loop.target import task_loader
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 NO_DIRECTORY = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
 """The endings of names that are files and no directories, in small letters."""
 
@@ -76,8 +79,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Line = str | tuple[str, bool | None]
-"""A line that a command prints, and whether it is good or bad news."""
+Line: typing.TypeAlias = "RenderableType | tuple[str, bool | None]"
+"""What a command prints; of a text, also whether it is good or bad news."""
 
 
 class Configurable(TyperCommand):
@@ -208,9 +211,15 @@ def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
         if 1 in CLOSED:
             print("note: stdout is closed: the result isn't shown", file=sys.stderr)
         return
-    for line in lines:
-        text, good = (line, None) if isinstance(line, str) else line
-        typer.secho(text, fg={True: "green", False: "red"}[good]) if good is not None else print(text)
+    terminal.write(_in_color(line) for line in lines)
+
+
+def _in_color(line: Line) -> RenderableType:
+    """A line: green if it is good news, red if it is bad news."""
+    if not isinstance(line, tuple):
+        return line
+    text, is_good = line
+    return text if is_good is None else terminal.colored(text, "green" if is_good else "red")
 
 
 @contextlib.contextmanager
@@ -583,18 +592,13 @@ def find_lr(
 def doctor(as_json: typed.AsJson = False) -> None:
     """Say what works on this machine, what doesn't, and what to do about it."""
     with stderr.quiet_start():
-        from loop.commands.doctor import examine
+        from loop.commands import doctor as doctor_
 
-        findings = examine()
+        findings = doctor_.examine()
     if as_json:
         print(json.dumps(findings))
         return
-    marks = {"ok": typer.colors.GREEN, "missing": typer.colors.YELLOW, "broken": typer.colors.RED}
-    for finding in findings:
-        mark = typer.style(f"{finding['state']:>8}", fg=marks[finding["state"]])
-        typer.echo(f"{mark}  {finding['what']}: {finding['found']}")
-        if finding["fix"]:
-            typer.echo(f"{'':10}-> {finding['fix']}")
+    terminal.write([doctor_.table(findings)])
     if any(finding["state"] == "broken" for finding in findings):
         raise typer.Exit(FAILED)
 
@@ -656,7 +660,7 @@ def list_runs(
     if as_json:
         print(runs.as_json(found))
     elif found:
-        terminal.write(runs.lines(found, metric))
+        terminal.write([runs.table(found, metric)])
     else:
         print("no such runs" if filter_ else "no runs here yet: tfloop train digits makes one", file=sys.stderr)
 

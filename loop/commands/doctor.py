@@ -6,15 +6,21 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from callbacks.files import sqlite_path
 from callbacks.mlflow.tracker import default_uri
 from callbacks.run_record.redaction import mask, redact
+from loop.commands import terminal
 from loop.errors import UsageError
 from loop.launch import machine, plugins
 from loop.launch.environment import read_tf_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Finding = dict[str, str]
 
@@ -23,6 +29,17 @@ def examine() -> list[Finding]:
     """One finding for each thing: `what`, `state` ("ok", "missing" or "broken"), `found`, and `fix`."""
     parts = (_python, _tensorflow, _devices, _horovod, _compilers, _tf_config, _mlflow, _run_directory, _ports)
     return [*map(_safely, parts), *map(_plugin, plugins.entry_points())]
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """The findings for people: the state in its color, and below what is missing or broken how to mend it."""
+    colors = {"ok": "green", "missing": "yellow", "broken": "red"}
+    rows = []
+    for found in findings:
+        rows.append([terminal.colored(found["state"], colors[found["state"]]), f"{found['what']}: {found['found']}"])
+        if found["fix"]:
+            rows.append(["", f"-> {found['fix']}"])
+    return terminal.table(rows, right=(0,))
 
 
 def _safely(part: object) -> Finding:

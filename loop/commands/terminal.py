@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from callbacks.base import shown_status
 from callbacks.formats import lasting, part_name, plural
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
 Points = Sequence[tuple[int, float]]
 
@@ -23,6 +26,9 @@ STATUS_COLORS = {"finished": "green", "running": "cyan", "failed": "red", "kille
 COLORS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 MARKERS = "*o+x#@"
 _ASCII = str.maketrans("─│┌┐└┘├┤┬┴┼", "-|+++++++++")
+_GAP = "  "  # between two columns of a table
+_NARROW = 9  # characters: a column that has more is not made narrower than this while there is another way
+_ENDLESS = 1 << 30  # columns of a log
 _LARGEST = 1e100  # what is larger can't be plotted
 
 
@@ -37,11 +43,32 @@ def width() -> int:
     return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
 
 
-def write(lines: Sequence[str]) -> None:
-    """Writes lines on stdout, whatever its encoding is."""
+def write(parts: Iterable[RenderableType]) -> None:
+    """Writes lines and drawings on stdout, whatever its encoding is."""
     encoding = sys.stdout.encoding or "utf-8"
-    for line in lines:
-        typer.echo(line.encode(encoding, "backslashreplace").decode(encoding), color=False if plain() else None)
+    for part in parts:
+        for line in as_text(part).split("\n"):
+            typer.echo(line.encode(encoding, "backslashreplace").decode(encoding), color=False if plain() else None)
+
+
+def as_text(part: RenderableType) -> str:
+    """A line as it is; a drawing in lines: on a terminal with its width and colors, else plain and never broken."""
+    if isinstance(part, str):
+        return part
+    console = _console(width() if sys.stdout.isatty() else _ENDLESS)
+    with console.capture() as capture:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
+
+
+def _console(columns: int) -> Console:
+    from rich.console import Console
+
+    return Console(
+        # Without a height, rich takes the width from the environment.
+        width=columns, height=24, color_system=None if plain() else "auto",
+        force_jupyter=False, highlight=False, markup=False, emoji=False,
+    )  # fmt: skip
 
 
 def colored(text: str, color: str | None, **more: bool) -> str:
@@ -54,9 +81,9 @@ def status(status: str, bold: bool = False) -> str:
     return colored(shown_status(status), STATUS_COLORS.get(status), bold=bold)
 
 
-def titled(lines: Sequence[str]) -> list[str]:
-    """Lines of which the first one is a title."""
-    return [colored(lines[0], None, bold=True), *lines[1:]]
+def title(text: str) -> str:
+    """A line that stands above others."""
+    return colored(text, None, bold=True)
 
 
 def counted(count: object, noun: str) -> str:
@@ -71,88 +98,76 @@ def wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width(), initial_indent=indent, subsequent_indent=indent or "  ")
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), spare: Sequence[int] = ()) -> list[str]:
-    """Rows as lines with columns; those of the numbers in `right` end flush.
+def table(
+    rows: Sequence[Sequence[str]],
+    head: Sequence[str] = (),
+    right: Collection[int] = (),
+    spare: Sequence[int] = (),
+) -> Table:
+    """Rows with columns. On a terminal, cells that are too long for their column go on below.
 
-    On a terminal that is too narrow for all columns those of the numbers in `spare` are left out, the first one first.
+    Args:
+        rows: the cells; each row has as many. They may have colors.
+        head: what stands above the columns.
+        right: the columns whose cells end flush.
+        spare: the columns that are left out on a terminal that is too narrow for all, in this order.
     """
-    cells = [list(row) for row in rows]
-    widths = [max(map(_shown, column)) for column in zip(*cells, strict=True)]
-    for index in spare:
-        if sys.stdout.isatty() and sum(size + 2 for size in widths if size) - 2 > width():
-            cells = [[*row[:index], "", *row[index + 1 :]] for row in cells]
-            widths[index] = 0
-    text = []
-    for row in cells:
-        pads = [" " * (size - _shown(cell)) for cell, size in zip(row, widths, strict=True)]
-        padded = [
-            pad + cell if index in right else cell + pad
-            for index, (cell, pad) in enumerate(zip(row, pads, strict=True))
-            if widths[index]
-        ]
-        text.append("  ".join(padded).rstrip())
-    return text
+    kept = list(range(len(head or next(iter(rows), ()))))
+    drawn = _table(rows, head, right, kept)
+    for index in spare if sys.stdout.isatty() else ():
+        if _console(_ENDLESS).measure(drawn).maximum <= width():
+            break
+        kept.remove(index)
+        drawn = _table(rows, head, right, kept)
+    return drawn
 
 
-def fitted(rows: Sequence[Sequence[str]], right: Sequence[int] = (), least: int = 9) -> list[str]:
-    """Rows as lines with columns that fit into the terminal.
-
-    A cell that is longer than its column goes on below. Where columns would be narrower than `least`, some of them
-    stand in further tables, each with the first column again.
-    """
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sizes[0] = min(sizes[0], width() // 3)
-    found: list[str] = []
-    start = 1
-    while start < len(sizes):
-        end = start + 1
-        while end < len(sizes) and sum(min(size, least) + 2 for size in sizes[start : end + 1]) <= width() - sizes[0]:
-            end += 1
-        chosen = [0, *range(start, end)]
-        room = _shared([sizes[index] for index in chosen[1:]], width() - sizes[0] - 2 * (end - start))
-        found += [""] * bool(found) + _wrapped(rows, chosen, [sizes[0], *room], right)
-        start = end
-    return found
+def tables(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection[int] = ()) -> list[Table]:
+    """A table; or several with the same first column, where a terminal is too narrow for all other columns in one."""
+    lengths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    room = width() - min(lengths[0], width() // 3) if sys.stdout.isatty() else _ENDLESS
+    parts = [[0]]
+    used = 0
+    for index, length in enumerate(lengths[1:], 1):
+        needed = min(length, _NARROW) + len(_GAP)
+        if used and used + needed > room:
+            parts.append([0])
+            used = 0
+        parts[-1].append(index)
+        used += needed
+    return [_table(rows, head, right, kept) for kept in parts]
 
 
-def _shared(sizes: Sequence[int], room: int) -> list[int]:
-    """The sizes of columns that have so much room together: the widest give way."""
-    shared = list(sizes)
-    while sum(shared) > max(room, len(shared)):
-        shared[shared.index(max(shared))] -= 1
-    return shared
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection[int], kept: Sequence[int]) -> Table:
+    """Some columns of rows."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _wrapped(
-    rows: Sequence[Sequence[str]], columns: Sequence[int], sizes: Sequence[int], right: Sequence[int]
-) -> list[str]:
-    """Some columns of rows as lines, in which long cells go on below."""
-    text = []
+    ruled = bool(head) and sys.stdout.isatty()
+    # The box has a gap of its own between two columns, one blank wide.
+    drawn = Table(
+        box=box.SIMPLE_HEAD if ruled else None, padding=(0, len(_GAP) - ruled, 0, 0),
+        show_header=bool(head), header_style="bold", show_edge=False, pad_edge=False,
+    )  # fmt: skip
+    for index in kept:
+        justify: Literal["left", "right"] = "right" if index in right else "left"
+        drawn.add_column(head[index] if head else "", justify=justify, overflow="fold")
     for row in rows:
-        cells = [_broken(row[index], size) for index, size in zip(columns, sizes, strict=True)]
-        for line in range(max(map(len, cells))):
-            parts = []
-            for index, size, cell in zip(columns, sizes, cells, strict=True):
-                part = cell[line] if line < len(cell) else ""
-                parts.append(part.rjust(size) if index in right else part.ljust(size))
-            text.append("  ".join(parts).rstrip())
-    return text
+        drawn.add_row(*(Text.from_ansi(row[index]) for index in kept))
+    return drawn
 
 
-def _broken(cell: str, size: int) -> list[str]:
-    """A cell in parts of so many characters at most, broken where a path or a list has its parts, if it can be."""
-    parts = []
-    while len(cell) > size:
-        places = [found.end() for found in re.finditer(r"[/,:_ -]", cell[:size])]
-        at = places[-1] if places and places[-1] > size // 2 else size
-        parts.append(cell[:at])
-        cell = cell[at:]
-    return [*parts, cell]
+def panel(title: str, parts: Sequence[RenderableType]) -> list[RenderableType]:
+    """Parts below their title; on a terminal, in a frame."""
+    if not sys.stdout.isatty():
+        return [title, *parts]
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.text import Text
 
-
-def _shown(cell: str) -> int:
-    """How many columns a cell takes."""
-    return len(re.sub(r"\x1b\[[0-9;]*m", "", cell))
+    inner = [Text.from_ansi(part) if isinstance(part, str) else part for part in parts]
+    return [Panel.fit(Group(*inner), title=Text(title, "bold"), title_align="left")]
 
 
 def cut(text: str, longest: int) -> str:
@@ -160,8 +175,8 @@ def cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 2] + ".."
 
 
-def bars(seconds: Mapping[str, float], size: int = 40) -> list[str]:
-    """Parts of a time as lines with bars, the greatest first; those of less than a thousandth are left out."""
+def bars(seconds: Mapping[str, float], size: int = 40) -> Table:
+    """Parts of a time as a table with bars, the greatest first; those of less than a thousandth are left out."""
     whole = sum(seconds.values())
     found = sorted((item for item in seconds.items() if item[1] > whole / 1000), key=lambda item: -item[1])
     bar = "#" if plain() else "█"

@@ -18,17 +18,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callbacks.files import hidden_name, read_json, replacing
+from callbacks.formats import size
 from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
-from loop.commands import command_line
+from loop.commands import command_line, terminal
 from loop.errors import TrainingError, UsageError
 from loop.launch import stderr
 from loop.launch.environment import LAUNCHER
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
 """What can be tried, in this order: each with the best of those before it."""
@@ -179,21 +183,21 @@ class _Tuner:
                 fastest = row
         return fastest
 
-    def _batch_sizes(self, best: Row, size: int) -> list[Row]:
+    def _batch_sizes(self, best: Row, batch: int) -> list[Row]:
         """Doubles the batch while memory lasts, there are so many examples, and it makes training faster."""
         assert best.against is not None
         rows, growth, waits = [best], best.memory, 0
         while waits < 2:
-            size *= 2
-            if self._examples is not None and size > self._examples:
-                self._notes.append(f"batch-size {size}: there are only {self._examples} examples")
+            batch *= 2
+            if self._examples is not None and batch > self._examples:
+                self._notes.append(f"batch-size {batch}: there are only {self._examples} examples")
                 break
             if (needed := rows[-1].memory + growth) > (there := available()):
                 self._notes.append(
-                    f"batch-size {size}: would need about {_gb(needed)} of memory, {_gb(there)} are free"
+                    f"batch-size {batch}: would need about {size(needed)} of memory, {size(there)} are free"
                 )
                 break
-            row = self._measured(best.changes | {"batch-size": size})
+            row = self._measured(best.changes | {"batch-size": batch})
             if row.problem:
                 break
             row.against = best.against * row.speed / best.speed
@@ -282,28 +286,20 @@ def available() -> int:
     return min(free)
 
 
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
-
-
-def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
-    """The report for people, line by line: its text, and whether it is the best one (True)."""
-    width = max(len(str(row)) for row in report.rows) + 2
+def lines(report: Report) -> list[RenderableType]:
+    """The report for people: a table, the best of it in color, and notes."""
     on_gpu = any(row.gpu_memory for row in report.rows)
-    yield (
-        f"{'':{width}}{'examples/s':>14}{'as it is = 1':>15}{'peak memory':>14}{'on the GPU' if on_gpu else '':>14}",
-        None,
-    )
+    head = ["", "examples/s", "as it is = 1", "peak memory", *["on the GPU"] * on_gpu, ""]
+    rows = []
     for row in report.rows:
-        if row.problem:
-            yield f"{row!s:{width}}  failed: {row.problem}", None
-            continue
-        gpu = f"{_gb(row.gpu_memory):>14}" if on_gpu else ""
-        best = row is report.best
-        mark = "  best" if best else ""
-        yield f"{row!s:{width}}{row.speed:>14,.0f}{row.against:>15.2f}{_gb(row.memory):>14}{gpu}{mark}", best or None
-    for note in report.notes:
-        yield note, None
+        numbers = ["", "", ""] + [""] * on_gpu
+        note = f"failed: {row.problem}"
+        if not row.problem:
+            numbers = [f"{row.speed:,.0f}", f"{row.against:.2f}", size(row.memory)] + [size(row.gpu_memory)] * on_gpu
+            note = "best" if row is report.best else ""
+        cells = [str(row), *numbers, note]
+        rows.append([terminal.colored(cell, "green") for cell in cells] if row is report.best else cells)
+    return [terminal.table(rows, head, right=range(1, len(head) - 1)), *report.notes]
 
 
 def as_json(report: Report) -> dict[str, Any]:

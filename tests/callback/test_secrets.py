@@ -22,7 +22,7 @@ from callbacks.mlflow import delivery
 from callbacks.run_record import journal, record, redaction, report
 from callbacks.run_record.story import Story
 from loop import fit
-from loop.commands import command_line, runs, sweep, tune
+from loop.commands import command_line, runs, sweep, terminal, tune
 from loop.commands.evaluate import evaluate
 from loop.run.run_directory import differences, task_of
 from tests.conftest import ROOT
@@ -224,7 +224,7 @@ def test_no_file_of_a_run_tells_a_secret_and_it_goes_on_with_another(quiet, tmp_
     assert (tmp_path / "run" / "report.html").exists()
     of = record.read(tmp_path / "run")
     texts = [
-        *runs.show(of),
+        *map(terminal.as_text, runs.show(of)),
         *runs.tail(tmp_path / "run", 99, follow=False),
         runs.shown_as_json(of),
         *capsys.readouterr(),
@@ -259,7 +259,9 @@ def test_a_run_of_an_older_version_shows_no_secret_and_goes_on(quiet, tmp_path):
         file.write(json.dumps(line) + "\n")
     redaction.hidden.clear()
     of = record.read(tmp_path / "run")
-    shown = "\n".join([*runs.show(of), *runs.tail(tmp_path / "run", 99, follow=False), report.html(of)])
+    shown = "\n".join(
+        [*map(terminal.as_text, runs.show(of)), *runs.tail(tmp_path / "run", 99, follow=False), report.html(of)]
+    )
     assert "abcdefghijklmnop" not in shown
     assert "u:p" not in shown
     assert "x1y2z3" not in shown

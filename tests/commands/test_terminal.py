@@ -63,8 +63,8 @@ def test_compare_fits_into_a_terminal_with_long_targets(tmp_path):
 
 
 def test_a_table_that_fits_is_as_it_was():
-    rows = [["differs", "A", "B"], ["hidden", "16", "64"]]
-    assert terminal.fitted(rows) == terminal.table(rows) == ["differs  A   B", "hidden   16  64"]
+    drawn = terminal.tables([["hidden", "16", "64"]], ["differs", "A", "B"])
+    assert list(map(terminal.as_text, drawn)) == ["differs  A   B\nhidden   16  64"]
 
 
 def test_verify_fits_into_a_terminal(monkeypatch):
@@ -110,7 +110,7 @@ def test_no_metric_and_no_directory_controls_the_terminal():
 
 def test_a_command_tells_of_hostile_runs_without_their_control_characters(tmp_path):
     of = Record(path=tmp_path, name="run", task="T", status="finished", replicas=1, hyperparameters={"a": 1})
-    assert all(line.isprintable() for line in runs.show(of))
+    assert all(line.isprintable() for part in runs.show(of) for line in terminal.as_text(part).split("\n"))
 
 
 FULL = """

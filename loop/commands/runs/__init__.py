@@ -8,10 +8,10 @@ from loop.commands.runs.details import show, shown_as_json
 from loop.commands.runs.directories import ROOT, checkpointed, locate, named
 from loop.commands.runs.events import event_line, tail
 from loop.commands.runs.fields import FIELDS
-from loop.commands.runs.listing import as_json, lines, listed
+from loop.commands.runs.listing import as_json, listed, table
 from loop.commands.runs.removal import check_removable, remove, size
 
 __all__ = [
-    "FIELDS", "ROOT", "as_json", "check_removable", "checkpointed", "compare", "event_line", "lines", "listed",
-    "locate", "named", "remove", "show", "shown_as_json", "size", "tail",
+    "FIELDS", "ROOT", "as_json", "check_removable", "checkpointed", "compare", "event_line", "listed",
+    "locate", "named", "remove", "show", "shown_as_json", "size", "table", "tail",
 ]  # fmt: skip

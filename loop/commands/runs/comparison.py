@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callbacks.base import shown_status
 from callbacks.formats import lasting, plural
@@ -13,6 +13,9 @@ from callbacks.run_record.record import STEP, Record
 from loop.commands import terminal
 from loop.commands.runs.fields import best, check_metric, metrics
 from loop.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _COMPARED = (
@@ -23,7 +26,7 @@ _LABELS = {"hyperparameters": "", "options": "option ", "versions": "version ", 
 _LONGEST = 120  # characters of a value
 
 
-def compare(records: Sequence[Record], metric: str | None = None) -> list[str]:
+def compare(records: Sequence[Record], metric: str | None = None) -> list[RenderableType]:
     """What runs differ in, what came out, and one curve of each in one plot.
 
     Raises:
@@ -33,20 +36,20 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[str]:
         raise UsageError(f"{plural(len(records), 'run')} to compare: give 2 to {len(LETTERS)}")
     check_metric(metric, records)
     by_letter = dict(zip(LETTERS, records, strict=False))
-    text = [f"{letter}  {record.name}" for letter, record in by_letter.items()]
+    parts: list[RenderableType] = [f"{letter}  {record.name}" for letter, record in by_letter.items()]
 
     different = _differences(records)
     if different:
-        text += ["", *terminal.titled(terminal.fitted([["differs", *by_letter], *different]))]
+        parts += ["", *terminal.tables(different, ["differs", *by_letter])]
     else:
-        text += ["", "they differ in nothing"]
-    rows = [["best", *by_letter], *_best_values(records, metric)]
-    text += ["", *terminal.titled(terminal.fitted(rows, right=range(1, len(rows[0]))))]
+        parts += ["", "they differ in nothing"]
+    best_values = _best_values(records, metric)
+    parts += ["", *terminal.tables(best_values, ["best", *by_letter], right=range(1, len(records) + 1))]
 
     name = metric or next((record.metric for record in records if record.metric), "")
     if name:
-        text += ["", *terminal.plot(name, {letter: run.curves.get(name, []) for letter, run in by_letter.items()})]
-    return text
+        parts += ["", *terminal.plot(name, {letter: run.curves.get(name, []) for letter, run in by_letter.items()})]
+    return parts
 
 
 def _differences(records: Sequence[Record]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callbacks.formats import lasting, plural, size
 from callbacks.run_record.journal import jsonable
@@ -13,6 +13,10 @@ from callbacks.run_record.record import STEP, Record, printable
 from loop.commands import terminal
 from loop.commands.runs.fields import check_metric
 from loop.options import DEFAULTS
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 _MOST_PLOTS = 2  # metrics that are plotted where none is asked for
 
@@ -22,27 +26,28 @@ def shown_as_json(record: Record) -> str:
     return json.dumps(jsonable(dataclasses.asdict(record) | {"path": printable(str(record.path.absolute()))}))
 
 
-def show(record: Record, metric: str | None = None) -> list[str]:
+def show(record: Record, metric: str | None = None) -> list[RenderableType]:
     """A picture of a run: what it is, its curves, checkpoints, where its time went, what went wrong.
 
     Raises:
         UsageError: it has no such metric.
     """
     check_metric(metric, [record])
-    text = [terminal.colored(record.name, None, bold=True), _outcome(record), *_facts(record)]
+    parts = terminal.panel(record.name, [_outcome(record), *_facts(record)])
     for title, curves in _plotted(record, metric):
-        text += ["", *terminal.plot(title, curves)]
-    for section in (_metrics(record), _checkpoints(record)):
-        if section:
-            text += ["", *terminal.titled(section)]
+        parts += ["", *terminal.plot(title, curves)]
+    if record.curves:
+        parts += ["", _metrics(record)]
+    if record.checkpoints:
+        parts += ["", _checkpoints(record)]
     if record.split:
-        text += ["", *terminal.titled(["where the time went"]), *terminal.bars(record.split)]
+        parts += ["", terminal.title("where the time went"), terminal.bars(record.split)]
     if record.verdict:
-        text += ["", *record.verdict]
+        parts += ["", *record.verdict]
     if record.faults:
         rows = [[terminal.when(fault.time), f"step {fault.step:,}", fault.text] for fault in record.faults]
-        text += ["", *terminal.titled(["what it went through"]), *terminal.table(rows, right=(1,))]
-    return text
+        parts += ["", terminal.title("what it went through"), terminal.table(rows, right=(1,))]
+    return parts
 
 
 def _outcome(record: Record) -> str:
@@ -56,7 +61,7 @@ def _outcome(record: Record) -> str:
     return f"{status}{why}: {done}; {lasting(record.seconds)}{attempts}{since}"
 
 
-def _facts(record: Record) -> list[str]:
+def _facts(record: Record) -> list[Table]:
     """What was trained, on what, and with which settings; without what isn't known."""
     parameters = "" if record.parameters is None else f", {record.parameters:,} parameters"
     replicas = terminal.counted(record.replicas, "replica")
@@ -72,7 +77,8 @@ def _facts(record: Record) -> list[str]:
         "options": _pairs(options),
         "versions": _pairs(record.versions),
     }
-    return terminal.table([[name, text] for name, text in facts.items() if text])
+    rows = [[name, text] for name, text in facts.items() if text]
+    return [terminal.table(rows)] if rows else []
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -95,21 +101,21 @@ def _plain_name(metric: str) -> str:
     return metric.removeprefix(STEP).removeprefix("eval_")
 
 
-def _metrics(record: Record) -> list[str]:
+def _metrics(record: Record) -> Table:
     """The table of metrics: their last and best values."""
-    rows = [["metric", "last", "best", "at step"]]
+    rows = []
     for name in record.curves:
         if not name.startswith(STEP):
             step, best = record.best(name) or ("", None)
             numbers = ["" if number is None else f"{number:.6g}" for number in (record.last(name), best)]
             rows.append([name, *numbers, f"{step}"])
-    return terminal.table(rows, right=(1, 2, 3)) if record.curves else []
+    return terminal.table(rows, ("metric", "last", "best", "at step"), right=(1, 2, 3))
 
 
-def _checkpoints(record: Record) -> list[str]:
+def _checkpoints(record: Record) -> Table:
     """The table of checkpoints."""
-    rows = [["checkpoint", "saved for", "size", "time"]]
+    rows = []
     for checkpoint in record.checkpoints:
         when = terminal.when(checkpoint.time)
         rows.append([checkpoint.name, checkpoint.reason, size(checkpoint.bytes), when])
-    return terminal.table(rows, right=(2,)) if record.checkpoints else []
+    return terminal.table(rows, ("checkpoint", "saved for", "size", "time"), right=(2,))

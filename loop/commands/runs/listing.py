@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callbacks.formats import lasting
 from callbacks.nearest import nearest
@@ -16,6 +16,9 @@ from loop.commands.runs.directories import find
 from loop.commands.runs.fields import FIELDS, as_float, best, check_metric, field_of, names, value
 from loop.commands.runs.filters import Filter
 from loop.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _IN_JSON = (*FIELDS, "reason", "total_steps", "hyperparameters", "options", "versions", "machine")
 
@@ -58,14 +61,14 @@ def _order(field: Any) -> tuple[bool, float, str]:
     return True, 0.0, str(field)
 
 
-def lines(records: Sequence[Record], metric: str | None) -> list[str]:
+def table(records: Sequence[Record], metric: str | None) -> Table:
     """The table of runs."""
     head = ["run", "status", "engine", "steps", f"best {metric}" if metric else "best", "duration", "started (UTC)"]
-    rows = [head, *([*_row(record, metric)] for record in records)]
-    return terminal.titled(terminal.table(rows, right=(3, 5), spare=(6, 2, 5, 3, 4)))
+    rows = [list(_cells(record, metric)) for record in records]
+    return terminal.table(rows, head, right=(3, 5), spare=(6, 2, 5, 3, 4))
 
 
-def _row(record: Record, metric: str | None) -> Iterator[str]:
+def _cells(record: Record, metric: str | None) -> Iterator[str]:
     name = metric or record.metric
     best_value = best(record, name)
     yield terminal.cut(record.name, 60)
