@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cli
+from loop.commands.cli.training import train_options
 from loop.errors import BAD_INPUT, FAILED, PREEMPTED, UsageError
 from loop.target.task_loader import SHIPPED
 
@@ -149,7 +150,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
     max_leaves=3,
 )
-KEYS = st.sampled_from(["set", *sorted(cli.train_options())]) | st.text(max_size=5)
+KEYS = st.sampled_from(["set", *sorted(train_options())]) | st.text(max_size=5)
 BITS = st.sampled_from(
     [
         "epochs", "batch-size", "set", ":", "=", ".", "[", "]", "{", "}", "- ", "\n", "  ", "\t", "&a ", "*a", "<<: ",

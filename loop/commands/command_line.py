@@ -20,6 +20,9 @@ from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
 from loop.launch import explain
 from loop.launch.environment import JOB
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors of a disk, quota or file that takes no more."""
+
 
 def check(words: Sequence[str]) -> None:
     """Refuses words that no option can mean: an empty value is a variable of the shell that isn't set.
@@ -73,45 +76,53 @@ def callback_option(kind: type[Callback], argument: object = None) -> str:
     return f"--callback={kind.__module__}:{kind.__qualname__}{value}"
 
 
-def told(error: Exception) -> int:
+def report_error(error: Exception) -> int:
     """Says on stderr why a command failed, and returns its exit code.
 
     In a job of ours the launcher says it, once for all workers.
     """
-    alone, number = JOB not in os.environ, error.errno if isinstance(error, OSError) else None
-    where = error.filename if isinstance(error, OSError) else None
-    if isinstance(error, UsageError | TrainingError):
+    alone = JOB not in os.environ
+    if isinstance(error, UsageError | TrainingError | FileError):
         if alone:
             say(str(error))
-        return BAD_INPUT if isinstance(error, UsageError) else FAILED
-    if isinstance(error, FileError):
-        if alone:
-            say(str(error))
-        return FAILED if isinstance(error, MovedError) else BAD_INPUT
+        failed = isinstance(error, TrainingError | MovedError)
+        return FAILED if failed else BAD_INPUT
     if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
         tell(_wrong_usage(error))
         return BAD_INPUT
-    if number == errno.ENAMETOOLONG:
-        say(f"{reprlib.repr(where)}: the name is too long")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        say(f"{reprlib.repr(error.filename)}: the name is too long")
         return BAD_INPUT
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if isinstance(error, OSError) and error.errno in _FULL:
         if alone:
-            what = f"{where or 'stdout, or a file,'} can't be written ({os.strerror(number)})"
+            what = f"{error.filename or 'stdout, or a file,'} can't be written ({os.strerror(error.errno)})"
             say(f"{what}: make room there, and start the same command again")
         flushed(tells=False)
         return FAILED
-    if explain.DEBUG not in os.environ:
-        if alone and where is not None and not explain.place(error):
-            say(f"{where}: {os.strerror(number or 0)}")
-        elif alone:
-            say(explain.in_a_line(error))
-        return FAILED
-    trace = step = error.__traceback__
-    while step is not None:  # what led to the command says nothing
-        trace = step.tb_next if "typer" in Path(step.tb_frame.f_code.co_filename).parts else trace
-        step = step.tb_next
-    tell("".join(traceback.format_exception(error.with_traceback(trace or error.__traceback__))).rstrip("\n"))
+
+    if explain.DEBUG in os.environ:
+        tell(_traceback(error))
+    elif alone:
+        say(_in_a_line(error))
     return FAILED
+
+
+def _in_a_line(error: Exception) -> str:
+    """An error that no code of tfloop has expected: by the file that it names, if it comes from none of the user's."""
+    if isinstance(error, OSError) and error.filename is not None and not explain.place(error):
+        return f"{error.filename}: {os.strerror(error.errno or 0)}"
+    return explain.in_a_line(error)
+
+
+def _traceback(error: Exception) -> str:
+    """The traceback of an error from the command on: what led to the command says nothing."""
+    first = step = error.__traceback__
+    while step is not None:
+        if "typer" in Path(step.tb_frame.f_code.co_filename).parts:
+            first = step.tb_next
+        step = step.tb_next
+    error = error.with_traceback(first or error.__traceback__)
+    return "".join(traceback.format_exception(error)).rstrip("\n")
 
 
 def say(text: str) -> None:
@@ -137,9 +148,9 @@ def _wrong_usage(error: Any) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(text)
     if hasattr(error.__cause__, "errors"):  # why a value is none of its type
-        found = error.__cause__.errors()[0]
-        what = found["msg"].removeprefix("Input ").partition(",")[0]
-        text = f"{error.param.opts[0]} {found['input']}: {what}"
+        first = error.__cause__.errors()[0]
+        what = first["msg"].removeprefix("Input ").partition(",")[0]
+        text = f"{error.param.opts[0]} {first['input']}: {what}"
     elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
         text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
     return f"tfloop: error: {' '.join(text.split())}"

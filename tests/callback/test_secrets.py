@@ -305,12 +305,12 @@ def test_a_sweep_over_a_secret_trains_with_it_and_tells_its_number(monkeypatch):
 def test_an_error_of_a_command_tells_no_secret(capsys, monkeypatch):
     monkeypatch.delenv("TFLOOP_DEBUG", raising=False)
     redaction.remember({"pwd": "hunter2hunter2"})
-    assert command_line.told(RuntimeError("hunter2hunter2\x1b[31m")) == 1
+    assert command_line.report_error(RuntimeError("hunter2hunter2\x1b[31m")) == 1
     assert "RuntimeError: ***" in (line := capsys.readouterr().err)
     assert "hunter2" not in line
     assert line.strip().isprintable()
     monkeypatch.setenv("TFLOOP_DEBUG", "1")
-    assert command_line.told(RuntimeError("hunter2hunter2\x1b[31m")) == 1
+    assert command_line.report_error(RuntimeError("hunter2hunter2\x1b[31m")) == 1
     assert capsys.readouterr().err.endswith("RuntimeError: ***\\x1b[31m\n")
 
 

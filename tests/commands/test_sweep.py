@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import callbacks
-import cli
 from callbacks.files import read_json
 from loop import UsageError, backends, fit
 from loop.commands import sweep
+from loop.commands.cli.training import train_options
 from loop.commands.find_lr import find_lr, lines
 from loop.commands.sweep import Plan, Range, trials
 from loop.options import with_defaults
@@ -291,9 +291,7 @@ def test_what_is_typed_and_what_a_file_says_reach_the_trials(command):
     Path("it.toml").write_text(
         "epochs = 4\nbatch-size = 8\nprecision = 'float64'\n[set]\nrate = 1.0\nhidden = 3\ndeep = true\n"
     )
-    found = sweep.arguments(
-        {"epochs": 2, "track": None}, ["rate=0.5"], [Path("it.toml")], cli.train_options(), ["deep"]
-    )
+    found = sweep.arguments({"epochs": 2, "track": None}, ["rate=0.5"], [Path("it.toml")], train_options(), ["deep"])
     assert found == ["--batch-size=8", "--precision=float64", "--set=hidden=3", "--epochs=2", "--set=rate=0.5"]
 
 

@@ -527,7 +527,7 @@ def test_what_is_another_users(run, tmp_path):
             try:
                 act()
             except BaseException as error:
-                print(command_line.told(error), file=sys.stderr)
+                print(command_line.report_error(error), file=sys.stderr)
         sys.stderr.flush()
         os._exit(0)
     os.close(told)
@@ -547,7 +547,7 @@ def test_a_limit_of_file_sizes(run, quiet, capfd):
     try:
         with pytest.raises(OSError, match="File too large") as ended:
             fit(tiny(), epochs=4, run_dir=run, callbacks=quiet(report=None))
-        assert command_line.told(ended.value) == 1
+        assert command_line.report_error(ended.value) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     err = capfd.readouterr().err

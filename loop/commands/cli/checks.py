@@ -1,0 +1,136 @@
+"""`tfloop verify`, `replay` and `chaos`: whether a task trains as it should."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import typer
+
+from loop.commands import cli_options as typed
+from loop.commands import command_line, runs
+from loop.commands.cli.output import show, shown_stages, stopped_clean
+from loop.errors import FAILED, PREEMPTED, UsageError
+from loop.launch import signals, stderr
+from loop.launch.backend_choice import choose_backend, choose_for_command, job_backend
+from loop.launch.fixed_job import run_job
+from loop.launch.worker import reporting
+from loop.options import with_defaults
+from loop.target import task_loader
+
+
+def verify(
+    target_: typed.Target,
+    set_: typed.Set = None,
+    batch_size: typed.VerifyBatchSize = None,
+    compile_: typed.VerifyCompile = None,
+    processes: typed.Processes = True,
+    as_json: typed.AsJson = False,
+    record: typed.Record = None,
+) -> None:
+    """Show that a task has the same numbers on any number of replicas, or why not."""
+    with_defaults(None, {"batch_size": batch_size, "compile": compile_})
+    task_loader.check(target_)
+    if record is not None:
+        _record(target_, set_ or (), batch_size, compile_, record)
+        return
+
+    def job(directory: Path) -> str:
+        code, problem, _ = run_job(backend, 2, [*sys.argv[1:], "--record", str(directory)])
+        if code == PREEMPTED:
+            raise KeyboardInterrupt
+        return problem
+
+    with shown_stages(9 + processes) as progress, stderr.quiet_start():
+        from loop.backends import devices
+        from loop.commands import verify as verify_
+
+        devices.alike(max(verify_.REPLICAS))
+        if not devices.use_gpus():
+            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
+        backend = job_backend()[0]
+        task = task_loader.load(target_, set_ or ())
+        report = verify_.verify(
+            task, batch_size, job=job if processes else None, job_engine=backend, progress=progress, compile=compile_
+        )
+    show(verify_.as_json(report), verify_.lines(report), as_json)
+    raise typer.Exit(0 if report.same else FAILED)
+
+
+def _record(
+    target_: str, assignments: list[str] | tuple[()], batch_size: int | None, compile_: str | None, directory: Path
+) -> None:
+    """What `verify` does in a worker of its job."""
+    with reporting() as report:
+        with stderr.quiet_start():
+            from loop import backends
+            from loop.commands import verify
+
+            task, made = backends.with_task(lambda: task_loader.load(target_, assignments), choose_backend("auto")[0])
+        verify.write(directory, task, made, batch_size, compile_)
+        made.exchange(0)  # no worker leaves before all are done
+        made.close()
+        report(0)
+
+
+def replay(
+    kept: typed.Kept,
+    task_target: typed.TaskTarget = None,
+    trust: typed.Trust = False,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Make a step whose loss or gradient was not finite once more, and show its values and gradients."""
+    path = runs.named(kept)
+    if not (path / "bad").is_dir():
+        runs.checkpointed(path)
+    if task_target is not None:
+        task_loader.check(task_target)
+    with stderr.quiet_start():
+        from loop.backends import devices
+        from loop.commands import replay as replay_
+        from loop.run import run_directory
+
+        devices.prepare()
+        directory, _ = replay_.locate(path)
+        task, _ = run_directory.task_of(directory, task_target, trust)
+        report = replay_.replay(task, directory)
+    show(replay_.as_json(report), replay_.lines(report), as_json)
+
+
+def chaos(
+    target_: typed.Target,
+    kills: typed.Kills = 6,
+    epochs: typed.Epochs = None,
+    steps: typed.Steps = None,
+    batch_size: typed.BatchSize = None,
+    backend: typed.Backend = None,
+    workers: typed.Workers = None,
+    set_: typed.Set = None,
+    checkpoint_every: typed.ChaosCheckpointEvery = None,
+    seed: typed.ChaosSeed = 0,
+    keep: typed.ChaosKeep = None,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Show that kill -9 at any moment loses nothing of a task's training."""
+    from loop.commands import chaos as chaos_
+
+    if not 1 <= kills <= chaos_.MOST_KILLS:
+        raise UsageError(f"--kills {kills}: give a whole number from 1 to {chaos_.MOST_KILLS}")
+    options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
+    with_defaults(None, options)
+    if checkpoint_every is not None:
+        command_line.schedule(checkpoint_every)
+    task_loader.check(target_)
+    choose_for_command(backend or "auto", workers)
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
+    arguments = command_line.arguments(options | {"workers": workers}, set_ or ())
+    with (
+        stopped_clean(f"what was made is in {keep}" if keep else "nothing is left behind"),
+        signals.temporary_directory("tfloop-chaos-") as directory,
+        shown_stages(kills + 2) as progress,
+    ):
+        report = chaos_.chaos([target_, *arguments], kills, keep or Path(directory), seed, checkpoint_every, progress)
+    show(vars(report) | {"exact": report.exact}, chaos_.lines(report), as_json)
+    raise typer.Exit(0 if report.exact else FAILED)

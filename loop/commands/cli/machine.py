@@ -1,0 +1,58 @@
+"""`tfloop new`, `doctor` and `ui`: this directory and this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import typer
+
+from loop.commands import cli_options as typed
+from loop.commands import new as new_
+from loop.commands import terminal
+from loop.errors import FAILED, UsageError
+from loop.launch import machine, stderr
+
+
+def new(name: typed.NewName) -> None:
+    """Write a commented task file, NAME.py, that trains at once."""
+    place_ = new_.new(name)
+    print(f"wrote {place_.partition(':')[0]}; train it: tfloop train {place_}")
+
+
+def doctor(as_json: typed.AsJson = False) -> None:
+    """Say what works on this machine, what doesn't, and what to do about it."""
+    with stderr.quiet_start():
+        from loop.commands import doctor as doctor_
+
+        findings = doctor_.examine()
+    if as_json:
+        print(json.dumps(findings))
+        return
+    terminal.write([doctor_.table(findings)])
+    if any(finding["state"] == "broken" for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def ui(
+    port: typed.Port = 5000,
+    host: typed.Host = "127.0.0.1",
+) -> None:
+    """Start the MLflow UI on the default store, and print its address."""
+    from callbacks import files
+    from callbacks.mlflow.tracker import default_uri
+
+    uri = default_uri()
+    path = files.sqlite_path(uri)
+    if path and not path.exists():
+        raise UsageError(f"{path} isn't there: train something first, here")
+    if not machine.port_is_free(host, port):
+        taken, port = port, machine.free_ports(1)[0]
+        print(f"port {taken} is in use, taking {port}", file=sys.stderr)
+    # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
+    print(
+        f"MLflow UI: http://{host}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)", file=sys.stderr, flush=True
+    )
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
+    os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted

@@ -1,0 +1,73 @@
+"""What commands print: results, stages, and how a command has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import typer
+
+from callbacks.progress import Stages
+from callbacks.run_record.journal import jsonable
+from callbacks.run_record.redaction import redact
+from loop.commands import command_line, terminal
+from loop.errors import PREEMPTED
+from loop.launch import signals
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Line: TypeAlias = "RenderableType | tuple[str, bool | None]"
+"""What a command prints; of a text, also whether it is good or bad news."""
+
+
+def finish(
+    code: int, error: str, result: Any, as_json: bool, lines: Callable[[Any], Iterable[Line]], page: str = ""
+) -> NoReturn:
+    """Prints how a command has ended, and where a browser shows its run, and ends with this exit code."""
+    if error:
+        command_line.say(error)
+    if result is not None:
+        show(result, lines(result), as_json)
+        if page and code == 0 and sys.stderr.isatty():
+            print(f"see it in the browser: {page}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
+    """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
+    if as_json:
+        print(result if isinstance(result, str) else json.dumps(jsonable(redact(result))))
+    else:
+        terminal.write(_in_color(line) for line in lines)
+
+
+def _in_color(line: Line) -> RenderableType:
+    if not isinstance(line, tuple):
+        return line
+    text, is_good = line
+    return text if is_good is None else terminal.colored(text, "green" if is_good else "red")
+
+
+@contextlib.contextmanager
+def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows the next stage of a command, also while TensorFlow's output is hidden."""
+    with os.fdopen(os.dup(2), "w") as stderr, contextlib.closing(Stages(total, stderr)) as stages:
+        yield stages.next
+
+
+@contextlib.contextmanager
+def stopped_clean(left: str) -> Iterator[None]:
+    """Within it, a signal ends a command that starts others, when they have ended; says what is left behind."""
+    try:
+        with signals.interrupting(always=[signal.SIGINT]):  # which a shell has ignored in the background
+            yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            print(f"stopped: {left}", file=sys.stderr)
+        raise typer.Exit(PREEMPTED) from None

@@ -1,0 +1,132 @@
+"""`tfloop runs`, `tail`, `report` and `sync`: what can be done with runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from callbacks.formats import size
+from callbacks.run_record.record import printable, read
+from loop.commands import cli_options as typed
+from loop.commands import runs, terminal, tracking
+from loop.errors import TrainingError, UsageError
+
+runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
+
+
+@runs_app.callback(invoke_without_command=True)
+def list_runs(
+    context: typer.Context,
+    filter_: typed.Filter = None,
+    sort: typed.Sort = None,
+    metric: typed.Metric = None,
+    as_json: typed.AsJson = False,
+    root: typed.Root = None,
+) -> None:
+    """List runs; with a command, show, compare or remove them."""
+    context.obj = root
+    if context.invoked_subcommand is not None:
+        if filter_ or sort or metric or as_json:
+            raise UsageError(f"runs {context.invoked_subcommand}: give its options behind it")
+        return
+    records = runs.listed(root or runs.ROOT, filter_ or (), sort, metric)
+    if as_json:
+        print(runs.as_json(records))
+    elif records:
+        terminal.write([runs.table(records, metric)])
+    else:
+        print("no such runs" if filter_ else "no runs here yet: tfloop train digits makes one", file=sys.stderr)
+
+
+@runs_app.command("show")
+def show_run(
+    context: typer.Context,
+    run: typed.Name,
+    metric: typed.Metric = None,
+    as_json: typed.AsJson = False,
+    root: typed.Root = None,
+) -> None:
+    """Show a run: curves, parameters, checkpoints, and where its time went."""
+    record = read(runs.locate(root or context.obj or runs.ROOT, run))
+    if as_json:
+        print(runs.shown_as_json(record))
+    else:
+        terminal.write(runs.show(record, metric))
+
+
+@runs_app.command("compare")
+def compare_runs(
+    context: typer.Context, names: typed.Names, metric: typed.Metric = None, root: typed.Root = None
+) -> None:
+    """Show what runs differ in, and their curves in one plot."""
+    records = [read(runs.locate(root or context.obj or runs.ROOT, name)) for name in names]
+    terminal.write(runs.compare(records, metric))
+
+
+@runs_app.command("rm")
+def remove_runs(
+    context: typer.Context,
+    names: typed.Names,
+    yes: typed.Yes = False,
+    root: typed.Root = None,
+) -> None:
+    """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
+    folder = root or context.obj or runs.ROOT
+    paths = list(dict.fromkeys(runs.locate(folder, name) for name in names))
+    for path in paths:
+        runs.check_removable(path, folder)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("runs rm asks first, and there is no terminal: give --yes")
+        for path in paths:
+            terminal.write([f"{printable(str(path))}  {size(runs.size(path))}"])
+        if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
+            raise typer.Exit(0)
+    left = [text for path in paths for text in runs.remove(path)]
+    if left:
+        raise TrainingError(f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}")
+
+
+def tail(
+    run: typed.Name,
+    count: typed.Count = 10,
+    follow: typed.Follow = True,
+    root: typed.Root = None,
+) -> None:
+    """Follow a run: a line for each event, until it ends."""
+    try:
+        for line in runs.tail(runs.locate(root or runs.ROOT, run), count, follow):
+            terminal.write([line])
+    except KeyboardInterrupt:
+        print("the run goes on without being watched", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def report(
+    run: typed.Name,
+    out: typed.ReportOut = None,
+    root: typed.Root = None,
+) -> None:
+    """Make the page of a run anew: its curves, settings, time and faults, in one file."""
+    from callbacks.run_record import report as page
+
+    path = runs.locate(root or runs.ROOT, run)
+    out = out or path / page.NAME
+    shown = printable(str(out))
+    try:
+        if out.exists() and not page.is_report(out):
+            raise UsageError(f"{shown} exists already, and is no report: give another name")
+        page.write(out, read(path))
+    except OSError as error:
+        raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
+    print(f"wrote {shown}", file=sys.stderr)
+
+
+def sync(
+    run: typed.Name,
+    track: typed.SyncTrack = None,
+    trust: typed.Trust = False,
+) -> None:
+    """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
+    tracking.deliver(runs.named(run), track, trust)

@@ -1,0 +1,199 @@
+"""`tfloop tune`, `sweep` and `find-lr`: trials of a task with other settings."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from callbacks.nearest import nearest
+from callbacks.progress import counted
+from loop.commands import cli_options as typed
+from loop.commands import command_line, config
+from loop.commands import sweep as sweep_
+from loop.commands import tune as tune_
+from loop.commands.cli.output import show, shown_stages, stopped_clean
+from loop.commands.cli.training import train_options
+from loop.errors import FAILED, PREEMPTED, UsageError
+from loop.launch import stderr
+from loop.launch.backend_choice import choose_for_command
+from loop.launch.environment import job_size
+from loop.options import with_defaults
+from loop.target import task_loader
+
+
+def tune(
+    target_: typed.Target,
+    batch_size: typed.BatchSize = None,
+    backend: typed.Backend = None,
+    workers: typed.Workers = None,
+    set_: typed.Set = None,
+    config_: typed.Config = None,
+    only: typed.Only = None,
+    seconds: typed.Seconds = 2.0,
+    rounds: typed.Rounds = 3,
+    tune_batch_size: typed.TuneBatchSize = False,
+    out: typed.TuneOut = Path("tune.toml"),
+    force: typed.Force = False,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Find the fastest settings for a task on this machine, and write them to a file for train --config."""
+    with_defaults(None, {"batch_size": batch_size, "backend": backend})
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--seconds {seconds}: give a number > 0")
+    for name in only or ():
+        if name not in tune_.TUNED:
+            raise UsageError(f"--only {name}: nothing of that name can be tried{nearest(name, tune_.TUNED)}")
+    _check_tune_file(out, force)
+    if job_size() is not None:
+        raise UsageError("tune starts its workers itself: call it once, with --workers")
+    config.arguments(config_ or (), train_options(), ())
+    task_loader.check(target_)
+    choose_for_command(backend or "auto", workers)
+    given = {"batch_size": batch_size, "backend": backend, "workers": workers}
+    arguments = command_line.arguments(given, set_ or (), config_ or ())
+    stages = len(tune_.TUNED) * rounds * 2
+    with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
+        report = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
+    tune_.write(out, report)
+    lines = [*tune_.lines(report), f"\nwrote {out}: tfloop train {target_} --config {out}"]
+    show(tune_.as_json(report) | {"file": str(out)}, lines, as_json)
+
+
+def _check_tune_file(out: Path, force: bool) -> None:
+    """Refuses a file that can't be written, or that may not be written over."""
+    if out.exists() and not (force and out.is_file()):
+        raise UsageError(f"--out {out} exists already: give another name" + (", or --force" if out.is_file() else ""))
+    if not os.access(out.parent, os.W_OK):
+        raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
+
+
+def sweep(
+    context: typer.Context,
+    target_: typed.SweepTarget,
+    grid: typed.Grid = None,
+    random: typed.Random = None,
+    trials: typed.Trials = None,
+    metric: typed.SweepMetric = "eval_loss",
+    direction: typed.Direction = None,
+    jobs: typed.Jobs = 1,
+    sampler: typed.Sampler = "tpe",
+    pruner: typed.Pruner = "none",
+    sweep_dir: typed.SweepDir = None,
+    epochs: typed.Epochs = None,
+    steps: typed.Steps = None,
+    batch_size: typed.BatchSize = None,
+    backend: typed.Backend = None,
+    workers: typed.Workers = None,
+    set_: typed.Set = None,
+    trust: typed.Trust = False,
+    seed: typed.SweepSeed = None,
+    eval_every: typed.EvalEvery = None,
+    track: typed.Track = None,
+    config_: typed.Config = None,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
+    given = types.SimpleNamespace(**locals())
+    with_defaults(None, _options(given) | {"eval_every": command_line.number_or_word(eval_every)})
+    directory = sweep_dir
+    if sweep_.is_directory(target_):
+        _check_goes_on(context, target_)
+        directory = Path(target_).resolve()
+        plan, before = sweep_.reopened(Path(target_), trust)
+        trials = before if trials is None else trials
+        os.chdir(plan.place)
+    else:
+        plan = _plan(given)
+    if job_size() is not None:
+        raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
+    count = plan.trials(trials)
+    with stderr.quiet_start():
+        from loop.backends import devices
+
+        devices.prepare()
+        kind = task_loader.find(plan.target)
+    report = sweep_.sweep(plan, kind, count, jobs, directory)
+    show(report.as_json(), report.lines(), as_json)
+    if report.stopped:
+        print(f"stopped; tfloop sweep {report.directory} goes on", file=sys.stderr)
+    raise typer.Exit(PREEMPTED if report.stopped else 0 if report.best else FAILED)
+
+
+def _options(given: types.SimpleNamespace) -> dict[str, Any]:
+    """Those options of `fit` that all trials of a sweep have."""
+    return {name: getattr(given, name) for name in ("epochs", "steps", "batch_size", "backend", "seed")}
+
+
+def _check_goes_on(context: typer.Context, directory: str) -> None:
+    """Refuses options that a sweep which goes on has from its beginning."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        may_differ = name in ("target_", "trials", "jobs", "trust", "as_json")
+        if source and source.name == "COMMANDLINE" and not may_differ:
+            option = f"--{name.rstrip('_').replace('_', '-')}"
+            raise UsageError(f"{option}: {directory} is a directory, whose sweep has its own: leave {option} out")
+
+
+def _plan(given: types.SimpleNamespace) -> sweep_.Plan:
+    """The plan of a new sweep."""
+    task_loader.check(given.target_)
+    choose_for_command(given.backend or "auto", given.workers, asynchronous=True)
+    grid = sweep_.assigned("--grid", given.grid or ())
+    random = sweep_.assigned("--random", given.random or ())
+    options = _options(given) | {"workers": given.workers, "eval_every": given.eval_every, "track": given.track}
+    return sweep_.Plan(
+        target=task_loader.absolute(given.target_),
+        grid=grid,
+        random=random,
+        metric=given.metric,
+        direction=sweep_.direction(given.metric, given.direction),
+        sampler=given.sampler,
+        pruner=given.pruner,
+        seed=given.seed or 0,
+        place=str(Path.cwd()),
+        arguments=sweep_.arguments(options, given.set_ or (), given.config_ or (), train_options(), [*grid, *random]),
+    )
+
+
+def find_lr(
+    target_: typed.Target,
+    steps: typed.FindLrSteps = 100,
+    low: typed.Low = 1e-6,
+    high: typed.High = 10.0,
+    batch_size: typed.BatchSize = None,
+    backend: typed.FindLrBackend = None,
+    workers: typed.Replicas = None,
+    set_: typed.Set = None,
+    seed: typed.Seed = None,
+    out: typed.FindLrOut = None,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Find a learning rate: train some steps with one that grows, and see where the loss falls fastest."""
+    given = {"batch_size": batch_size, "backend": backend, "seed": seed}
+    with_defaults(None, given)
+    if not 0 < low < high < float("inf"):
+        raise UsageError(f"--low {low} --high {high}: give learning rates > 0, the lower one first")
+    if out is not None and out.suffix not in (".json", ".png", ".svg"):
+        raise UsageError(f"--out {out}: give a name that ends in .png, .svg or .json")
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise UsageError(f"--out {out}: it can't be written there")
+    task_loader.check(target_)
+    backend_name = choose_for_command(backend or "auto", workers, alone="find-lr")
+    with stderr.quiet_start():
+        from loop import backends
+
+        task, chosen = backends.with_task(lambda: task_loader.load(target_, set_ or ()), backend_name, workers)
+        from loop.commands import find_lr as find_lr_
+
+        options = with_defaults(task, given | {"backend": backend_name})
+    with counted(steps, "step", sys.stderr) as advance:
+        result = find_lr_.find_lr(task, chosen, options, steps, low, high, advance)
+    if out is not None:
+        find_lr_.write(out, result)
+    show(find_lr_.as_json(result), find_lr_.lines(result), as_json)
+    raise typer.Exit(FAILED if result.suggestion is None else 0)

@@ -1,0 +1,190 @@
+"""`tfloop train`, `evaluate` and `export`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from loop.commands import cli_options as typed
+from loop.commands import config, dry_run, runs, tracking
+from loop.commands import train as train_
+from loop.commands.cli.output import finish, shown_stages
+from loop.errors import UsageError
+from loop.launch import explain, stderr
+from loop.launch.backend_choice import choose_for_command
+from loop.launch.environment import JOB, job_size
+from loop.launch.fixed_job import run_job
+from loop.launch.worker import reporting
+from loop.options import with_defaults
+from loop.target import task_loader
+
+_FILE_ENDINGS = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
+"""The endings of names that are files and no directories, in small letters."""
+
+
+class Configurable(TyperCommand):
+    """A command that takes options from files, as if they had been typed before all others."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        given: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
+        names = {name.rstrip("_").replace("_", "-") for name in given}
+        paths = [Path(path) for path in given.get("config_") or ()]
+        return super().parse_args(context, [*config.arguments(paths, train_options(), names), *args])
+
+
+def train(
+    target_: typed.Target,
+    epochs: typed.Epochs = None,
+    steps: typed.Steps = None,
+    batch_size: typed.BatchSize = None,
+    backend: typed.Backend = None,
+    workers: typed.Workers = None,
+    ps: typed.Ps = None,
+    min_shard_bytes: typed.MinShardBytes = None,
+    hosts_: typed.Hosts = None,
+    interface: typed.Interface = None,
+    remote_python: typed.RemotePython = None,
+    devices: typed.Devices = None,
+    tpu: typed.Tpu = None,
+    elastic_: typed.Elastic = None,
+    discovery: typed.Discovery = None,
+    set_: typed.Set = None,
+    run_dir: typed.TrainRunDir = None,
+    resume: typed.Resume = None,
+    seed: typed.Seed = None,
+    shuffle: typed.Shuffle = None,
+    precision: typed.Precision = None,
+    accumulate: typed.Accumulate = None,
+    compression: typed.Compression = None,
+    groups: typed.Groups = None,
+    reduction: typed.Reduction = None,
+    local_steps: typed.LocalSteps = None,
+    clip_norm: typed.ClipNorm = None,
+    clip_value: typed.ClipValue = None,
+    on_nonfinite: typed.OnNonfinite = None,
+    accept_changes: typed.AcceptChanges = None,
+    stall_timeout: typed.StallTimeout = None,
+    profile: typed.Profile = None,
+    sync_batch_norm: typed.SyncBatchNorm = None,
+    ema: typed.Ema = None,
+    compile_: typed.Compile = None,
+    steps_per_call: typed.StepsPerCall = None,
+    prefetch: typed.Prefetch = None,
+    threads: typed.Threads = None,
+    eval_every: typed.EvalEvery = None,
+    checkpoint_every: typed.CheckpointEvery = "auto",
+    track: typed.Track = None,
+    track_wait: typed.TrackWait = 60.0,
+    tag: typed.Tag = None,
+    log_model: typed.LogModel = False,
+    register: typed.Register = None,
+    start_timeout: typed.StartTimeout = None,
+    overfit: typed.Overfit = None,
+    keep: typed.Keep = None,
+    dry_run_: typed.DryRun = False,
+    debug: typed.Debug = False,
+    config_: typed.Config = None,
+    as_json: typed.AsJson = False,
+    callback: typed.Callback = None,
+) -> None:
+    """Train a task."""
+    if debug:
+        os.environ[explain.DEBUG] = "1"
+    code, problem, fields = train_.train(types.SimpleNamespace(**locals()), sys.argv[1:])
+    page = tracking.seen(track, fields.get("run_dir")) if fields is not None else ""
+    finish(code, problem, fields, as_json, dry_run.lines if dry_run_ and code == 0 else lambda fields: (), page)
+
+
+@functools.cache
+def train_options() -> dict[str, config.Option]:
+    """What files for `--config` may have."""
+    parser = typer.Typer(add_completion=False)
+    parser.command()(train)
+    hints = typing.get_type_hints(train)
+    options = {}
+    for parameter in typer.main.get_command(parser).params:
+        name = parameter.name or ""
+        is_shown_option = parameter.param_type_name == "option" and not getattr(parameter, "hidden", False)
+        if is_shown_option and name != "config_":
+            # An option that may be left out is of a type or None.
+            kind, *_ = typing.get_args(hints[name]) or (hints[name],)
+            options[parameter.opts[0].removeprefix("--")] = config.Option(kind, *parameter.secondary_opts)
+    return options
+
+
+def _checkpointed(run: str, task_target: str | None) -> Path:
+    """The run that is meant, which has a checkpoint; TARGET is checked, too."""
+    path = runs.checkpointed(runs.named(run))
+    if task_target is not None:
+        task_loader.check(task_target)
+    return path
+
+
+def evaluate(
+    run: typed.RunDir,
+    task_target: typed.TaskTarget = None,
+    trust: typed.Trust = False,
+    backend: typed.EvaluateBackend = None,
+    workers: typed.Replicas = None,
+    batch_size: typed.EvaluateBatchSize = None,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Evaluate a checkpoint on the whole evaluation data."""
+    with_defaults(None, {"batch_size": batch_size, "backend": backend})
+    path = _checkpointed(run, task_target)
+    backend_name = choose_for_command(backend or "auto", workers)
+    if backend_name in ("horovod", "multiworker") and job_size() is None:
+        finish(*run_job(backend_name, workers or 1, sys.argv[1:]), as_json, _metric_lines)
+    with reporting() as report, stderr.quiet_start():
+        from loop import backends
+        from loop.commands.evaluate import evaluate as evaluate_
+        from loop.run import run_directory
+
+        (task, manifest), chosen = backends.with_task(
+            lambda: run_directory.task_of(path, task_target, trust), backend_name, workers
+        )
+        precision = manifest["run"]["options"]["precision"]
+        metrics = evaluate_(task, path, batch_size=batch_size, backend=chosen, precision=precision)
+        report(0, None, metrics)
+    if JOB not in os.environ and chosen.is_chief:
+        finish(0, "", metrics, as_json, _metric_lines)
+
+
+def _metric_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Metrics, a line each."""
+    return [f"{name} {value:.6g}" for name, value in metrics.items()]
+
+
+def export(
+    run: typed.RunDir,
+    out: typed.Out,
+    task_target: typed.TaskTarget = None,
+    trust: typed.Trust = False,
+    check: typed.Check = True,
+) -> None:
+    """Export the model of a run."""
+    path = _checkpointed(run, task_target)
+    if out.exists():
+        raise UsageError(f"{out} exists already: remove it, or give another name")
+    if out.suffix not in (".npz", ".keras") and out.suffix.lower() in _FILE_ENDINGS:
+        raise UsageError(f"{out}: there is no such format: give OUT.npz, OUT.keras, or a directory for a SavedModel")
+    with shown_stages(3) as progress, stderr.quiet_start():
+        from loop.backends import devices
+        from loop.run import run_directory
+
+        devices.prepare()
+        from loop.commands.export import export as export_
+
+        needs_model = out.suffix != ".npz"
+        task = run_directory.task_of(path, task_target, trust)[0] if needs_model else None
+        shown = export_(task, path, out, check, progress)
+    print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
