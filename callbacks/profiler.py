@@ -34,7 +34,7 @@ class Profiler(Callback):
     def on_fit_start(self, run: Run) -> None:
         step, end = run.progress.step, run.total_steps
         if step >= self.last:
-            self._say(run, f"the run goes on from step {step}, behind {self.last}: nothing is traced")
+            self._say(run, f"the run goes on from step {step}, past {self.last}: nothing is traced")
         elif end is not None and end < self.first:
             self._say(run, f"the run ends at step {end}, before {self.first}: nothing will be traced")
         elif step >= self.first - 1:

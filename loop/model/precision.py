@@ -1,4 +1,4 @@
-"""The precision of a model: the values of the option `precision`, and the Keras dtype policy of each."""
+"""The precision of a model: the values of the option `precision`, and how layers are made in it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ PRECISIONS = {
 @contextlib.contextmanager
 def keras_precision(precision: str) -> Iterator[None]:
     """Layers that are made within it have this precision; see `PRECISIONS`."""
-    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
-    legacy = sys.modules.get("tf_keras")
-    legacy_policy, legacy_floatx = (
-        (legacy.mixed_precision.global_policy(), legacy.backend.floatx()) if legacy else (0, 0)
-    )
-    width = "float64" if precision == "float64" else "float32"
-    try:
-        keras.config.set_floatx(width)
+    floatx = "float64" if precision == "float64" else "float32"
+    with contextlib.ExitStack() as restored:
+        # Each restores the values of before, which the user may have set.
+        restored.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
+        restored.callback(keras.config.set_floatx, keras.config.floatx())
+        keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(PRECISIONS[precision])
+        legacy = sys.modules.get("tf_keras")
         if legacy:
-            legacy.backend.set_floatx(width)
+            restored.callback(legacy.mixed_precision.set_global_policy, legacy.mixed_precision.global_policy())
+            restored.callback(legacy.backend.set_floatx, legacy.backend.floatx())
+            legacy.backend.set_floatx(floatx)
             legacy.mixed_precision.set_global_policy(PRECISIONS[precision])
         yield
-    finally:
-        keras.config.set_floatx(floatx)
-        keras.config.set_dtype_policy(policy)
-        if legacy:
-            legacy.backend.set_floatx(legacy_floatx)
-            legacy.mixed_precision.set_global_policy(legacy_policy)

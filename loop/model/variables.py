@@ -24,39 +24,46 @@ def as_tf(variables: Sequence[Any]) -> list[tf.Variable]:
 
 def keras_layers(model: Any) -> list[Any]:
     """The Keras 3 layers that a plain tf.Module holds: TensorFlow doesn't count their variables as the module's."""
-    if isinstance(model, keras_models()):
-        return []
-    return list(model._flatten(predicate=lambda value: isinstance(value, keras.Layer)))
+    return [] if isinstance(model, keras_models()) else list(model._flatten(predicate=_is_keras_layer))
+
+
+def _is_keras_layer(value: object) -> bool:
+    return isinstance(value, keras.Layer)
+
+
+def _is_keras_variable(value: object) -> bool:
+    return isinstance(value, keras.Variable)
 
 
 def layers(model: Any) -> list[Any]:
-    """All layers of a model, those within other layers and within a plain tf.Module too."""
-    found: dict[int, Any] = {}
-    within: list[Any] = [model] if isinstance(model, keras_models()) else keras_layers(model)
-    for each in within:
-        inner = each._flatten_layers(include_self=True, recursive=True)
-        found |= {id(layer): layer for layer in inner}
-    return list(found.values())
+    """All layers of a model, also those within other layers and within a plain tf.Module; each once."""
+    unique: dict[int, Any] = {}
+    outer_layers: list[Any] = [model] if isinstance(model, keras_models()) else keras_layers(model)
+    for outer in outer_layers:
+        for layer in outer._flatten_layers(include_self=True, recursive=True):
+            unique[id(layer)] = layer
+    return list(unique.values())
 
 
 def trainable_variables(model: Any) -> list[Any]:
-    """The model's trainable variables, in its own order; of a tf.Module those of its Keras layers too."""
-    within = keras_layers(model)
-    found = [*model.trainable_variables, *(variable for layer in within for variable in layer.trainable_variables)]
-    return found + [variable for variable in loose_variables(model) if variable.trainable]
+    """The model's trainable variables, in its own order; of a tf.Module also those of its Keras layers."""
+    variables = list(model.trainable_variables)
+    for layer in keras_layers(model):
+        variables += layer.trainable_variables
+    return variables + [variable for variable in loose_variables(model) if variable.trainable]
 
 
 def all_variables(model: Any) -> list[Any]:
-    """All variables of the model, in its own order; of a tf.Module those of its Keras layers too."""
-    found = [*model.variables, *(variable for layer in keras_layers(model) for variable in layer.variables)]
-    return found + loose_variables(model)
+    """All variables of the model, in its own order; of a tf.Module also those of its Keras layers."""
+    variables = list(model.variables)
+    for layer in keras_layers(model):
+        variables += layer.variables
+    return variables + loose_variables(model)
 
 
 def loose_variables(model: Any) -> list[Any]:
     """The Keras 3 variables that a plain tf.Module holds itself, which TensorFlow doesn't count as its variables."""
-    if isinstance(model, keras_models()):
-        return []
-    return list(model._flatten(predicate=lambda value: isinstance(value, keras.Variable)))
+    return [] if isinstance(model, keras_models()) else list(model._flatten(predicate=_is_keras_variable))
 
 
 def stateful_layers(model: Any) -> list[Any]:
@@ -65,58 +72,59 @@ def stateful_layers(model: Any) -> list[Any]:
 
 
 def carried_variables(model: Any) -> list[tf.Variable]:
-    """What a model carries from batch to batch, a row for each row of a batch: Keras doesn't count it among its own."""
+    """The states of recurrent layers, a row for each row of a batch, that Keras doesn't count as model variables."""
     own = {id(variable) for variable in model_variables(model)}
-    found = [state for layer in stateful_layers(model) for state in tf.nest.flatten(layer.states)]
-    return [variable for variable in as_tf(found) if id(variable) not in own]
+    states = tf.nest.flatten([layer.states for layer in stateful_layers(model)])
+    return [variable for variable in as_tf(states) if id(variable) not in own]
 
 
 def fixed_inputs(model: Any) -> list[int]:
-    """The batch sizes that the inputs of a Keras model name."""
+    """The batch sizes that the inputs of a Keras model demand."""
     inputs = getattr(model, "inputs", None) if isinstance(model, keras_models()) else None
-    shapes = [tuple(each.shape) for each in tf.nest.flatten(inputs or [])]
+    shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(inputs or [])]
     return sorted({shape[0] for shape in shapes if shape and shape[0] is not None})
 
 
 def losses(model: Any) -> list[Any]:
-    """The penalties of the model's layers, of the last call."""
-    if within := keras_layers(model):
-        return [penalty for layer in within for penalty in layer.losses]
+    """The penalties that the model's layers added in the last call."""
+    if own_layers := keras_layers(model):
+        return [penalty for layer in own_layers for penalty in layer.losses]
     return list(getattr(model, "losses", []))
 
 
 def model_variables(model: Any) -> list[tf.Variable]:
-    """All variables of the model as TensorFlow's."""
+    """The TensorFlow variables of the model."""
     return as_tf(all_variables(model))
 
 
 def optimizer_variables(optimizer: Any) -> list[tf.Variable]:
     """All variables of an optimizer, or of a dict of them: counter, learning rate, slots."""
     if isinstance(optimizer, Mapping):
-        return [variable for each in optimizer.values() for variable in optimizer_variables(each)]
-    variables = optimizer.variables
-    found = as_tf(variables() if callable(variables) else variables)
+        return [variable for one in optimizer.values() for variable in optimizer_variables(one)]
+    own = optimizer.variables
+    variables = as_tf(own() if callable(own) else own)
     rate = getattr(optimizer, "_learning_rate", None)  # tf_keras leaves it out
-    if isinstance(rate, tf.Variable) and not any(rate is variable for variable in found):
-        found.append(rate)
-    return found
+    if isinstance(rate, tf.Variable) and not any(rate is variable for variable in variables):
+        variables.append(rate)
+    return variables
 
 
 def updates_rows(optimizer: Any) -> bool:
-    """Whether an optimizer leaves rows alone whose gradient is 0: Keras 3's plain SGD."""
-    own = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
-    return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in own)
+    """Whether an optimizer leaves a row unchanged whose gradient is 0: only Keras 3's plain SGD does."""
+    # Each of these changes rows without a gradient, or looks at all rows together.
+    more = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
+    return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in more)
 
 
 def learning_rates(optimizer: Any) -> list[float | None]:
     """The learning rate of an optimizer, or of each of a dict of them; None for a schedule."""
-    each = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
-    rates = [getattr(one, "_learning_rate", one.learning_rate) for one in each]
+    optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    rates = [getattr(one, "_learning_rate", one.learning_rate) for one in optimizers]
     return [None if callable(rate) else float(np.asarray(rate)) for rate in rates]
 
 
 def variable_names(variables: Sequence[Any]) -> list[str]:
-    """The names of variables as the user knows them: paths in Keras 3."""
+    """The names of variables that users know: paths in Keras 3."""
     return [getattr(variable, "path", None) or variable.name.split(":")[0] for variable in variables]
 
 

@@ -1,8 +1,8 @@
-"""Fault: makes a chosen place of the program fail, so that what must happen then can be tried. Idle unless asked for.
+"""Fault injection: makes a chosen point of the program fail, so that tests see what happens then.
 
-`TFLOOP_FAULT=point:rank:step:how`, several divided by commas: at the first time that this rank comes by the point at
-this step or later, it raises an error (`raise`), is killed as by kill -9 (`kill`), or hangs (`hang`). The rank may be
-`*`. The points are where `reached` is called: `grep -rn 'fault.reached' loop`.
+It does nothing unless the environment has `TFLOOP_FAULT=point:rank:step:how`, or several of these, divided by commas.
+When this rank first reaches the point at this step or later, it raises an error (`raise`), is killed as by kill -9
+(`kill`), or hangs (`hang`). The rank may be `*`. A point is a call of `reached`: `grep -rn 'injection.reached' loop`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import NamedTuple
 
 from loop.errors import UsageError
 
@@ -17,37 +18,45 @@ VARIABLE = "TFLOOP_FAULT"
 HOW = ("raise", "kill", "hang")
 
 
-def _planned(text: str) -> list[tuple[str, str, int, str]]:
-    plans = []
-    for each in filter(None, text.split(",")):
+class _Fault(NamedTuple):
+    """A fault that is still to happen."""
+
+    point: str
+    rank: str
+    step: int
+    how: str
+
+
+_faults: list[_Fault] | None = None  # None until the environment was read
+
+
+def _parsed(text: str) -> list[_Fault]:
+    faults = []
+    for part in filter(None, text.split(",")):
         try:
-            point, rank, step, how = each.split(":")
-            plans.append((point, rank, int(step), how))
+            point, rank, step, how = part.split(":")
+            faults.append(_Fault(point, rank, int(step), how))
             if how not in HOW or not (rank == "*" or rank.isdecimal()):
                 raise ValueError
         except ValueError:
-            raise UsageError(f"{VARIABLE}={each}: give point:rank:step:how, with how one of {', '.join(HOW)}") from None
-    return plans
-
-
-_plans: list[tuple[str, str, int, str]] | None = None
+            raise UsageError(f"{VARIABLE}={part}: give point:rank:step:how, with how one of {', '.join(HOW)}") from None
+    return faults
 
 
 class PlannedError(RuntimeError):
-    """The error that was asked for."""
+    """The error that `TFLOOP_FAULT` asks for."""
 
 
 def reached(point: str, rank: int = 0, step: int = 0) -> None:
-    """Fails here, if that was asked for; see above."""
-    global _plans
-    if _plans is None:
-        _plans = _planned(os.environ.get(VARIABLE, ""))
-    for plan in _plans:
-        where, who, when, how = plan
-        if where == point and who in ("*", str(rank)) and step >= when:
-            _plans.remove(plan)
-            if how == "kill":
+    """Fails here, if `TFLOOP_FAULT` asks for it."""
+    global _faults
+    if _faults is None:
+        _faults = _parsed(os.environ.get(VARIABLE, ""))
+    for fault in _faults:
+        if fault.point == point and fault.rank in ("*", str(rank)) and step >= fault.step:
+            _faults.remove(fault)  # once only: a run that goes on after the error must not fail again
+            if fault.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            while how == "hang":
+            while fault.how == "hang":
                 time.sleep(60)
-            raise PlannedError(f"the fault {where}:{who}:{when}:{how} that {VARIABLE} asks for")
+            raise PlannedError(f"the fault {':'.join(map(str, fault))} that {VARIABLE} asks for")

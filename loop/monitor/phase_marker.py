@@ -1,4 +1,4 @@
-"""What a worker is at within a compiled call, and for how long: noted by the call itself, read by other threads."""
+"""Phase marker: what a worker does within a compiled call. The call notes it in a variable that other threads read."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from typing import Any
 import tensorflow as tf
 
 COMPUTE, DATA, ALL_REDUCE, HOST = 0, 1, 2, 3
-"""What a worker is at within a compiled call, or outside of it."""
+"""The phases of a worker: three within a compiled call, and the host between calls."""
 
 
 class PhaseMarker:
-    """Notes places in a graph.
+    """Adds marks to a graph, each of which notes the phase that starts there.
 
     Args:
-        noted: whether this worker can ever wait; if not, nothing is added to the graph.
-        timed: whether it is to measure for how long, too.
-        replicas: how many there are; with one, a reduction counts as computing.
+        noted: whether this worker may have to wait for data or for others; if not, no mark is needed.
+        timed: whether the marks also measure the time of each phase.
+        replicas: the number of replicas; with one, a reduction counts as computing.
     """
 
     def __init__(self, noted: bool, timed: bool, replicas: int) -> None:
         self._replicas = replicas
-        self._doing: tf.Variable | None = None
-        # Seconds at each place, and when the last one was reached.
-        self._clock: tf.Variable | None = None
-        with tf.device("CPU:0"):
+        self._doing: tf.Variable | None = None  # the current phase
+        self._clock: tf.Variable | None = None  # the seconds of each phase, and when the current one started
+        with tf.device("CPU:0"):  # a variable on a GPU can't be read while the GPU computes
             if noted or timed:
                 self._doing = tf.Variable(HOST if timed else COMPUTE, trainable=False, dtype=tf.int64)
             if timed:
                 self._clock = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
 
-    def at(self, place: int, after: Any = ()) -> list[tf.Operation]:
-        """While tracing: notes what this worker is at, once the tensors in `after` are there."""
+    def at(self, phase: int, after: Any = ()) -> list[tf.Operation]:
+        """While tracing: marks the start of a phase, when the tensors in `after` have been computed."""
         if self._doing is None:
             return []
         with tf.control_dependencies(tf.nest.flatten(after)):
             if self._clock is None:
-                return [self._doing.assign(place)]
+                return [self._doing.assign(phase)]
             was = self._doing.read_value()
         with tf.control_dependencies([was]):
             lap = tf.timestamp() - self._clock[-1]
-        # The lap to what it was at, and to the time at which that was reached.
+        # Adds the lap to the phase before, and to the last element, which thereby becomes the time of now.
         spent = self._clock.assign_add(lap * tf.concat([tf.one_hot(was, HOST + 1, dtype=tf.float64), [1.0]], 0))
         with tf.control_dependencies([spent]):
-            return [self._doing.assign(place)]
+            return [self._doing.assign(phase)]
 
-    def lap(self, place: int, after: Any) -> None:
-        """The same, where only the time matters."""
+    def lap(self, phase: int, after: Any) -> None:
+        """The same as `at`, for marks that only the measured time needs."""
         if self._clock is not None:
-            self.at(place, after)
+            self.at(phase, after)
 
     def doing(self) -> str:
-        """What this worker is at, while a compiled call is under way; to be asked from another thread."""
-        place = COMPUTE if self._doing is None else int(self._doing.numpy())
-        return {COMPUTE: "compute", DATA: "data", ALL_REDUCE: "all-reduce", HOST: "compute"}[place]
+        """The phase of the compiled call under way. Another thread may call it."""
+        phase = COMPUTE if self._doing is None else int(self._doing.numpy())
+        return {COMPUTE: "compute", DATA: "data", ALL_REDUCE: "all-reduce", HOST: "compute"}[phase]
 
     def laps(self) -> dict[str, float]:
-        """Seconds of all compiled calls by what this worker was at; between calls, and only where they are timed."""
+        """The seconds of all compiled calls, by phase; {} if they aren't timed. Only between calls."""
         if self._clock is None:
             return {}
         compute, data, all_reduce = (float(seconds) for seconds in self._clock.numpy()[:HOST])
         if self._replicas == 1:
-            compute, all_reduce = compute + all_reduce, 0.0
+            compute += all_reduce
+            all_reduce = 0.0
         return {"data": data, "compute": compute, "all_reduce": all_reduce}

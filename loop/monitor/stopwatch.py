@@ -1,4 +1,4 @@
-"""Where the time of a run goes: a stopwatch for its parts, and what their shares say holds the run back."""
+"""Stopwatch: where the time of a run goes, by part, and which part holds the run back."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from callbacks.formats import part_name
 
 PARTS = ("data", "compute", "all_reduce", "evaluation", "callbacks", "saving", "waiting", "other")
-"""What a worker's time is split into: `waiting` for other workers is that between calls; `other`, what is left."""
+"""The parts of a worker's time. `waiting` is for other workers, between calls; `other` is the rest."""
 
 COMPILING = "compiling"
-"""The part of a function's first call, which is traced and compiled: it is reported, and left out of the summary."""
+"""The part of a function's first call, which traces and compiles it. It is reported, but not part of the summary."""
+
+_HOST_PARTS = ("callbacks", "saving", "other")
 
 _ADVICE = {
     "data": "make the pipeline faster: map(..., num_parallel_calls=tf.data.AUTOTUNE), cache(), or arrays (ArrayData)",
@@ -26,61 +30,67 @@ _ADVICE = {
 
 
 class Stopwatch:
-    """Seconds by part. What a part within another takes counts for itself alone, so that the sum is all the time.
+    """Measures seconds by part. A part within another takes its time from the outer one, so the sum is the whole time.
 
     Attributes:
-        total: the sum of all splits but the first: what `summary` wants of each rank.
+        total: the sum of all splits but the first: what `summary` needs of each rank.
         seconds: the sum of all splits, by part.
     """
 
     def __init__(self) -> None:
-        self._within, self._since = ["other"], time.perf_counter()
-        self._begun = False
         self.total = _nothing()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._now = _nothing()
+        self._parts = ["other"]  # the innermost part comes last: the time since `_since` is its
+        self._since = time.perf_counter()
+        self._now = _nothing()  # since the last split
+        self._has_split = False
 
     @contextlib.contextmanager
     def at(self, part: str, callback: str = "") -> Iterator[None]:
-        """Within it, the time is that of `part`, and of this callback."""
+        """Within it, the time belongs to `part`, and to this callback."""
         self._turn()
-        begun = self._since
-        self._within.append(part)
+        start = self._since
+        self._parts.append(part)
         try:
             yield
         finally:
             self._turn()
-            self._within.pop()
+            self._parts.pop()
             if callback:
-                self._now["callbacks"][callback] += self._since - begun
+                self._now["callbacks"][callback] += self._since - start
 
     def give(self, seconds: Mapping[str, float]) -> None:
-        """What has passed as `other` was, by another clock, in these parts."""
-        for part, some in seconds.items():
-            self._now["seconds"][part] += some
-            self._now["seconds"]["other"] -= some
+        """Moves time from `other` to the parts to which, by another clock, it belongs."""
+        for part, duration in seconds.items():
+            self._now["seconds"][part] += duration
+            self._now["seconds"]["other"] -= duration
 
     def count(self, steps: int, examples: int) -> None:
-        """Takes in what a call has done."""
+        """Counts what a call has done."""
         _add(self._now["done"], {"steps": steps, "examples": examples})
 
     def split(self) -> dict[str, Any] | None:
-        """What was done since the last split, in which seconds, and whether it is the first; None before that."""
+        """What was done since the last split, and the time of its parts; None before the first step.
+
+        The first split has `first` set: it holds the start of the run, and is left out of `total`.
+        """
         self._turn()
-        now, self._now = self._now, _nothing()
-        first = not self._begun
-        if first and not now["done"]["steps"]:
+        now = self._now
+        self._now = _nothing()
+        is_first = not self._has_split
+        if is_first and not now["done"]["steps"]:
             return None
-        self._begun = True
+        self._has_split = True
         _add(self.seconds, now["seconds"])
-        if not first:
+        if not is_first:
             for name, numbers in now.items():
                 _add(self.total[name], numbers)
-        return {**now["done"], "first": first, "seconds": now["seconds"], "callbacks": now["callbacks"]}
+        return {**now["done"], "first": is_first, "seconds": now["seconds"], "callbacks": now["callbacks"]}
 
     def _turn(self) -> None:
+        """Adds the time since the last turn to the part under way."""
         now = time.perf_counter()
-        self._now["seconds"][self._within[-1]] += now - self._since
+        self._now["seconds"][self._parts[-1]] += now - self._since
         self._since = now
 
 
@@ -93,53 +103,83 @@ def _add(sums: dict[str, float], numbers: Mapping[str, float]) -> None:
         sums[name] += number
 
 
+class _Limit(NamedTuple):
+    """Something that may hold the run back, and for how long it did: the greatest one is the verdict."""
+
+    seconds: float
+    verdict: str
+    part: str
+    rank: int
+
+
 def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What holds a run back, from the `Stopwatch.total` of each rank.
 
-    Who comes first waits for the others: in the all-reduce, or between calls. So the work of a step is that of the
-    slowest rank, the all-reduce what the rank that waits least has of it, and the host's part that of the busiest.
+    Ranks that come first wait for the others: in the all-reduce, or between calls. So the work of a step is that of the
+    slowest rank, the all-reduce is that of the rank that waits least in it, and the host's part that of the busiest.
 
     Returns:
         `verdict`, in a word; `slowest`, the rank with most data and compute; the `seconds` of each rank; and `text`,
         all of it in lines.
     """
     steps = ranks[0]["done"].get("steps", 0)
-    times = [{part: each["seconds"].get(part, 0.0) for part in PARTS} for each in ranks]
-    work = [each["data"] + each["compute"] for each in times]
-    host = [each["callbacks"] + each["saving"] + each["other"] for each in times]
-    whole = [sum(each.values()) for each in times]
-    slowest, busiest = work.index(max(work)), host.index(max(host))
+    seconds = [_by_part(total) for total in ranks]
+    slowest = max(range(len(ranks)), key=lambda rank: _work(seconds[rank]))
     if not steps:
-        text = "profile: no step behind the first call, which is traced and compiled: make more, to see what takes time"
-        return {"verdict": "unknown", "slowest": slowest, "seconds": times, "text": [text]}
-    least = min(range(len(times)), key=lambda rank: times[rank]["all_reduce"])
-    seconds, verdict, part, rank = max(
-        (times[slowest]["data"], "input-bound", "data", slowest),
-        (times[slowest]["compute"], "compute-bound", "compute", slowest),
-        (times[least]["all_reduce"], "communication-bound", "all_reduce", least),
-        (times[slowest]["evaluation"], "evaluation-bound", "evaluation", slowest),
-        (host[busiest], "host-bound", "callbacks, saving and Python between calls", busiest),
+        text = "profile: no step after the first call, which is traced and compiled: make more, to see what takes time"
+        return {"verdict": "unknown", "slowest": slowest, "seconds": seconds, "text": [text]}
+
+    limit = max(_limits(seconds, slowest))
+    whole = sum(seconds[limit.rank].values())
+    why = (
+        f"{part_name(limit.part)}: {limit.seconds / whole:.0%} of the time, {1e3 * limit.seconds / steps:.3g} ms a step"
     )
-    why = f"{_name(part)}: {seconds / whole[rank]:.0%} of the time, {1e3 * seconds / steps:.3g} ms a step"
-    if verdict == "host-bound":
-        part = max(("callbacks", "saving", "other"), key=times[busiest].__getitem__)
-        why += f", most of it {part}, {times[busiest][part] / whole[busiest]:.0%}"
+    part = limit.part
+    if limit.verdict == "host-bound":
+        part = max(_HOST_PARTS, key=seconds[limit.rank].__getitem__)
+        why += f", most of it {part}, {seconds[limit.rank][part] / whole:.0%}"
         if part == "callbacks":
-            why += f" (above all {max(ranks[busiest]['callbacks'].items(), key=lambda item: item[1])[0]})"
-    lines = [
-        f"profile: {steps:,} steps in {max(whole):.3g} s; the first call and compiling are left out",
-        "  ".join([f"{'':>7}", *map(_name, PARTS), "data + compute"]),
-    ]
-    for index, each in enumerate(times):
-        shares = [f"{each[name] / whole[index]:.0%}".rjust(len(name)) for name in PARTS]
-        lines.append("  ".join([f"rank {index}".ljust(7), *shares, f"{1e3 * work[index] / steps:.3g} ms a step"]))
-    if len(times) > 1:
+            times = ranks[limit.rank]["callbacks"]
+            why += f" (above all {max(times, key=times.__getitem__)})"
+    where = f" on rank {limit.rank}" if len(ranks) > 1 else ""
+    lines = [*_table(seconds, steps), f"{limit.verdict}{where}: {why}", f"-> {_ADVICE[part]}"]
+    return {"verdict": limit.verdict, "slowest": slowest, "seconds": seconds, "text": lines}
+
+
+def _by_part(total: Mapping[str, Any]) -> dict[str, float]:
+    return {part: total["seconds"].get(part, 0.0) for part in PARTS}
+
+
+def _work(seconds: Mapping[str, float]) -> float:
+    return seconds["data"] + seconds["compute"]
+
+
+def _host_work(seconds: Mapping[str, float]) -> float:
+    return sum(seconds[part] for part in _HOST_PARTS)
+
+
+def _limits(seconds: Sequence[Mapping[str, float]], slowest: int) -> Iterator[_Limit]:
+    ranks = range(len(seconds))
+    for verdict, part in (("input-bound", "data"), ("compute-bound", "compute"), ("evaluation-bound", "evaluation")):
+        yield _Limit(seconds[slowest][part], verdict, part, slowest)
+    least = min(ranks, key=lambda rank: seconds[rank]["all_reduce"])
+    yield _Limit(seconds[least]["all_reduce"], "communication-bound", "all_reduce", least)
+    busiest = max(ranks, key=lambda rank: _host_work(seconds[rank]))
+    host = _host_work(seconds[busiest])
+    yield _Limit(host, "host-bound", "callbacks, saving and Python between calls", busiest)
+
+
+def _table(seconds: Sequence[Mapping[str, float]], steps: int) -> Iterator[str]:
+    """The shares of each rank's time, in lines."""
+    longest = max(sum(parts.values()) for parts in seconds)
+    yield f"profile: {steps:,} steps in {longest:.3g} s; the first call and compiling are left out"
+    yield "  ".join([" " * 7, *map(part_name, PARTS), "data + compute"])
+    for rank, parts in enumerate(seconds):
+        whole = sum(parts.values())
+        shares = [f"{parts[name] / whole:.0%}".rjust(len(name)) for name in PARTS]
+        yield "  ".join([f"rank {rank}".ljust(7), *shares, f"{1e3 * _work(parts) / steps:.3g} ms a step"])
+    if len(seconds) > 1:
+        work = [_work(parts) for parts in seconds]
         ahead = 1e3 * (max(work) - min(work)) / steps
-        lines.append(f"slowest: rank {slowest}, with {ahead:.3g} ms a step more than rank {work.index(min(work))}")
-    where = f" on rank {rank}" if len(times) > 1 else ""
-    lines += [f"{verdict}{where}: {why}", f"-> {_ADVICE[part]}"]
-    return {"verdict": verdict, "slowest": slowest, "seconds": times, "text": lines}
-
-
-def _name(part: str) -> str:
-    return part.replace("_", "-")
+        slowest = work.index(max(work))
+        yield f"slowest: rank {slowest}, with {ahead:.3g} ms a step more than rank {work.index(min(work))}"

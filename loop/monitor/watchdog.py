@@ -1,4 +1,4 @@
-"""Watchdog: when nothing has ended for long, says what this worker is at, since when, and with which stacks."""
+"""Watchdog: reports a worker that has made no progress for long: its phase, since when, and all stacks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from callbacks.run_record.redaction import tell
 
 
 class Watchdog:
-    """The watch over one worker. Every worker has one, so that together they show who waits for whom.
+    """Watches one worker. Every worker has one, so that their reports together show which one the others wait for.
 
     Args:
-        rank: of this worker.
-        workers: how many there are.
-        stall_timeout: how long nothing may end before it speaks, in seconds; None: it never does.
+        rank: the rank of this worker.
+        workers: the number of workers.
+        stall_timeout: seconds without progress until it reports; None: never.
     """
 
     def __init__(self, rank: int, workers: int, stall_timeout: float | None) -> None:
@@ -31,7 +31,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, what: str | Callable[[], str]) -> Iterator[None]:
-        """Within it, the worker is at `what`: a text, or a function that finds out, called by another thread."""
+        """Within it, the worker's phase is `what`: a text, or a function that returns it and runs in another thread."""
         self._phases.append((what, time.monotonic()))
         try:
             yield
@@ -39,12 +39,13 @@ class Watchdog:
             self._phases.pop()
 
     def beat(self, step: int, epoch: int) -> None:
-        """Something has ended: the worker is alive."""
-        self._beat, self._where = time.monotonic(), f"step {step}, epoch {epoch + 1}"
+        """Notes progress: something has ended."""
+        self._beat = time.monotonic()
+        self._where = f"step {step}, epoch {epoch + 1}"
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, a thread watches."""
+        """Within it, a thread watches the worker."""
         if self._timeout is None:
             yield
             return
@@ -57,17 +58,20 @@ class Watchdog:
             self._ended.set()
 
     def _watch(self, timeout: float) -> None:
-        beat, patience = self._beat, timeout
+        beat = self._beat
+        patience = timeout
         while not self._ended.wait(min(timeout / 4, 5.0)):
             if beat != self._beat:
-                beat, patience = self._beat, timeout
+                beat = self._beat
+                patience = timeout
             if time.monotonic() - beat >= patience:
-                with contextlib.suppress(Exception):  # what it asks may be in any state
+                with contextlib.suppress(Exception):  # the training thread may be in any state
                     tell(self.report())
-                patience *= 2  # a log isn't to be flooded
+                patience *= 2  # else a long stall floods the log
 
     def report(self) -> str:
-        """What this worker is at, and the stacks of all its threads."""
+        """The phase of this worker, and the stacks of all its threads."""
+        # A copy: the training thread may change the list at any moment.
         what, since = [("between calls", self._beat), *self._phases][-1]
         phase = what if isinstance(what, str) else what()
         lines = [

@@ -1,6 +1,6 @@
-"""The fields of a task as they are typed: `--set hidden=128`, values in files of options, the space of a sweep.
+"""The fields of a task as texts: `--set hidden=128`, values in files of options, the space of a sweep.
 
-A text becomes a value of the field's type: bool, int, float, str, `Path`, an `Enum`, a `Literal`, None where the type
+A text becomes a value of the field's type: bool, int, float, str, `Path`, an `Enum`, a `Literal`, None if the type
 allows it, lists and tuples of these, and unions of all of them. Imports no TensorFlow.
 """
 
@@ -12,7 +12,7 @@ import enum
 import json
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -30,10 +30,10 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
     Args:
         kind: the task's class.
         assignments: texts `key=value`, as after `--set`.
-        option: behind which they were typed.
+        option: the option after which they were typed.
 
     Raises:
-        UsageError: a text that is no assignment, a field that doesn't exist, or a value of another type.
+        UsageError: a text that isn't `key=value`, a field that doesn't exist, or a value of another type.
     """
     fields = _names(kind)
     values: dict[str, Any] = {}
@@ -50,31 +50,36 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
 
 
 def restored(kind: type, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a task's fields from the JSON values that a run has recorded of them."""
+    """The values of a task's fields from the JSON values that a run has recorded."""
     try:
         hints = typing.get_type_hints(kind)
-    except NameError:  # a type that is only there for type checkers
+    except NameError:  # a type that is imported for type checkers alone
         return dict(recorded)
     return {name: _restored(hints.get(name), value) for name, value in recorded.items()}
 
 
 def split(text: str) -> list[str]:
-    """The parts of a text between its commas; those within brackets or quotes that a part begins with don't count."""
-    parts, part = [], ""
-    open_, quote = "", ""
+    """The parts of a text between its commas. A part that starts with a bracket or a quote may have commas within."""
+    parts = []
+    part = ""
+    closing = ""  # the brackets that are open, by what closes them
+    quote = ""
     for character in text:
+        at_start = not part.strip()
         if quote:
-            quote = "" if character == quote and not part.endswith("\\") else quote
-        elif character == "," and not open_:
+            if character == quote and not part.endswith("\\"):
+                quote = ""
+        elif character == "," and not closing:
             parts.append(part)
             part = ""
             continue
-        elif character in "\"'" and (open_ or not part.strip()):
-            quote = character
-        elif character in _CLOSING and (open_ or not part.strip()):
-            open_ += _CLOSING[character]
-        elif open_.endswith(character) and open_:
-            open_ = open_[:-1]
+        elif closing or at_start:
+            if character in "\"'":
+                quote = character
+            elif character in _CLOSING:
+                closing += _CLOSING[character]
+            else:
+                closing = closing.removesuffix(character)
         part += character
     return [*parts, part]
 
@@ -93,23 +98,26 @@ def _parse(hint: Any, name: str, text: str, option: str) -> Any:
         raise UsageError(
             f"{option} {name}={shown}: the field is of type {_said(hint)}, which can't be typed on a command line"
         )
-    several = any(_is_sequence(each) for each in _alternatives(hint))
-    form = "; a list is typed as A,B or [A,B], an empty one as []" if several else ""
+    takes_list = any(map(_is_sequence, _alternatives(hint)))
+    form = "; a list is typed as A,B or [A,B], an empty one as []" if takes_list else ""
     raise UsageError(f"{option} {name}={shown}: {shown!r} is no {_said(hint)}{form}")
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; of all else, the type itself."""
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    return typing.get_args(hint) if union else (hint,)
+    """The types of a union; of any other type, the type itself."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def _value(hint: Any, text: str) -> Any:
-    """A text as a value of this type. ValueError if it is none."""
-    kinds = _alternatives(hint)
-    bracketed = text.strip()[:1] in _CLOSING
-    # What has brackets is a list before it is a text; what has none is a list only if it is nothing else.
-    kinds = tuple(sorted(kinds, key=lambda each: (_is_sequence(each)) != bracketed))
+    """A text as a value of this type.
+
+    Raises:
+        ValueError: it isn't one.
+    """
+    has_brackets = text.strip()[:1] in _CLOSING
+    # A text with brackets is a list rather than a str; one without is a list only if it is no other type.
+    kinds = tuple(sorted(_alternatives(hint), key=lambda kind: _is_sequence(kind) != has_brackets))
     if type(None) in kinds and text.lower() == "none":
         return None
     for kind in kinds:
@@ -138,7 +146,7 @@ def _one(kind: Any, text: str) -> Any:
 
 
 def _sequence(kind: Any, text: str) -> list[Any] | tuple[Any, ...]:
-    """`64,32`, `[64,32]` or `(64,32)`; texts with commas or brackets in them stand in double quotes."""
+    """A list typed as `64,32`, `[64,32]` or `(64,32)`; an element with commas or brackets is in double quotes."""
     text = text.strip()
     if not text:
         raise ValueError
@@ -150,7 +158,7 @@ def _sequence(kind: Any, text: str) -> list[Any] | tuple[Any, ...]:
     else:
         parts = split(text)
     texts = [_unquoted(part.strip()) for part in parts]
-    values = [_element(of, each) for of, each in zip(_types(kind, len(texts)), texts, strict=True)]
+    values = [_element(of, part) for of, part in zip(_types(kind, len(texts)), texts, strict=True)]
     return values if typing.get_origin(kind) is list else tuple(values)
 
 
@@ -161,13 +169,17 @@ def _element(kind: Any, text: str) -> Any:
 
 
 def _types(kind: Any, count: int) -> list[Any]:
-    """The types that so many elements of a list or tuple have. ValueError if it can't have so many."""
-    of = typing.get_args(kind)
-    if typing.get_origin(kind) is not tuple or of[-1:] == (...,):
-        return [of[0]] * count
-    if len(of) != count:
+    """The type of each of `count` elements of a list or tuple.
+
+    Raises:
+        ValueError: it can't have so many.
+    """
+    element_types = typing.get_args(kind)
+    if typing.get_origin(kind) is not tuple or element_types[-1:] == (...,):
+        return [element_types[0]] * count
+    if len(element_types) != count:
         raise ValueError
-    return list(of)
+    return list(element_types)
 
 
 def _unquoted(text: str) -> str:
@@ -177,38 +189,38 @@ def _unquoted(text: str) -> str:
 
 
 def _literal(allowed: Iterable[Any], text: str) -> Any:
-    for each in allowed:
-        if str(each) == text or (isinstance(each, bool) and str(each).lower() == text.lower()):
-            return each
+    for value in allowed:
+        if str(value) == text or (isinstance(value, bool) and str(value).lower() == text.lower()):
+            return value
     raise ValueError
 
 
 def _member(kind: type[enum.Enum], text: str) -> enum.Enum:
-    """A member by its name, or by its value."""
-    members = list(kind)
-    for matches in (
-        lambda each: each.name == text,
-        lambda each: str(each.value) == text,
-        lambda each: each.name.lower() == text.lower(),
-        lambda each: str(each) == text,  # as a run has recorded it
-    ):
-        for each in members:
-            if matches(each):
-                return each
+    """The member that a text means: by its name, its value, its name in other case, or as a run has recorded it."""
+    readings: tuple[Callable[[enum.Enum], bool], ...] = (
+        lambda member: member.name == text,
+        lambda member: str(member.value) == text,
+        lambda member: member.name.lower() == text.lower(),
+        lambda member: str(member) == text,
+    )
+    for is_meant in readings:  # all members by the first reading, before any by the second
+        for member in kind:
+            if is_meant(member):
+                return member
     raise ValueError
 
 
 def _can_be_typed(kind: Any) -> bool:
     origin = typing.get_origin(kind)
     if _is_sequence(kind):
-        return all(_can_be_typed(each) for each in typing.get_args(kind) if each is not ...)
+        return all(_can_be_typed(of) for of in typing.get_args(kind) if of is not ...)
     if isinstance(kind, types.UnionType) or origin is typing.Union:
         return any(map(_can_be_typed, typing.get_args(kind)))
     return origin is typing.Literal or kind in (bool, int, float, str) or _is_class(kind, enum.Enum, PurePath)
 
 
 def _said(hint: Any) -> str:
-    """A type as messages show it: with all that may be typed, where that is a list."""
+    """A type as messages show it, with its values if it has a fixed set of them."""
     kinds = _alternatives(hint)
     if len(kinds) > 1:
         return " or ".join(map(_said, kinds))
@@ -217,30 +229,37 @@ def _said(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return f"Literal (one of {', '.join(map(str, typing.get_args(hint)))})"
     if _is_sequence(hint):
-        of = ", ".join("..." if each is ... else _said(each) for each in typing.get_args(hint))
-        return f"{typing.get_origin(hint).__name__.lower()}[{of}]"
+        elements = ", ".join("..." if of is ... else _said(of) for of in typing.get_args(hint))
+        return f"{typing.get_origin(hint).__name__.lower()}[{elements}]"
     if _is_class(hint, enum.Enum):
-        return f"{hint.__name__} (one of {', '.join(each.name for each in hint)})"
+        return f"{hint.__name__} (one of {', '.join(member.name for member in hint)})"
     return str(getattr(hint, "__name__", hint))
 
 
 def _restored(hint: Any, value: Any) -> Any:
-    """What JSON has no type for, as the field's type: paths, members, tuples, floats that are not finite."""
+    """A recorded value as the field's type: JSON has no paths, members, tuples, nor floats that are not finite."""
     kinds = _alternatives(hint)
     for kind in kinds:
-        if isinstance(value, list) and _is_sequence(kind):
-            try:
-                made = [_restored(of, each) for of, each in zip(_types(kind, len(value)), value, strict=True)]
-                return made if typing.get_origin(kind) is list else tuple(made)
-            except ValueError:
-                continue
-        text = isinstance(value, str) and str not in kinds and (kind is float or _is_class(kind, PurePath))
-        if text or (isinstance(value, str | int | float) and _is_class(kind, enum.Enum)):
-            try:
+        try:
+            if isinstance(value, list) and _is_sequence(kind):
+                return _restored_sequence(kind, value)
+            if _is_recorded_as_text(kind, value, str in kinds):
                 return _one(kind, str(value))
-            except ValueError:
-                continue
+        except ValueError:  # perhaps it is one of the other types
+            continue
     return value
+
+
+def _restored_sequence(kind: Any, values: list[Any]) -> list[Any] | tuple[Any, ...]:
+    restored_values = [_restored(of, value) for of, value in zip(_types(kind, len(values)), values, strict=True)]
+    return restored_values if typing.get_origin(kind) is list else tuple(restored_values)
+
+
+def _is_recorded_as_text(kind: Any, value: Any, may_be_text: bool) -> bool:
+    """Whether JSON has the value as a text (an enum's as a number, too), while the field's type is another."""
+    if _is_class(kind, enum.Enum):
+        return isinstance(value, str | int | float)
+    return isinstance(value, str) and not may_be_text and (kind is float or _is_class(kind, PurePath))
 
 
 def _is_class(kind: Any, *classes: type) -> bool:
@@ -248,5 +267,5 @@ def _is_class(kind: Any, *classes: type) -> bool:
 
 
 def _is_sequence(kind: Any) -> bool:
-    """Whether a type is one of lists or tuples whose elements have types."""
+    """Whether a type is a list or tuple whose elements have types."""
     return typing.get_origin(kind) in (list, tuple, collections.abc.Sequence)

@@ -1,4 +1,4 @@
-"""What a Python file says about its tasks, by reading it: nothing of it is run, and nothing is imported."""
+"""What a Python file says about its tasks, found by parsing it. No code of it runs, and nothing is imported."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from loop.errors import UsageError
 
 _MOST_BYTES = 5_000_000  # a longer file is left to the import
 _DYNAMIC = ("exec", "globals", "setattr", "vars", "__getattr__")
-"""Names by which a module may make a class that its text doesn't show."""
+"""Names with which a module may define a class that its text doesn't show."""
 
 
 def classes(path: Path) -> list[str]:
-    """The names of the classes in a Python file that may be tasks; it may be any file at all."""
+    """The names of the classes in a Python file that may be tasks; [] for any other file."""
     with contextlib.suppress(OSError, ValueError):
         if path.suffix == ".py" and path.is_file():
             return re.findall(r"^class ([^\W_]\w*)\(", path.read_text(errors="replace"), re.M)
@@ -30,41 +30,38 @@ def classes(path: Path) -> list[str]:
 def check(target: str) -> None:
     """Refuses a target whose file, or module, certainly has no such class.
 
-    What the text of a file doesn't tell (imported with `*`, made by `exec` or `setattr`) is left to the import.
+    Classes that its text doesn't show (imported with `*`, made by `exec` or `setattr`) are left to the import.
 
     Raises:
-        UsageError: there is no such module or class, or the file is no Python.
+        UsageError: there is no such module or class, or the file isn't Python.
     """
-    place, _, name = target.rpartition(":")
-    path = Path(place) if place.endswith(".py") else _module_file(place, target)
+    origin, _, name = target.rpartition(":")
+    path = Path(origin) if origin.endswith(".py") else _module_file(origin, target)
     if path is None:
         return
-    tree = _parsed(path, place, target)
-    if tree is None or _is_dynamic(tree):
+    tree = _parsed(path, origin, target)
+    nodes = None if tree is None else _bindings(tree)
+    if nodes is None:
         return
-    try:
-        bound = {each: node for node in tree.body for each in _bound_by(node)}
-    except RecursionError:
-        return
-    if name not in bound:
+    if name not in nodes:
         tasks = classes(path)
-        raise UsageError(f"TARGET {target!r}: {place} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
-    node = bound[name]
+        raise UsageError(f"TARGET {target!r}: {origin} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
+    node = nodes[name]
     if isinstance(node, ast.ClassDef) and not (node.bases or node.keywords or node.decorator_list):
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
 
 
 def _module_file(name: str, target: str) -> Path | None:
-    """The file of a module; None where only an import can tell."""
+    """The file of a module; None if only an import can find it."""
     parts = name.split(".")
-    here = Path(*parts)
-    for path in (here.with_suffix(".py"), here / "__init__.py"):
+    directory = Path(*parts)
+    for path in (directory.with_suffix(".py"), directory / "__init__.py"):
         if path.is_file():
             return path
     if Path(parts[0]).exists() or Path(f"{parts[0]}.py").exists() or parts[0] in sys.modules:
         return None
     try:
-        missing = importlib.util.find_spec(parts[0]) is None  # of a whole package: nothing is imported
+        missing = importlib.util.find_spec(parts[0]) is None  # the name of a submodule would import its package
     except (ValueError, ImportError):
         return None
     if missing:
@@ -72,50 +69,66 @@ def _module_file(name: str, target: str) -> Path | None:
     return None
 
 
-def _parsed(path: Path, place: str, target: str) -> ast.Module | None:
-    """The file's text, parsed; None where it is too much for the parser."""
+def _parsed(path: Path, origin: str, target: str) -> ast.Module | None:
+    """The file, parsed; None if it is too large or too deep for that."""
     try:
         content = path.read_bytes()
         if len(content) > _MOST_BYTES:
             return None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the import gives them
+            warnings.simplefilter("ignore")  # the import shows them
             return ast.parse(content)
     except SyntaxError as error:
         if b"\0" in content:
-            raise UsageError(f"TARGET {target!r}: {place} is no text: give a Python file") from None
-        raise UsageError(f"TARGET {target!r}: {place}, line {error.lineno}: {error.msg}") from None
+            raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file") from None
+        raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
     except ValueError:
-        raise UsageError(f"TARGET {target!r}: {place} is no text: give a Python file") from None
+        raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file") from None
     except (OSError, RecursionError, MemoryError):
         return None
 
 
-def _is_dynamic(tree: ast.Module) -> bool:
-    """Whether the module may have classes that can't be seen: by `from x import *`, or by what makes names."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            return True
-        if isinstance(node, ast.Name) and node.id in _DYNAMIC:
-            return True
-        if isinstance(node, ast.FunctionDef) and node.name in _DYNAMIC:
-            return True
-        if isinstance(node, ast.Global) or (isinstance(node, ast.Attribute) and node.attr in ("modules", *_DYNAMIC)):
-            return True
-    return False
+def _defines_names(node: ast.AST) -> bool:
+    """Whether a node may define names that it doesn't show, as `from x import *` does."""
+    match node:
+        case ast.ImportFrom():
+            return any(alias.name == "*" for alias in node.names)
+        case ast.Name():
+            return node.id in _DYNAMIC
+        case ast.FunctionDef():
+            return node.name in _DYNAMIC
+        case ast.Attribute():
+            return node.attr in ("modules", *_DYNAMIC)
+    return isinstance(node, ast.Global)
+
+
+def _bindings(tree: ast.Module) -> dict[str, ast.stmt] | None:
+    """The names that a module may define, each with the outermost statement that does; None if there may be more."""
+    if any(map(_defines_names, ast.walk(tree))):
+        return None
+    nodes = {}
+    try:
+        for node in tree.body:
+            for name in _bound_by(node):
+                nodes[name] = node
+    except RecursionError:
+        return None
+    return nodes
 
 
 def _bound_by(node: ast.AST) -> Iterator[str]:
-    """The names that a statement of a module may bind, those of the statements within it too."""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        yield node.name
-        return  # what is bound within is not the module's
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        yield node.id
-    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-        yield node.name
+    """The names that a statement of a module may define, also in statements within it."""
+    match node:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            yield node.name
+            return  # names defined within are not the module's
+        case ast.Import() | ast.ImportFrom():
+            for alias in node.names:
+                yield (alias.asname or alias.name).split(".")[0]
+        case ast.Name(ctx=ast.Store()):
+            yield node.id
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name
     if not isinstance(node, ast.Lambda):
         for child in ast.iter_child_nodes(node):
             yield from _bound_by(child)

@@ -1,4 +1,4 @@
-"""Finds the task that a command line names: `file.py:Class`, `package.module:Class`, or a shipped example."""
+"""Finds and makes the task that a command line names: `file.py:Class`, `package.module:Class`, a shipped example."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHIPPED = {
     "tabular": "Tumours", "transfer": "Transfer", "keras2": "Legacy", "module": "Diabetes", "custom_callback": "Names",
     "bring_your_keras_model": "MyModel",
 }  # fmt: skip
-"""The shipped examples, and the class in each."""
+"""The shipped examples, and the task class in each."""
 
 
 def check(target: str) -> None:
@@ -38,10 +38,10 @@ def check(target: str) -> None:
         return
     place, colon, name = target.partition(":")
     if not colon or not name.isidentifier():
-        there = [f"{place}:{kind}" for kind in task_file.classes(Path(place))]
+        candidates = [f"{place}:{kind}" for kind in task_file.classes(Path(place))]
         raise UsageError(
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
-            + (nearest(target, there) if there else nearest(target, SHIPPED))
+            f"{nearest(target, candidates or SHIPPED)}"
         )
     if place.endswith(".py"):
         path = Path(place)
@@ -54,21 +54,29 @@ def check(target: str) -> None:
 
 
 def check_shadows(directory: Path) -> None:
-    """Refuses a directory in which a user's file has the name of one of our packages: one would hide the other."""
-    own = ROOT
+    """Refuses a directory in which a user's file has the name of one of our packages: one would hide the other.
+
+    Raises:
+        UsageError: there is such a file.
+    """
     for name in OURS:
         for path in (directory / f"{name}.py", directory / name / "__init__.py"):
-            if path.exists() and path.resolve() not in (own / f"{name}.py", own / name / "__init__.py"):
+            if path.exists() and path.resolve() not in (ROOT / f"{name}.py", ROOT / name / "__init__.py"):
                 raise UsageError(
                     f"{path} has the name of tfloop's own {name!r}, and one would hide the other: rename it"
                 )
 
 
 def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any] | None = None) -> TrainTask:
-    """Makes the task that `target` names, with the values of `fields`, and then those set as after `--set`.
+    """Makes the task that `target` names.
+
+    Args:
+        target: what the command line names.
+        assignments: texts `name=value`, as after `--set`; they win over `fields`.
+        fields: the recorded fields of a run; None: the task's defaults.
 
     Raises:
-        UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't be set so.
+        UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't have this value.
     """
     kind = find(target)
     values = {**restored(kind, fields or {}), **set_fields(kind, assignments)}
@@ -107,7 +115,7 @@ def find(target: str) -> type[TrainTask]:
 
 
 def _import_file(path: Path, target: str, shipped: str | None) -> ModuleType:
-    """Runs a Python file as a module; `shipped` is the name of the shipped example that it is."""
+    """Runs a Python file as a module; `shipped` is its name if it is a shipped example."""
     origin = target.rpartition(":")[0]
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -136,14 +144,14 @@ def _import_module(name: str, target: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Only where the module itself is missing: what it imports in turn is its own error.
+        # Only if the module itself is missing: a missing import within it is the error of its author.
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise UsageError(f"TARGET {target!r}: there is no module {error.name!r} here or on the path") from None
         raise
 
 
 def _tasks_in(module: ModuleType) -> list[str]:
-    """The names of the tasks that a module has made itself."""
+    """The names of the tasks that a module defines itself."""
     return [
         name
         for name, kind in vars(module).items()
@@ -152,7 +160,7 @@ def _tasks_in(module: ModuleType) -> list[str]:
 
 
 def absolute(target: str) -> str:
-    """The same target, whatever the working directory: its file's path is whole."""
+    """The same target with an absolute path, so that it is valid in any working directory."""
     place, colon, name = target.rpartition(":")
     return f"{Path(place).resolve()}{colon}{name}" if place.endswith(".py") else target
 

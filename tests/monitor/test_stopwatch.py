@@ -34,7 +34,7 @@ def rank(**seconds):
             "input-bound", 1, "slowest: rank 1, with 75 ms a step more than rank 0\ninput-bound on rank 1: data: 83%",
         ),
         ([rank(compute=1.0, callbacks=8.0), rank(compute=1.1, waiting=7.9)], "host-bound", 1, "host-bound on rank 0"),
-        ([rank() | {"done": {}}], "unknown", 0, "no step behind the first call"),
+        ([rank() | {"done": {}}], "unknown", 0, "no step after the first call"),
     ],
 )  # fmt: skip
 def test_verdict(ranks, verdict, slowest, words):
@@ -146,11 +146,11 @@ def test_a_trace_ends_with_the_run_and_a_run_beyond_it_has_none(quiet, capfd):
     assert "profile: steps 4 to 6: tensorboard" in err
     assert len(traces(result)) == 1
     result, err = train(8, "2:4")
-    assert "profile: the run goes on from step 6, behind 4: nothing is traced" in err
+    assert "profile: the run goes on from step 6, past 4: nothing is traced" in err
     assert "tensorboard" not in err
     result, err = train(9, "20:21")
     assert "profile: the run ends at step 9, before 20: nothing will be traced" in err
-    assert "profile: no step behind the first call" in err
+    assert "profile: no step after the first call" in err
     assert len(traces(result)) == 1
     # Of a run that fails, too; and the next one can be traced.
     with pytest.raises(KeyError, match="planted"):
