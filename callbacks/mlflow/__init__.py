@@ -1,1 +1,6 @@
-"""MLflow: the tracker of a run, the delivery of its journal, and the logged model."""
+"""MLflow: the callback that follows a run, the delivery of its journal, and the logged model.
+
+- `tracker.MLflowTracker` is the callback; it starts `courier`, the process that delivers while the run trains.
+- `delivery.Delivery` sends a journal to a store; the courier and `tfloop sync` use it.
+- `logged_model.write` makes the model that MLflow loads, with `tfloop_loader` in it.
+"""

@@ -1,15 +1,17 @@
-"""Delivery: brings the journal of a run to MLflow; beside the training in a process of its own, and for `tfloop sync`.
+"""Delivery: sends the journal of a run to MLflow; in a process beside the training, and in `tfloop sync`.
 
-What is delivered is a function of the journal alone: of each metric, in the order of the lines, every point whose step
-lies behind those before it (a resumed run makes some steps again, with the same values); and the artifacts that it
-names. How far that has got, the store itself says: its last step of each metric, and a tag that counts the artifacts.
-So there is nothing to keep in step with it, and a kill of either side at any instant neither loses a point nor doubles
-one. The order is that of steps, never of time: clocks jump.
+What is sent depends on the journal alone: its artifacts and, of each metric in the order of the lines, every point
+whose step is greater than the steps before it (a resumed run makes some steps again, with the same values). How much
+of it has arrived, the store itself says: the last step of each metric, and a tag that counts the artifacts. Nothing
+else is recorded, so nothing can contradict the store, and a kill of either side at any moment neither loses a point
+nor sends it twice. The order is that of steps, not of time, because clocks jump.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import fcntl
 import getpass
 import hashlib
@@ -18,7 +20,7 @@ import os
 import posixpath
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,45 +35,104 @@ from callbacks.run_record.report import NAME as REPORT
 ID = "tfloop.id"
 """The tag by which a run is found again in its experiment."""
 DIRECTORY = "tfloop.run_directory"
-"""The tag that says where the run is."""
+"""The tag with the path of the run directory."""
 PARENT = "mlflow.parentRunId"
 """MLflow's tag for a run within another."""
 SENT = "tfloop.artifacts"
-"""The tag that says how many of the journal's artifacts the store has."""
-# MLflow takes 1000 metrics or 100 parameters at once, and 1 MB: what is long has a place in it even as \u escapes.
-_METRICS, _PARAMS = 500, 10
+"""The tag with the number of the journal's artifacts that the store has."""
+# MLflow takes 1000 metrics, 100 parameters and 1 MB in a request; the longest values fit even as \u escapes.
+_METRICS_AT_ONCE = 500
+_PARAMS_AT_ONCE = 10
 _VALUE_LENGTH = 6000
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-_loading = threading.Lock()
+_loading = threading.Lock()  # two threads that import MLflow at once may deadlock
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}  # anything else is KILLED
 
 
+class _Names:
+    """Names and values as MLflow takes them. Remembers which ones it had to change."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, str] = {}
+        self._cut: dict[str, None] = {}
+
+    def key(self, name: str) -> str:
+        """The name that a metric or parameter has in MLflow; see `points.key`."""
+        if name not in self._keys:
+            self._keys[name] = key(name)
+        return self._keys[name]
+
+    def texts(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Names with their values as texts, without secrets."""
+        for name, value in redact(values).items():
+            text = mask(str(value))
+            if len(text) > _VALUE_LENGTH:
+                self._cut[name] = None
+            yield self.key(name), text[:_VALUE_LENGTH]
+
+    def changed(self) -> list[str]:
+        """The names that had to be changed, or whose values were cut. Another thread may add names meanwhile."""
+        return [name for name, key in list(self._keys.items()) if name != key] + list(self._cut)
+
+
+@dataclasses.dataclass
+class _Position:
+    """How far the journal has been sent.
+
+    Attributes:
+        last_steps: the last step of each metric, by its name in MLflow.
+        sent_artifacts: how many of the journal's artifacts the store has.
+        artifacts: the artifact lines of the journal, up to `offset`.
+        offset: the byte up to which the journal has been read.
+        time: the time of the last line, in ms.
+    """
+
+    last_steps: dict[str, int]
+    sent_artifacts: int
+    artifacts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    offset: int = 0
+    time: int = 0
+
+
 class Delivery:
-    """Delivers one run directory to one MLflow run. After any error it can be used again, and starts from the truth.
+    """Sends one run directory to one MLflow run. After an error it can be used again: it asks the store anew.
 
     Args:
         directory: the run directory, with `run.json` and the journal.
         uri: the tracking store.
         experiment: the experiment's name; None: the one in `mlflow.json`, else the task's.
+
+    Attributes:
+        run_id: the id of the MLflow run; "" before `connect`.
+        count: the number of points sent.
+        artifacts: the number of artifacts sent.
     """
 
     def __init__(self, directory: Path, uri: str, experiment: str | None = None) -> None:
-        self.directory, self.uri = directory, uri
-        self.run_id, self.count, self.artifacts = "", 0, 0
+        self.directory = directory
+        self.uri = uri
+        self.run_id = ""
+        self.count = 0
+        self.artifacts = 0
         self._about = read_json(directory / "run.json")
-        self._experiment = experiment or read_json(directory / STATE).get("experiment") or self._about["task"]
-        self._client: Any = None
-        self._keys: dict[str, str] = {}
-        self._cut: dict[str, None] = {}
-        self._lost: dict[str, None] = {}
-        self._trouble = ""
-        self._parent: str | None = None  # the MLflow run of the sweep of which this is a trial
+        self._state = read_json(directory / STATE)
+        self._experiment = experiment or self._state.get("experiment") or self._about["task"]
+        self._client: Any = None  # None: not connected
+        self._names = _Names()
+        self._missing: dict[str, None] = {}  # artifacts that are not in the run directory any more
+        self._problem = ""  # why artifacts can't be sent, where all else works
+        self._parent_id: str | None = None  # the MLflow run of the sweep of which this run is a trial
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether tfloop made the MLflow run, and not the user."""
+        return self.run_id != self._state.get("given")
 
     def warnings(self) -> list[str]:
-        """What could not be delivered as it is."""
-        changed = [name for name, key in list(self._keys.items()) if name != key] + list(self._cut)
-        texts = [self._trouble] if self._trouble else []
-        texts += [f"{name} isn't in {self.directory} any more: MLflow has it not" for name in self._lost]
+        """What could not be delivered unchanged."""
+        texts = [self._problem] if self._problem else []
+        texts += [f"{name} isn't in {self.directory} any more: MLflow doesn't have it" for name in self._missing]
+        changed = self._names.changed()
         if changed:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             texts.append(
@@ -81,7 +142,7 @@ class Delivery:
         return texts
 
     def connect(self) -> None:
-        """Finds the MLflow run, or creates it, and asks how far it has got; nothing if that has been done."""
+        """Finds the MLflow run, or creates it, and asks how much it has; does nothing if it is connected."""
         if self._client is not None:
             return
         load(self.uri)
@@ -93,62 +154,56 @@ class Delivery:
             with contextlib.closing(sqlite3.connect(path)) as database:
                 database.execute("PRAGMA schema_version")
         client = MlflowClient(self.uri)
-        self._about, self._state = read_json(self.directory / "run.json"), read_json(self.directory / STATE)
-        above = self.directory.parent
-        with contextlib.ExitStack() as alone:
-            if "sweep" in self._about:  # all its trials look for it at once, and one of them is to create it
-                lock = alone.enter_context(appending(self.directory / "mlflow.lock"))
+        self._about = read_json(self.directory / "run.json")
+        self._state = read_json(self.directory / STATE)
+        with contextlib.ExitStack() as stack:
+            if "sweep" in self._about:  # all its trials look for its run at once, and only one of them may create it
+                lock = stack.enter_context(appending(self.directory / "mlflow.lock"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            elif "sweep" in read_json(above / "run.json"):
-                sweep = Delivery(above, self.uri, self._experiment)
+            elif "sweep" in read_json(self.directory.parent / "run.json"):
+                sweep = Delivery(self.directory.parent, self.uri, self._experiment)
                 sweep.connect()
-                self._parent = sweep.run_id
+                self._parent_id = sweep.run_id
             run = self._find(client)
-            self.run_id, self._ours = run.info.run_id, run.info.run_id != self._state.get("given")
+            self.run_id = run.info.run_id
             write_state(self.directory, self.uri, self._experiment, run_id=self.run_id)
             self._describe(client, run)
-        # A request that timed out here may still be carried out there, after this look at it. What is then sent once
-        # more is identical, since times come from the journal, and MLflow's SQL stores keep identical points once.
-        self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-        self._offset, self._time = 0, 0
-        self._files: list[dict[str, Any]] = []  # the journal's artifacts up to the offset
+        # A request that timed out here may still be carried out there, after this look at the store. Its points are
+        # then sent again; they are identical, since times come from the journal, and MLflow's SQL stores keep
+        # identical points once.
+        last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         sent = run.data.tags.get(SENT, "")
-        self._sent = int(sent) if sent.isdecimal() else 0
-        self._trouble = ""
+        self._position = _Position(last_steps, int(sent) if sent.isdecimal() else 0)
+        self._problem = ""
         self._client = client
-        if (path := sqlite_path(self.uri)) and (escaped := Path(self.uri.removeprefix(SQLITE)).parent) != path.parent:
-            with contextlib.suppress(OSError):  # MLflow makes an empty directory with the escapes in its name
-                os.removedirs(escaped)
+        _remove_escaped_directory(self.uri)
 
     def disconnect(self) -> None:
-        """Forgets what is known of the store: after an error, nothing is."""
+        """Forgets what the store has: after an error, it isn't known."""
         self._client = None
 
     def pending(self) -> int:
-        """How many points the journal has that the store hasn't."""
+        """The number of points in the journal that the store doesn't have."""
         self.connect()
-        offset, last, files = self._offset, dict(self._last), len(self._files)
-        count = sum(1 for _ in self._due())
-        self._offset, self._last = offset, last
-        del self._files[files:]
-        return count
+        return sum(1 for _ in self._due(copy.deepcopy(self._position)))
 
-    def deliver(self, progress: Callable[[int], Any] = lambda count: None) -> None:
-        """Sends what the journal has and the store hasn't; `progress` is called after each batch."""
+    def deliver(self, progress: Callable[[int], object] = lambda count: None) -> None:
+        """Sends what the store doesn't have; `progress` is called with the number of points of each request."""
         self.connect()
         from mlflow.entities import Metric
 
-        due = self._due()
-        while batch := [Metric(*point) for point in islice(due, _METRICS)]:
+        due = self._due(self._position)
+        while batch := [Metric(*point) for point in islice(due, _METRICS_AT_ONCE)]:
             self._client.log_batch(self.run_id, metrics=batch)
             self.count += len(batch)
             progress(len(batch))
-        if not self._trouble:
+        if not self._problem:
             self._upload()
 
     def _upload(self) -> None:
-        """Sends the artifacts that are due. One that was sent, and killed before it was counted, is written over."""
-        for entry in self._files[self._sent :]:
+        """Sends the artifacts that are due. One that a kill kept from being counted is sent again, and overwritten."""
+        position = self._position
+        for entry in position.artifacts[position.sent_artifacts :]:
             name = str(entry.get("path"))
             local = (self.directory / name).resolve()
             if local.is_relative_to(self.directory.resolve()) and _is_sound(local):
@@ -160,12 +215,12 @@ class Delivery:
                     self._register(str(entry["register"]), to)
                 self.artifacts += 1
             else:
-                self._lost[name] = None
-            self._sent += 1
-            self._client.set_tag(self.run_id, SENT, self._sent)
+                self._missing[name] = None
+            position.sent_artifacts += 1
+            self._client.set_tag(self.run_id, SENT, position.sent_artifacts)
 
     def _register(self, name: str, path: str) -> None:
-        """Makes the run's model a version of a registered one, if it is none yet."""
+        """Makes the run's model a version of the registered model `name`, unless it is one already."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -177,97 +232,131 @@ class Delivery:
         if not any(version.name == name for version in versions):
             self._client.create_model_version(name, f"runs:/{self.run_id}/{path}", self.run_id)
 
-    def _sends(self, name: str, send: Callable[..., Any], local: Path, to: str = "") -> bool:
-        """Sends a file or a directory. Returns whether it was taken: no, if all but artifacts works."""
+    def _sends(self, name: str, send: Callable[..., object], local: Path, to: str = "") -> bool:
+        """Sends a file or a directory. Returns whether the store took it.
+
+        Raises:
+            Exception: the whole store is down.
+        """
         try:
             send(self.run_id, str(local), to or None)
             return True
-        except Exception as error:  # often a store whose files lie where this machine can't write: not ours to mend
-            self._client.get_run(self.run_id)  # raises where the whole store is down
-            self._trouble = (
-                self._trouble or f"MLflow at {redact(self.uri)} did not take the file {name} ({reason(error)})"
-            )
+        except Exception as error:  # often the store keeps files where this machine can't write: not ours to repair
+            self._client.get_run(self.run_id)  # raises if the whole store is down
+            if not self._problem:
+                self._problem = f"MLflow at {redact(self.uri)} did not take the file {name} ({reason(error)})"
             return False
 
     def close(self) -> None:
-        """Says there how the run ended, and stores the files of the run directory."""
-        self._trouble = ""
+        """Records how the run ended, and stores the files of the run directory."""
+        self._problem = ""
         self._upload()
         status = _STATUS.get(read_json(self.directory / "run.json").get("status", ""), "KILLED")
-        if self._ours:
-            self._client.set_terminated(self.run_id, status, self._time or None)
+        if self._is_ours:
+            self._client.set_terminated(self.run_id, status, self._position.time or None)
         for name in ("run.json", journal.NAME, "metrics.csv", REPORT):
             if is_plain(self.directory / name):
                 self._sends(name, self._client.log_artifact, self.directory / name)
 
-    def _due(self) -> Iterator[tuple[str, float, int, int]]:
-        """The points that are yet to be delivered: key, value, time in ms, step."""
-        for entry, offset in journal.read(self.directory / journal.NAME, self._offset):
+    def _due(self, position: _Position) -> Iterator[tuple[str, float, int, int]]:
+        """The points after a position: key, value, time in ms, step. Moves the position as it goes."""
+        for entry, offset in journal.read(self.directory / journal.NAME, position.offset):
             if entry.get("event") == "artifact":
-                self._files.append(entry)
-            for name, value, at, step in points(entry):
-                known_as = self._key(name)
-                if step > self._last.get(known_as, -1):
-                    self._last[known_as] = step
-                    yield known_as, value, at, step
-            self._offset, self._time = offset, milliseconds(entry) or self._time
+                position.artifacts.append(entry)
+            for name, value, time, step in points(entry):
+                known_as = self._names.key(name)
+                if step > position.last_steps.get(known_as, -1):
+                    position.last_steps[known_as] = step
+                    yield known_as, value, time, step
+            # Only now: after an error within the line, all of it is looked at again.
+            position.offset = offset
+            position.time = milliseconds(entry) or position.time
 
     def _find(self, client: Any) -> Any:
-        from mlflow.exceptions import MlflowException
-
-        state = self._state if self._state.get("uri") == redact(self.uri) else {}
-        # The tag is made of what the run directory has anyway: a kill between creating a run and noting it leaves
-        # nothing that isn't found again.
-        first, begun_at = self._beginning()
-        self._id = hashlib.sha256(first + os.fsencode(self.directory.name)).hexdigest()[:32]
+        """The MLflow run of this run directory, which is created if there is none."""
+        state = self._state_of_store()
+        own_id = self._own_id()
+        parent_id = self._parent_id or state.get("parent")
         parent = None
         if state.get("given"):
-            run = client.get_run(state["given"])
-            if run.data.tags.get(ID, self._id) == self._id:
-                return run
-            parent = run  # has another training's points already: one run has no place for two
+            parent = client.get_run(state["given"])
+            if parent.data.tags.get(ID, own_id) == own_id:
+                return parent  # else it has the points of another training, and can't hold those of two
         elif state.get("run_id"):
-            try:
-                run = client.get_run(state["run_id"])
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-            else:
-                other = Path(run.data.tags.get(DIRECTORY, self.directory))
-                if other == self.directory or read_json(other / STATE).get("run_id") != state["run_id"]:
-                    return run
-                # This is a copy of a directory that is still there, and a run of its own.
-                self._id = hashlib.sha256(first + os.fsencode(self.directory)).hexdigest()[:32]
-        if self._parent or state.get("parent"):
-            parent = client.get_run(self._parent or state["parent"])
+            run = _existing_run(client, state["run_id"])
+            if run is not None and not self._is_of_original(run):
+                return run
+            if run is not None:
+                own_id = self._own_id(self.directory)
+        if parent_id:
+            parent = client.get_run(parent_id)
         experiment = parent.info.experiment_id if parent else self._experiment_id(client)
-        found = client.search_runs([experiment], f"tags.`{ID}` = '{self._id}'", max_results=1)
-        if found:
-            return found[0]
-        # What tells runs apart comes first: tables cut the rest.
-        about = self._about
-        name = self.directory.name
-        if "sweep" not in about:
-            name = f"{about['backend']}-{about['replicas']} " + name.removeprefix(f"{about['task']}-")
-        tags = {ID: self._id} | ({PARENT: parent.info.run_id} if parent else {})
-        return client.create_run(experiment, begun_at, tags=tags, run_name=name)
+        runs = client.search_runs([experiment], f"tags.`{ID}` = '{own_id}'", max_results=1)
+        if runs:
+            return runs[0]
+        tags = {ID: own_id}
+        if parent:
+            tags[PARENT] = parent.info.run_id
+        return client.create_run(experiment, self._start(), tags=tags, run_name=self._run_name())
 
-    def _beginning(self) -> tuple[bytes, int | None]:
-        """The first line of the journal, and its time in ms."""
+    def _state_of_store(self) -> dict[str, Any]:
+        """What `mlflow.json` says, if it is of this store."""
+        return self._state if self._state.get("uri") == redact(self.uri) else {}
+
+    def _run_name(self) -> str:
+        about = self._about
+        if "sweep" in about:
+            return self.directory.name
+        # What tells runs apart comes first: MLflow's tables cut the end.
+        return f"{about['backend']}-{about['replicas']} {self.directory.name.removeprefix(about['task'] + '-')}"
+
+    def _is_of_original(self, run: Any) -> bool:
+        """Whether a run belongs to another directory that still exists, of which this one is a copy."""
+        other = Path(run.data.tags.get(DIRECTORY, self.directory))
+        return other != self.directory and read_json(other / STATE).get("run_id") == run.info.run_id
+
+    def _own_id(self, name: Path | str = "") -> str:
+        """The id by which the run is found in its experiment.
+
+        It is made of what the run directory has anyway: the first line of its journal, and its name. So a kill between
+        creating an MLflow run and noting it leaves no run that isn't found again.
+        """
         with reading(self.directory / journal.NAME) as file:
-            first = file.readline(LONGEST)
+            first_line = file.readline(LONGEST)
+        return hashlib.sha256(first_line + os.fsencode(name or self.directory.name)).hexdigest()[:32]
+
+    def _start(self) -> int | None:
+        """The time of the first line of the journal, in ms."""
         entries = (entry for entry, _ in journal.read(self.directory / journal.NAME))
-        return first, milliseconds(next(entries, {})) or None
+        return milliseconds(next(entries, {})) or None
 
     def _describe(self, client: Any, run: Any) -> None:
-        """Sends the parameters and tags that aren't there. A parameter that is there keeps its value: MLflow's rule."""
+        """Sends the parameters and tags that the run doesn't have. A parameter never changes: MLflow's rule."""
         from mlflow.entities import Param, RunTag
 
-        about = self._about
-        options, fields = about["options"], about["hyperparameters"]
+        params = [Param(*pair) for pair in self._names.texts(self._params()) if pair[0] not in run.data.params]
+        tags = [
+            RunTag(name, value)
+            for name, value in self._names.texts(self._tags(run))
+            if run.data.tags.get(name) != value
+        ]
+        for start in range(0, len(params), _PARAMS_AT_ONCE):
+            client.log_batch(run.info.run_id, params=params[start : start + _PARAMS_AT_ONCE])
+        for start in range(0, len(tags), _PARAMS_AT_ONCE):
+            client.log_batch(run.info.run_id, tags=tags[start : start + _PARAMS_AT_ONCE])
+        if self._is_ours and self._about["status"] == "running" and run.info.status != "RUNNING":
+            client.update_run(run.info.run_id, status="RUNNING")
+
+    def _params(self) -> dict[str, Any]:
+        """The options of `fit` and the fields of the task; where both have a name, the field bears it."""
+        options = self._about["options"]
+        fields = self._about["hyperparameters"]
         clashes = {f"option.{name}": options[name] for name in options if name in fields}
-        params = {name: value for name, value in (options | fields | clashes).items() if value is not None}
-        own = {
+        return {name: value for name, value in (options | fields | clashes).items() if value is not None}
+
+    def _tags(self, run: Any) -> dict[str, Any]:
+        about = self._about
+        tags = {
             "mlflow.user": _user(),
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": about["target"],
@@ -276,38 +365,17 @@ class Delivery:
             **{f"version.{name}": version for name, version in about["versions"].items()},
             **{name: about.get(name) for name in ("backend", "replicas", "workers")},
         }
-        own = {name: value for name, value in own.items() if value is not None}  # a sweep has fewer than a run
-        if not self._ours:  # what others have said of their run stays
-            own = {ID: self._id, **{name: value for name, value in own.items() if name not in run.data.tags}}
-        tags = own | self._state.get("tags", {})
-        missing = [Param(*pair) for pair in self._texts(params) if pair[0] not in run.data.params]
-        changed = [RunTag(*pair) for pair in self._texts(tags) if run.data.tags.get(pair[0]) != pair[1]]
-        for start in range(0, len(missing), _PARAMS):
-            client.log_batch(run.info.run_id, params=missing[start : start + _PARAMS])
-        for start in range(0, len(changed), _PARAMS):
-            client.log_batch(run.info.run_id, tags=changed[start : start + _PARAMS])
-        if self._ours and about["status"] == "running" and run.info.status != "RUNNING":
-            client.update_run(run.info.run_id, status="RUNNING")
-
-    def _texts(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        for name, value in redact(values).items():
-            text = mask(str(value))
-            if len(text) > _VALUE_LENGTH:
-                self._cut[name] = None
-            yield self._key(name), text[:_VALUE_LENGTH]
-
-    def _key(self, name: str) -> str:
-        """The name that a metric or parameter has in MLflow; see `key`."""
-        if name not in self._keys:
-            self._keys[name] = key(name)
-        return self._keys[name]
+        tags = {name: value for name, value in tags.items() if value is not None}  # a sweep has fewer than a run
+        if not self._is_ours:  # the tags that the user gave the run stay
+            tags = {ID: self._own_id(), **{name: value for name, value in tags.items() if name not in run.data.tags}}
+        return tags | self._state.get("tags", {})
 
     def _experiment_id(self, client: Any) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = client.get_experiment_by_name(self._experiment)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = client.get_experiment_by_name(self._experiment)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         location = None
         if path := sqlite_path(self.uri):
             location = (path.parent / "mlartifacts").resolve().as_uri()
@@ -315,22 +383,43 @@ class Delivery:
             kind = {"mlflow.experimentKind": "custom_model_development"}
             return str(client.create_experiment(self._experiment, artifact_location=location, tags=kind))
         except MlflowException:  # another run may have created it in the meantime
-            found = client.get_experiment_by_name(self._experiment)
-            if found is None:
+            experiment = client.get_experiment_by_name(self._experiment)
+            if experiment is None:
                 raise
-            return str(found.experiment_id)
+            return str(experiment.experiment_id)
+
+
+def _existing_run(client: Any, run_id: str) -> Any:
+    """The MLflow run of this id; None if it was deleted."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+
+
+def _remove_escaped_directory(uri: str) -> None:
+    """Removes the empty directory that MLflow makes for a sqlite file, with the escapes of the URI in its name."""
+    path = sqlite_path(uri)
+    escaped = Path(uri.removeprefix(SQLITE)).parent
+    if path and escaped != path.parent:
+        with contextlib.suppress(OSError):
+            os.removedirs(escaped)
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether there is a file, or a directory of files: a link in it would lead MLflow elsewhere, a pipe hold it up."""
+    """Whether it is a file, or a directory of files. A link would lead MLflow elsewhere; a pipe would block it."""
     if not path.is_dir():
         return is_plain(path, shared=True)
-    entries = [each for each in path.rglob("*") if each.is_symlink() or not each.is_dir()]
-    return all(is_plain(each, shared=True) for each in entries)
+    entries = [entry for entry in path.rglob("*") if entry.is_symlink() or not entry.is_dir()]
+    return all(is_plain(entry, shared=True) for entry in entries)
 
 
 def reason(error: BaseException) -> str:
-    """Why the store can't be used, in one line without secrets: of a chain of network errors, the first."""
+    """Why the store can't be used, in one line without secrets. Of a chain of network errors, the first counts."""
     first = error
     while inner := first.__cause__ or first.__context__:
         first = inner
@@ -346,9 +435,10 @@ def _user() -> str:
 
 
 def load(uri: str) -> None:
-    """Imports what a store of this kind needs, which takes seconds; who calls while that is under way waits for it."""
+    """Imports what a store of this kind needs, which takes seconds. A second caller waits for the first."""
     with _loading:
-        # Who delivers tries again, after a look at the store; the client doesn't. Telemetry would hold up the exit.
+        # The courier tries again, and looks at the store first; the client must not retry by itself. Telemetry would
+        # delay the exit.
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -356,6 +446,6 @@ def load(uri: str) -> None:
         import mlflow.tracking
 
         if uri.partition(":")[0].partition("+")[0] in _DATABASES:
-            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401 - a third of the time, as long as all else
+            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401 - a third of the time
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The run's model as an MLflow model, with signature and input example: anyone with MLflow can load it."""
+"""The run's model as an MLflow model, with signature and input example: every MLflow can load it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NAME = "model"
 
 
 def write(run: Run) -> Path:
-    """Writes the model into the run directory, whole: a SavedModel, so that nothing of the task is needed to load it.
+    """Writes the model into the run directory, whole. It is a SavedModel, which loads without the task's code.
 
-    A loader of ours lies in it: MLflow's own for SavedModels takes one array alone, and the one for Keras files needs
+    It has a loader of its own: MLflow's loader for SavedModels takes only one array, and the one for Keras files needs
     the user's classes, and pickle.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -25,10 +25,11 @@ def write(run: Run) -> Path:
     import numpy as np
     import tensorflow as tf
 
-    path, partial = run.directory / NAME, run.directory / f".{NAME}.tmp"
+    path = run.directory / NAME
+    partial = run.directory / f".{NAME}.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     inputs, outputs = run.export(partial / "saved_model")
-    with warnings.catch_warnings(action="ignore"):  # MLflow's, of type hints in its own classes
+    with warnings.catch_warnings(action="ignore"):  # MLflow warns of type hints in its own classes
         from mlflow import pyfunc
         from mlflow.models import infer_signature
 

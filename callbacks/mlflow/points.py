@@ -1,4 +1,4 @@
-"""Points: the metrics of a journal's lines, under names and at times that MLflow takes."""
+"""Points: the metrics in a journal's lines, with names and times as MLflow takes them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ _KEY_LENGTH = 250
 
 
 def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:
-    """The metric points of a line of a journal: name in MLflow, value, time in ms, step. Nonsense has none."""
-    event, metrics, step = entry.get("event"), entry.get("metrics"), entry.get("step")
+    """The metric points of a line of a journal: name, value, time in ms, step. A malformed line has none."""
+    event = entry.get("event")
+    metrics = entry.get("metrics")
+    step = entry.get("step")
     if not isinstance(metrics, dict) or not isinstance(step, int):
         return []
     prefix = "step/" if event == "steps_end" else ""
-    if event == "epoch_end":  # those of the evaluation had an event of their own
+    if event == "epoch_end":  # the metrics of the evaluation had a line of their own
         metrics = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
     elif event not in ("steps_end", "eval_end", "system"):
         return []
@@ -27,9 +29,9 @@ def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:
 
 
 def key(name: str) -> str:
-    """A name as MLflow takes it. One that had to be changed ends in a hash of the whole, so that no two become one."""
+    """A name as MLflow takes it. A changed name ends in a hash of the original, so that no two names become one."""
     text = re.sub(r"[^/\w.\- :]", "_", name)
-    if posixpath.normpath(text) != text or text.startswith((".", "/")):  # it would be another one as a path
+    if posixpath.normpath(text) != text or text.startswith((".", "/")):  # as a path, it would mean another name
         text = text.replace("/", "_").lstrip(".") or "_"
     if text == name and len(name) <= _KEY_LENGTH:
         return name
@@ -38,7 +40,7 @@ def key(name: str) -> str:
 
 
 def milliseconds(entry: dict[str, Any]) -> int:
-    """The time of a line of a journal; 0 where it has none."""
+    """The time of a line of a journal; 0 if it has none."""
     try:
         return int(entry["time"] * 1000)
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Loads an MLflow model that tfloop has written; lies in the model itself, and needs TensorFlow and NumPy alone."""
+"""Loads an MLflow model that tfloop has written. A copy is part of each model; needs only TensorFlow and NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Model:
-    """A SavedModel behind MLflow's `predict`: takes an array, or arrays by name, and gives the same."""
+    """A SavedModel with MLflow's `predict`, which takes and returns an array, or arrays by name."""
 
     def __init__(self, path: str) -> None:
         import tensorflow as tf
@@ -18,7 +18,7 @@ class Model:
         self._specs = self._serve.structured_input_signature[1]
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """The outputs for some examples."""
+        """The model's outputs for examples."""
         import tensorflow as tf
 
         if hasattr(data, "to_dict") and set(data) >= set(self._specs):  # a DataFrame with a column for each input
@@ -28,10 +28,10 @@ class Model:
         if not isinstance(data, dict):
             data = dict.fromkeys(self._specs, data)
         outputs = self._serve(**{name: tf.constant(data[name], spec.dtype) for name, spec in self._specs.items()})
-        found = {name: tensor.numpy() for name, tensor in outputs.items()}
-        return found["output_0"] if list(found) == ["output_0"] else found
+        arrays = {name: tensor.numpy() for name, tensor in outputs.items()}
+        return arrays["output_0"] if list(arrays) == ["output_0"] else arrays
 
 
 def _load_pyfunc(path: str) -> Model:
-    """What MLflow calls."""
+    """Loads the model; MLflow calls it."""
     return Model(path)

@@ -1,4 +1,4 @@
-"""MLflowTracker: shows the run in MLflow. A process of its own follows the journal: training never waits for it."""
+"""MLflowTracker: shows the run in MLflow. A separate process follows the journal, so training never waits for it."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ from callbacks.run_record import journal
 from callbacks.run_record.redaction import redact, tell
 
 STATE = "mlflow.json"
-"""The file in the run directory that says which store, experiment and MLflow run this is."""
+"""The file in the run directory that names the store, the experiment and the MLflow run."""
 _SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks", "file")
-_UNSAID = 0.3  # seconds that the end may wait before it says for what
-_GRACE = 5.0  # seconds beyond the wait after which a process that doesn't say anything is killed
+_SILENT = 0.3  # seconds that the end of the run may wait without a message
+_GRACE = 5.0  # seconds beyond the wait after which a process that doesn't answer is killed
 
 
 def default_uri() -> str:
     """The tracking store: `MLFLOW_TRACKING_URI`, or the sqlite file `runs/mlflow.db` below the current directory.
 
-    Always explicit: MLflow's own default changes silently when an old `./mlruns` lies about.
+    It is always given to MLflow, whose own default changes silently if there is an old `./mlruns`.
     """
     return os.environ.get("MLFLOW_TRACKING_URI") or files.sqlite_uri(Path("runs").resolve() / "mlflow.db")
 
 
 def _is_store(uri: Any) -> bool:
-    """Whether MLflow can have a store there: what has no scheme that it knows is a slip, `of` for `off` say."""
+    """Whether MLflow may have a store there. Without a known scheme it is a typing error, such as `of` for `off`."""
     if not isinstance(uri, str) or uri.strip() in ("", "http://", "https://"):
         return False
     scheme, colon, _ = uri.partition(":")
     if not colon:
         return uri == "databricks" or "MLFLOW_ALLOW_FILE_STORE" in os.environ
-    plugins = {each.name for each in entry_points(group="mlflow.tracking_store")}
+    plugins = {plugin.name for plugin in entry_points(group="mlflow.tracking_store")}
     return scheme.partition("+")[0] in _SCHEMES or scheme in plugins
 
 
 def store(uri: str | None) -> str:
-    """A tracking store that was given, or the default one; the path of a sqlite file is made absolute."""
+    """The given tracking store, or the default one, with an absolute path if it is a sqlite file."""
     return files.absolute_sqlite(uri or default_uri())
 
 
 class MLflowTracker(Callback):
     """Logs the run to MLflow: parameters, metrics by step, tags, the run directory's files, and how it ended.
 
-    Metrics of an epoch bear their plain names; those within an epoch are named `step/...`. A run that is resumed in its
-    directory goes on in the same MLflow run. Trouble with the store is printed once, and never stops or delays the
-    training: all points are in the journal, from which they are delivered as soon as the store can be reached.
+    Metrics of an epoch have their plain names; those within an epoch are named `step/...`. A run that is resumed in its
+    directory goes on in the same MLflow run. A problem with the store is printed once, and never stops or delays the
+    training: all points are in the journal, and are delivered as soon as the store can be reached.
 
     Args:
         uri: the tracking store; None: see `default_uri`.
         experiment: the experiment's name; None: the task's.
         wait: how long the end of the run may wait for the store, in seconds.
-        tags: tags of your own, by name; they win over ours.
+        tags: tags of your own, by name; they replace ours.
         parent: the id of a run in the same store within which this one is shown; None: `MLFLOW_PARENT_RUN_ID`.
-        log_model: whether the model of a run that has come to its end is written to `model/`, with signature and input
-            example, and is among the run's artifacts: `mlflow.pyfunc.load_model("runs:/<run id>/model")`.
-        register: under which name it becomes a version of a registered model; includes `log_model`.
+        log_model: whether the model is written to `model/` at the end of the run, with signature and input example, and
+            becomes an artifact: `mlflow.pyfunc.load_model("runs:/<run id>/model")`.
+        register: the name of the registered model of which it becomes a version; includes `log_model`.
 
-    Without `parent`, a run of MLflow's that is active here (`mlflow.start_run()`), or named by `MLFLOW_RUN_ID`, is
-    used, and not ended. If it has the points of another training already, the run becomes one within it.
+    Without `parent`, the active run of MLflow in this process (`mlflow.start_run()`), or the one that `MLFLOW_RUN_ID`
+    names, is used, and not ended. If it has the points of another training already, this run is shown within it.
     """
 
     def __init__(
@@ -82,35 +82,36 @@ class MLflowTracker(Callback):
         log_model: bool = False,
         register: str | None = None,
     ) -> None:
-        what = "give a URI such as sqlite:///mlflow.db or http://host:5000"
-        check(self, uri is None or _is_store(uri), what, uri=redact(uri))
+        fix = "give a URI such as sqlite:///mlflow.db or http://host:5000"
+        check(self, uri is None or _is_store(uri), fix, uri=redact(uri))
         check(self, is_number(wait, 0, 1e6), "give seconds, from 0 to 1000000", wait=wait)
-        good = register is None or (isinstance(register, str) and register.strip() and not set("/:'\"") & set(register))
-        check(self, bool(good), "give a name without / : and quotes", register=register)
-        named = isinstance(tags or {}, Mapping) and all(isinstance(name, str) and name for name in tags or ())
-        check(self, named, "each tag needs a name, a text", tags=tags)
+        is_name = register is None or _is_model_name(register)
+        check(self, is_name, "give a name without / : and quotes", register=register)
+        have_names = isinstance(tags or {}, Mapping) and all(isinstance(name, str) and name for name in tags or ())
+        check(self, have_names, "each tag needs a name, a text", tags=tags)
         self.uri = uri
         self.experiment = experiment
         self.wait = wait
         self.tags = {name: str(value) for name, value in (tags or {}).items()}
         self.parent = parent
-        self.log_model, self.register = log_model or register is not None, register
+        self.log_model = log_model or register is not None
+        self.register = register
         self._store = ""
         self._courier: subprocess.Popen[str] | None = None
         self._delivers = False  # whether the courier knows its run
         self._error = ""
 
     def warm(self) -> None:
-        """Starts the process that delivers, if there is none: it takes seconds to import MLflow, best spent early.
+        """Starts the process that delivers, if there is none. Start it early: it imports MLflow, which takes seconds.
 
-        The command line calls it before TensorFlow is loaded; `on_setup` does otherwise.
+        The command line calls it before TensorFlow is loaded; otherwise `on_setup` does.
         """
         if self._courier is not None:
             return
-        # A process, not a thread: importing MLflow alone, some seconds of Python, would take the interpreter from the
-        # training for up to a tenth of a second at a time. And it can be left behind, whatever it is stuck in.
+        # A process, not a thread: importing MLflow would block the interpreter, and so the training, for up to a tenth
+        # of a second at a time. And a process can be left behind, whatever it hangs in.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        scheme = self._begun_elsewhere()[0].partition(":")[0]
+        scheme = self._store_and_run()[0].partition(":")[0]
         try:
             self._courier = subprocess.Popen(
                 [sys.executable, "-P", "-m", "callbacks.mlflow.courier", scheme],
@@ -121,7 +122,7 @@ class MLflowTracker(Callback):
             self._error = f"no process can be started: {error.strerror}"
 
     def close(self) -> None:
-        """Ends the process that `warm` has started, if no run has come to it."""
+        """Ends the process that `warm` has started, if it has no run to deliver."""
         if self._courier is not None and not self._delivers:
             self._courier.kill()
             self._courier.communicate()
@@ -136,43 +137,48 @@ class MLflowTracker(Callback):
         if self._delivers:  # the workers of an elastic job have formed anew
             return
         parent = self.parent or os.environ.get("MLFLOW_PARENT_RUN_ID") or None
-        self._store, given = self._begun_elsewhere()
+        self._store, given = self._store_and_run()
         experiment = self.experiment or run.info["task"]
-        own = {"parent": parent, "given": None} if parent else {"given": given} if given else {}
-        write_state(run.directory, self._store, experiment, tags=redact(self.tags), **own)
+        relation: dict[str, str | None] = {}
+        if parent:
+            relation = {"parent": parent, "given": None}
+        elif given:
+            relation = {"given": given}
+        write_state(run.directory, self._store, experiment, tags=redact(self.tags), **relation)
         self.warm()
         if self._courier is None:
             return
         assert self._courier.stdin is not None
-        # By stdin, since the URI may hold a password, and a command line can be seen by all.
+        # By stdin, since the URI may hold a password, and all users can see a command line.
         order = {"directory": str(run.directory), "uri": self._store, "experiment": experiment}
-        with contextlib.suppress(BrokenPipeError):  # it has died; the end of the run says so
+        with contextlib.suppress(BrokenPipeError):  # the process has died; the end of the run reports it
             self._courier.stdin.write(json.dumps(order) + "\n")
             self._courier.stdin.flush()
         self._delivers = True
 
-    def _begun_elsewhere(self) -> tuple[str, str | None]:
-        """The store; and the run in it that is active in this process, or that the environment names, if any."""
-        loaded = sys.modules.get("mlflow")
-        active = loaded.active_run() if loaded else None
-        if loaded and active:
-            there = store(loaded.get_tracking_uri())
-            if self.uri is None or store(self.uri) == there:
-                return there, active.info.run_id
+    def _store_and_run(self) -> tuple[str, str | None]:
+        """The store, and the run that the user has made in it: active in this process, or named by the environment."""
+        mlflow = sys.modules.get("mlflow")  # if the user has imported it; the import is slow
+        active = mlflow.active_run() if mlflow else None
+        if mlflow and active:
+            active_store = store(mlflow.get_tracking_uri())
+            if self.uri is None or store(self.uri) == active_store:
+                return active_store, active.info.run_id
         return store(self.uri), os.environ.get("MLFLOW_RUN_ID") or None
 
     def on_fit_end(self, run: Run, status: str) -> None:
         if self.log_model and status in ("finished", "stopped"):
             try:
                 journal.artifact(run, logged_model.write(run), register=self.register)
-            except Exception as error:  # the training is done, and saved
+            except Exception as error:  # it must not fail a run that is trained and saved
                 text = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 _warn(f"the model isn't logged ({text})")
-        self.close()  # if the run ended before it began
+        self.close()  # if the run ended before `on_fit_start`
         outcome: dict[str, Any] = {"error": self._error, "warnings": []}
         if self._courier is not None:
             outcome |= _finish(self._courier, self.wait)
-            self._courier, self._delivers = None, False
+            self._courier = None
+            self._delivers = False
         for text in outcome["warnings"]:
             _warn(text)
         if outcome["error"]:
@@ -183,10 +189,10 @@ class MLflowTracker(Callback):
 
 
 def _finish(courier: subprocess.Popen[str], wait: float) -> dict[str, Any]:
-    """Lets the courier deliver the rest, and hears what became of it."""
+    """Has the courier deliver the rest; returns the outcome."""
     try:
         try:
-            output, _ = courier.communicate(f"{wait}\n", timeout=_UNSAID)
+            output, _ = courier.communicate(f"{wait}\n", timeout=_SILENT)
         except subprocess.TimeoutExpired:
             tell(f"sending the rest to MLflow (at most {wait:.0f} s) ...")
             output, _ = courier.communicate(timeout=wait + _GRACE)
@@ -204,10 +210,17 @@ def _warn(text: str) -> None:
     tell(f"warning: {text}")
 
 
+def _is_model_name(name: Any) -> bool:
+    return isinstance(name, str) and name.strip() != "" and not set("/:'\"") & set(name)
+
+
 def write_state(directory: Path, uri: str, experiment: str, **more: Any) -> None:
-    """Notes where the run is delivered to, and what else is to be known there; of the same store, the rest stays."""
-    old, uri = read_json(directory / STATE), redact(uri)
-    kept = old if old.get("uri") == uri else {name: old[name] for name in ("tags",) if name in old}
+    """Notes in `mlflow.json` where the run is delivered to. Other entries stay; for another store, only the tags do."""
+    old = read_json(directory / STATE)
+    uri = redact(uri)
+    kept = old
+    if old.get("uri") != uri:
+        kept = {"tags": old["tags"]} if "tags" in old else {}
     state = {"run_id": None, **kept, "uri": uri, "experiment": experiment, **more}
     if state != old:
         write_text(directory / STATE, json.dumps(state))

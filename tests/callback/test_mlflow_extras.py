@@ -177,7 +177,7 @@ def test_run_that_is_active_is_used_and_left_open_and_a_second_training_goes_int
 
 def test_environment_names_a_run(monkeypatch):
     monkeypatch.setenv("MLFLOW_RUN_ID", "abc")
-    assert MLflowTracker("sqlite:////a.db")._begun_elsewhere() == ("sqlite:////a.db", "abc")
+    assert MLflowTracker("sqlite:////a.db")._store_and_run() == ("sqlite:////a.db", "abc")
 
 
 @pytest.mark.parametrize(
