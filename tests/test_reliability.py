@@ -787,14 +787,14 @@ def test_batches_that_change_shape_are_traced_once(quiet):
 def test_faults_can_be_planned(quiet, monkeypatch):
     from loop.monitor import fault_injection
 
-    monkeypatch.setattr(fault_injection, "_plans", None)
+    monkeypatch.setattr(fault_injection, "_faults", None)
     monkeypatch.setenv("TFLOOP_FAULT", "callback-epoch_end:0:4:raise")
     with pytest.raises(fault_injection.PlannedError, match="callback-epoch_end:0:4:raise"):
         fit(Plain(), epochs=2, callbacks=quiet(), run_dir="run")
-    monkeypatch.setattr(fault_injection, "_plans", None)
+    monkeypatch.setattr(fault_injection, "_faults", None)
     for wrong in ("save", "save:0:0:explode", "save:one:0:kill"):
-        monkeypatch.setattr(fault_injection, "_plans", None)
+        monkeypatch.setattr(fault_injection, "_faults", None)
         monkeypatch.setenv("TFLOOP_FAULT", wrong)
         with pytest.raises(UsageError, match=f"TFLOOP_FAULT={wrong}: give point:rank:step:how"):
             fault_injection.reached("save")
-    monkeypatch.setattr(fault_injection, "_plans", None)
+    monkeypatch.setattr(fault_injection, "_faults", None)

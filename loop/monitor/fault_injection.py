@@ -18,7 +18,7 @@ VARIABLE = "TFLOOP_FAULT"
 HOW = ("raise", "kill", "hang")
 
 
-class _Fault(NamedTuple):
+class Fault(NamedTuple):
     """A fault that is still to happen."""
 
     point: str
@@ -27,15 +27,15 @@ class _Fault(NamedTuple):
     how: str
 
 
-_faults: list[_Fault] | None = None  # None until the environment was read
+_faults: list[Fault] | None = None  # None until the environment was read
 
 
-def _parsed(text: str) -> list[_Fault]:
+def _parsed(text: str) -> list[Fault]:
     faults = []
     for part in filter(None, text.split(",")):
         try:
             point, rank, step, how = part.split(":")
-            faults.append(_Fault(point, rank, int(step), how))
+            faults.append(Fault(point, rank, int(step), how))
             if how not in HOW or not (rank == "*" or rank.isdecimal()):
                 raise ValueError
         except ValueError:

@@ -273,7 +273,8 @@ def test_the_same_step_again_keeps_a_good_one_and_replaces_a_damaged_one(tmp_pat
 
 def test_the_same_step_with_more_to_tell_takes_the_old_ones_place_or_leaves_it(tmp_path, monkeypatch):
     checkpoint_files.write(tmp_path, 5, TENSORS, {"told": 1})
-    monkeypatch.setattr(checkpoint_files.fault_injection, "_plans", [("write-aside", "*", 0, "raise")])
+    fault = checkpoint_files.fault_injection.Fault("write-aside", "*", 0, "raise")
+    monkeypatch.setattr(checkpoint_files.fault_injection, "_faults", [fault])
     with pytest.raises(checkpoint_files.fault_injection.PlannedError):
         checkpoint_files.write(tmp_path, 5, TENSORS, {"told": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
