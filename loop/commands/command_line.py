@@ -77,34 +77,32 @@ def callback_option(kind: type[Callback], argument: object = None) -> str:
 
 
 def report_error(error: Exception) -> int:
-    """Says on stderr why a command failed, and returns its exit code.
-
-    In a job of ours the launcher says it, once for all workers.
-    """
-    alone = JOB not in os.environ
+    """Says on stderr why a command failed, and returns its exit code."""
     if isinstance(error, UsageError | TrainingError | FileError):
-        if alone:
-            say(str(error))
-        failed = isinstance(error, TrainingError | MovedError)
-        return FAILED if failed else BAD_INPUT
+        _say_once(str(error))
+        return FAILED if isinstance(error, TrainingError | MovedError) else BAD_INPUT
     if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
         tell(_wrong_usage(error))
         return BAD_INPUT
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         say(f"{reprlib.repr(error.filename)}: the name is too long")
         return BAD_INPUT
-    if isinstance(error, OSError) and error.errno in _FULL:
-        if alone:
-            what = f"{error.filename or 'stdout, or a file,'} can't be written ({os.strerror(error.errno)})"
-            say(f"{what}: make room there, and start the same command again")
-        flushed(tells=False)
-        return FAILED
 
-    if explain.DEBUG in os.environ:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        what = f"{error.filename or 'stdout, or a file,'} can't be written ({os.strerror(error.errno)})"
+        _say_once(f"{what}: make room there, and start the same command again")
+        flushed(tells=False)
+    elif explain.DEBUG in os.environ:
         tell(_traceback(error))
-    elif alone:
-        say(_in_a_line(error))
+    else:
+        _say_once(_in_a_line(error))
     return FAILED
+
+
+def _say_once(text: str) -> None:
+    """Says what went wrong, unless it is the launcher that says it, once for all workers."""
+    if JOB not in os.environ:
+        say(text)
 
 
 def _in_a_line(error: Exception) -> str:

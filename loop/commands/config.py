@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import reprlib
 import tomllib
@@ -15,9 +16,9 @@ from callbacks.run_record import redaction
 from loop.errors import UsageError
 
 MOST_BYTES = 1 << 20
-"""So long a file of options is at most."""
+"""The greatest size of a file of options."""
 EXCLUSIVE = (("epochs", "steps"), ("clip-norm", "clip-value"))
-"""Options of which one alone can be given: one takes the place of the other that a file before it has."""
+"""Options of which only one can be given: it replaces the other of an earlier file."""
 
 
 class Option(NamedTuple):
@@ -33,7 +34,7 @@ class Option(NamedTuple):
 
 
 def arguments(paths: Sequence[Path], options: Mapping[str, Option], typed: Collection[str]) -> list[str]:
-    """What is to be typed for what files say; a later file wins over an earlier one.
+    """The arguments of a command line that say what files say; a later file wins over an earlier one.
 
     Args:
         paths: the files.
@@ -43,35 +44,37 @@ def arguments(paths: Sequence[Path], options: Mapping[str, Option], typed: Colle
     Raises:
         UsageError: a file can't be read, or says something that can't be typed so.
     """
-    found: dict[str, list[str]] = {}
+    arguments_of: dict[str, list[str]] = {}
     of_typed: dict[str, list[str]] = {name: [] for name in typed}
     for layer in [*(_layer(path, options) for path in paths), of_typed]:
         for pair in EXCLUSIVE:
-            if any(name in layer for name in pair):
+            if not layer.keys().isdisjoint(pair):
                 for name in pair:
-                    found.pop(name, None)
-        found |= layer
-    redaction.as_typed += [text.removeprefix("--set=") for texts in found.values() for text in texts]
-    return [text for texts in found.values() for text in texts]
+                    arguments_of.pop(name, None)
+        arguments_of |= layer
+    from_files = list(itertools.chain.from_iterable(arguments_of.values()))
+    redaction.as_typed += [text.removeprefix("--set=") for text in from_files]
+    return from_files
 
 
 def _layer(path: Path, options: Mapping[str, Option]) -> dict[str, list[str]]:
     """What a file says, by the names of options; for a field `hidden` of the task, by the name `set hidden`."""
-    found: dict[str, list[str]] = {}
+    layer: dict[str, list[str]] = {}
     for key, value in _table(path).items():
         name = str(key).replace("_", "-")
         if name == "set":
             if not isinstance(value, dict):
                 raise UsageError(f"--config {path}: set = {shown(value)}: give a table of the task's fields")
-            found |= {f"set {field}": [f"--set={field}={_field(path, field, each)}"] for field, each in value.items()}
+            for field, content in value.items():
+                layer[f"set {field}"] = [f"--set={field}={_field(path, field, content)}"]
         elif name not in options:
             hint = "; the only table is [set]" if isinstance(value, dict) else nearest(name, [*options, "set"])
             raise UsageError(f"--config {path}: there is no option {shown(key)}{hint}")
-        elif name in found:
+        elif name in layer:
             raise UsageError(f"--config {path}: {name} is there twice, with - and with _: leave one out")
         else:
-            found[name] = _typed(path, name, value, options[name])
-    return found
+            layer[name] = _typed(path, name, value, options[name])
+    return layer
 
 
 def _typed(path: Path, name: str, value: Any, option: Option) -> list[str]:
@@ -94,8 +97,9 @@ def _field(path: Path, field: Any, value: Any) -> str:
     if not (isinstance(field, str) and field.isidentifier()):
         raise UsageError(f"--config {path}: set has {shown(field)}, which can't be the name of a field")
     kinds = (bool, int, float, str)
-    if isinstance(value, list) and all(_plain(each, kinds) for each in value):
-        return f"[{', '.join(json.dumps(each) if isinstance(each, str) else str(each) for each in value)}]"
+    if isinstance(value, list) and all(_plain(item, kinds) for item in value):
+        items = [json.dumps(item) if isinstance(item, str) else str(item) for item in value]
+        return f"[{', '.join(items)}]"
     if value is not None and not _plain(value, kinds):
         raise UsageError(
             f"--config {path}: set.{field} = {shown(value)}: give a number, a text, true or false, or a list of these"
@@ -109,38 +113,42 @@ def _plain(value: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def _table(path: Path) -> dict[str, Any]:
+    """What a file says."""
+    text = _text(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise UsageError(f"--config {path}: it has more than {MOST_BYTES:,} bytes: that is no file of options")
-        text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}{near_file(path)}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--config {path}: it is no text in UTF-8 ({error.reason} at byte {error.start})") from None
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            table = _yaml(text)
-        else:
-            table = tomllib.loads(text)
+        table = _yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
     except RecursionError:
         raise UsageError(f"--config {path}: it nests deeper than options ever do") from None
-    except ImportError:
-        raise UsageError(f"--config {path}: YAML needs PyYAML, which isn't installed: give a TOML file") from None
-    except Exception as error:  # whatever a reader has against a text
-        place = getattr(error, "problem_mark", None)
-        what = " ".join(str(getattr(error, "problem", None) or error).split())
-        what = what.replace("end of document", f"the end, line {len(text.splitlines())}")
-        at = f" (at line {place.line + 1}, column {place.column + 1})" if place else ""
-        raise UsageError(f"--config {path}: it can't be read: {what}{at}") from None
+    except Exception as error:  # the readers of TOML and YAML have different ones
+        raise UsageError(f"--config {path}: it can't be read: {_why(error, text)}") from None
     if table is not None and not isinstance(table, dict):
         raise UsageError(f"--config {path}: it holds {shown(table)}: give options, each with its value")
     return table or {}
 
 
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UsageError(f"--config {path}: it has more than {MOST_BYTES:,} bytes: that is no file of options")
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}{near_file(path)}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {path}: it is no text in UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _why(error: Exception, text: str) -> str:
+    """Why a text can't be read, and where."""
+    what = " ".join(str(getattr(error, "problem", None) or error).split())
+    what = what.replace("end of document", f"the end, line {len(text.splitlines())}")
+    mark = getattr(error, "problem_mark", None)
+    return f"{what} (at line {mark.line + 1}, column {mark.column + 1})" if mark else what
+
+
 def _yaml(text: str) -> Any:
-    """What a YAML text says. Aliases, by which a short text can say endlessly much, and repeated keys are refused."""
+    """What a YAML text says. Refuses aliases, with which a short text grows without end, and repeated keys."""
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -195,11 +196,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         curves: by label. One that is a single character is its own marker where there are no colors.
         height: lines of the plot.
     """
-    shown = {
-        label: [(step, value) for step, value in points if math.isfinite(value) and abs(value) < _LARGEST]
-        for label, points in curves.items()
-    }
-    shown = {label: points for label, points in shown.items() if points}
+    shown = {label: finite for label, points in curves.items() if (finite := _finite(points))}
     if not shown:
         return [f"{title}: nothing to plot"]
     import plotext
@@ -210,27 +207,44 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
     figure.plot_size(min(width(), 120), height)
     legend = []
     for index, (label, points) in enumerate(shown.items()):
-        color, letter = COLORS[index % len(COLORS)], label if len(label) == 1 else MARKERS[index % len(MARKERS)]
+        color = COLORS[index % len(COLORS)]
+        letter = label if len(label) == 1 else MARKERS[index % len(MARKERS)]
         marker = letter if plain() else plotext.marker("braille", plotext.pixel(color))
-        thinned = [*points[:: 1 + len(points) // 1000], points[-1]]
-        figure.draw(figure.signal(*zip(*thinned, strict=True), marker=marker).lines())
+        steps, values = zip(*_thinned(points), strict=True)
+        figure.draw(figure.signal(steps, values, marker=marker).lines())
         legend.append(colored(f"{letter} {label}" if plain() and letter != label else label, color))
-    steps = [step for points in shown.values() for step, _ in points]
-    values = [value for points in shown.values() for _, value in points]
-    _scale(figure.ruler("x"), min(steps), max(steps), "{:,.0f}")
-    _scale(figure.ruler("y"), min(values), max(values), "{:.4g}")
+    every_point = list(itertools.chain.from_iterable(shown.values()))
+    _scale(figure.ruler("x"), [step for step, _ in every_point], "{:,.0f}")
+    _scale(figure.ruler("y"), [value for _, value in every_point], "{:.4g}")
     lines = figure.build().string(plain()).splitlines()
     if plain():
         lines = [line.translate(_ASCII).rstrip() for line in lines]
     return [f"{colored(title, None, bold=True)}  {'  '.join(legend)}", *lines]
 
 
-def _scale(ruler: Any, low: float, high: float, form: str, ticks: int = 4) -> None:
-    """Has a ruler show values from `low` to `high`, and a little around them where they are all the same."""
+def _finite(points: Points) -> Points:
+    """The points that can be plotted."""
+    return [(step, value) for step, value in points if math.isfinite(value) and abs(value) < _LARGEST]
+
+
+def _thinned(points: Points) -> Points:
+    """So many points as a plot can show, and the last one."""
+    return [*points[:: 1 + len(points) // 1000], points[-1]]
+
+
+def _scale(ruler: Any, values: Sequence[float], form: str, ticks: int = 4) -> None:
+    """Has a ruler show all values, and a little around them where they are all the same."""
+    low = min(values)
+    high = max(values)
     if high - low <= 1e-6 * max(abs(low), abs(high)):
-        low, high, ticks = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1), 2
+        low -= abs(low) / 10 or 1
+        high += abs(high) / 10 or 1
+        ticks = 2
     ruler.lim(low, high)
-    labels = {form.format(tick): tick for tick in (low + (high - low) * index / ticks for index in range(ticks + 1))}
+    labels = {}
+    for index in range(ticks + 1):
+        tick = low + (high - low) * index / ticks
+        labels[form.format(tick)] = tick
     ruler.ticks(list(labels.values()), list(labels))
 
 

@@ -9,8 +9,9 @@ import contextlib
 import importlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import callbacks
@@ -28,11 +29,14 @@ from loop.options import DEFAULTS, with_defaults
 from loop.target import task_loader
 from loop.task import TrainTask
 
+Outcome = tuple[int, str, dict[str, Any] | None]
+"""The exit code; what went wrong, or ""; the result, if it is this process that prints it."""
+
 
 class Place(NamedTuple):
-    """Where a task is trained: the engine, why that one, and what it is to have."""
+    """Where a task is trained: the backend, why that one, and what it is to have."""
 
-    engine: str
+    backend: str
     why: str
     workers: int | None
     hosts: dict[str, int]
@@ -40,15 +44,12 @@ class Place(NamedTuple):
     devices: list[str] | None
 
 
-def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any] | None]:
+def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     """Trains a task.
 
     Args:
         typed: what was typed, by the names of the command's parameters.
         arguments: the same as it was typed, for workers.
-
-    Returns:
-        The exit code; what went wrong, or ""; the result, if it is this process that tells it.
     """
     given = _options(typed)
     with_defaults(None, given)
@@ -59,32 +60,32 @@ def train(typed: Any, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any
     place = _place(typed)
     with contextlib.ExitStack() as beginning:
         beginning.enter_context(before_training())
-        if place.engine in ("horovod", "multiworker", "parameter_server") and job_size() is None:
+        if place.backend in ("horovod", "multiworker", "parameter_server") and job_size() is None:
             code, problem, fields = _launch(typed, place, arguments)
-        elif place.engine == "parameter_server" and job_rank():
-            with reporting():
-                with stderr.quiet_start():
-                    from loop.backends.parameter_server import serve
-                serve(typed.threads or 0)
-            return 0, "", None
+        elif place.backend == "parameter_server" and job_rank():
+            return _serve(typed.threads or 0)
         else:
             if tracker is not None and job_rank() == 0 and not typed.dry_run_:
                 beginning.callback(tracker.close)
                 tracker.warm()  # while TensorFlow is loaded
             chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
             code, problem, fields = _work(typed, given, place, chosen, beginning)
-    if typed.dry_run_ and fields is not None:
-        fields["why"] = place.why
-    elif code == PREEMPTED and fields is not None:
-        _tell_how_to_go_on(typed, arguments, fields)
+
+    if fields is not None:
+        if typed.dry_run_:
+            fields["why"] = place.why
+        elif code == PREEMPTED:
+            _tell_how_to_go_on(typed, arguments, fields)
     return code, problem, fields
 
 
-def _tell_how_to_go_on(typed: Any, arguments: Sequence[str], fields: dict[str, Any]) -> None:
+def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields: Mapping[str, Any]) -> None:
     """Says with which command an interrupted run goes on."""
-    command, directory = ["tfloop", *arguments], Path(fields["run_dir"])
-    for place in reversed([place for place, word in enumerate(command) if word.partition("=")[0] == "--resume"]):
-        del command[place : place + (1 if "=" in command[place] else 2)]
+    command = ["tfloop", *arguments]
+    directory = Path(fields["run_dir"])
+    for index in reversed(range(len(command))):
+        if command[index].partition("=")[0] == "--resume":
+            del command[index : index + (1 if "=" in command[index] else 2)]
     if typed.resume not in (None, "auto") and typed.config_:  # a file may have it
         command.append("--resume=auto")
     if typed.run_dir is None:
@@ -94,7 +95,7 @@ def _tell_how_to_go_on(typed: Any, arguments: Sequence[str], fields: dict[str, A
         tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
 
 
-def _options(typed: Any) -> dict[str, Any]:
+def _options(typed: SimpleNamespace) -> dict[str, Any]:
     """The options of `fit`; None: not typed."""
     given = {name.rstrip("_"): value for name, value in vars(typed).items() if name.rstrip("_") in DEFAULTS}
     return given | {
@@ -102,7 +103,7 @@ def _options(typed: Any) -> dict[str, Any]:
     }
 
 
-def _check(typed: Any) -> None:
+def _check(typed: SimpleNamespace) -> None:
     """Refuses what can't be, whatever the engine is; sets what all workers are to have."""
     if typed.threads is not None and not 1 <= typed.threads <= MOST_WORKERS:
         raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {MOST_WORKERS}")
@@ -118,50 +119,68 @@ def _check(typed: Any) -> None:
         runs.checkpointed(Path(typed.resume), "--resume ")
 
 
-def _place(typed: Any) -> Place:
+def _place(typed: SimpleNamespace) -> Place:
     """Where the task is to be trained; refuses what doesn't fit together."""
-    backend, tpu, devices = typed.backend, typed.tpu, typed.devices
-    if tpu is not None:
-        os.environ["TPU_NAME"], backend = tpu, backend or "tpu"
-    places = hosts.read(typed.hosts_, typed.workers, backend or "auto", typed.interface, typed.remote_python)
-    workers = sum(places.values()) or typed.workers
-    limits = read_limits(typed.elastic_, typed.discovery, backend or "auto", workers, typed.hosts_)
+    asked = typed.backend
+    if typed.tpu is not None:
+        os.environ["TPU_NAME"] = typed.tpu
+        asked = asked or "tpu"
+    by_host = hosts.read(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
+    workers = sum(by_host.values()) or typed.workers
+    limits = _limits(typed, asked or "auto", workers)
     if limits is not None:
-        for option, value in (("--profile", typed.profile), ("--devices", devices), ("--tpu", tpu)):
+        asked = "horovod"
+    devices = machine.device_names(typed.devices.split(",")) if typed.devices is not None else None
+    asked = asked or ("mirrored" if devices else "auto")
+
+    backend = choose_for_command(asked, workers, asynchronous=True)
+    why = choose_backend(asked, workers)[1] if typed.dry_run_ else ""
+    place = Place(backend, why, workers, by_host, limits, devices)
+    _check_fits(typed, place)
+    return place
+
+
+def _limits(typed: SimpleNamespace, backend: str, workers: int | None) -> Limits | None:
+    """How many workers an elastic job may have; None if none was asked for."""
+    limits = read_limits(typed.elastic_, typed.discovery, backend, workers, typed.hosts_)
+    if limits is not None:
+        for option in ("profile", "devices", "tpu"):
+            value = getattr(typed, option)
             if value is not None:
-                raise UsageError(f"--elastic {typed.elastic_} with {option} {value}: leave one of them out")
-        backend = "horovod"
-    towers = machine.device_names(devices.split(",")) if devices is not None else None
-    backend = backend or ("mirrored" if towers else "auto")
-    engine = choose_for_command(backend, workers, asynchronous=True)
-    why = choose_backend(backend, workers)[1] if typed.dry_run_ else ""
+                raise UsageError(f"--elastic {typed.elastic_} with --{option} {value}: leave one of them out")
+    return limits
+
+
+def _check_fits(typed: SimpleNamespace, place: Place) -> None:
+    """Refuses options that mean nothing to the backend, or contradict each other."""
     if typed.ps is not None:
-        check_servers(engine, typed.ps)
+        check_servers(place.backend, typed.ps)
     least = typed.min_shard_bytes
-    if least is not None and (engine != "parameter_server" or least < 1):
+    if least is not None and (place.backend != "parameter_server" or least < 1):
         raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
-    for option, value, meant in (("--tpu", tpu, ("tpu",)), ("--devices", devices, ("mirrored", "central"))):
-        if value is not None and engine not in meant:
-            raise UsageError(f"{option} {value} with --backend {engine}: leave one out, or use {' or '.join(meant)}")
-    if towers and workers not in (None, len(towers)):
-        raise UsageError(f"--workers {workers} with {len(towers)} devices: leave --workers out")
-    return Place(engine, why, workers, places, limits, towers)
+    for option, allowed in (("tpu", ("tpu",)), ("devices", ("mirrored", "central"))):
+        value = getattr(typed, option)
+        if value is not None and place.backend not in allowed:
+            use = " or ".join(allowed)
+            raise UsageError(f"--{option} {value} with --backend {place.backend}: leave one out, or use {use}")
+    if place.devices and place.workers not in (None, len(place.devices)):
+        raise UsageError(f"--workers {place.workers} with {len(place.devices)} devices: leave --workers out")
 
 
-def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, str, dict[str, Any] | None]:
+def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> Outcome:
     """Starts workers, which come to `_work` with the same arguments, and waits for them."""
     count = place.workers or 1
     what = f"{count} worker{'s' * (count > 1)}"
     where = f" on {len(place.hosts)} hosts" if place.hosts else ""
-    tell(f"starting {what}{where} ({place.engine}) ...")
+    tell(f"starting {what}{where} ({place.backend}) ...")
     with contextlib.ExitStack() as stack:
         cluster = None
         if place.hosts:
             files = hosts.files(typed.target_, typed.config_ or ())
-            connection = hosts.connect(place.hosts, place.engine, files, typed.interface, typed.remote_python)
+            connection = hosts.connect(place.hosts, place.backend, files, typed.interface, typed.remote_python)
             cluster = stack.enter_context(connection)
         if place.limits is None:
-            done = run_job(place.engine, count, arguments, typed.ps or 1, cluster)
+            done = run_job(place.backend, count, arguments, typed.ps or 1, cluster)
         else:
             done = run_elastic_job(place.limits, place.workers, arguments, cluster)
     if done[0] == PREEMPTED and done[2] is None:
@@ -169,9 +188,22 @@ def _launch(typed: Any, place: Place, arguments: Sequence[str]) -> tuple[int, st
     return done
 
 
+def _serve(threads: int) -> Outcome:
+    """Serves the variables of a job, in a process that trains nothing."""
+    with reporting():
+        with stderr.quiet_start():
+            from loop.backends.parameter_server import serve
+        serve(threads)
+    return 0, "", None
+
+
 def _work(
-    typed: Any, given: dict[str, Any], place: Place, chosen: callbacks.StandardSet, beginning: contextlib.ExitStack
-) -> tuple[int, str, dict[str, Any] | None]:
+    typed: SimpleNamespace,
+    given: dict[str, Any],
+    place: Place,
+    chosen: callbacks.StandardSet,
+    beginning: contextlib.ExitStack,
+) -> Outcome:
     """Trains in this process, which may be one of several; `beginning` is closed when it has the signals no more."""
     with reporting() as report:
         with stderr.quiet_start():
@@ -183,7 +215,7 @@ def _work(
                 return task
 
             task, made = backends.with_task(
-                load, place.engine, place.workers, place.devices, typed.min_shard_bytes, typed.threads
+                load, place.backend, place.workers, place.devices, typed.min_shard_bytes, typed.threads
             )
         from loop.fit import fit
 

@@ -140,22 +140,27 @@ class _Tuner:
         about = self._about
         now = {name: about["options"][name.replace("-", "_")] for name in TUNED if name != "threads"}
         others = _others(now, about)
-        for name in (name for name in others if name in only):
+        for name in [name for name in others if name in only]:
             best = self._best(best, [self._measured(best.changes | {name: value}) for value in others[name]])
         if "batch-size" in only:
             rows = self._batch_sizes(best, now["batch-size"])
             if batch_size and rows:
                 best = self._best(best, [max(rows, key=lambda row: row.speed)])
-        if len(best.changes) > 1:  # each was compared with the one before: now all of them with none
-            for _ in range(self._rounds):
-                self._measure(default)
-                self._measure(best)
-            best.against = self._recent(best) / self._recent(default)
-            if best.against < _GAIN:
-                self._notes.append(f"{best}: all in all no faster than as it is")
-                best = default
+        if len(best.changes) > 1:
+            best = self._confirmed(best, default)
         settings = {name: now[name] for name in others if name in now} | best.changes
         return Report(self._arguments, about, self._rows, best, settings, self._notes)
+
+    def _confirmed(self, best: Row, default: Row) -> Row:
+        """The best, or the default where it is no slower: each setting was only compared with those before it."""
+        for _ in range(self._rounds):
+            self._measure(default)
+            self._measure(best)
+        best.against = self._recent(best) / self._recent(default)
+        if best.against >= _GAIN:
+            return best
+        self._notes.append(f"{best}: all in all no faster than as it is")
+        return default
 
     def _measured(self, changes: Mapping[str, Any]) -> Row:
         self._rows.append(Row(dict(changes)))

@@ -48,10 +48,14 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
         raise UsageError(f"--sort {printable(sort or '')}: the runs have nothing of that name{nearest(column, known)}")
 
     passed = [record for record in records if all(condition(record) for condition in conditions)]
-    having = [record for record in passed if value(record, column) is not None]
-    having.sort(key=lambda record: _order(value(record, column)), reverse=(sort or "").startswith("-"))
-    # Runs without a value stand last, whichever way the others are sorted.
-    return having + [record for record in passed if value(record, column) is None]
+    return _sorted(passed, column, reverse=(sort or "").startswith("-"))
+
+
+def _sorted(records: Sequence[Record], column: str, reverse: bool) -> list[Record]:
+    """Runs by what they have in a column; those that have nothing stand last, whichever way the others are sorted."""
+    having = [record for record in records if value(record, column) is not None]
+    having.sort(key=lambda record: _order(value(record, column)), reverse=reverse)
+    return having + [record for record in records if value(record, column) is None]
 
 
 def _order(field: Any) -> tuple[bool, float, str]:
