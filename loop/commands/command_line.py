@@ -91,7 +91,7 @@ def report_error(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno in _FULL:
         what = f"{error.filename or 'stdout, or a file,'} can't be written ({os.strerror(error.errno)})"
         _say_once(f"{what}: make room there, and start the same command again")
-        flushed(tells=False)
+        flushed(is_reported=False)
     elif explain.DEBUG in os.environ:
         tell(_traceback(error))
     else:
@@ -128,13 +128,13 @@ def say(text: str) -> None:
     tell(f"tfloop: error: {text}")
 
 
-def flushed(tells: bool = True) -> bool:
-    """Writes what is still to be written on stdout. Returns whether that was taken; `tells` if not."""
+def flushed(is_reported: bool = True) -> bool:
+    """Writes what stdout still holds. Returns whether that was possible; if not, `is_reported` says so on stderr."""
     try:
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python tries again when it ends
-        if tells and error.errno != errno.EPIPE:  # of `head`, for example, which has seen enough
+        if is_reported and error.errno != errno.EPIPE:  # of `head`, for example, which has seen enough
             say(f"stdout can't be written ({error.strerror}): what the command has done stands, what it tells is lost")
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a shell may complete: targets, engines, run directories. Imports no TensorFlow."""
+"""What a shell may complete: targets, backends, run directories. Imports no TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from loop.target.task_loader import SHIPPED
 
 def targets(incomplete: str) -> list[str]:
     """The shipped examples, and the classes in Python files whose path begins so."""
-    found = list(SHIPPED)
+    names = list(SHIPPED)
     start = incomplete.partition(":")[0]
     for path in [Path(start)] if start.endswith(".py") else _beginning(start, "*.py"):
-        found += [f"{path}:{kind}" for kind in classes(path)]
-    return [each for each in found if each.startswith(incomplete)]
+        names += [f"{path}:{kind}" for kind in classes(path)]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def backends(incomplete: str) -> list[str]:
-    """The engines, plug-ins too."""
+    """The backends, plug-ins too."""
     return [name for name in (*BACKENDS, *plugins.entry_points()) if name.startswith(incomplete)]
 
 
 def run_dirs(incomplete: str) -> list[str]:
     """The run directories in `runs/`, and those whose path begins so."""
-    found = [*Path("runs").glob("*/run.json"), *_beginning(incomplete, "*/run.json")]
-    return [path for path in dict.fromkeys(str(each.parent) for each in found) if path.startswith(incomplete)]
+    manifests = [*Path("runs").glob("*/run.json"), *_beginning(incomplete, "*/run.json")]
+    directories = dict.fromkeys(str(manifest.parent) for manifest in manifests)
+    return [directory for directory in directories if directory.startswith(incomplete)]
 
 
 def runs(incomplete: str) -> list[str]:

@@ -35,10 +35,11 @@ def table(findings: Sequence[Finding]) -> Table:
     """The findings for people: the state in its color, and below what is missing or broken how to mend it."""
     colors = {"ok": "green", "missing": "yellow", "broken": "red"}
     rows = []
-    for found in findings:
-        rows.append([terminal.colored(found["state"], colors[found["state"]]), f"{found['what']}: {found['found']}"])
-        if found["fix"]:
-            rows.append(["", f"-> {found['fix']}"])
+    for entry in findings:
+        state = entry["state"]
+        rows.append([terminal.colored(state, colors[state]), f"{entry['what']}: {entry['found']}"])
+        if entry["fix"]:
+            rows.append(["", f"-> {entry['fix']}"])
     return terminal.table(rows, right=(0,))
 
 

@@ -32,7 +32,8 @@ def new(name: str) -> str:
         hides = better == f"{name}_task" and not keyword.iskeyword(name)
         what = f"{name}.py would hide a module of this name" if hides else "no module can have this name"
         raise UsageError(f"NAME {name!r}: {what}; how about {better!r}?")
-    text, path = shipped_path(TEMPLATE.lower()).read_text(), Path(f"{name}.py")
+    text = shipped_path(TEMPLATE.lower()).read_text()
+    path = Path(f"{name}.py")
     kind = class_name(name, set(re.findall(r"\w+", text)))
     text = text.replace(f"{TEMPLATE.lower()}.py", path.name)  # the commands at its top name the file that they train
     try:

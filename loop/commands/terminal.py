@@ -179,12 +179,11 @@ def cut(text: str, longest: int) -> str:
 def bars(seconds: Mapping[str, float], size: int = 40) -> Table:
     """Parts of a time as a table with bars, the greatest first; those of less than a thousandth are left out."""
     whole = sum(seconds.values())
-    found = sorted((item for item in seconds.items() if item[1] > whole / 1000), key=lambda item: -item[1])
     bar = "#" if plain() else "█"
-    rows = [
-        [part_name(name), lasting(some), f"{some / whole:.0%}", bar * round(size * some / whole)]
-        for name, some in found
-    ]
+    rows = []
+    for name, part in sorted(seconds.items(), key=lambda item: -item[1]):
+        if part > whole / 1000:
+            rows.append([part_name(name), lasting(part), f"{part / whole:.0%}", bar * round(size * part / whole)])
     return table(rows, right=(1, 2))
 
 

@@ -104,7 +104,7 @@ def _options(typed: SimpleNamespace) -> dict[str, Any]:
 
 
 def _check(typed: SimpleNamespace) -> None:
-    """Refuses what can't be, whatever the engine is; sets what all workers are to have."""
+    """Refuses values that no backend can have; sets what all workers are to have."""
     if typed.threads is not None and not 1 <= typed.threads <= MOST_WORKERS:
         raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {MOST_WORKERS}")
     if typed.callback:  # another command has started this one, and is not to be outlived

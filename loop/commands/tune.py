@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callbacks.files import hidden_name, read_json, replacing
-from callbacks.formats import size
+from callbacks.formats import plural, size
 from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
 from loop.commands import command_line, terminal
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
-"""What can be tried, in this order: each with the best of those before it."""
+"""What can be tried, in this order: each together with the best of those before it."""
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
 _GAIN = 1.02  # what is faster by less isn't worth another setting
@@ -125,8 +125,11 @@ class _Tuner:
     def __init__(
         self, arguments: Sequence[str], seconds: float, rounds: int, directory: Path, progress: Callable[[str], None]
     ) -> None:
-        self._arguments, self._seconds, self._rounds = list(arguments), seconds, rounds
-        self._directory, self._progress = directory, progress
+        self._arguments = list(arguments)
+        self._seconds = seconds
+        self._rounds = rounds
+        self._directory = directory
+        self._progress = progress
         self._about: dict[str, Any] = {}
         self._rows: list[Row] = []
         self._notes: list[str] = []
@@ -168,7 +171,13 @@ class _Tuner:
         return self._rows[-1]
 
     def _recent(self, row: Row) -> float:
+        """The median of its last trials, in which it took turns with others."""
         return statistics.median(row.speeds[-self._rounds :])
+
+    def _noise(self, row: Row) -> float:
+        """How far its last trials lie apart."""
+        recent = row.speeds[-self._rounds :]
+        return max(recent) - min(recent)
 
     def _best(self, best: Row, rows: Sequence[Row]) -> Row:
         """The fastest, where it is surely faster than the best so far: those that are close take turns with it."""
@@ -177,12 +186,11 @@ class _Tuner:
         for _ in range(self._rounds - 1 if close else 0):
             for row in (best, *close):
                 self._measure(row)
-        fastest, usual = best, best.speeds[-self._rounds :]
+        fastest = best
         gain = _GAIN if self._rounds > 1 else 1 / _CLOSE  # one trial says nothing of the noise
-        for row in (row for row in rows if row.speeds):
-            recent = row.speeds[-self._rounds :]
+        for row in [row for row in rows if row.speeds]:
             row.against = best.against * self._recent(row) / self._recent(best)
-            noise = max(max(each) - min(each) for each in (recent, usual))
+            noise = max(self._noise(row), self._noise(best))
             surely = self._recent(row) - self._recent(best) > noise and row.against >= gain * best.against
             if surely and self._recent(row) > self._recent(fastest):
                 fastest = row
@@ -191,15 +199,19 @@ class _Tuner:
     def _batch_sizes(self, best: Row, batch: int) -> list[Row]:
         """Doubles the batch while memory lasts, there are so many examples, and it makes training faster."""
         assert best.against is not None
-        rows, growth, waits = [best], best.memory, 0
-        while waits < 2:
+        rows = [best]
+        growth = best.memory
+        slower = 0  # sizes in a row that were no faster
+        while slower < 2:
             batch *= 2
             if self._examples is not None and batch > self._examples:
                 self._notes.append(f"batch-size {batch}: there are only {self._examples} examples")
                 break
-            if (needed := rows[-1].memory + growth) > (there := available()):
+            needed = rows[-1].memory + growth
+            free = available()
+            if needed > free:
                 self._notes.append(
-                    f"batch-size {batch}: would need about {size(needed)} of memory, {size(there)} are free"
+                    f"batch-size {batch}: would need about {size(needed)} of memory, {size(free)} are free"
                 )
                 break
             row = self._measured(best.changes | {"batch-size": batch})
@@ -207,18 +219,33 @@ class _Tuner:
                 break
             row.against = best.against * row.speed / best.speed
             growth = 2 * max(0, row.memory - rows[-1].memory)
-            waits = 0 if row.speed >= _GAIN * max(each.speed for each in rows) else waits + 1
+            slower = 0 if row.speed >= _GAIN * max(smaller.speed for smaller in rows) else slower + 1
             rows.append(row)
         return rows[1:]
 
     def _measure(self, row: Row) -> None:
-        """A trial."""
-        self._progress(f"{row}{f', trial {len(row.speeds) + 1}' if row.speeds else ''}")
-        place = Path(tempfile.mkdtemp(dir=self._directory))
+        """Makes a trial, and notes its outcome."""
+        self._progress(f"{row}, trial {len(row.speeds) + 1}" if row.speeds else f"{row}")
+        directory = Path(tempfile.mkdtemp(dir=self._directory))
+        self._train(row, directory)
+        workers = [read_json(path) for path in sorted((directory / "run").glob("trial-*.json"))]
+        if self._code == 0 and workers and (speed := workers[0]["examples_per_second"]):
+            row.speeds.append(speed)
+            row.memory = max(row.memory, sum(worker["memory"] for worker in workers))
+            row.gpu_memory = max(row.gpu_memory, *(worker["gpu_memory"] for worker in workers))
+            if not self._about:
+                self._about = read_json(directory / "run" / "run.json") | {"stream": workers[0]["stream"]}
+                self._examples = workers[0]["examples"]
+        elif not row.speeds:
+            row.problem = reason(self._code, (directory / "stderr").read_text(errors="replace"))
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def _train(self, row: Row, directory: Path) -> None:
+        """Trains in a process of its own, until the trial has been measured."""
         changes = [f"--{name}={value}" for name, value in row.changes.items()]
-        own = [command_line.callback_option(ThroughputProbe, self._seconds), f"--run-dir={place / 'run'}"]
-        environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": str(place)}
-        with (place / "stderr").open("wb") as stderr:
+        own = [command_line.callback_option(ThroughputProbe, self._seconds), f"--run-dir={directory / 'run'}"]
+        environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": str(directory)}
+        with (directory / "stderr").open("wb") as stderr:
             process = subprocess.Popen(
                 [*_COMMAND, *self._arguments, *changes, *_ALWAYS, *own],
                 env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
@@ -228,28 +255,17 @@ class _Tuner:
                 self._code = process.wait()
             finally:
                 _end(process)
-        found = [read_json(path) for path in sorted((place / "run").glob("trial-*.json"))]
-        if self._code == 0 and found and (speed := found[0]["examples_per_second"]):
-            row.speeds.append(speed)
-            row.memory = max(row.memory, sum(each["memory"] for each in found))
-            row.gpu_memory = max(row.gpu_memory, *(each["gpu_memory"] for each in found))
-            if not self._about:
-                self._about = read_json(place / "run" / "run.json") | {"stream": found[0]["stream"]}
-                self._examples = found[0]["examples"]
-        elif not row.speeds:
-            row.problem = reason(self._code, (place / "stderr").read_text(errors="replace"))
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def _others(now: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The settings to try beside those that are, but for the size of the batch."""
-    cpus, threads = about["machine"]["cpus"], about["machine"]["intra_op_threads"]
-    found: dict[str, list[Any]] = {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
+    cpus = about["machine"]["cpus"]
+    settings: dict[str, list[Any]] = {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
     if about["stream"]:
-        found["prefetch"] = [1, 2, 8, "auto"]
-    found["threads"] = sorted({1, max(1, cpus // 2), cpus, max(1, cpus // about["workers"])})
-    used = {**now, "threads": threads or cpus}
-    return {name: [value for value in values if value != used[name]] for name, values in found.items()}
+        settings["prefetch"] = [1, 2, 8, "auto"]
+    settings["threads"] = sorted({1, max(1, cpus // 2), cpus, max(1, cpus // about["workers"])})
+    used = {**now, "threads": about["machine"]["intra_op_threads"] or cpus}
+    return {name: [value for value in values if value != used[name]] for name, values in settings.items()}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -270,12 +286,15 @@ def reason(code: int, printed: str) -> str:
     """Why a process has failed, in a line."""
     if code == -signal.SIGKILL:
         return "killed, or out of memory"
-    lines = [line.strip() for line in printed.splitlines() if line.strip() and not re.match(stderr.CHATTER, line)]
-    said = [
-        line for line in lines if line.startswith("tfloop: error: ") or re.match(r"[\w.]+(Error|Exception)\b", line)
-    ]
-    last = [*lines[-1:], *said[-1:]] or [f"exit code {code}, without a word"]
-    return last[-1].removeprefix("tfloop: error: ")
+    why = f"exit code {code}, without a word"
+    has_error = False
+    for line in map(str.strip, printed.splitlines()):
+        is_error = re.match(r"tfloop: error: |[\w.]+(Error|Exception)\b", line) is not None
+        # The last error, or else the last line that isn't TensorFlow's.
+        if line and not re.match(stderr.CHATTER, line) and (is_error or not has_error):
+            why = line
+            has_error = is_error
+    return why.removeprefix("tfloop: error: ")
 
 
 def available() -> int:
@@ -286,25 +305,29 @@ def available() -> int:
         free.append(1024 * int(kilobytes))
     with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
         group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        free.append(limit - used)
+        limit = int((group / "memory.max").read_text())
+        free.append(limit - int((group / "memory.current").read_text()))
     return min(free)
 
 
 def lines(report: Report) -> list[RenderableType]:
-    """The report for people: a table, the best of it in color, and notes."""
+    """The report for people: a table, its best row in color, and notes."""
     on_gpu = any(row.gpu_memory for row in report.rows)
     head = ["", "examples/s", "as it is = 1", "peak memory", *["on the GPU"] * on_gpu, ""]
     rows = []
+    problems = []
     for row in report.rows:
-        numbers = ["", "", ""] + [""] * on_gpu
-        note = f"failed: {row.problem}"
-        if not row.problem:
-            numbers = [f"{row.speed:,.0f}", f"{row.against:.2f}", size(row.memory)] + [size(row.gpu_memory)] * on_gpu
-            note = "best" if row is report.best else ""
-        cells = [str(row), *numbers, note]
-        rows.append([terminal.colored(cell, "green") for cell in cells] if row is report.best else cells)
-    return [terminal.table(rows, head, right=range(1, len(head) - 1)), *report.notes]
+        if row.problem:
+            rows.append([str(row), *[""] * (len(head) - 2), "failed"])
+            problems.append(f"{row}: failed: {row.problem}")
+            continue
+        memory = [size(row.memory), *[size(row.gpu_memory)] * on_gpu]
+        cells = [str(row), f"{row.speed:,.0f}", f"{row.against:.2f}", *memory]
+        if row is report.best:
+            rows.append([terminal.colored(cell, "green") for cell in [*cells, "best"]])
+        else:
+            rows.append([*cells, ""])
+    return [terminal.table(rows, head, right=range(1, len(head) - 1)), *problems, *report.notes]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -315,17 +338,17 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def write(path: Path, report: Report) -> None:
     """Writes the best settings, for `--config`: whole, or not at all."""
-    about, default = report.about, report.rows[0]
-    replicas = f"{about['replicas']} replica{'s' * (about['replicas'] > 1)}"
-    found = f"nothing was faster than as it is, {default.speed:,.0f} examples/s"
+    about = report.about
+    default = report.rows[0]
+    gain = f"nothing was faster than as it is, {default.speed:,.0f} examples/s"
     if report.best.changes:
         speeds = f"{report.best.speed:,.0f} examples/s instead of {default.speed:,.0f}"
-        found = f"{report.best.against:.2f} times as fast as it was: {speeds}"
+        gain = f"{report.best.against:.2f} times as fast as it was: {speeds}"
+    machine = f"{about['machine']['cpus']} CPUs, {about['backend']}, {plural(about['replicas'], 'replica')}"
     comments = [
         f"tfloop tune {' '.join(report.arguments)}",
-        f"{time.strftime('%Y-%m-%d')}, {about['machine']['cpus']} CPUs, {about['backend']}, {replicas}, "
-        f"TensorFlow {about['versions']['tensorflow']}",
-        found,
+        f"{time.strftime('%Y-%m-%d')}, {machine}, TensorFlow {about['versions']['tensorflow']}",
+        gain,
     ]
     if "batch-size" in report.best.changes:
         comments.append("with another batch size something else is learned: look at the learning rate")
