@@ -54,7 +54,7 @@ def schedule(text: str) -> int | str:
     return every
 
 
-def arguments(typed: Mapping[str, Any], assignments: Sequence[str], files: Sequence[Path] = ()) -> list[str]:
+def arguments(typed: Mapping[str, object], assignments: Sequence[str], files: Sequence[Path] = ()) -> list[str]:
     """Options of one command, as they are to be typed for `train`; those that weren't given (None) are left out."""
     return [
         *(f"--{name.replace('_', '-')}={value}" for name, value in typed.items() if value is not None),

@@ -77,7 +77,7 @@ def _layer(path: Path, options: Mapping[str, Option]) -> dict[str, list[str]]:
     return layer
 
 
-def _typed(path: Path, name: str, value: Any, option: Option) -> list[str]:
+def _typed(path: Path, name: str, value: object, option: Option) -> list[str]:
     kinds, what = {
         bool: ((bool,), "true or false"),
         int: ((int,), "a whole number"),
@@ -92,7 +92,7 @@ def _typed(path: Path, name: str, value: Any, option: Option) -> list[str]:
     return [f"--{name}={value}"]
 
 
-def _field(path: Path, field: Any, value: Any) -> str:
+def _field(path: Path, field: object, value: object) -> str:
     """The value of a task's field, as it is typed behind `--set FIELD=`."""
     if not (isinstance(field, str) and field.isidentifier()):
         raise UsageError(f"--config {path}: set has {shown(field)}, which can't be the name of a field")
@@ -107,12 +107,12 @@ def _field(path: Path, field: Any, value: Any) -> str:
     return str(value)
 
 
-def _plain(value: Any, kinds: tuple[type, ...]) -> bool:
+def _plain(value: object, kinds: tuple[type, ...]) -> bool:
     """Whether a value is of one of these kinds; a bool is no int, and whole numbers have 64 bits."""
     return type(value) in kinds and not (isinstance(value, int) and not -(2**63) <= value < 2**63)
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _table(path: Path) -> dict[str, object]:
     """What a file says."""
     text = _text(path)
     try:
@@ -147,7 +147,7 @@ def _why(error: Exception, text: str) -> str:
     return f"{what} (at line {mark.line + 1}, column {mark.column + 1})" if mark else what
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str) -> object:
     """What a YAML text says. Refuses aliases, with which a short text grows without end, and repeated keys."""
     import yaml
 
@@ -167,7 +167,7 @@ def _yaml(text: str) -> Any:
     return yaml.load(text, Loader)  # noqa: S506 - it is a safe one
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value of a file for a message: cut short."""
     try:
         return reprlib.repr(value)

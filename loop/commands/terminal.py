@@ -49,6 +49,7 @@ def write(parts: Iterable[RenderableType]) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     for part in parts:
         for line in as_text(part).split("\n"):
+            # A character that stdout can't have must not end the command.
             typer.echo(line.encode(encoding, "backslashreplace").decode(encoding), color=False if plain() else None)
 
 

@@ -83,7 +83,7 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
     """Says with which command an interrupted run goes on."""
     command = ["tfloop", *arguments]
     directory = Path(fields["run_dir"])
-    for index in reversed(range(len(command))):
+    for index in reversed(range(len(command))):  # from the end: what is deleted moves what stands behind it
         if command[index].partition("=")[0] == "--resume":
             del command[index : index + (1 if "=" in command[index] else 2)]
     if typed.resume not in (None, "auto") and typed.config_:  # a file may have it
@@ -112,7 +112,7 @@ def _check(typed: SimpleNamespace) -> None:
     if typed.start_timeout is not None:
         if not 0 < typed.start_timeout < float("inf"):
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
-        os.environ[START_TIMEOUT] = str(typed.start_timeout)
+        os.environ[START_TIMEOUT] = str(typed.start_timeout)  # workers inherit it
     start_timeout()
     fresh = typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()  # else it goes on from those
     if fresh and typed.resume not in (None, "auto", "never") and not typed.hosts_ and job_size() is None:
@@ -123,7 +123,7 @@ def _place(typed: SimpleNamespace) -> Place:
     """Where the task is to be trained; refuses what doesn't fit together."""
     asked = typed.backend
     if typed.tpu is not None:
-        os.environ["TPU_NAME"] = typed.tpu
+        os.environ["TPU_NAME"] = typed.tpu  # where TensorFlow looks for it
         asked = asked or "tpu"
     by_host = hosts.read(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
     workers = sum(by_host.values()) or typed.workers

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
 """What can be tried, in this order: each together with the best of those before it."""
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
+# A trial trains until the probe has measured it, and does nothing beside that takes time.
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
 _GAIN = 1.02  # what is faster by less isn't worth another setting
 _CLOSE = 0.9  # what is slower than that at first sight isn't measured again
@@ -165,7 +166,7 @@ class _Tuner:
         self._notes.append(f"{best}: all in all no faster than as it is")
         return default
 
-    def _measured(self, changes: Mapping[str, Any]) -> Row:
+    def _measured(self, changes: Mapping[str, object]) -> Row:
         self._rows.append(Row(dict(changes)))
         self._measure(self._rows[-1])
         return self._rows[-1]
@@ -244,6 +245,7 @@ class _Tuner:
         """Trains in a process of its own, until the trial has been measured."""
         changes = [f"--{name}={value}" for name, value in row.changes.items()]
         own = [command_line.callback_option(ThroughputProbe, self._seconds), f"--run-dir={directory / 'run'}"]
+        # What a killed trial leaves in its temporary directory is removed with it.
         environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": str(directory)}
         with (directory / "stderr").open("wb") as stderr:
             process = subprocess.Popen(

@@ -46,7 +46,7 @@ def verify(
         from loop.backends import devices
         from loop.commands import verify as verify_
 
-        devices.alike(max(verify_.REPLICAS))
+        devices.alike(max(verify_.REPLICAS))  # before the task is loaded: its code may use them
         if not devices.use_gpus():
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
         backend = job_backend()[0]

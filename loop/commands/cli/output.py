@@ -39,7 +39,7 @@ def finish(
     raise typer.Exit(code)
 
 
-def show(result: Any, lines: Iterable[Line], as_json: bool) -> None:
+def show(result: object, lines: Iterable[Line], as_json: bool) -> None:
     """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
     if as_json:
         print(result if isinstance(result, str) else json.dumps(jsonable(redact(result))))

@@ -25,7 +25,7 @@ def list_runs(
     root: typed.Root = None,
 ) -> None:
     """List runs; with a command, show, compare or remove them."""
-    context.obj = root
+    context.obj = root  # for the commands of the group: `runs --root DIR show RUN`
     if context.invoked_subcommand is not None:
         if filter_ or sort or metric or as_json:
             raise UsageError(f"runs {context.invoked_subcommand}: give its options behind it")
@@ -74,6 +74,7 @@ def remove_runs(
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
     folder = root or context.obj or runs.ROOT
     paths = list(dict.fromkeys(runs.locate(folder, name) for name in names))
+    # All are checked before the first one is removed.
     for path in paths:
         runs.check_removable(path, folder)
     if not yes:

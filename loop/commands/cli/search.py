@@ -6,7 +6,6 @@ import os
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -51,7 +50,7 @@ def tune(
     _check_tune_file(out, force)
     if job_size() is not None:
         raise UsageError("tune starts its workers itself: call it once, with --workers")
-    config.arguments(config_ or (), train_options(), ())
+    config.arguments(config_ or (), train_options(), ())  # checked here, and read again by each trial
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
     given = {"batch_size": batch_size, "backend": backend, "workers": workers}
@@ -106,7 +105,7 @@ def sweep(
         directory = Path(target_).resolve()
         plan, before = sweep_.reopened(Path(target_), trust)
         trials = before if trials is None else trials
-        os.chdir(plan.place)
+        os.chdir(plan.place)  # the paths in its arguments are relative to where it was begun
     else:
         plan = _plan(given)
     if job_size() is not None:
@@ -124,7 +123,7 @@ def sweep(
     raise typer.Exit(PREEMPTED if report.stopped else 0 if report.best else FAILED)
 
 
-def _options(given: types.SimpleNamespace) -> dict[str, Any]:
+def _options(given: types.SimpleNamespace) -> dict[str, object]:
     """Those options of `fit` that all trials of a sweep have."""
     return {name: getattr(given, name) for name in ("epochs", "steps", "batch_size", "backend", "seed")}
 

@@ -143,6 +143,7 @@ def evaluate(
     path = _checkpointed(run, task_target)
     backend_name = choose_for_command(backend or "auto", workers)
     if backend_name in ("horovod", "multiworker") and job_size() is None:
+        # Its workers come here again, with the same arguments, and go on below.
         finish(*run_job(backend_name, workers or 1, sys.argv[1:]), as_json, _metric_lines)
     with reporting() as report, stderr.quiet_start():
         from loop import backends
@@ -181,7 +182,7 @@ def export(
         from loop.backends import devices
         from loop.run import run_directory
 
-        devices.prepare()
+        devices.prepare()  # before anything is imported that may use them
         from loop.commands.export import export as export_
 
         needs_model = out.suffix != ".npz"

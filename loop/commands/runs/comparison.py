@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callbacks.base import shown_status
 from callbacks.formats import lasting, plural
@@ -60,14 +60,14 @@ def _differences(records: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
-def _facts(record: Record) -> dict[str, Any]:
+def _facts(record: Record) -> dict[str, object]:
     facts = {name: getattr(record, name) for name in _COMPARED}
     facts["status"] = shown_status(record.status)
     known = {name: value for name, value in facts.items() if value not in (None, "")}
     return known | {"time": lasting(record.seconds)}
 
 
-def _differing(label: str, runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _differing(label: str, runs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """The rows of one group of values, of which `runs` has those of each run."""
     names: dict[str, None] = {}
     for values in runs:

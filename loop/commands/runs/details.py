@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callbacks.formats import lasting, plural, size
 from callbacks.run_record.journal import jsonable
@@ -81,7 +81,7 @@ def _facts(record: Record) -> list[Table]:
     return [terminal.table(rows)] if rows else []
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
+def _pairs(values: Mapping[str, object]) -> str:
     return "  ".join(f"{name}={value}" for name, value in values.items())
 
 

@@ -39,6 +39,7 @@ def locate(root: Path, text: str) -> Path:
     if not text:
         raise UsageError("the name of a run is empty: give one, or latest")
     if text not in (LATEST, ".", ".."):
+        # A whole name wins over the beginning of another one.
         for path in (root / text, Path(text)):
             if is_run(path):
                 return path

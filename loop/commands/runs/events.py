@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from callbacks.base import shown_status
 from callbacks.run_record.record import entries, read, under_way
@@ -46,7 +45,7 @@ def _news(path: Path, offset: int) -> tuple[list[str], int]:
     return [text for text in texts if text], offset
 
 
-def event_line(entry: Mapping[str, Any]) -> str:
+def event_line(entry: Mapping[str, object]) -> str:
     """A line of a journal as people read it; "" for what is none, and for where the time of a call went."""
     event, stamp = entry.get("event"), entry.get("time")
     if not isinstance(event, str) or event == "call" or not isinstance(stamp, int | float) or not 0 <= stamp < 1e11:
@@ -59,7 +58,7 @@ def event_line(entry: Mapping[str, Any]) -> str:
     return "\n".join([line, *more])
 
 
-def _position(entry: Mapping[str, Any]) -> str:
+def _position(entry: Mapping[str, object]) -> str:
     """The step of an event, and its epoch where it is within one."""
     step, epoch = entry.get("step"), entry.get("epoch")
     at = f"step {step if isinstance(step, int) else '?':>6}"
@@ -68,7 +67,7 @@ def _position(entry: Mapping[str, Any]) -> str:
     return at + " " * 11
 
 
-def _message(entry: Mapping[str, Any]) -> str:
+def _message(entry: Mapping[str, object]) -> str:
     """What an event says."""
     metrics, about = entry.get("metrics"), entry.get("about")
     if isinstance(metrics, dict):

@@ -28,6 +28,7 @@ def value(record: Record, name: str) -> Any:
     if name in FIELDS:
         field = getattr(record, name)
         return field if field != "" else None
+    # A field of the task hides an option of the same name.
     for values in (record.hyperparameters, record.options):
         if name in values:
             return values[name]

@@ -72,6 +72,7 @@ class Filter:
             return passes(terminal.when(field)[: len(self._wanted)], self._wanted.replace("T", " ").rstrip("Z"))
         if is_number(field):
             return _reads_as_number(self._wanted) and passes(as_float(field), float(self._wanted))
+        # Python writes True, and people type true.
         return passes(str(field), self._wanted.capitalize() if isinstance(field, bool) else self._wanted)
 
 

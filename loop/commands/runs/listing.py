@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callbacks.formats import lasting
 from callbacks.nearest import nearest
@@ -36,6 +36,7 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
         UsageError: a filter, column, metric or value that makes no sense for these runs.
     """
     conditions = [Filter(text) for text in filters]
+    # Without the points within epochs: reading all journals whole would take long.
     records = [read(path, whole=False) for path in find(root)]
     if not records:
         return []
@@ -58,7 +59,7 @@ def _sorted(records: Sequence[Record], column: str, reverse: bool) -> list[Recor
     return having + [record for record in records if value(record, column) is None]
 
 
-def _order(field: Any) -> tuple[bool, float, str]:
+def _order(field: object) -> tuple[bool, float, str]:
     """A key by which values of any kind can be sorted: numbers before texts, and before NaN."""
     if isinstance(field, int | float):
         return field != field, as_float(field), ""
@@ -90,7 +91,7 @@ def as_json(records: Iterable[Record]) -> str:
     return json.dumps([jsonable(_fields(record)) for record in records])
 
 
-def _fields(record: Record) -> dict[str, Any]:
+def _fields(record: Record) -> dict[str, object]:
     points = {name: record.best(name) for name in record.curves}
     return {name: getattr(record, name) for name in _IN_JSON} | {
         "path": printable(str(record.path.absolute())),

@@ -20,7 +20,7 @@ def check_removable(path: Path, root: Path) -> None:
     """
     shown = printable(str(path))
     about = read_about(path)
-    if path.is_symlink():
+    if path.is_symlink():  # its name would go, and the run would stay
         raise UsageError(f"{shown} is a link: give the directory {printable(os.path.realpath(path))} itself")
     if not {"task", "status", "hyperparameters"} <= set(about):
         raise UsageError(f"{shown} has no run.json of a run: it may be anything, remove it yourself")
@@ -51,7 +51,8 @@ def remove(path: Path) -> list[str]:
             left.append(f"{printable(str(name))} ({getattr(error[1], 'strerror', None) or error[1]})")
 
     try:
-        with locked(path):
+        with locked(path):  # no training can begin in it meanwhile
+            # Its run.json goes last, and stays if anything else does: without it, the rest is no run to be removed.
             for entry in sorted(path.iterdir(), key=lambda entry: entry.name == ABOUT):
                 if left and entry.name == ABOUT:
                     return left

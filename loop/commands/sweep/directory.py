@@ -75,6 +75,6 @@ def write_about(directory: Path, about: dict[str, Any], status: str) -> None:
     write_text(directory / "run.json", json.dumps(redact(about) | state, indent=1))
 
 
-def journal_line(step: int, event: str, **more: Any) -> str:
+def journal_line(step: int, event: str, **more: object) -> str:
     """A line of the sweep's journal."""
     return json.dumps({"time": time.time(), "event": event, "step": step, "epoch": 0, **more}) + "\n"

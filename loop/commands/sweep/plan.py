@@ -184,7 +184,7 @@ def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
 
 
 def arguments(
-    typed: Mapping[str, Any],
+    typed: Mapping[str, object],
     assignments: Sequence[str],
     files: Sequence[Path],
     options: Mapping[str, config.Option],

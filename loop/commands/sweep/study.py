@@ -131,6 +131,6 @@ def _row(trial: Any, directory: Path) -> Row:
     )
 
 
-def typed_values(params: Mapping[str, Any]) -> dict[str, str]:
+def typed_values(params: Mapping[str, object]) -> dict[str, str]:
     """The values of fields, as they are typed: a float with all its digits."""
     return {name: value if isinstance(value, str) else repr(value) for name, value in params.items()}

@@ -53,7 +53,7 @@ class Table:
         if self._bar is not None:
             self._bar.update()
 
-    def doing(self, what: Sequence[Any]) -> None:
+    def doing(self, what: Sequence[object]) -> None:
         """What is under way; in a log, now and then."""
         text = ", ".join(map(str, what))
         if self._bar is not None:
