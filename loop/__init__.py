@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loop.commands.evaluate import evaluate
-    from loop.data import ArrayData, Padding, StreamData
+    from loop.data import ArrayData, IndexedData, Padding, StreamData, records
     from loop.errors import PeerError, TrainingError, UsageError
     from loop.fit import fit
     from loop.keras_task import KerasTask
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArrayData",
     "FitResult",
+    "IndexedData",
     "KerasTask",
     "Padding",
     "PeerError",
@@ -45,12 +46,14 @@ __all__ = [
     "example_seed",
     "first_row",
     "fit",
+    "records",
     "unweighted",
 ]
 
 _HOMES = {
     "ArrayData": "data",
     "FitResult": "run.result",
+    "IndexedData": "data",
     "KerasTask": "keras_task",
     "Padding": "data",
     "PeerError": "errors",
@@ -66,6 +69,7 @@ _HOMES = {
     "example_seed": "step.replica",
     "first_row": "step.replica",
     "fit": "fit",
+    "records": "data",
     "unweighted": "step.values",
 }
 

@@ -90,6 +90,11 @@ class ParameterServer(StrategyBackend):
                 "model has others (a tf.Module's, or of tf_keras): leave it out"
             )
         for name, source in (("train_data()", data.train), ("eval_data()", data.eval)):
+            if source is not None and getattr(source, "on_host", False):
+                raise UsageError(
+                    f"{name} is IndexedData, which each worker reads in a process of its own, and with "
+                    "backend='parameter_server' workers have none: return ArrayData, or use another backend"
+                )
             if source is not None and source.steps_per_epoch is None:  # a stream
                 raise UsageError(
                     f"{name} is a tf.data.Dataset, which only one process can read in its order: with "

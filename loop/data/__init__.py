@@ -7,19 +7,25 @@ after each epoch.
 """
 
 from loop.data.arrays import ArrayData, ArraySource
-from loop.data.batch import BatchOptions, RowCounts, Rows, count, likely_rows, rows
+from loop.data.batch import EVALUATION_EPOCH, BatchOptions, RowCounts, Rows, count, likely_rows, rows
+from loop.data.indexed import IndexedData
+from loop.data.indexed_source import IndexedSource
 from loop.data.padding import Padding
 from loop.data.parts import contents, first, in_float64, part
 from loop.data.pipelines import one_order, shard_files, stacking_problem
+from loop.data.records import records
 from loop.data.sources import Change, Data, Source, open_data, source, unchanged
 from loop.data.streams import StreamData, StreamSource
 
 __all__ = [
+    "EVALUATION_EPOCH",
     "ArrayData",
     "ArraySource",
     "BatchOptions",
     "Change",
     "Data",
+    "IndexedData",
+    "IndexedSource",
     "Padding",
     "RowCounts",
     "Rows",
@@ -34,6 +40,7 @@ __all__ = [
     "one_order",
     "open_data",
     "part",
+    "records",
     "rows",
     "shard_files",
     "source",

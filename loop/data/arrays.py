@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
@@ -179,13 +179,18 @@ class ArraySource:
         reads_ahead: True: a batch can be read while the one before it is computed on.
         batch_bytes: how much memory a global batch needs.
         uniform: whether all batches have one shape, but for a short last one.
+        on_host: whether Python reads the batches, in the process that computes.
     """
 
     uniform = True
+    on_host = False
     layout: list[Any] | None = None
     reads_ahead = True
 
-    def __init__(self, data: ArrayData, options: BatchOptions) -> None:
+    data: Any
+    """What the task returned."""
+
+    def __init__(self, data: Any, options: BatchOptions) -> None:
         size = data.size
         batch = options.batch_size
         self.data = data
@@ -200,11 +205,15 @@ class ArraySource:
         self._local = 1
         self._device = ""
 
+        self.batch_bytes = max(1, self._open() * batch // size)
+        self.example = self.head(3)
+
+    def _open(self) -> int:
+        """Makes the data ready to be read; returns how many bytes all examples have."""
         # In host memory, and captured by reference: a graph never holds a copy of the data.
         with tf.device("CPU:0"):
-            self._tensors = self._load(data.arrays)
-        self.example = self.head(3)
-        self.batch_bytes = max(1, sum(array.nbytes for array in tf.nest.flatten(data.arrays)) * batch // size)
+            self._tensors = self._load(self.data.arrays)
+        return sum(array.nbytes for array in tf.nest.flatten(self.data.arrays))
 
     def _load(self, arrays: Any) -> Any:
         """The arrays as tensors."""
@@ -220,11 +229,16 @@ class ArraySource:
 
     def sharded(self, backend: Backend, policy: str) -> ArraySource:
         """Each replica gets its rows of each global batch, whatever the policy."""
-        shared = copy.copy(self)  # which shares the tensors
-        shared._replicas = backend.replicas
-        shared._local = backend.local_replicas
-        shared._first = backend.rank * backend.local_replicas
+        shared = self._for_replicas(backend.rank * backend.local_replicas, backend.local_replicas, backend.replicas)
         shared._device = backend.device
+        return shared
+
+    def _for_replicas(self, first: int, local: int, replicas: int) -> Self:
+        """The same data, of which this worker reads the rows of `local` of all replicas, from the `first` on."""
+        shared = copy.copy(self)  # which shares the tensors
+        shared._first = first
+        shared._local = local
+        shared._replicas = replicas
         return shared
 
     def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
@@ -322,10 +336,7 @@ class ArraySource:
 
     def whole(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
         """The whole global batch at `step` of `epoch`."""
-        alone = copy.copy(self)
-        alone._replicas = 1
-        alone._first = 0
-        alone._local = 1
+        alone = self._for_replicas(0, 1, 1)
         return alone.replica_rows((epoch, step, alone.read_batch((), epoch, step)), 0)
 
     def batch_rows(self, feed: Any) -> tf.Tensor:

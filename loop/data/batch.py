@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+EVALUATION_EPOCH = 1 << 31
+"""Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:

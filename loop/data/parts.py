@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from loop.data.arrays import ArrayData
 from loop.data.batched import check_unbatched
+from loop.data.indexed import IndexedData
 from loop.data.padded_streams import open_axes
 from loop.data.pipelines import check_spec, stacking_problem
 from loop.data.sequences import sequences
@@ -19,7 +20,7 @@ from loop.errors import UsageError
 
 def part(data: Any, examples: int) -> Any:
     """The first examples of what a task returned, of the same kind; of what is no data, itself."""
-    if isinstance(data, ArrayData):
+    if isinstance(data, ArrayData | IndexedData):
         return data.head(examples)
     if isinstance(data, StreamData):
         return data.replaced(data.dataset.take(examples))
@@ -28,7 +29,7 @@ def part(data: Any, examples: int) -> Any:
 
 def in_float64(data: Any) -> Any:
     """What a task returned, whose floating-point numbers have 64 bits."""
-    if isinstance(data, ArrayData):
+    if isinstance(data, ArrayData | IndexedData):
         return data.in_float64()
     if isinstance(data, StreamData):
         return data.replaced(in_float64(data.dataset))
@@ -51,6 +52,8 @@ def contents(data: Any, examples: int) -> Iterator[np.ndarray]:
     if isinstance(data, ArrayData):
         for array in tf.nest.flatten(data.arrays):
             yield from (array,) if isinstance(array, np.ndarray) else (array.rows, array.shapes)
+    if isinstance(data, IndexedData):
+        yield from data.first_arrays(examples)
     stream = data.dataset if isinstance(data, StreamData) else data
     if isinstance(stream, tf.data.Dataset):
         for example in stream.take(examples).as_numpy_iterator():
@@ -59,7 +62,7 @@ def contents(data: Any, examples: int) -> Iterator[np.ndarray]:
 
 def first(data: Any, size: int) -> Any:
     """The first examples of what a task returned, in memory: the same ones each time that they are read."""
-    if isinstance(data, ArrayData):
+    if isinstance(data, ArrayData | IndexedData):
         return data.head(size)
     stream = StreamData(data) if isinstance(data, tf.data.Dataset) else data
     if not isinstance(stream, StreamData):

@@ -14,6 +14,8 @@ from loop.data.arrays import ArrayData, ArraySource
 from loop.data.batch import BatchOptions, count
 from loop.data.batched import check_unbatched, warn_of_equal_sizes
 from loop.data.host_random import random_state, set_random_state
+from loop.data.indexed import IndexedData
+from loop.data.indexed_source import IndexedSource
 from loop.data.padded_arrays import PaddedArraySource
 from loop.data.parts import first, no_examples
 from loop.data.pipelines import one_order_an_epoch
@@ -74,7 +76,10 @@ def open_data(task: TrainTask, options: dict[str, Any], change: Change = unchang
         held_out = change(task.eval_data(), options) if overfit is None else data
     if held_out is None:
         return Data(train, None)
-    evaluation = source(held_out, BatchOptions(options["batch_size"], prefetch=options["prefetch"]), "eval_data()")
+    # What the map of indexed data draws depends on the seed of the run; nothing else of an evaluation does.
+    seed = options["seed"] if isinstance(held_out, IndexedData) else 0
+    in_order = BatchOptions(options["batch_size"], seed=seed, prefetch=options["prefetch"])
+    evaluation = source(held_out, in_order, "eval_data()")
     if evaluation.endless:
         raise UsageError("eval_data() is endless: an evaluation needs an end; .take(n) gives it one")
     return Data(train, evaluation)
@@ -102,12 +107,12 @@ def source(data: Any, options: BatchOptions, what: str, make: Callable[[], Any] 
     Raises:
         UsageError: see `open_data`.
     """
-    if isinstance(data, ArrayData):
+    if isinstance(data, ArrayData | IndexedData):
         return _array_source(data, options, what)
     if not isinstance(data, StreamData | tf.data.Dataset):
         raise UsageError(
-            f"{what} returned {type(data).__name__}: return ArrayData(...), StreamData(...) or an unbatched "
-            "tf.data.Dataset"
+            f"{what} returned {type(data).__name__}: return ArrayData(...), IndexedData(...), StreamData(...) or an "
+            "unbatched tf.data.Dataset"
         )
     stream = data if isinstance(data, StreamData) else StreamData(data)
     made = _stream_source(stream, options, what)
@@ -122,7 +127,7 @@ def source(data: Any, options: BatchOptions, what: str, make: Callable[[], Any] 
     return made
 
 
-def _array_source(data: ArrayData, options: BatchOptions, what: str) -> ArraySource:
+def _array_source(data: ArrayData | IndexedData, options: BatchOptions, what: str) -> ArraySource:
     if not data.size:
         raise no_examples(what)
     if options.drop_remainder and data.size < options.batch_size:
@@ -130,6 +135,8 @@ def _array_source(data: ArrayData, options: BatchOptions, what: str) -> ArraySou
             f"{what}: drop_remainder with batch_size={options.batch_size} leaves nothing of {data.size} examples: "
             "make the batch smaller, or keep the remainder"
         )
+    if isinstance(data, IndexedData):
+        return IndexedSource(data, options)
     return ArraySource(data, options) if data.padding is None else PaddedArraySource(data, options)
 
 

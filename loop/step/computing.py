@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import Rows, Source, count, stacking_problem
+from loop.data import Data, IndexedSource, Rows, Source, count, stacking_problem
 from loop.errors import UsageError
 from loop.step.example_trace import of_size
 from loop.step.replica import CollectiveNeededError, Replica, within
@@ -25,6 +25,7 @@ class Computing:
 
     Args:
         backend: the engine.
+        data: the sources, sharded.
         seed: the seed of the run.
         compiled: the source whose batches XLA is to compute, if any.
         fixed_rows: how many rows a batch must have; None: any number.
@@ -35,8 +36,11 @@ class Computing:
         isolated: whether forward and backward pass of a step are a graph of their own; see `ForwardPass`.
     """
 
-    def __init__(self, backend: Backend, seed: int, compiled: Source | None, fixed_rows: int | None = None) -> None:
+    def __init__(
+        self, backend: Backend, data: Data, seed: int, compiled: Source | None, fixed_rows: int | None = None
+    ) -> None:
         self._backend, self._seed, self._fixed_rows = backend, seed, fixed_rows
+        self._data = data
         self._compiled = compiled
         self.everyone: set[Any] = set()
         self.uncompiled: set[Any] = set()
@@ -64,13 +68,20 @@ class Computing:
         try:
             return self._backend.call(function(), iterator, *numbers)
         except Exception as error:
-            problem, self._problem = self._problem or stacking_problem(error), None
+            problem, self._problem = self._problem or self._reading_problem() or stacking_problem(error), None
             if problem is None:
                 raise
             if not isinstance(problem, CollectiveNeededError | RetraceError):
                 raise problem from None
         compile()
         return self.call(function, iterator, *numbers, compile=compile)
+
+    def _reading_problem(self) -> Exception | None:
+        """Why a source could not be read on the host, which TensorFlow wraps in a text of its own."""
+        failures = [
+            source.failure for source in (self._data.train, self._data.eval) if isinstance(source, IndexedSource)
+        ]
+        return next((failure for failure in failures if isinstance(failure, Exception)), None)
 
     def of_rows(self, source: Source, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:
         """What `some` makes of the replica's rows; `nothing` where it has none and needn't take part."""

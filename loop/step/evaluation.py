@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loop.data import Rows, Source, StreamSource, count
+from loop.data import EVALUATION_EPOCH, Rows, Source, StreamSource, count
 from loop.errors import UsageError
 from loop.model.variables import carried_variables
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA, HOST
@@ -17,9 +17,6 @@ from loop.step.context import StepContext
 from loop.step.metric_sums import MetricSums
 from loop.step.totals import EvaluationLayout
 from loop.step.tracing import as_written, repeated
-
-EPOCH = 1 << 31
-"""Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
 
 
 class Evaluation:
@@ -92,7 +89,7 @@ class Evaluation:
         steps = min(steps, left)
         with self._context.averages.in_place(), self._own_state():
             parts = self._context.computing.call(
-                lambda: self._evaluate, iterator, EPOCH, step, steps, compile=self._compile
+                lambda: self._evaluate, iterator, EVALUATION_EPOCH, step, steps, compile=self._compile
             )
         going, totals = self._layout.split_more(np.sum([vector for _, vector in parts], 0))
         return step + steps if going and steps < left else None, totals

@@ -84,7 +84,7 @@ class TrainStep:
         check_plan(built, backend, data, options, summed_loss)
         plan = make_plan(built, backend, data, options, summed_loss)
         compiled = data.train if options["compile"] == "xla" else None
-        computing = Computing(backend, options["seed"], compiled, built.fixed_rows)
+        computing = Computing(backend, data, options["seed"], compiled, built.fixed_rows)
         _prepare_model(built.model, backend, data, computing, options["sync_batch_norm"], plan)
         with backend.scope():
             self.scale = LossScale(options["batch_size"]) if plan.loss_scaled else None

@@ -1,0 +1,216 @@
+"""Examples of indexed data: read, mapped, checked, and stacked into the arrays of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from loop.data.random_access import Reader, flatten
+from loop.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """What one array of each example is like.
+
+    Attributes:
+        name: what it is called; see `padding.leaf_names`.
+        shape: of one example.
+        dtype: its dtype; `object` for text.
+        padded: how many axes, from the first on, differ in size from example to example.
+    """
+
+    name: str | int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    padded: int = 0
+
+    @property
+    def said(self) -> str:
+        """For messages: which array it is."""
+        return f"array {self.name!r}: "
+
+
+class BadExampleError(UsageError):
+    """An example can't be used; the message names it."""
+
+
+class ExampleReader:
+    """Reads examples of one source by index.
+
+    Args:
+        reader: of the source.
+        map: makes an example of what the source gives; a second argument named `seed` is int64 [2], see
+            `loop.example_seed`.
+    """
+
+    def __init__(self, reader: Reader, map: Callable[..., Any] | None) -> None:
+        self._reader = reader
+        self._map = map
+        self._draws = map is not None and _takes_seed(map)
+        self.by_column = reader.by_column and map is None
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def columns(self, ids: np.ndarray) -> list[np.ndarray]:
+        """The arrays of these examples of the source, stacked; only with `by_column`."""
+        return [column for _, column in flatten(self._reader.read(ids))]
+
+    def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Any]:
+        """These examples: the structure of each, or the error that reading it has raised.
+
+        Args:
+            ids: of examples of the source: int64 [n].
+            seeds: those of the examples: int64 [n, 2].
+        """
+        try:
+            read = self._reader.read(ids)
+        except Exception:  # which of them it was is found by reading them one by one
+            if len(ids) == 1:
+                raise
+            return [self._attempt(ids[row : row + 1], seeds[row : row + 1]) for row in range(len(ids))]
+        examples = [row_of(read, row) for row in range(len(ids))] if self._reader.by_column else list(read)
+        if self._map is None:
+            return examples
+        for row, example in enumerate(examples):
+            try:
+                examples[row] = self._map(example, seed=seeds[row]) if self._draws else self._map(example)
+            except Exception as error:
+                examples[row] = error
+        return examples
+
+    def _attempt(self, ids: np.ndarray, seeds: np.ndarray) -> Any:
+        try:
+            [example] = self.read(ids, seeds)
+        except Exception as error:
+            return error
+        return example
+
+
+class MixedReader:
+    """Reads examples of several sources, which are numbered one behind the other.
+
+    Args:
+        readers: of the sources.
+    """
+
+    by_column = False
+
+    def __init__(self, readers: Sequence[ExampleReader | MixedReader]) -> None:
+        self._readers = readers
+        self._ends = np.cumsum([len(reader) for reader in readers])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def columns(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Not possible: sources may have a `map` of their own."""
+        raise NotImplementedError
+
+    def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Any]:
+        """See `ExampleReader.read`."""
+        examples: list[Any] = [None] * len(ids)
+        which = np.searchsorted(self._ends, ids, "right")
+        for number in np.unique(which):
+            rows = np.flatnonzero(which == number)
+            first = self._ends[number - 1] if number else 0
+            some = self._readers[number].read(ids[rows] - first, seeds[rows])
+            for row, example in zip(rows, some, strict=True):
+                examples[row] = example
+        return examples
+
+
+def _takes_seed(function: Callable[..., Any]) -> bool:
+    try:
+        return "seed" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function of C
+        return False
+
+
+def row_of(columns: Any, row: int) -> Any:
+    """One example of stacked arrays."""
+    if isinstance(columns, Mapping):
+        return {name: row_of(column, row) for name, column in columns.items()}
+    if isinstance(columns, tuple):
+        return tuple(row_of(column, row) for column in columns)
+    return columns[row]
+
+
+def specs_of(example: Any, index: int) -> list[ArraySpec]:
+    """What the arrays of all examples are like, from one of them.
+
+    Raises:
+        UsageError: it has a part that is no array of numbers or text.
+    """
+    specs = []
+    for path, part in flatten(example):
+        name = name_of(path)
+        array = array_of(part, name, index)
+        specs.append(ArraySpec(name, array.shape, _batch_dtype(array)))
+    if not specs:
+        raise BadExampleError(
+            f"IndexedData: example {index} has no arrays: return an array, or a dict or tuple of them"
+        )
+    return specs
+
+
+def name_of(path: tuple[Any, ...]) -> str | int:
+    """What the array at the end of a path is called; see `padding.leaf_names`."""
+    return path[0] if len(path) == 1 else "/".join(map(str, path)) or 0
+
+
+def array_of(part: Any, name: str | int, index: int) -> np.ndarray:
+    """A part of an example as an array.
+
+    Raises:
+        BadExampleError: it is none.
+    """
+    said = f"array {name!r}: "
+    if part is None:
+        raise BadExampleError(f"example {index}: {said}None instead of an array")
+    try:
+        array = np.asarray(part)
+    except ValueError as error:
+        raise BadExampleError(f"example {index}: {said}it is no array ({error})") from None
+    text = array.dtype.kind in "SUO" and all(isinstance(value, str | bytes) for value in array.reshape(-1).tolist())
+    if array.dtype.kind in "biufc" or text or array.dtype.kind == "V":  # V: such as bfloat16
+        return array
+    raise BadExampleError(f"example {index}: {said}{type(part).__name__} is no array of numbers or text")
+
+
+def _batch_dtype(array: np.ndarray) -> np.dtype:
+    """The dtype that an array of examples has in a batch: in the machine's byte order; `object` for text."""
+    return np.dtype(object) if array.dtype.kind in "SUO" else array.dtype.newbyteorder("=")
+
+
+def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarray]:
+    """The arrays of an example, checked against what those of the first one are like.
+
+    Raises:
+        BadExampleError: other arrays, or one of another shape or dtype.
+    """
+    parts = list(flatten(example))
+    names = [name_of(path) for path, _ in parts]
+    wanted = [spec.name for spec in specs]
+    if names != wanted:
+        raise BadExampleError(f"example {index} has the arrays {names}, the first example {wanted}: return the same")
+    leaves = []
+    for spec, (_, part) in zip(specs, parts, strict=True):
+        array = array_of(part, spec.name, index)
+        if _batch_dtype(array) != spec.dtype:
+            raise BadExampleError(
+                f"example {index}: {spec.said}dtype {array.dtype} instead of {spec.dtype}, which the first example "
+                "has: convert it in map"
+            )
+        if array.ndim != len(spec.shape) or array.shape[spec.padded :] != spec.shape[spec.padded :]:
+            raise BadExampleError(
+                f"example {index}: {spec.said}shape {list(array.shape)} instead of {list(spec.shape)}, which the "
+                "first example has: make all of one shape in map, or give padding=loop.Padding() and lengths=..."
+            )
+        leaves.append(array)
+    return leaves

@@ -1,0 +1,210 @@
+"""Indexed data: examples that are read by index while the model trains, in the order that `ArrayData` would have."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from loop.data.examples import ExampleReader, MixedReader, array_of, name_of
+from loop.data.padding import as_padding
+from loop.data.random_access import flatten, reader_of
+from loop.errors import UsageError
+
+Resolve = Callable[[np.ndarray, int, int], np.ndarray]
+"""Gives the examples of the source, int64 [n], from indices, int64 [n], the epoch and the seed of the run."""
+
+
+class IndexedData:
+    """Examples that are read by index, batch by batch: none is held in memory.
+
+    Order, shares of the replicas, micro-batches and resume are those of `ArrayData`: global batch s of epoch e holds
+    the examples perm(seed, e)[s*B : (s+1)*B]; each worker reads its own rows alone, and reads them ahead while the
+    step before computes.
+
+    Args:
+        source: anything with `len(source)` and `source[index]`, or `source.__getitems__(indices)` for many at once; a
+            NumPy array or memory map; the path of an `.npy` or `.parquet` file; a Keras `PyDataset`; `loop.records`;
+            or a dict or tuple of these, whose parts together are an example. An example is an array, or dicts and
+            tuples of arrays; what is a list is made an array.
+        map: makes an example of what the source gives: `map(example)`, or `map(example, seed)`, where `seed` is int64
+            [2]: another one for each example and epoch, the same on any number of workers and after a resume. See
+            `loop.example_seed`.
+        padding: how examples of different lengths become one batch: a `loop.Padding`, or the value that fills the
+            gaps. `lengths` says how long each is.
+        lengths: the length of each example along its first axis, after `map`: an array [examples], or a function of
+            the index. If arrays of an example differ in length, a dict of these, by the names of the arrays.
+        readers: how many processes read and map, beside the one that trains; "auto": one for each CPU core that this
+            worker may use. 0: threads do, which is best where reading and mapping is done by NumPy or by libraries
+            that let other threads run.
+        on_bad_example: what becomes of an example that can't be read or mapped, or has another shape or dtype than the
+            first: "stop" the run, or "skip" it: its batch has one example less, on any number of workers.
+
+    Raises:
+        UsageError: a source that can't be read by index, sources of unequal length, `padding` without `lengths`.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        map: Callable[..., Any] | None = None,
+        *,
+        padding: Any = None,
+        lengths: Any = None,
+        readers: int | str = 0,
+        on_bad_example: str = "stop",
+    ) -> None:
+        if map is not None and not callable(map):
+            raise UsageError(f"IndexedData(map={map!r}): give a function of an example")
+        if on_bad_example not in ("stop", "skip"):
+            raise UsageError(f"IndexedData(on_bad_example={on_bad_example!r}): give 'stop' or 'skip'")
+        self.padding = as_padding(padding)
+        if (self.padding is None) != (lengths is None):
+            raise UsageError(
+                "IndexedData: padding and lengths belong together: give lengths=..., the length of each example, so "
+                "that each worker knows how long a global batch is padded without reading all of it"
+                if lengths is None
+                else "IndexedData(lengths=...) without padding: give padding=loop.Padding()"
+            )
+        self.reader: ExampleReader | MixedReader = ExampleReader(reader_of(source), map)
+        self.readers = _checked_readers(readers)
+        self.skips = on_bad_example == "skip"
+        self.size = len(self.reader)
+        self.wide = False
+        self._lengths = lengths
+        self._resolve: Resolve | None = None
+
+    def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+        """Which examples of the source are those of these indices: int64 [n]."""
+        return indices if self._resolve is None else self._resolve(indices, epoch, seed)
+
+    def take(self, count: int) -> IndexedData:
+        """The first `count` examples."""
+        return self._stretch(0, min(_whole(count, "take"), self.size))
+
+    def skip(self, count: int) -> IndexedData:
+        """All but the first `count` examples."""
+        return self._stretch(min(_whole(count, "skip"), self.size), self.size)
+
+    head = take
+
+    def filter(self, keep: Callable[[int], bool] | Sequence[bool] | np.ndarray) -> IndexedData:
+        """The examples that `keep` is true of: a function of the index, or an array of bools [examples]."""
+        if callable(keep):
+            kept = np.fromiter((bool(keep(index)) for index in range(self.size)), bool, self.size)
+        else:
+            kept = np.asarray(keep)
+        if kept.dtype != bool or kept.shape != (self.size,):
+            raise UsageError(
+                f"IndexedData.filter: {kept.dtype}{list(kept.shape)} instead of bool[{self.size}]: give a function of "
+                "the index, or one bool for each example"
+            )
+        return self._of_indices(np.flatnonzero(kept).astype(np.int64))
+
+    def split(self, share: float, key: Callable[[int], Any] | None = None) -> tuple[IndexedData, IndexedData]:
+        """The examples in two parts, such as for training and for evaluation, by a hash.
+
+        An example stays in its part when others are added behind it.
+
+        Args:
+            share: about how much of the examples the second part has, between 0 and 1.
+            key: of the example of an index, such as the name of a file or a person: examples of one key are in one
+                part. None: the index.
+
+        Returns:
+            The first part, with the rest, and the second one.
+        """
+        if not 0 < share < 1:
+            raise UsageError(f"IndexedData.split({share!r}): give a number between 0 and 1")
+        if key is None:
+            scattered = _scattered(np.arange(self.size, dtype=np.uint64))
+        else:
+            scattered = np.fromiter((_hash(key(index)) for index in range(self.size)), np.uint64, self.size)
+        held_out = scattered < np.uint64(share * 2.0**64)
+        return self.filter(~held_out), self.filter(held_out)
+
+    def in_float64(self) -> IndexedData:
+        """The same examples, whose floating-point numbers have 64 bits."""
+        return self._changed(wide=True)
+
+    def first_arrays(self, count: int) -> Iterator[np.ndarray]:
+        """The arrays of the first examples, as they are in epoch 0 of seed 0."""
+        indices = np.arange(min(count, self.size), dtype=np.int64)
+        seeds = np.stack([np.zeros_like(indices), indices << 16], 1)
+        for index, example in zip(indices, self.reader.read(self.resolve(indices, 0, 0), seeds), strict=True):
+            if not isinstance(example, Exception):
+                yield from (array_of(part, name_of(path), int(index)) for path, part in flatten(example))
+
+    def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
+        """The lengths of an array of these examples of the source: int64 [n]."""
+        given = self._lengths
+        if isinstance(given, dict):
+            if name not in given:
+                raise UsageError(
+                    f"IndexedData(lengths=...): no lengths of array {name!r}, only of {sorted(map(str, given))}: say "
+                    "how long each array is that differs in length"
+                )
+            given = given[name]
+        if callable(given):
+            return np.array([given(index) for index in ids.tolist()], np.int64)
+        known = np.asarray(given)
+        if known.ndim != 1 or len(known) != len(self.reader) or known.dtype.kind not in "iu":
+            raise UsageError(
+                f"IndexedData(lengths=...): {known.dtype}{list(known.shape)} instead of an integer for each of "
+                f"{len(self.reader)} examples"
+            )
+        return known[ids].astype(np.int64)
+
+    def padded_names(self, names: list[str | int]) -> list[str | int]:
+        """Which of the arrays of these names are padded."""
+        if self.padding is None:
+            return []
+        return [name for name in names if name in self._lengths] if isinstance(self._lengths, dict) else names
+
+    def _stretch(self, start: int, stop: int) -> IndexedData:
+        return self._narrowed(lambda indices: indices + start, stop - start)
+
+    def _of_indices(self, kept: np.ndarray) -> IndexedData:
+        return self._narrowed(lambda indices: kept[indices], len(kept))
+
+    def _narrowed(self, select: Callable[[np.ndarray], np.ndarray], size: int) -> IndexedData:
+        def resolve(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+            return self.resolve(select(indices), epoch, seed)
+
+        return self._changed(_resolve=resolve, size=size)
+
+    def _changed(self, **attributes: Any) -> IndexedData:
+        changed = copy.copy(self)
+        changed.__dict__.update(attributes)
+        return changed
+
+
+def _checked_readers(readers: int | str) -> int:
+    if readers == "auto":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not isinstance(readers, int) or isinstance(readers, bool) or readers < 0:
+        raise UsageError(f"IndexedData(readers={readers!r}): give a number of processes, 0 for threads, or 'auto'")
+    return readers
+
+
+def _whole(count: int, what: str) -> int:
+    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 0:
+        raise UsageError(f"IndexedData.{what}({count!r}): give a number of examples")
+    return int(count)
+
+
+def _hash(key: Any) -> int:
+    said = key if isinstance(key, bytes) else str(key).encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+
+
+def _scattered(numbers: np.ndarray) -> np.ndarray:
+    """Numbers scattered evenly over all of uint64: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

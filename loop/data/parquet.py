@@ -1,0 +1,38 @@
+"""Parquet files as tables that are read by row: kept beside the cache as an Arrow file, which is mapped into memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from callbacks.files import hidden_name, replacing
+from loop.data.cache import cached
+from loop.errors import UsageError
+
+
+def table_of(path: Path) -> Any:
+    """The rows of a Parquet file, as an Arrow table in a file that is mapped into memory.
+
+    Parquet is compressed in groups of rows, of which a whole one would be read for each row.
+
+    Raises:
+        UsageError: it is no Parquet file.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    target = cached("parquet", path)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Several workers may do this at once: each writes a file of its own, and the last one stays.
+        try:
+            with (
+                replacing(target, aside=hidden_name(target)) as file,
+                pyarrow.parquet.ParquetFile(path) as parquet,
+                pyarrow.ipc.new_file(file, parquet.schema_arrow) as writer,
+            ):
+                for batch in parquet.iter_batches():
+                    writer.write_batch(batch)
+        except pyarrow.ArrowException as error:
+            raise UsageError(f"IndexedData({str(path)!r}): it can't be read as a Parquet file ({error})") from None
+    return pyarrow.ipc.open_file(pyarrow.memory_map(str(target))).read_all()

@@ -1,0 +1,199 @@
+"""TFRecord files as examples that are read by index: where each record begins is found once, and kept in a cache."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import glob
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.lib.io import tf_record  # its random reader has no public name
+from tqdm import tqdm
+
+from callbacks.files import hidden_name, replacing
+from loop.data.cache import cached
+from loop.errors import UsageError
+
+_LENGTH = struct.Struct("<Q")
+"""The first field of a record; then a checksum of it, the data, and a checksum of the data, of 4 bytes each."""
+
+_AROUND = 8 + 4 + 4
+"""Bytes of a record beside its data."""
+
+_BUFFER = 1 << 20
+
+
+class RecordSource:
+    """The records of TFRecord files, by index; made by `loop.records`.
+
+    Attributes:
+        by_column: whether `read` returns stacked arrays: those of parsed features.
+    """
+
+    def __init__(self, paths: Sequence[Path], features: Mapping[str, tf.io.FixedLenFeature] | None) -> None:
+        self.by_column = features is not None
+        self._features = features
+        self._paths = list(paths)
+        self._states = [_state(path) for path in paths]
+        offsets = _offsets_of_all(self._paths)
+        self._offsets = offsets
+        self._ends = np.cumsum([len(of_file) for of_file in offsets])
+        self._local = threading.local()  # a reader of TensorFlow's isn't for two threads
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[bytes]:
+        """The bytes of these records."""
+        wanted = np.asarray(indices, np.int64)
+        records = [b""] * len(wanted)
+        files = np.searchsorted(self._ends, wanted, "right")
+        for number in np.unique(files).tolist():
+            path = self._paths[number]
+            if _state(path) != self._states[number]:
+                raise UsageError(f"{path} has changed since the run began: leave data files as they are while it runs")
+            reader = self._reader(number)
+            first = int(self._ends[number - 1]) if number else 0
+            for row in np.flatnonzero(files == number).tolist():
+                offset = int(self._offsets[number][wanted[row] - first])
+                try:
+                    records[row] = reader.read(offset)[0]
+                except (tf.errors.OpError, IndexError) as error:
+                    raise UsageError(
+                        f"{path}: record {int(wanted[row]) - first}, at byte {offset}, is damaged ({_said(error)}): "
+                        "write the file anew, or leave such records out with on_bad_example='skip'"
+                    ) from None
+        return records
+
+    def read(self, indices: np.ndarray) -> Any:
+        """The records of these indices: a list of bytes, or the arrays of their features."""
+        records = self.__getitems__(indices.tolist())
+        if self._features is None:
+            return records
+        with tf.device("CPU:0"):
+            try:
+                parsed = tf.io.parse_example(records, dict(self._features))
+            except tf.errors.OpError as error:
+                raise UsageError(f"loop.records(features=...): a record can't be parsed ({_said(error)})") from None
+        return {name: tensor.numpy() for name, tensor in parsed.items()}
+
+    def _reader(self, number: int) -> Any:
+        readers: dict[int, Any] = self._local.__dict__.setdefault("readers", {})
+        if number not in readers:
+            readers[number] = tf_record.tf_record_random_reader(str(self._paths[number]))
+        return readers[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_local"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._local = threading.local()
+
+
+def records(
+    pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    features: Mapping[str, tf.io.FixedLenFeature] | None = None,
+) -> RecordSource:
+    """TFRecord files as a source for `IndexedData`: with a global shuffle, and the same on any number of workers.
+
+    Where each record begins is found when files are opened for the first time, and kept in the cache directory
+    (`TFLOOP_CACHE`, or `tfloop` in the user's cache) for as long as their sizes and times stay. Checksums are checked
+    when a record is read.
+
+    Args:
+        pattern: a path, a pattern such as `data/train-*.tfrecord`, or several of them; files are taken in the order of
+            their names.
+        features: if records are `tf.train.Example`: what to take from each, as for `tf.io.parse_example`; examples are
+            then dicts of arrays. None: examples are bytes, for the `map` of `IndexedData`.
+
+    Raises:
+        UsageError: no such file, a compressed or damaged one, or features of no fixed length.
+    """
+    given = [pattern] if isinstance(pattern, str | os.PathLike) else list(pattern)
+    paths = [Path(path) for each in given for path in sorted(glob.glob(os.fspath(each)))]  # noqa: PTH207
+    if not paths:
+        raise UsageError(f"loop.records({', '.join(map(repr, map(str, given)))}): there is no such file")
+    for name, feature in (features or {}).items():
+        if not isinstance(feature, tf.io.FixedLenFeature):
+            raise UsageError(
+                f"loop.records(features=...): {name!r} is a {type(feature).__name__}: give tf.io.FixedLenFeature, or "
+                "leave features out and parse the bytes in the map of IndexedData"
+            )
+    return RecordSource(paths, features)
+
+
+def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:
+    """Where the records of each file begin: int64 [records] each."""
+    known = [cached("records", path) for path in paths]
+    missing = [place for place, index in enumerate(known) if not index.exists()]
+    if missing:
+        with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+            found = pool.map(_offsets, [paths[place] for place in missing])
+            bar = tqdm(total=len(missing), desc="finding records", unit="file", disable=None)
+            stack.callback(bar.close)
+            for place, offsets in zip(missing, found, strict=True):
+                known[place].parent.mkdir(parents=True, exist_ok=True)
+                # Several workers may do this at once: each writes a file of its own, and the last one stays.
+                with replacing(known[place], aside=hidden_name(known[place])) as file:
+                    np.save(file, offsets)
+                bar.update()
+    return [np.load(index, mmap_mode="r", allow_pickle=False) for index in known]
+
+
+def _offsets(path: Path) -> np.ndarray:
+    """Where the records of a file begin, from the length that stands at the beginning of each."""
+    size = path.stat().st_size
+    if size:
+        _check_first(path)
+    offsets: list[int] = []
+    offset = 0
+    with path.open("rb", buffering=_BUFFER) as file:
+        while offset < size:
+            header = file.read(_LENGTH.size)
+            end = offset + _AROUND + (_LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else size)
+            if end > size:
+                raise UsageError(
+                    f"{path}: damaged at byte {offset}: record {len(offsets)} would end behind the end of the file: "
+                    "write the file anew"
+                )
+            offsets.append(offset)
+            file.seek(end)
+            offset = end
+    return np.array(offsets, np.int64)
+
+
+def _check_first(path: Path) -> None:
+    """Refuses a file that isn't one of records, or a compressed one."""
+    try:
+        tf_record.tf_record_random_reader(str(path)).read(0)
+    except (tf.errors.OpError, IndexError) as error:
+        with path.open("rb") as file:
+            magic = file.read(2)
+        if magic == b"\x1f\x8b" or (magic[:1] == b"\x78" and int.from_bytes(magic) % 31 == 0):
+            raise UsageError(
+                f"{path} is compressed, so that no record can be read by itself: write it without compression, as "
+                "tf.io.TFRecordWriter(path) does, or read it as a stream, with tf.data.TFRecordDataset"
+            ) from None
+        raise UsageError(f"{path} is no TFRecord file, or its first record is damaged ({_said(error)})") from None
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _said(error: Exception) -> str:
+    return str(getattr(error, "message", error)).split("\n")[0]

@@ -1,0 +1,435 @@
+"""Indexed data: the same numbers as arrays in memory, whatever it is read from; and what can go wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import loop
+from loop.data import BatchOptions, source
+from loop.data.batch import EVALUATION_EPOCH
+from loop.data.read_ahead import Filling, Position, ReadAhead
+from loop.errors import TrainingError, UsageError
+
+_RANDOM = np.random.default_rng(7)
+INPUTS = _RANDOM.normal(size=(103, 6)).astype("float32")
+LABELS = _RANDOM.integers(0, 3, 103)
+
+
+@dataclasses.dataclass
+class Task(loop.TrainTask):
+    data: object = None
+    held_out: object = None
+    dropout: float = 0.2
+
+    def build_model(self):
+        layers = [keras.layers.Dense(12, "relu"), keras.layers.Dropout(self.dropout), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input([6]), *layers])
+
+    def build_optimizer(self):
+        return keras.optimizers.Adam(1e-2)
+
+    def train_data(self):
+        return self.data
+
+    def eval_data(self):
+        return self.held_out
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        logits = model(inputs, training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)}
+
+
+class Items:
+    """A map-style data set, as PyTorch has them."""
+
+    def __init__(self, bad=()):
+        self.bad = bad
+        self.read = []
+
+    def __len__(self):
+        return len(INPUTS)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        if index in self.bad:
+            raise ValueError("broken file")
+        return INPUTS[index], LABELS[index]
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, number):
+        return INPUTS[10 * number : 10 * number + 10], LABELS[10 * number : 10 * number + 10]
+
+
+def _npy(directory):
+    np.save(directory / "inputs.npy", INPUTS)
+    np.save(directory / "labels.npy", LABELS)
+    return str(directory / "inputs.npy"), directory / "labels.npy"
+
+
+def _memory_map(directory):
+    mapped = np.memmap(directory / "raw", "float32", "w+", shape=INPUTS.shape)
+    mapped[:] = INPUTS
+    mapped.flush()
+    return np.memmap(directory / "raw", "float32", "r", shape=INPUTS.shape), LABELS
+
+
+def _hdf5(directory):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(directory / "data.h5", "w") as file:
+        file["inputs"] = INPUTS
+        file["labels"] = LABELS
+    file = h5py.File(directory / "data.h5")
+    return file["inputs"], file["labels"]
+
+
+def _parquet(directory):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"inputs": list(INPUTS), "labels": LABELS})
+    parquet.write_table(table, directory / "data.parquet", row_group_size=20)
+    return str(directory / "data.parquet")
+
+
+def _pair(row):
+    return row["inputs"], row["labels"]
+
+
+SOURCES = {
+    "arrays": lambda directory: loop.IndexedData((INPUTS, LABELS)),
+    "byte order": lambda directory: loop.IndexedData((INPUTS.astype(">f4"), LABELS), map=lambda pair: pair),
+    "columns first": lambda directory: loop.IndexedData((np.asfortranarray(INPUTS), LABELS)),
+    "memory map": lambda directory: loop.IndexedData(_memory_map(directory)),
+    "npy": lambda directory: loop.IndexedData(_npy(directory)),
+    "hdf5": lambda directory: loop.IndexedData(_hdf5(directory)),
+    "list": lambda directory: loop.IndexedData([(INPUTS[i], LABELS[i]) for i in range(len(INPUTS))]),
+    "map data set": lambda directory: loop.IndexedData(Items()),
+    "PyDataset": lambda directory: loop.IndexedData(Batches()),
+    "parquet": lambda directory: loop.IndexedData(_parquet(directory), map=_pair),
+    "dict": lambda directory: loop.IndexedData({"inputs": INPUTS, "labels": LABELS}, map=_pair),
+}
+
+
+def _trained(quiet, data, held_out=None, **options):
+    options = {"epochs": 3, "batch_size": 16, "backend": "single", "callbacks": quiet(), "resume": "never", **options}
+    return loop.fit(Task(data, held_out), **options)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    import callbacks
+
+    directory = tmp_path_factory.mktemp("expected")
+    standard = callbacks.standard(mlflow=None, progress=None)
+    return loop.fit(
+        Task(loop.ArrayData(INPUTS, LABELS), loop.ArrayData(INPUTS, LABELS)), epochs=3, batch_size=16,
+        backend="single", callbacks=standard, run_dir=directory / "run",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_same_bits_as_arrays_from_any_source(kind, expected, quiet, tmp_path, monkeypatch):
+    monkeypatch.setenv("TFLOOP_CACHE", str(tmp_path / "cache"))
+    data = SOURCES[kind](tmp_path)
+    found = _trained(quiet, data, data, run_dir=tmp_path / "run")
+    assert found.weights_sha256 == expected.weights_sha256
+    assert found.metrics == expected.metrics
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"compile": "xla"}, {"drop_remainder": True}, {"overfit": 2}])
+def test_same_bits_as_arrays_with_other_options(options, quiet, tmp_path):
+    found = _trained(quiet, loop.IndexedData(Items()), run_dir=tmp_path / "indexed", **options)
+    in_memory = _trained(quiet, loop.ArrayData(INPUTS, LABELS), run_dir=tmp_path / "arrays", **options)
+    assert found.weights_sha256 == in_memory.weights_sha256
+
+
+def test_same_bits_in_float64(quiet, tmp_path):
+    found = _trained(quiet, loop.IndexedData((INPUTS, LABELS)), precision="float64", run_dir=tmp_path / "indexed")
+    in_memory = _trained(quiet, loop.ArrayData(INPUTS, LABELS), precision="float64", run_dir=tmp_path / "arrays")
+    assert found.weights_sha256 == in_memory.weights_sha256
+
+
+def test_same_bits_after_a_resume_in_the_middle_of_an_epoch(expected, quiet, tmp_path):
+    data = loop.IndexedData(Items())
+    _trained(quiet, data, data, run_dir=tmp_path / "run", epochs=None, steps=10)
+    read = data.reader._reader._source.read
+    read.clear()
+    held_out = loop.IndexedData((INPUTS, LABELS))
+    found = _trained(quiet, data, held_out, run_dir=tmp_path / "run", resume="auto")
+    assert found.weights_sha256 == expected.weights_sha256
+    assert len(read) < 3 + len(INPUTS) * 2  # steps 10 to 20, and what was read ahead: not from the start
+
+
+class _Share:
+    """A backend of which a source needs to know who reads what."""
+
+    device = ""
+
+    def __init__(self, replicas, workers, rank):
+        self.replicas = replicas
+        self.workers = workers
+        self.rank = rank
+        self.local_replicas = replicas // workers
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    workers=st.integers(1, 4),
+    local=st.integers(1, 2),
+    parts=st.integers(1, 3),
+    shuffle=st.booleans(),
+)
+def test_rows_of_each_replica_are_those_of_arrays(size, batch, workers, local, parts, shuffle):
+    numbers = np.arange(size, dtype=np.int64) * 10
+    options = BatchOptions(batch, seed=3, shuffle=shuffle)
+    in_memory = source(loop.ArrayData(numbers), options, "train_data()")
+    indexed = source(loop.IndexedData(list(numbers)), options, "train_data()")
+    for rank in range(workers):
+        backend = _Share(workers * local, workers, rank)
+        sources = [each.sharded(backend, "example") for each in (in_memory, indexed)]
+        for step in range(in_memory.steps_per_epoch):
+            position = tf.constant(2, tf.int64), tf.constant(step, tf.int64)
+            feeds = [(*position, each.read_batch((), *position, parts)) for each in sources]
+            for replica in range(rank * local, rank * local + local):
+                for part in range(parts):
+                    rows = [
+                        each.replica_rows(feed, replica, part, parts) for each, feed in zip(sources, feeds, strict=True)
+                    ]
+                    np.testing.assert_array_equal(rows[0].batch, rows[1].batch)
+                    np.testing.assert_array_equal(rows[0].index, rows[1].index)
+        sources[1].close()
+
+
+def test_each_worker_reads_its_own_rows_alone():
+    items = Items()
+    made = source(loop.IndexedData(items), BatchOptions(16, seed=1, shuffle=True, prefetch=1), "train_data()")
+    mine = made.sharded(_Share(4, 4, 1), "example")
+    items.read.clear()
+    index, _ = mine.read_batch((), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+    mine.close()
+    assert len(index) == 4
+    assert len(items.read) <= 4 * (1 + 1)
+
+
+class Text:
+    """Lines of different lengths."""
+
+    lengths = [3, 9, 1, 4, 7, 2, 8, 5, 6, 10, 3, 3, 12, 1, 5]
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return {"tokens": np.arange(self.lengths[index], dtype=np.int32) + index, "label": index % 2}
+
+
+@pytest.mark.parametrize("bucket_by", [False, True])
+def test_padding_and_buckets_are_those_of_arrays(bucket_by):
+    options = BatchOptions(4, seed=5, shuffle=True)
+    padding = loop.Padding(bucket_by=bucket_by, multiple=2, buckets=2)
+    text = Text()
+    examples = [text[index] for index in range(len(text))]
+    arrays = {"tokens": [each["tokens"] for each in examples], "label": [each["label"] for each in examples]}
+    in_memory = source(loop.ArrayData(arrays, padding=padding), options, "train_data()")
+    data = loop.IndexedData(text, padding=padding, lengths={"tokens": text.lengths})
+    indexed = source(data, options, "train_data()")
+    for rank in range(2):
+        sources = [each.sharded(_Share(2, 2, rank), "example") for each in (in_memory, indexed)]
+        for step in range(in_memory.steps_per_epoch):
+            position = tf.constant(1, tf.int64), tf.constant(step, tf.int64)
+            rows = [each.replica_rows((*position, each.read_batch((), *position)), rank) for each in sources]
+            tf.nest.map_structure(np.testing.assert_array_equal, rows[0].batch, rows[1].batch)
+        sources[1].close()
+
+
+def test_map_draws_the_same_numbers_on_any_worker_and_others_in_each_epoch():
+    def noisy(example, seed):
+        return np.float64(np.random.default_rng(seed).normal()), example
+
+    def drawn(backend, epoch):
+        made = source(loop.IndexedData(list(range(12)), map=noisy), BatchOptions(12, seed=4), "train_data()")
+        share = made.sharded(backend, "example")
+        position = tf.constant(epoch, tf.int64), tf.constant(0, tf.int64)
+        rows = [share.replica_rows((*position, share.read_batch((), *position)), backend.rank)]
+        share.close()
+        return dict(zip(rows[0].index.numpy().tolist(), rows[0].batch[0].numpy().tolist(), strict=True))
+
+    alone = drawn(_Share(1, 1, 0), 0)
+    shared = drawn(_Share(3, 3, 0), 0) | drawn(_Share(3, 3, 1), 0) | drawn(_Share(3, 3, 2), 0)
+    assert alone == shared
+    assert len(set(alone.values())) == 12
+    assert not set(alone.values()) & set(drawn(_Share(1, 1, 0), 1).values())
+
+
+def test_map_gets_the_seeds_of_example_seed(quiet, tmp_path):
+    seen = {}
+
+    @dataclasses.dataclass
+    class Seeds(Task):
+        def compute(self, model, batch, training):
+            (inputs, labels), seed = batch
+            same = tf.reduce_all(tf.equal(loop.example_seed(), seed), 1)
+            values = super().compute(model, (inputs, labels), training)
+            return values | {"same": tf.cast(same, tf.float32)}
+
+    data = loop.IndexedData(Items(), map=lambda example, seed: (example, seed))
+    seen = loop.fit(
+        Seeds(data, data),
+        epochs=2,
+        batch_size=16,
+        seed=3,
+        backend="single",
+        callbacks=quiet(),
+        run_dir=tmp_path / "run",
+    )
+    assert seen.metrics["same"] == 1.0
+    assert seen.metrics["eval_same"] == 1.0
+
+
+def test_take_skip_filter_and_split():
+    data = loop.IndexedData(list(range(100)))
+
+    def examples(part):
+        made = source(part, BatchOptions(100), "train_data()")
+        return made.head(part.size).numpy().tolist()
+
+    assert examples(data.take(5)) == [0, 1, 2, 3, 4]
+    assert examples(data.skip(97)) == [97, 98, 99]
+    assert examples(data.skip(10).take(2)) == [10, 11]
+    assert examples(data.filter(lambda index: index % 30 == 0)) == [0, 30, 60, 90]
+    train, held_out = data.split(0.2)
+    assert sorted(examples(train) + examples(held_out)) == list(range(100))
+    assert 5 < held_out.size < 40
+    longer = loop.IndexedData(list(range(150))).split(0.2)[1]
+    assert set(examples(held_out)) <= set(examples(longer))
+    by_person = data.split(0.3, key=lambda index: index // 10)
+    assert {index // 10 for index in examples(by_person[0])}.isdisjoint(index // 10 for index in examples(by_person[1]))
+
+
+def test_a_bad_example_stops_the_run_and_is_named(quiet, tmp_path):
+    with pytest.raises(TrainingError, match="example 57 can't be read: ValueError: broken file"):
+        _trained(quiet, loop.IndexedData(Items(bad=[57])), run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda: (INPUTS[0, :3], LABELS[0]), r"example 57: array 0: shape \[3\] instead of \[6\]"),
+        (lambda: (INPUTS[0].astype("float64"), LABELS[0]), "example 57: array 0: dtype float64 instead of float32"),
+        (lambda: (INPUTS[0], None), "example 57: array 1: None instead of an array"),
+        (lambda: INPUTS[0], r"example 57 has the arrays \[0\], the first example \[0, 1\]"),
+        (lambda: (INPUTS[0], object()), "example 57: array 1: object is no array"),
+    ],
+)
+def test_an_example_unlike_the_first_one_is_named(other, said, quiet, tmp_path):
+    class Odd(Items):
+        def __getitem__(self, index):
+            return other() if index == 57 else super().__getitem__(index)
+
+    with pytest.raises(UsageError, match=said):
+        _trained(quiet, loop.IndexedData(Odd()), run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, quiet, tmp_path):
+    @dataclasses.dataclass
+    class Weighted(Task):
+        def compute(self, model, batch, training):
+            inputs, labels, weight = batch
+            return super().compute(model, (inputs, labels), training) | {"weight": weight}
+
+    weights = np.ones(103, "float32")
+    weights[[5, 57]] = 0
+    options = {"epochs": 2, "batch_size": 16, "backend": "single", "accumulate": accumulate, "callbacks": quiet()}
+    expected = loop.fit(
+        Weighted(loop.ArrayData(INPUTS, LABELS, weights), dropout=0.0), run_dir=tmp_path / "arrays", **options
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        data = loop.IndexedData(Items(bad=[5, 57]), on_bad_example="skip")
+        found = loop.fit(Task(data, dropout=0.0), run_dir=tmp_path / "run", **options)
+    assert sum("example 57 can't be read" in str(each.message) for each in warned) == 2
+    for ours, theirs in zip(found.model.weights, expected.model.weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=5e-6)
+    assert found.examples == 2 * (103 - 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: loop.IndexedData(5), "it has no __len__ and __getitem__"),
+        (lambda: loop.IndexedData(iter([1])), "it has no __len__ and __getitem__"),
+        (lambda: loop.IndexedData((INPUTS, LABELS[:50])), "sources of unequal length"),
+        (lambda: loop.IndexedData("nothing.npy"), "there is no such file"),
+        (lambda: loop.IndexedData(__file__), "only .npy and .parquet files"),
+        (lambda: loop.IndexedData(INPUTS, map=3), "give a function"),
+        (lambda: loop.IndexedData(INPUTS, readers=-1), "give a number of processes"),
+        (lambda: loop.IndexedData(INPUTS, on_bad_example="ignore"), "give 'stop' or 'skip'"),
+        (lambda: loop.IndexedData(Text(), padding=0), "padding and lengths belong together"),
+        (lambda: loop.IndexedData(Text(), lengths=[1]), "without padding"),
+        (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
+        (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
+        (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(make, said):
+    with pytest.raises(UsageError, match=said):
+        make()
+
+
+def test_no_examples_and_an_epoch_shorter_than_a_batch(quiet, tmp_path):
+    with pytest.raises(UsageError, match="has no examples"):
+        _trained(quiet, loop.IndexedData([]), run_dir=tmp_path / "run")
+    data = loop.IndexedData((INPUTS, LABELS))
+    with pytest.raises(UsageError, match="leaves nothing of 103 examples"):
+        _trained(quiet, data, run_dir=tmp_path / "run", batch_size=200, drop_remainder=True)
+
+
+def _numbers(asked, depth, filled):
+    """A reader of batches of two rows, which notes what it fills."""
+
+    def plan(position):
+        return Filling(np.arange(2) + 2 * position.step, position.epoch, [np.zeros(2)])
+
+    def fill(batch, rows, thread):
+        filled.append((batch.epoch, int(batch.index[0]) // 2))
+        batch.leaves[0][rows] = batch.index[rows]
+
+    def following(position):
+        return position._replace(step=position.step + 1) if position.step < 9 else None
+
+    return ReadAhead(plan, fill, following, depth, threads=2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(asked=st.lists(st.integers(0, 9), max_size=12), depth=st.integers(1, 4))
+def test_any_batch_can_be_asked_for_at_any_time(asked, depth):
+    ahead = _numbers(asked, depth, [])
+    for step in asked:
+        batch = ahead.get(Position(EVALUATION_EPOCH, step))
+        np.testing.assert_array_equal(batch.leaves[0], [2 * step, 2 * step + 1])
+    assert len(ahead._batches) <= depth + 3
+    ahead.close()
+
+
+def test_batches_that_are_asked_for_in_order_are_read_once():
+    filled = []
+    ahead = _numbers([], 3, filled)
+    for step in (0, 1, 2, 3, 3, 4, 5, 7, 6, 8, 9):
+        ahead.get(Position(0, step))
+    ahead.close()
+    assert sorted(step for _, step in filled) == sorted([*range(10), *range(10)])  # two rows, by two threads

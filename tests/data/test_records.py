@@ -1,0 +1,152 @@
+"""TFRecord files and other formats as indexed data: the same examples, and damaged files that are named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import loop
+from loop.data import BatchOptions, source
+from loop.errors import UsageError
+
+_RANDOM = np.random.default_rng(3)
+IMAGES = _RANDOM.normal(size=(50, 4)).astype("float32")
+LABELS = np.arange(50)
+FEATURES = {"image": tf.io.FixedLenFeature([4], tf.float32), "label": tf.io.FixedLenFeature([], tf.int64)}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFLOOP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _example(image, label):
+    return tf.train.Example(
+        features=tf.train.Features(
+            feature={
+                "image": tf.train.Feature(float_list=tf.train.FloatList(value=image)),
+                "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
+            }
+        )
+    ).SerializeToString()
+
+
+def _write(directory, options=None, name="train"):
+    for number, start in enumerate(range(0, 50, 20)):
+        with tf.io.TFRecordWriter(str(directory / f"{name}-{number}.tfrecord"), options) as writer:
+            for image, label in zip(IMAGES[start : start + 20], LABELS[start : start + 20], strict=True):
+                writer.write(_example(image, label))
+    return str(directory / f"{name}-*.tfrecord")
+
+
+def _batches(data):
+    made = source(data, BatchOptions(16, seed=2, shuffle=True), "train_data()")
+    read = []
+    for step in range(made.steps_per_epoch):
+        _, batch = made.read_batch((), tf.constant(1, tf.int64), tf.constant(step, tf.int64))
+        read.append(tf.nest.map_structure(lambda tensor: tensor.numpy(), batch))
+    return read
+
+
+def _parsed(record):
+    example = tf.train.Example.FromString(record)
+    return {
+        "image": np.array(example.features.feature["image"].float_list.value, np.float32),
+        "label": np.int64(example.features.feature["label"].int64_list.value[0]),
+    }
+
+
+@pytest.mark.parametrize("how", ["features", "map"])
+def test_records_are_the_examples_of_arrays(how, tmp_path):
+    pattern = _write(tmp_path)
+    expected = _batches(loop.ArrayData({"image": IMAGES, "label": LABELS}))
+    if how == "features":
+        data = loop.IndexedData(loop.records(pattern, FEATURES))
+    else:
+        data = loop.IndexedData(loop.records(pattern), map=_parsed)
+    for ours, theirs in zip(_batches(data), expected, strict=True):
+        tf.nest.map_structure(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_records_are_found_once_and_anew_when_a_file_changes(tmp_path, cache):
+    pattern = _write(tmp_path)
+    assert len(loop.records(pattern)) == 50
+    kept = {file: file.stat().st_mtime_ns for file in (cache / "records").iterdir()}
+    assert len(kept) == 3
+    assert len(loop.records(pattern)) == 50
+    assert {file: file.stat().st_mtime_ns for file in (cache / "records").iterdir()} == kept
+    with tf.io.TFRecordWriter(str(tmp_path / "train-0.tfrecord")) as writer:
+        writer.write(b"one")
+    changed = loop.records(pattern)
+    assert len(changed) == 31
+    assert changed[0] == b"one"
+
+
+def test_a_file_that_changes_under_a_run_is_named(tmp_path):
+    records = loop.records(_write(tmp_path))
+    with (tmp_path / "train-1.tfrecord").open("ab") as file:
+        file.write(b"more")
+    assert records[3]
+    with pytest.raises(UsageError, match=r"train-1.tfrecord has changed since the run began"):
+        records[25]
+
+
+@pytest.mark.parametrize("kind", ["GZIP", "ZLIB"])
+def test_compressed_files_are_refused_with_what_to_do(kind, tmp_path):
+    with pytest.raises(UsageError, match="is compressed, so that no record can be read by itself"):
+        loop.records(_write(tmp_path, kind))
+
+
+def test_damaged_records_are_named(tmp_path):
+    pattern = _write(tmp_path)
+    path = tmp_path / "train-1.tfrecord"
+    damaged = bytearray(path.read_bytes())
+    damaged[100] ^= 1
+    path.write_bytes(damaged)
+    records = loop.records(pattern)
+    with pytest.raises(UsageError, match=r"train-1.tfrecord: record \d, at byte \d+, is damaged"):
+        [records[index] for index in range(50)]
+    path.write_bytes(damaged[:-7])
+    with pytest.raises(UsageError, match="would end behind the end of the file"):
+        loop.records(pattern)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda directory: loop.records(directory / "nothing-*"), "there is no such file"),
+        (lambda directory: loop.records(__file__), "is no TFRecord file"),
+        (
+            lambda directory: loop.records(_write(directory), {"x": tf.io.VarLenFeature(tf.int64)}),
+            "give tf.io.FixedLenFeature",
+        ),
+    ],
+)
+def test_what_is_no_records_is_refused(make, said, tmp_path):
+    with pytest.raises(UsageError, match=said):
+        make(tmp_path)
+
+
+def test_array_records_of_grain_are_the_same_examples(tmp_path):
+    grain = pytest.importorskip("grain")
+    array_record = pytest.importorskip("array_record.python.array_record_module")
+    path = str(tmp_path / "train.array_record")
+    writer = array_record.ArrayRecordWriter(path, "group_size:1")
+    for image, label in zip(IMAGES, LABELS, strict=True):
+        writer.write(_example(image, label))
+    writer.close()
+    data = loop.IndexedData(grain.sources.ArrayRecordDataSource([path]), map=_parsed)
+    expected = _batches(loop.ArrayData({"image": IMAGES, "label": LABELS}))
+    for ours, theirs in zip(_batches(data), expected, strict=True):
+        tf.nest.map_structure(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_hugging_face_data_sets_are_the_same_examples():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"image": list(IMAGES), "label": LABELS}).with_format("numpy")
+    data = loop.IndexedData(rows)
+    expected = _batches(loop.ArrayData({"image": IMAGES, "label": LABELS}))
+    for ours, theirs in zip(_batches(data), expected, strict=True):
+        tf.nest.map_structure(np.testing.assert_array_equal, ours, theirs)
