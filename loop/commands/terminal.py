@@ -115,18 +115,18 @@ def table(
         spare: the columns that are left out on a terminal that is too narrow for all, in this order.
     """
     kept = list(range(len(head or next(iter(rows), ()))))
-    drawn = _table(rows, head, right, kept)
-    for index in spare if sys.stdout.isatty() else ():
-        if _console(_ENDLESS).measure(drawn).maximum <= width():
-            break
-        kept.remove(index)
-        drawn = _table(rows, head, right, kept)
-    return drawn
+    if spare and sys.stdout.isatty():
+        lengths = _lengths(rows, head)
+        for index in spare:
+            if sum(lengths[column] for column in kept) + len(_GAP) * (len(kept) - 1) <= width():
+                break
+            kept.remove(index)
+    return _table(rows, head, right, kept)
 
 
 def tables(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection[int] = ()) -> list[Table]:
     """A table; or several with the same first column, where a terminal is too narrow for all other columns in one."""
-    lengths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lengths = _lengths(rows, head)
     room = width() - min(lengths[0], width() // 3) if sys.stdout.isatty() else _ENDLESS
     parts = [[0]]
     used = 0
@@ -138,6 +138,19 @@ def tables(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
         parts[-1].append(index)
         used += needed
     return [_table(rows, head, right, kept) for kept in parts]
+
+
+def _lengths(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[int]:
+    """How many columns of the terminal each column of a table takes, if none of its cells is broken."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    lengths = [0] * len(head or rows[0])
+    for row in [head, *rows]:
+        for index, cell in enumerate(row):
+            plain_cell = Text.from_ansi(cell).plain if "\x1b" in cell else cell
+            lengths[index] = max(lengths[index], cell_len(plain_cell))
+    return lengths
 
 
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection[int], kept: Sequence[int]) -> Table:
@@ -156,7 +169,7 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
         justify: Literal["left", "right"] = "right" if index in right else "left"
         drawn.add_column(head[index] if head else "", justify=justify, overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text.from_ansi(row[index]) for index in kept))
+        drawn.add_row(*(Text.from_ansi(row[index]) if "\x1b" in row[index] else row[index] for index in kept))
     return drawn
 
 
