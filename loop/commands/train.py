@@ -214,7 +214,7 @@ def _work(
                 with_defaults(task, given)
                 return task
 
-            task, made = backends.with_task(
+            task, backend = backends.with_task(
                 load, place.backend, place.workers, place.devices, typed.min_shard_bytes, typed.threads
             )
         from loop.fit import fit
@@ -224,19 +224,19 @@ def _work(
             chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None)
         chosen += added
         if typed.dry_run_:
-            fields = dry_run.dry_run(task, made, given)
+            fields = dry_run.dry_run(task, backend, given)
         else:
-            result = fit(task, **given | {"backend": made}, run_dir=typed.run_dir, callbacks=chosen)
+            result = fit(task, **given | {"backend": backend}, run_dir=typed.run_dir, callbacks=chosen)
             fields = {name: value for name, value in vars(result).items() if name != "model"}
             fields["run_dir"] = str(result.run_dir)
         beginning.close()
-        made.close()
+        backend.close()
         code = PREEMPTED if fields["status"] == "preempted" else 0
         report(code, None, fields)
     if JOB in os.environ:
         # A saved run is no failure for which the others are to be ended: its code is in the report.
         return 0, "", None
-    return code, "", fields if made.is_chief else None
+    return code, "", fields if backend.is_chief else None
 
 
 def _load_callback(text: str) -> callbacks.Callback:

@@ -67,10 +67,11 @@ def _record(
             from loop import backends
             from loop.commands import verify
 
-            task, made = backends.with_task(lambda: task_loader.load(target_, assignments), choose_backend("auto")[0])
-        verify.write(directory, task, made, batch_size, compile_)
-        made.exchange(0)  # no worker leaves before all are done
-        made.close()
+            name, _ = choose_backend("auto")
+            task, backend = backends.with_task(lambda: task_loader.load(target_, assignments), name)
+        verify.write(directory, task, backend, batch_size, compile_)
+        backend.exchange(0)  # no worker leaves before all are done
+        backend.close()
         report(0)
 
 

@@ -17,8 +17,8 @@ from loop.launch import machine, stderr
 
 def new(name: typed.NewName) -> None:
     """Write a commented task file, NAME.py, that trains at once."""
-    place_ = new_.new(name)
-    print(f"wrote {place_.partition(':')[0]}; train it: tfloop train {place_}")
+    target = new_.new(name)
+    print(f"wrote {target.partition(':')[0]}; train it: tfloop train {target}")
 
 
 def doctor(as_json: typed.AsJson = False) -> None:
@@ -48,8 +48,9 @@ def ui(
     if path and not path.exists():
         raise UsageError(f"{path} isn't there: train something first, here")
     if not machine.port_is_free(host, port):
-        taken, port = port, machine.free_ports(1)[0]
-        print(f"port {taken} is in use, taking {port}", file=sys.stderr)
+        free = machine.free_ports(1)[0]
+        print(f"port {port} is in use, taking {free}", file=sys.stderr)
+        port = free
     # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
     print(
         f"MLflow UI: http://{host}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)", file=sys.stderr, flush=True
