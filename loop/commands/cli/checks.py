@@ -8,8 +8,8 @@ from pathlib import Path
 
 import typer
 
-from loop.commands import cli_options as typed
 from loop.commands import command_line, runs
+from loop.commands.cli import options as typed
 from loop.commands.cli.output import show, shown_stages, stopped_clean
 from loop.errors import FAILED, PREEMPTED, UsageError
 from loop.launch import signals, stderr

@@ -8,9 +8,9 @@ import sys
 
 import typer
 
-from loop.commands import cli_options as typed
 from loop.commands import new as new_
 from loop.commands import terminal
+from loop.commands.cli import options as typed
 from loop.errors import FAILED, UsageError
 from loop.launch import machine, stderr
 

@@ -8,8 +8,8 @@ import typer
 
 from callbacks.formats import size
 from callbacks.run_record.record import printable, read
-from loop.commands import cli_options as typed
 from loop.commands import runs, terminal, tracking
+from loop.commands.cli import options as typed
 from loop.errors import TrainingError, UsageError
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)

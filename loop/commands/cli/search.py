@@ -11,10 +11,10 @@ import typer
 
 from callbacks.nearest import nearest
 from callbacks.progress import counted
-from loop.commands import cli_options as typed
 from loop.commands import command_line, config
 from loop.commands import sweep as sweep_
 from loop.commands import tune as tune_
+from loop.commands.cli import options as typed
 from loop.commands.cli.output import show, shown_stages, stopped_clean
 from loop.commands.cli.training import train_options
 from loop.errors import FAILED, PREEMPTED, UsageError

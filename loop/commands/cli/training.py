@@ -14,9 +14,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from loop.commands import cli_options as typed
 from loop.commands import config, dry_run, runs, tracking
 from loop.commands import train as train_
+from loop.commands.cli import options as typed
 from loop.commands.cli.output import finish, shown_stages
 from loop.errors import UsageError
 from loop.launch import explain, stderr
