@@ -9,7 +9,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from callbacks.nearest import near_file, nearest
 from callbacks.run_record import redaction
@@ -152,13 +152,13 @@ def _yaml(text: str) -> object:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
+        def compose_node(self, parent: yaml.Node, index: object) -> yaml.Node:
             if self.check_event(yaml.AliasEvent):
                 event = self.peek_event()
                 raise yaml.MarkedYAMLError(None, None, f"an alias, *{event.anchor}: write it out", event.start_mark)
             return super().compose_node(parent, index)
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> object:
             for key, count in Counter(str(key.value) for key, _ in node.value).most_common(1):
                 if count > 1:
                     raise yaml.MarkedYAMLError(None, None, f"{key} is there {count} times", node.start_mark)

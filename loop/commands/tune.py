@@ -57,7 +57,7 @@ class Row:
         problem: why it can't be measured, or "".
     """
 
-    changes: dict[str, Any]
+    changes: dict[str, object]
     speeds: list[float] = dataclasses.field(default_factory=list)
     against: float | None = None
     memory: int = 0
@@ -90,7 +90,7 @@ class Report:
     about: dict[str, Any]
     rows: list[Row]
     best: Row
-    settings: dict[str, Any]
+    settings: dict[str, object]
     notes: list[str]
 
 
@@ -259,10 +259,10 @@ class _Tuner:
                 _end(process)
 
 
-def _others(now: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _others(now: Mapping[str, object], about: Mapping[str, Any]) -> dict[str, list[object]]:
     """The settings to try beside those that are, but for the size of the batch."""
     cpus = about["machine"]["cpus"]
-    settings: dict[str, list[Any]] = {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
+    settings: dict[str, list[object]] = {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
     if about["stream"]:
         settings["prefetch"] = [1, 2, 8, "auto"]
     settings["threads"] = sorted({1, max(1, cpus // 2), cpus, max(1, cpus // about["workers"])})
@@ -332,7 +332,7 @@ def lines(report: Report) -> list[RenderableType]:
     return [terminal.table(rows, head, right=range(1, len(head) - 1)), *problems, *report.notes]
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: Report) -> dict[str, object]:
     """The report for programs."""
     rows = [dataclasses.asdict(row) | {"examples_per_second": row.speed} for row in report.rows]
     return {"settings": report.settings, "ratio": report.best.against, "rows": rows, "notes": report.notes}

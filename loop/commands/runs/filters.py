@@ -52,7 +52,7 @@ class Filter:
         if numeric and self._key != "started" and not _reads_as_number(self._wanted):
             raise UsageError(f"--filter {self._text}: {self._wanted!r} is no number")
 
-    def _check_choice(self, values: Sequence[Any]) -> None:
+    def _check_choice(self, values: Sequence[object]) -> None:
         """Refuses a status, backend or task that no run can have."""
         choices = {"status": STATUSES, "backend": BACKENDS, "task": ()}.get(self._key)
         if choices is None or self._sign not in ("=", "!="):

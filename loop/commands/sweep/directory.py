@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ STORAGE = "study.db"
 """Optuna's storage, in the directory of the sweep."""
 
 
-def begin(directory: Path, about: dict[str, Any]) -> None:
+def begin(directory: Path, about: Mapping[str, Any]) -> None:
     """Writes which sweep the directory is of, or compares it with what was written.
 
     To the delivery to MLflow it looks like the directory of a run: `run.json` and a journal.
@@ -37,7 +38,7 @@ def begin(directory: Path, about: dict[str, Any]) -> None:
             file.write(b"\n")
 
 
-def _check_same(directory: Path, before: dict[str, Any] | None, now: dict[str, Any]) -> None:
+def _check_same(directory: Path, before: Mapping[str, object] | None, now: Mapping[str, object]) -> None:
     """Refuses a directory that holds another sweep, or anything else."""
     if before is None:
         others = [path.name for path in directory.iterdir() if path.name not in (LOCK, "run.json.tmp")]
@@ -54,7 +55,7 @@ def _check_same(directory: Path, before: dict[str, Any] | None, now: dict[str, A
             )
 
 
-def about_sweep(plan: Plan, kind: type, trials: int) -> dict[str, Any]:
+def about_sweep(plan: Plan, kind: type, trials: int) -> dict[str, object]:
     """The `run.json` of a sweep: the entries of a run's, as far as a sweep has them."""
     kept = plan.as_json()
     return {
@@ -68,7 +69,7 @@ def about_sweep(plan: Plan, kind: type, trials: int) -> dict[str, Any]:
     }
 
 
-def write_about(directory: Path, about: dict[str, Any], status: str) -> None:
+def write_about(directory: Path, about: Mapping[str, object], status: str) -> None:
     """Writes the `run.json` of a sweep."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     state = {"status": status, "updated": now, "pid": os.getpid()}

@@ -7,8 +7,9 @@ import fcntl
 import os
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from callbacks.files import appending, make_directory, opened, read_json, reading
 from callbacks.nearest import nearest
@@ -16,6 +17,9 @@ from callbacks.run_record import journal
 from loop.checkpoint.lock import NAME as LOCK
 from loop.errors import UsageError
 from loop.launch.environment import LAUNCHER
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
 
 
 class TrialProcess:
@@ -26,7 +30,7 @@ class TrialProcess:
         reported: how many of them Optuna knows.
     """
 
-    def __init__(self, trial: Any, sweep_directory: Path, command: list[str], temporary: str) -> None:
+    def __init__(self, trial: Trial, sweep_directory: Path, command: list[str], temporary: str) -> None:
         self.trial = trial
         self.directory = trial_directory(sweep_directory, trial.number)
         make_directory(self.directory)
@@ -66,7 +70,7 @@ class TrialProcess:
                 self._measured = step
                 self.values.append(float(metrics[metric]))
 
-    def _check_name(self, metric: str, metrics: dict[str, Any]) -> None:
+    def _check_name(self, metric: str, metrics: Mapping[str, object]) -> None:
         """Refuses a metric that is not among those of its kind, of training or of the evaluation."""
         self._names |= dict.fromkeys(metrics)
         evaluated = metric.startswith("eval_")

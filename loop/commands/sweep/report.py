@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from callbacks.run_record.redaction import mask
 from loop.commands.sweep.plan import Plan
@@ -73,7 +72,7 @@ class Report:
         yield f"best: trial {best.number}, {self.plan.metric} {best.value:.6g}, in {shown_path(Path(best.run_dir))}"
         yield mask(shlex.join(self.command(best)))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The same for programs."""
         best = self.best
         return {

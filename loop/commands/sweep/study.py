@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from callbacks.files import sqlite_uri
 from loop.commands.sweep.directory import STORAGE
@@ -13,6 +13,10 @@ from loop.commands.sweep.plan import Plan, Range
 from loop.commands.sweep.process import in_use, trial_directory
 from loop.commands.sweep.report import Row
 from loop.errors import UsageError
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.trial import FrozenTrial, Trial
 
 
 class Study:
@@ -44,7 +48,7 @@ class Study:
         """All trials."""
         return [_row(trial, self._directory) for trial in self._study.get_trials(deepcopy=False)[: self._trials]]
 
-    def next(self) -> Any:
+    def next(self) -> Trial | None:
         """The trial to start next: one that was interrupted, or a new one; None if there is none now."""
         trial = self._next_interrupted() or self._next_waiting()
         if trial is not None:
@@ -59,7 +63,7 @@ class Study:
         state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
         self._study.tell(number, value, state)
 
-    def _next_interrupted(self) -> Any:
+    def _next_interrupted(self) -> Trial | None:
         from optuna.trial import Trial
 
         # What a killed sweep has left under way ends by itself, and saves. Only then it can be gone on with.
@@ -70,7 +74,7 @@ class Study:
                 return Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
         return None
 
-    def _next_waiting(self) -> Any:
+    def _next_waiting(self) -> Trial | None:
         from optuna.trial import TrialState
 
         waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
@@ -88,7 +92,7 @@ class Study:
         self._study.sampler = kind(seed=int.from_bytes(digest[:4], "big"))
 
 
-def _open(directory: Path, plan: Plan) -> Any:
+def _open(directory: Path, plan: Plan) -> optuna.Study:
     """The sweep in Optuna's storage."""
     import optuna
 
@@ -104,7 +108,7 @@ def _open(directory: Path, plan: Plan) -> Any:
         raise UsageError(f"{directory / STORAGE} can't be used ({what}): give another --sweep-dir") from None
 
 
-def _draw(trial: Any, name: str, values: list[str] | Range) -> None:
+def _draw(trial: Trial, name: str, values: list[str] | Range) -> None:
     """Gives a trial the value of a field, if it has none."""
     if isinstance(values, list):
         trial.suggest_categorical(name, values)
@@ -113,7 +117,7 @@ def _draw(trial: Any, name: str, values: list[str] | Range) -> None:
         suggest(name, values.low, values.high, log=values.log)
 
 
-def _row(trial: Any, directory: Path) -> Row:
+def _row(trial: FrozenTrial, directory: Path) -> Row:
     state = {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
     if state == "complete":
         value = trial.value

@@ -6,10 +6,13 @@ import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from callbacks.run_record.redaction import shown, tell
 from loop.commands.sweep.report import Row, shown_path
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _LOG_SECONDS = 60.0  # between two lines of a log that say what is under way
 
@@ -22,7 +25,7 @@ class Table:
         self._metric = metric
         self._trials = trials
         self._stream = stream
-        self._bar: Any = None
+        self._bar: tqdm | None = None
         self._ended = 0
         self._last = time.monotonic()  # when the last line was shown
 

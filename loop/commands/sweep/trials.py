@@ -10,7 +10,7 @@ import time
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from callbacks import pruning
 from callbacks.files import appending
@@ -28,6 +28,9 @@ from loop.commands.tune import reason
 from loop.errors import PREEMPTED, UsageError
 from loop.launch import signals
 from loop.run import trust
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
 
 COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _STOPPED = (PREEMPTED, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a trial that was stopped
@@ -147,7 +150,7 @@ class _Trials:
         if ended:
             self._end(process)
 
-    def _command(self, trial: Any) -> list[str]:
+    def _command(self, trial: Trial) -> list[str]:
         """What makes a trial, from its beginning or from its last checkpoint."""
         return [
             *COMMAND,
@@ -214,7 +217,7 @@ class _Trials:
         """Within it, a signal has the trials save and end, a second one kills them, and a third ends the sweep."""
         wishes = signals.Wishes()
 
-        def hear(number: int, frame: Any) -> None:
+        def hear(number: int, frame: object) -> None:
             self._signals = wishes.hear(number)
             if self._signals > 2:  # whatever it waits for
                 signals.die(number)
