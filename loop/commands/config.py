@@ -45,6 +45,7 @@ def arguments(paths: Sequence[Path], options: Mapping[str, Option], typed: Colle
         UsageError: a file can't be read, or says something that can't be typed so.
     """
     arguments_of: dict[str, list[str]] = {}
+    # What is typed is the last layer. It has no arguments here, and takes those of files away.
     of_typed: dict[str, list[str]] = {name: [] for name in typed}
     for layer in [*(_layer(path, options) for path in paths), of_typed]:
         for pair in EXCLUSIVE:

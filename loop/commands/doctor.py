@@ -146,6 +146,7 @@ def _mlflow() -> Finding:
         return finding("MLflow", "ok", found + ("" if path.exists() else " (made by the first run)"))
     from mlflow import MlflowClient
 
+    # A server that doesn't answer is a finding, not worth minutes of waiting.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     try:

@@ -57,6 +57,7 @@ def _in_color(line: Line) -> RenderableType:
 @contextlib.contextmanager
 def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows the next stage of a command, also while TensorFlow's output is hidden."""
+    # A copy of stderr, because `quiet_start` turns the descriptor itself elsewhere.
     with os.fdopen(os.dup(2), "w") as stderr, contextlib.closing(Stages(total, stderr)) as stages:
         yield stages.next
 

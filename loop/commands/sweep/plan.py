@@ -96,6 +96,7 @@ class Plan:
     def combination(self, number: int) -> dict[str, str]:
         """The values of the grid's fields that a trial has: all combinations, one after the other, and again."""
         params = {}
+        # The last field varies fastest.
         for name, values in reversed(self.grid.items()):
             choices = split(values)
             number, index = divmod(number, len(choices))
@@ -135,6 +136,7 @@ class Plan:
     def directory(self) -> Path:
         """Its default place: the same for the same plan."""
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
+        # From what is kept, which has no secrets: from a digest of one, it could be guessed.
         digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
         return Path("runs") / f"sweep-{name}-{digest}"
 

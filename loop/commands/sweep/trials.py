@@ -110,6 +110,7 @@ class _Trials:
                 report = Report(self._plan, self._directory, self._study.rows())
                 status = "preempted" if report.stopped else "finished" if report.best else "failed"
             finally:
+                # Whatever has happened: no trial goes on without the sweep, and run.json says how it stands.
                 for process in self._underway:
                     process.kill()
                 self._table.close()
@@ -129,6 +130,7 @@ class _Trials:
                 self._table.line("stopping: the trials under way save and end; a second signal ends them at once")
             for process in list(self._underway):
                 self._look_at(process)
+            # What a killed sweep has left under way ends by itself; until then there may be nothing to do but wait.
             waits = [] if self._underway else self._study.interrupted
             self._table.doing([*self._underway, *(f"waiting for what is left of trial {number}" for number in waits)])
             time.sleep(0.1)
