@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from callbacks import MLflowTracker
 from callbacks.files import is_plain, opened, read_json
@@ -21,6 +22,9 @@ from callbacks.run_record.report import NAME as REPORT
 from loop.checkpoint import lock
 from loop.errors import TrainingError, UsageError
 from loop.run import trust
+
+if TYPE_CHECKING:
+    from callbacks.mlflow.delivery import Delivery
 
 
 def tracker(
@@ -96,7 +100,41 @@ def _is_deliverable(run_dir: Path) -> bool:
 
 def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
     """Delivers what MLflow hasn't of one run, and returns the store."""
-    from callbacks.mlflow import delivery, tracker
+    from callbacks.mlflow import delivery
+
+    store = _store(run_dir, track, trusted)
+    rest = delivery.Delivery(run_dir.resolve(), store)
+    with _sole_deliverer(run_dir):
+        tell(f"asking MLflow at {redact(store)} what it has")
+        for is_last in (False, True):  # a connection that was closed while idle is no reason to fail
+            try:
+                _send(rest)
+                break
+            except Exception as error:  # whatever the store does
+                rest.disconnect()
+                if is_last:
+                    why = delivery.reason(error)
+                    text = f"MLflow at {redact(store)} did not take everything ({why}); try again later"
+                    raise TrainingError(text) from None
+    for text in rest.warnings():
+        tell(f"warning: {text}")
+    files = f" and {rest.artifacts:,} artifacts" if rest.artifacts else ""
+    print(f"delivered {rest.count:,} points{files} to {redact(store)}, run {rest.run_id}")
+    return store
+
+
+def _send(rest: Delivery) -> None:
+    """Delivers what the store doesn't have yet: it is asked anew each time."""
+    count = rest.pending()
+    tell(f"delivering {count:,} points")
+    with counted(count, "point", sys.stderr) as advance:
+        rest.deliver(advance)
+    rest.close()
+
+
+def _store(run_dir: Path, track: str | None, trusted: bool) -> str:
+    """The store to which a run is delivered; refuses one that only its directory names."""
+    from callbacks.mlflow import tracker
 
     uri = track or read_json(run_dir / tracker.STATE).get("uri")
     if not (track or trusted or uri in (None, redact(tracker.store(None))) or trust.may_contact(run_dir, uri)):
@@ -104,31 +142,13 @@ def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
             f"{run_dir}: you haven't trained there on this machine, and the store that it names ({str(uri)!r:.200}) "
             "isn't contacted unasked: give it as --track URI, or --trust if that directory is yours"
         )
-    if not track and uri and HIDDEN in uri and not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
-        raise UsageError(f"{run_dir / tracker.STATE} has the store's URI without its secrets: give it as --track URI")
+    if not track and uri and HIDDEN in uri:  # secrets are not written down, but the environment may have them
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            where = run_dir / tracker.STATE
+            raise UsageError(f"{where} has the store's URI without its secrets: give it as --track URI")
     store = tracker.store(uri)
     trust.note_store(run_dir, redact(store))
-    sent = delivery.Delivery(run_dir.resolve(), store)
-    with _sole_deliverer(run_dir):
-        tell(f"asking MLflow at {redact(store)} what it has")
-        for last in (False, True):  # a connection that was closed while idle is no reason to fail
-            try:
-                count = sent.pending()
-                tell(f"delivering {count:,} points")
-                with counted(count, "point", sys.stderr) as advance:
-                    sent.deliver(advance)
-                sent.close()
-                break
-            except Exception as error:  # whatever the store does
-                sent.disconnect()
-                if last:
-                    why = delivery.reason(error)
-                    text = f"MLflow at {redact(store)} did not take everything ({why}); try again later"
-                    raise TrainingError(text) from None
-    for text in sent.warnings():
-        tell(f"warning: {text}")
-    files = f" and {sent.artifacts:,} artifacts" if sent.artifacts else ""
-    print(f"delivered {sent.count:,} points{files} to {redact(store)}, run {sent.run_id}")
     return store
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import callbacks
+from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from loop.commands import command_line, dry_run, runs, tracking
 from loop.errors import PREEMPTED, UsageError
@@ -170,9 +171,8 @@ def _check_fits(typed: SimpleNamespace, place: Place) -> None:
 def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> Outcome:
     """Starts workers, which come to `_work` with the same arguments, and waits for them."""
     count = place.workers or 1
-    what = f"{count} worker{'s' * (count > 1)}"
     where = f" on {len(place.hosts)} hosts" if place.hosts else ""
-    tell(f"starting {what}{where} ({place.backend}) ...")
+    tell(f"starting {plural(count, 'worker')}{where} ({place.backend}) ...")
     with contextlib.ExitStack() as stack:
         cluster = None
         if place.hosts:
