@@ -108,6 +108,7 @@ def test_wheel_has_three_names_and_the_shipped_examples(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"callbacks", "cli.py", "loop"}
+    assert {path.relative_to(ROOT).as_posix() for path in sources()} <= set(names)  # also those in a folder named runs
     assert {f"loop/examples/{name}.py" for name in [*task_loader.SHIPPED, "template"]} <= set(names)
     assert {"loop/py.typed", "callbacks/py.typed"} <= set(names)
     templates = (ROOT / "callbacks" / "run_record" / "templates").iterdir()
