@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from callbacks.run_record.redaction import tell
 from loop.commands import new as new_
 from loop.commands import terminal
 from loop.commands.cli import options as typed
@@ -49,11 +50,9 @@ def ui(
         raise UsageError(f"{path} isn't there: train something first, here")
     if not machine.port_is_free(host, port):
         free = machine.free_ports(1)[0]
-        print(f"port {port} is in use, taking {free}", file=sys.stderr)
+        tell(f"port {port} is in use, taking {free}")
         port = free
     # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
-    print(
-        f"MLflow UI: http://{host}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)", file=sys.stderr, flush=True
-    )
+    tell(f"MLflow UI: http://{host}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
     os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted

@@ -14,7 +14,7 @@ import typer
 
 from callbacks.progress import Stages
 from callbacks.run_record.journal import jsonable
-from callbacks.run_record.redaction import redact
+from callbacks.run_record.redaction import redact, tell
 from loop.commands import command_line, terminal
 from loop.errors import PREEMPTED
 from loop.launch import signals
@@ -35,7 +35,7 @@ def finish(
     if result is not None:
         show(result, lines(result), as_json)
         if page and code == 0 and sys.stderr.isatty():
-            print(f"see it in the browser: {page}", file=sys.stderr)
+            tell(f"see it in the browser: {page}")
     raise typer.Exit(code)
 
 
@@ -70,5 +70,5 @@ def stopped_clean(left: str) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):  # a terminal that is gone
-            print(f"stopped: {left}", file=sys.stderr)
+            tell(f"stopped: {left}")
         raise typer.Exit(PREEMPTED) from None

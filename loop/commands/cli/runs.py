@@ -8,6 +8,7 @@ import typer
 
 from callbacks.formats import size
 from callbacks.run_record.record import printable, read
+from callbacks.run_record.redaction import tell
 from loop.commands import runs, terminal, tracking
 from loop.commands.cli import options as typed
 from loop.errors import TrainingError, UsageError
@@ -36,7 +37,7 @@ def list_runs(
     elif records:
         terminal.write([runs.table(records, metric)])
     else:
-        print("no such runs" if filter_ else "no runs here yet: tfloop train digits makes one", file=sys.stderr)
+        tell("no such runs" if filter_ else "no runs here yet: tfloop train digits makes one")
 
 
 @runs_app.command("show")
@@ -100,7 +101,7 @@ def tail(
         for line in runs.tail(runs.locate(root or runs.ROOT, run), count, follow):
             terminal.write([line])
     except KeyboardInterrupt:
-        print("the run goes on without being watched", file=sys.stderr)
+        tell("the run goes on without being watched")
         raise typer.Exit(130) from None
 
 
@@ -121,7 +122,7 @@ def report(
         page.write(out, read(path))
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
-    print(f"wrote {shown}", file=sys.stderr)
+    tell(f"wrote {shown}")
 
 
 def sync(

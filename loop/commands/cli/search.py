@@ -11,6 +11,7 @@ import typer
 
 from callbacks.nearest import nearest
 from callbacks.progress import counted
+from callbacks.run_record.redaction import tell
 from loop.commands import command_line, config
 from loop.commands import sweep as sweep_
 from loop.commands import tune as tune_
@@ -119,7 +120,7 @@ def sweep(
     report = sweep_.sweep(plan, kind, count, jobs, directory)
     show(report.as_json(), report.lines(), as_json)
     if report.stopped:
-        print(f"stopped; tfloop sweep {report.directory} goes on", file=sys.stderr)
+        tell(f"stopped; tfloop sweep {report.directory} goes on")
     raise typer.Exit(PREEMPTED if report.stopped else 0 if report.best else FAILED)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from callbacks.run_record.redaction import tell
 from loop.commands import config, dry_run, runs, tracking
 from loop.commands import train as train_
 from loop.commands.cli import options as typed
@@ -188,4 +189,4 @@ def export(
         needs_model = out.suffix != ".npz"
         task = run_directory.task_of(path, task_target, trust)[0] if needs_model else None
         shown = export_(task, path, out, check, progress)
-    print(f"wrote {out}" + (f": {shown}" if shown else ""), file=sys.stderr)
+    tell(f"wrote {out}" + (f": {shown}" if shown else ""))
