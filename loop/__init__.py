@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loop.commands.evaluate import evaluate
-    from loop.data import ArrayData, IndexedData, Padding, StreamData, records
+    from loop.data import ArrayData, IndexedData, Padding, StreamData, mix, records
     from loop.errors import PeerError, TrainingError, UsageError
     from loop.fit import fit
     from loop.keras_task import KerasTask
@@ -46,6 +46,7 @@ __all__ = [
     "example_seed",
     "first_row",
     "fit",
+    "mix",
     "records",
     "unweighted",
 ]
@@ -69,6 +70,7 @@ _HOMES = {
     "example_seed": "step.replica",
     "first_row": "step.replica",
     "fit": "fit",
+    "mix": "data",
     "records": "data",
     "unweighted": "step.values",
 }

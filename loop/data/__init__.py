@@ -6,16 +6,23 @@ depends neither on the number of replicas nor on what was read before; a stream 
 after each epoch.
 """
 
-from loop.data.arrays import ArrayData, ArraySource
-from loop.data.batch import EVALUATION_EPOCH, BatchOptions, RowCounts, Rows, count, likely_rows, rows
-from loop.data.indexed import IndexedData
-from loop.data.indexed_source import IndexedSource
-from loop.data.padding import Padding
-from loop.data.parts import contents, first, in_float64, part
-from loop.data.pipelines import one_order, shard_files, stacking_problem
-from loop.data.records import records
-from loop.data.sources import Change, Data, Source, open_data, source, unchanged
-from loop.data.streams import StreamData, StreamSource
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loop.data.arrays import ArrayData, ArraySource
+    from loop.data.batch import EVALUATION_EPOCH, BatchOptions, RowCounts, Rows, count, likely_rows, rows
+    from loop.data.indexed import IndexedData
+    from loop.data.indexed_source import IndexedSource
+    from loop.data.mixture import mix
+    from loop.data.padding import Padding
+    from loop.data.parts import contents, first, in_float64, part
+    from loop.data.pipelines import one_order, shard_files, stacking_problem
+    from loop.data.sources import Change, Data, Source, open_data, source, unchanged
+    from loop.data.streams import StreamData, StreamSource
+    from loop.data.tfrecords import records
 
 __all__ = [
     "EVALUATION_EPOCH",
@@ -37,6 +44,7 @@ __all__ = [
     "first",
     "in_float64",
     "likely_rows",
+    "mix",
     "one_order",
     "open_data",
     "part",
@@ -47,3 +55,44 @@ __all__ = [
     "stacking_problem",
     "unchanged",
 ]
+
+_HOMES = {
+    "ArrayData": "arrays",
+    "ArraySource": "arrays",
+    "BatchOptions": "batch",
+    "Change": "sources",
+    "Data": "sources",
+    "EVALUATION_EPOCH": "batch",
+    "IndexedData": "indexed",
+    "IndexedSource": "indexed_source",
+    "Padding": "padding",
+    "RowCounts": "batch",
+    "Rows": "batch",
+    "Source": "sources",
+    "StreamData": "streams",
+    "StreamSource": "streams",
+    "contents": "parts",
+    "count": "batch",
+    "first": "parts",
+    "in_float64": "parts",
+    "likely_rows": "batch",
+    "one_order": "pipelines",
+    "mix": "mixture",
+    "open_data": "sources",
+    "part": "parts",
+    "records": "tfrecords",
+    "rows": "batch",
+    "shard_files": "pipelines",
+    "source": "sources",
+    "stacking_problem": "pipelines",
+    "unchanged": "sources",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name when it is used: a process that reads examples needs no TensorFlow."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'loop.data' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"loop.data.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

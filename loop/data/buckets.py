@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from loop.data.batch import BatchOptions
 
-_STREAM = 1 << 40
+STREAM = 1 << 40
 """Epochs of one seed are below this number; what is drawn beside the order of an epoch has a multiple of it added."""
 
 
@@ -75,5 +75,5 @@ class LengthBuckets:
     ) -> tf.Tensor:
         """Where a permutation of `size` positions takes some of them; another one for each purpose."""
         purpose = tf.cast(purpose, tf.int64)
-        seed = tf.stack([tf.constant(self._options.seed, tf.int64), epoch + (purpose + 1) * _STREAM])
+        seed = tf.stack([tf.constant(self._options.seed, tf.int64), epoch + (purpose + 1) * STREAM])
         return tf.random.experimental.index_shuffle(places, seed=seed, max_index=tf.cast(size, tf.int64) - 1)

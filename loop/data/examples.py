@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from loop.data.random_access import Reader, flatten
-from loop.errors import UsageError
+from loop.errors import TrainingError, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +130,46 @@ def _takes_seed(function: Callable[..., Any]) -> bool:
         return "seed" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function of C
         return False
+
+
+Arrays = tuple[np.ndarray, ...] | list[Any]
+"""Examples that were read: their arrays stacked, [n, ...] each; or of each one a list of its arrays, or an error."""
+
+
+def arrays_of(
+    reader: ExampleReader | MixedReader, specs: list[ArraySpec], ids: np.ndarray, seeds: np.ndarray
+) -> Arrays:
+    """Reads and checks examples.
+
+    Args:
+        reader: of the source.
+        specs: what the arrays of an example are like.
+        ids: of examples of the source: int64 [n].
+        seeds: those of the examples: int64 [n, 2].
+    """
+    if reader.by_column:
+        return tuple(reader.columns(ids))
+    return [
+        _checked(example, specs, index) for example, index in zip(reader.read(ids, seeds), ids.tolist(), strict=True)
+    ]
+
+
+def _checked(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarray] | Exception:
+    if isinstance(example, Exception):
+        return unusable(index, example)
+    try:
+        return leaves_of(example, specs, index)
+    except BadExampleError as error:
+        return error
+
+
+def unusable(index: int, error: Exception) -> Exception:
+    """The error for an example that can't be read or mapped."""
+    if isinstance(error, UsageError):
+        return BadExampleError(str(error))
+    failed = TrainingError(f"example {index} can't be read: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
 
 
 def row_of(columns: Any, row: int) -> Any:

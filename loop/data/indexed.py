@@ -77,6 +77,7 @@ class IndexedData:
         self.wide = False
         self._lengths = lengths
         self._resolve: Resolve | None = None
+        self._lengths_of: Callable[[np.ndarray, str | int], np.ndarray] | None = None
 
     def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
         """Which examples of the source are those of these indices: int64 [n]."""
@@ -129,7 +130,7 @@ class IndexedData:
 
     def in_float64(self) -> IndexedData:
         """The same examples, whose floating-point numbers have 64 bits."""
-        return self._changed(wide=True)
+        return self.replaced(wide=True)
 
     def first_arrays(self, count: int) -> Iterator[np.ndarray]:
         """The arrays of the first examples, as they are in epoch 0 of seed 0."""
@@ -141,6 +142,8 @@ class IndexedData:
 
     def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
         """The lengths of an array of these examples of the source: int64 [n]."""
+        if self._lengths_of is not None:
+            return self._lengths_of(ids, name)
         given = self._lengths
         if isinstance(given, dict):
             if name not in given:
@@ -175,9 +178,10 @@ class IndexedData:
         def resolve(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
             return self.resolve(select(indices), epoch, seed)
 
-        return self._changed(_resolve=resolve, size=size)
+        return self.replaced(_resolve=resolve, size=size)
 
-    def _changed(self, **attributes: Any) -> IndexedData:
+    def replaced(self, **attributes: Any) -> IndexedData:
+        """The same data, but for these attributes."""
         changed = copy.copy(self)
         changed.__dict__.update(attributes)
         return changed

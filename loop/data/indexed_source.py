@@ -15,10 +15,11 @@ import tensorflow as tf
 from loop.data.arrays import ArraySource
 from loop.data.batch import EVALUATION_EPOCH, BatchOptions, Rows, rows
 from loop.data.buckets import LengthBuckets
-from loop.data.examples import ArraySpec, BadExampleError, leaves_of, specs_of
+from loop.data.examples import Arrays, ArraySpec, BadExampleError, arrays_of, specs_of, unusable
 from loop.data.indexed import IndexedData
 from loop.data.padding import Padding, lengthened
 from loop.data.read_ahead import Filling, Position, ReadAhead, array_of_own
+from loop.data.reader_process import ReaderProcesses, pickled
 from loop.errors import TrainingError
 
 SKIPPED = -1
@@ -78,15 +79,18 @@ class BatchLayout:
         masks = [np.zeros([count, lengths[name]], bool) for name in self._masked]
         return leaves + masks
 
-    def fill(self, batch: Sequence[np.ndarray], row: int, example: Any, index: int) -> None:
-        """Writes an example into a row of a batch.
+    def fill(self, batch: Sequence[np.ndarray], row: int, arrays: Sequence[np.ndarray] | Exception, index: int) -> None:
+        """Writes the arrays of an example into a row of a batch.
 
         Raises:
-            BadExampleError: it isn't like the first one, or longer than its batch.
+            BadExampleError: one is longer than its batch.
+            Exception: the one that stands in the place of the arrays.
         """
-        for leaf, spec, array in zip(batch, self.specs, leaves_of(example, self.specs, index), strict=False):
+        if isinstance(arrays, Exception):
+            raise arrays
+        for leaf, spec, array in zip(batch, self.specs, arrays, strict=False):
             if not spec.padded:
-                leaf[row] = array
+                leaf[row] = array[()]  # a text, where it is one, and not an array of one
                 continue
             if len(array) > leaf.shape[1]:
                 raise BadExampleError(
@@ -132,6 +136,7 @@ class IndexedSource(ArraySource):
     def __init__(self, data: IndexedData, options: BatchOptions) -> None:
         self._ahead: dict[int, ReadAhead] = {}
         self._opening = threading.Lock()
+        self._processes: ReaderProcesses | None = None
         self.failure: BaseException | None = None
         super().__init__(data, options)
         self.uniform = not (self._layout.padded or data.skips)
@@ -144,7 +149,7 @@ class IndexedSource(ArraySource):
         except Exception as error:
             first = error
         if isinstance(first, Exception):
-            raise _unusable(0, first)
+            raise unusable(0, first)
         self._layout = BatchLayout(data, first)
         self._buckets: LengthBuckets | None = None
         if data.padding is not None and data.padding.bucket_by:
@@ -154,7 +159,9 @@ class IndexedSource(ArraySource):
 
     def _for_replicas(self, first: int, local: int, replicas: int) -> Self:
         shared = super()._for_replicas(first, local, replicas)
-        shared._ahead = {}  # which reads the rows of other replicas
+        # These read the rows of other replicas.
+        shared._ahead = {}
+        shared._processes = None
         return shared
 
     def head(self, count: int) -> Any:
@@ -168,10 +175,13 @@ class IndexedSource(ArraySource):
         return lengthened(self.example, self._layout.pack(self._layout.tensor_specs())) if self._layout.padded else None
 
     def close(self) -> None:
-        """Ends the threads that read ahead."""
+        """Ends the threads and processes that read ahead."""
         for ahead in self._ahead.values():
             ahead.close()
         self._ahead = {}
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
 
     # In the graph
 
@@ -234,6 +244,9 @@ class IndexedSource(ArraySource):
     def _reader(self, parts: int) -> ReadAhead:
         with self._opening:  # two operations of a graph may ask at once
             if parts not in self._ahead:
+                if self.data.readers and self._processes is None:
+                    payload = pickled(self.data.reader, self._layout.specs)
+                    self._processes = ReaderProcesses(payload, self.data.readers)
                 depth = _AHEAD if self.options.prefetch == "auto" else int(self.options.prefetch)
                 self._ahead[parts] = ReadAhead(
                     functools.partial(self._plan, parts), self._fill, self._following, depth, max(1, self.data.readers)
@@ -296,33 +309,28 @@ class IndexedSource(ArraySource):
 
     def _fill(self, batch: Filling, stretch: slice, thread: int) -> None:
         """Reads a stretch of the rows of a batch."""
-        data = self.data
         indices = batch.index[stretch]
-        ids = data.resolve(indices, batch.epoch, self.options.seed)
+        ids = self.data.resolve(indices, batch.epoch, self.options.seed)
         leaves = [leaf[stretch] for leaf in batch.leaves]
-        if data.reader.by_column and not self._layout.padded:
-            for leaf, column in zip(leaves, data.reader.columns(ids), strict=True):
+        read = self._read_examples(ids, self._seeds(indices, batch.epoch), thread)
+        if isinstance(read, tuple) and not self._layout.padded:
+            for leaf, column in zip(leaves, read, strict=True):
                 leaf[...] = column
             return
-        examples = data.reader.read(ids, self._seeds(indices, batch.epoch))
-        for row, example in enumerate(examples):
-            index = int(ids[row])
+        examples = list(zip(*read, strict=True)) if isinstance(read, tuple) else read
+        for row, arrays in enumerate(examples):
             try:
-                if isinstance(example, Exception):
-                    raise _unusable(index, example)
-                self._layout.fill(leaves, row, example, index)
+                self._layout.fill(leaves, row, arrays, int(ids[row]))
             except (BadExampleError, TrainingError) as error:
-                if not data.skips:
+                if not self.data.skips:
                     raise
                 warnings.warn(f"{error}; it is left out (on_bad_example='skip')", stacklevel=2)
                 self._layout.clear(leaves, row)
                 batch.index[stretch.start + row] = SKIPPED
 
-
-def _unusable(index: int, error: Exception) -> Exception:
-    """The error for an example that can't be read or mapped."""
-    if isinstance(error, BadExampleError):
-        return error
-    failed = TrainingError(f"example {index} can't be read: {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
+    def _read_examples(self, ids: np.ndarray, seeds: np.ndarray, thread: int) -> Arrays:
+        """See `arrays_of`; by the process of this thread, once it is ready."""
+        process = self._processes and self._processes.of_thread(thread)
+        if process:
+            return process.read(ids, seeds)
+        return arrays_of(self.data.reader, self._layout.specs, ids, seeds)

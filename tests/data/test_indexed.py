@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import warnings
 
 import keras
@@ -433,3 +434,137 @@ def test_batches_that_are_asked_for_in_order_are_read_once():
         ahead.get(Position(0, step))
     ahead.close()
     assert sorted(step for _, step in filled) == sorted([*range(10), *range(10)])  # two rows, by two threads
+
+
+def _read_by(readers, data_of, steps=20):
+    """The first batches, with processes once they are ready."""
+    made = source(data_of(readers), BatchOptions(8, seed=1, shuffle=True), "train_data()")
+    if readers:
+        made.read_batch((), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+        deadline = time.monotonic() + 100
+        while not all(made._processes.of_thread(thread) for thread in range(readers)):
+            assert time.monotonic() < deadline, "a reader process is not ready"
+            time.sleep(0.05)
+    numbers = [(step // 13, step % 13) for step in range(steps)]
+    read = [made.read_batch((), *(tf.constant(number, tf.int64) for number in position)) for position in numbers]
+    return made, [tf.nest.map_structure(lambda tensor: tensor.numpy(), batch) for batch in read]
+
+
+def _read_epoch(made):
+    for step in range(made.steps_per_epoch):
+        made.read_batch((), tf.constant(5, tf.int64), tf.constant(step, tf.int64))
+
+
+def _by_index(example, seed):
+    """What a module of the user's has: by value, it needs no import of this one."""
+    return {"inputs": example[0] * np.float32(2), "text": f"number {example[1]}", "seed": seed}
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+def test_processes_read_what_threads_read(lengths):
+    def data_of(readers):
+        if not lengths:
+            return loop.IndexedData((INPUTS, LABELS), map=_by_index, readers=readers)
+        text = Text()
+        return loop.IndexedData(text, padding=0, lengths={"tokens": text.lengths}, readers=readers)
+
+    threads, expected = _read_by(0, data_of)
+    processes, found = _read_by(2, data_of)
+    try:
+        tf.nest.map_structure(np.testing.assert_array_equal, found, expected)
+        started = [process._process for process in processes._processes._processes]
+    finally:
+        threads.close()
+        processes.close()
+    assert all(process.poll() is not None for process in started)
+
+
+def test_what_fails_in_a_process_is_named():
+    made, _ = _read_by(1, lambda readers: loop.IndexedData(Items(bad=[3]), readers=readers), steps=0)
+    try:
+        with pytest.raises(TrainingError, match="example 3 can't be read: ValueError: broken file"):
+            _read_epoch(made)
+        assert "example 3 can't be read" in str(made.failure)
+    finally:
+        made.close()
+
+
+def test_a_process_that_is_killed_is_named():
+    made, _ = _read_by(1, lambda readers: loop.IndexedData(Items(), readers=readers), steps=0)
+    made._processes.of_thread(0)._process.kill()
+    try:
+        with pytest.raises(TrainingError, match="reader process 0 has ended by signal SIGKILL"):
+            _read_epoch(made)
+    finally:
+        made.close()
+
+
+def test_what_no_process_can_have_is_refused():
+    import threading
+
+    lock = threading.Lock()
+    data = loop.IndexedData(list(range(9)), map=lambda example: lock and example, readers=1)
+    made = source(data, BatchOptions(8), "train_data()")
+    with pytest.raises(UsageError, match="can't be sent to a process"):
+        made.read_batch((), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+    made.close()
+
+
+def _mixed(epochs, shuffle=True, sizes=(100, 40), shares=(0.5, 0.5)):
+    first = loop.IndexedData(list(range(sizes[0])))
+    second = loop.IndexedData(list(range(sizes[1])), map=lambda number: 1000 + number)
+    data = loop.mix({first: shares[0], second: shares[1]})
+    made = source(data, BatchOptions(10, seed=2, shuffle=shuffle), "train_data()")
+    found = []
+    for epoch in range(epochs):
+        read = []
+        for step in range(made.steps_per_epoch):
+            read += made.read_batch((), tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))[1].numpy().tolist()
+        found.append(read)
+    made.close()
+    return data, found
+
+
+def test_a_mixture_has_its_shares_and_uses_all_examples_in_turn():
+    data, epochs = _mixed(5)
+    assert data.size == 80
+    for read in epochs:
+        assert sum(number >= 1000 for number in read) == 40
+    of_first = [number for read in epochs for number in read if number < 1000]
+    # Five epochs take 200 of the first source: each of its 100 examples exactly twice.
+    assert sorted(of_first) == sorted([*range(100)] * 2)
+    assert len(set(of_first[:100])) == 100
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.tuples(st.integers(1, 300), st.integers(1, 300)), share=st.floats(0.01, 0.99))
+def test_no_example_of_a_mixture_comes_twice_in_an_epoch(sizes, share):
+    try:
+        data, [read] = _mixed(1, sizes=sizes, shares=(share, 1 - share))
+    except UsageError as error:
+        assert "less than one" in str(error) or "leaves nothing" in str(error)  # noqa: PT017
+        return
+    assert len(read) == data.size == len(set(read))
+    of_first = sum(number < 1000 for number in read)
+    assert abs(of_first - share * len(read)) <= 1 + len(read) / 1000
+
+
+def test_an_unshuffled_mixture_alternates():
+    _, [read] = _mixed(1, shuffle=False, sizes=(100, 100), shares=(3, 1))
+    for start in range(0, 40, 4):
+        assert sum(number >= 1000 for number in read[start : start + 4]) == 1
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        (lambda data: {data: 1}, "at least two sources"),
+        (lambda data: {data: 1, INPUTS.tobytes(): 1}, "at least two sources"),
+        (lambda data: {data: 1, loop.IndexedData(INPUTS): -1}, "give positive numbers"),
+        (lambda data: {data: 1, loop.IndexedData(INPUTS): 1e-9}, "less than one"),
+        (lambda data: {data: 1, loop.IndexedData(Text(), padding=0, lengths=Text.lengths): 1}, "different padding"),
+    ],
+)
+def test_bad_mixtures_are_refused(shares, said):
+    with pytest.raises(UsageError, match=said):
+        loop.mix(shares(loop.IndexedData(INPUTS)))

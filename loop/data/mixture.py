@@ -1,0 +1,140 @@
+"""Mixtures: several indexed sources as one, each with a share of the examples of every batch, to the example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from loop.data.batch import EVALUATION_EPOCH
+from loop.data.buckets import STREAM
+from loop.data.examples import MixedReader
+from loop.data.indexed import IndexedData
+from loop.errors import UsageError
+
+_PATTERN = 1000
+"""Examples after which the pattern of sources repeats: shares are met to a thousandth."""
+
+
+def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
+    """Several sources as one: `loop.mix({a: 0.7, b: 0.3})`.
+
+    Order and shares are exact, on any number of workers and after a resume, as those of one source. An epoch is as long
+    as it can be without using more examples of a source than it has. A source with more of them than its share goes on
+    in the next epoch where it has stopped, in a shuffled order of its own: all its examples are used before one is used
+    again.
+
+    Args:
+        shares: how much of the examples comes from each source; they are divided by their sum. Sources may have a
+            `map` of their own, but must give the same arrays.
+
+    Raises:
+        UsageError: fewer than two sources, something else than `IndexedData`, a share that isn't positive or too
+            small; sources of which some are padded, or in another way.
+    """
+    parts = list(shares)
+    if len(parts) < 2 or not all(isinstance(part, IndexedData) for part in parts):
+        raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
+    if any(part.padding != parts[0].padding for part in parts):
+        raise UsageError("loop.mix: the sources have different padding=...: give all the same")
+    wanted = np.array([shares[part] for part in parts], np.float64)
+    if not (np.isfinite(wanted).all() and (wanted > 0).all()):
+        raise UsageError(f"loop.mix: shares of {wanted.tolist()}: give positive numbers")
+    mixture = _Mixture(parts, _pattern([part.size for part in parts], wanted / wanted.sum()))
+    return parts[0].replaced(
+        reader=MixedReader([part.reader for part in parts]),
+        readers=max(part.readers for part in parts),
+        skips=any(part.skips for part in parts),
+        size=mixture.pattern.blocks * len(mixture.pattern.sources),
+        _resolve=mixture.resolve,
+        _lengths_of=mixture.lengths,
+    )
+
+
+class _Pattern(NamedTuple):
+    """The order of sources, which repeats.
+
+    Attributes:
+        sources: which source each example of the pattern comes from: int64 [examples].
+        ranks: the how-manieth of its source it is, within the pattern: int64 [examples].
+        counts: how many examples of each source a pattern has: int64 [sources].
+        blocks: how often it is repeated in an epoch.
+    """
+
+    sources: np.ndarray
+    ranks: np.ndarray
+    counts: np.ndarray
+    blocks: int
+
+
+def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:
+    """The pattern for sources of these sizes; each source's examples are spread evenly over it."""
+    length = int(min(_PATTERN, *(size / share for size, share in zip(sizes, shares, strict=True))))
+    counts = np.floor(shares * length).astype(np.int64)
+    # What rounding has left goes to those that have lost most by it.
+    lost = np.argsort(counts - shares * length, kind="stable")[: length - int(counts.sum())]
+    counts[lost] += 1
+    if (counts == 0).any():
+        raise UsageError(
+            f"loop.mix: a share of {shares.min():.2g} of {length} examples is less than one: give a greater one, or "
+            "larger sources"
+        )
+    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    order = np.argsort(places, kind="stable")
+    sources = np.repeat(np.arange(len(sizes)), counts)[order]
+    ranks = np.concatenate([np.arange(count) for count in counts])[order]
+    blocks = min(size // int(count) for size, count in zip(sizes, counts, strict=True))
+    return _Pattern(sources, ranks, counts, blocks)
+
+
+class _Mixture:
+    """Which example of which source each example of a mixture is.
+
+    Args:
+        parts: the sources.
+        pattern: their order.
+    """
+
+    def __init__(self, parts: Sequence[IndexedData], pattern: _Pattern) -> None:
+        self._parts = parts
+        self.pattern = pattern
+        ends = np.cumsum([len(part.reader) for part in parts])
+        self._firsts = ends - [len(part.reader) for part in parts]
+        self._ends = ends
+
+    def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+        """See `IndexedData.resolve`; sources are numbered one behind the other."""
+        pattern = self.pattern
+        blocks, places = np.divmod(indices, len(pattern.sources))
+        epochs_before = 0 if epoch == EVALUATION_EPOCH else epoch
+        ids = np.empty_like(indices)
+        for number, part in enumerate(self._parts):
+            rows = np.flatnonzero(pattern.sources[places] == number)
+            if not len(rows):
+                continue
+            count = int(pattern.counts[number])
+            used = (epochs_before * pattern.blocks + blocks[rows]) * count + pattern.ranks[places[rows]]
+            own_epochs, own_places = np.divmod(used, part.size)
+            for own_epoch in np.unique(own_epochs).tolist():
+                same = own_epochs == own_epoch
+                own = _shuffled(own_places[same], seed, own_epoch + (number + 1) * STREAM, part.size)
+                ids[rows[same]] = self._firsts[number] + part.resolve(own, own_epoch, seed)
+        return ids
+
+    def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
+        """See `IndexedData.lengths`."""
+        lengths = np.empty_like(ids)
+        sources = np.searchsorted(self._ends, ids, "right")
+        for number, part in enumerate(self._parts):
+            rows = np.flatnonzero(sources == number)
+            lengths[rows] = part.lengths(ids[rows] - self._firsts[number], name)
+        return lengths
+
+
+def _shuffled(places: np.ndarray, seed: int, stream: int, size: int) -> np.ndarray:
+    """Where the permutation of this seed and stream takes some places: int64 [n]."""
+    with tf.device("CPU:0"):
+        numbers = np.array([seed, stream], np.int64)
+        return np.asarray(tf.random.experimental.index_shuffle(places, seed=numbers, max_index=size - 1))

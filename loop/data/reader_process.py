@@ -1,0 +1,262 @@
+"""Processes that read and map examples beside the one that trains, and hand them over in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import traceback
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import numpy as np
+
+from loop.data.examples import Arrays, ArraySpec, ExampleReader, MixedReader, arrays_of
+from loop.errors import TrainingError, UsageError
+
+_READY = "ready"
+
+
+class ReaderProcess:
+    """A process that reads examples, seen from the one that trains.
+
+    It is a new interpreter, not a fork: TensorFlow's threads and locks don't survive one. It imports what the source
+    and its map need, which may take seconds, and is `ready` after that.
+
+    Args:
+        payload: the reader and what its examples are like; see `pickled`.
+        number: of the process, for messages.
+    """
+
+    def __init__(self, payload: bytes, number: int) -> None:
+        self._number = number
+        self._memory = _shared_file()
+        self._map: mmap.mmap | None = None
+        child_reads, requests = os.pipe()
+        answers, child_writes = os.pipe()
+        passed = (child_reads, child_writes, self._memory)
+        start = f"from loop.data.reader_process import serve; serve{passed}"
+        path = os.pathsep.join(part for part in sys.path if part)
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, child_reads)
+            opened.callback(os.close, child_writes)
+            # What the map prints must not come between the results on stdout.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", start], pass_fds=passed, stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None, env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+        self._requests = os.fdopen(requests, "wb")
+        self._answers = os.fdopen(answers, "rb")
+        self._ready = False
+        with contextlib.suppress(BrokenPipeError):  # `read` says that it has ended
+            self._requests.write(len(payload).to_bytes(8) + payload)
+            self._requests.flush()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has imported what it needs; it may also have ended."""
+        if not self._ready and select.select([self._answers], [], [], 0)[0]:
+            self._ready = self._answer() == _READY
+        return self._ready
+
+    def read(self, ids: np.ndarray, seeds: np.ndarray) -> Arrays:
+        """See `arrays_of`; what is returned is valid until the next call.
+
+        Raises:
+            TrainingError: the process has ended.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump((ids, seeds), self._requests)
+            self._requests.flush()
+        data, sizes = self._answer()
+        if self._map is None or len(self._map) < sum(sizes):
+            self._map = mmap.mmap(self._memory, 0) if sizes and sum(sizes) else self._map
+        buffers = []
+        start = 0
+        for size in sizes:
+            buffers.append(memoryview(self._map)[start : start + size] if size else b"")  # type: ignore[arg-type]
+            start += size
+        return pickle.loads(data, buffers=buffers)  # noqa: S301 - from a process of our own
+
+    def close(self) -> None:
+        """Ends the process at once."""
+        self._process.kill()
+        self._process.wait()
+        for file in (self._requests, self._answers):
+            with contextlib.suppress(OSError):
+                file.close()
+        os.close(self._memory)
+
+    def _answer(self) -> Any:
+        try:
+            return pickle.load(self._answers)  # noqa: S301 - from a process of our own
+        except (EOFError, OSError, pickle.UnpicklingError):
+            code = self._process.wait()
+            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            raise TrainingError(
+                f"reader process {self._number} has ended {how} while it read examples; what it printed stands above. "
+                "If memory ran out, use fewer readers=..."
+            ) from None
+
+
+class ReaderProcesses:
+    """A reader process for each of some threads, started when its thread first reads.
+
+    Args:
+        payload: what each needs; see `pickled`.
+        count: how many there are.
+    """
+
+    def __init__(self, payload: bytes, count: int) -> None:
+        self._payload = payload
+        self._processes: list[ReaderProcess | None] = [None] * count
+        self._finalizer = weakref.finalize(self, _close, self._processes)
+
+    def of_thread(self, thread: int) -> ReaderProcess | None:
+        """The process of a thread; None while it starts, so that the thread reads by itself."""
+        process = self._processes[thread]
+        if process is None:
+            process = ReaderProcess(self._payload, thread)
+            self._processes[thread] = process
+        return process if process.ready else None
+
+    def close(self) -> None:
+        """Ends all of them at once."""
+        self._finalizer()
+
+
+def _close(processes: list[ReaderProcess | None]) -> None:
+    for process in processes:
+        if process is not None:
+            process.close()
+
+
+def pickled(reader: ExampleReader | MixedReader, specs: list[ArraySpec]) -> bytes:
+    """What a reader process needs.
+
+    Raises:
+        UsageError: the source or its map can't be sent to another process.
+    """
+    import cloudpickle
+
+    try:
+        with _by_value(cloudpickle):
+            return bytes(cloudpickle.dumps((reader, specs)))
+    except Exception as error:
+        raise UsageError(
+            f"IndexedData(readers=...): the source or its map can't be sent to a process ({type(error).__name__}: "
+            f"{error}): open files and connections within __getitem__ or map, or leave readers out: threads read then"
+        ) from None
+
+
+@contextlib.contextmanager
+def _by_value(cloudpickle: ModuleType) -> Iterator[None]:
+    """Within it, functions and classes of the user's own modules are sent as they are.
+
+    A task's module is loaded from its file, so that another process can't import it by its name; nor need it import
+    what only the training uses.
+    """
+    own = [module for module in list(sys.modules.values()) if _is_users(module)]
+    for module in own:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in own:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_users(module: Any) -> bool:
+    file = getattr(module, "__file__", None)
+    if not isinstance(module, ModuleType) or not file or module.__name__ == "__main__":
+        return False
+    if module.__name__.split(".")[0] in ("loop", "callbacks", "cli"):
+        return False
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not any(Path(file).is_relative_to(path) for path in installed if path)
+
+
+def _shared_file() -> int:
+    """A file that exists in memory alone, or has no name: nothing of it stays, whatever is killed."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("tfloop-reader")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+# In the reader process
+
+
+def serve(requests: int, answers: int, memory: int) -> None:
+    """Answers requests until their pipe ends, as it does when the training ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which ends this process
+    with (
+        os.fdopen(requests, "rb") as asked,
+        os.fdopen(answers, "wb") as answering,
+        contextlib.suppress(BrokenPipeError),
+    ):
+        size = int.from_bytes(asked.read(8))
+        reader, specs = pickle.loads(asked.read(size))  # noqa: S301 - from the process that started this one
+        _send(answering, _READY)
+        shared = _Shared(memory)
+        while True:
+            try:
+                ids, seeds = pickle.load(asked)  # noqa: S301
+            except EOFError:
+                return
+            read = arrays_of(reader, specs, ids, seeds)
+            buffers: list[pickle.PickleBuffer] = []
+            data = pickle.dumps(_stacked(read), protocol=5, buffer_callback=buffers.append)
+            _send(answering, (data, shared.put([buffer.raw() for buffer in buffers])))
+
+
+def _send(answers: IO[bytes], answer: Any) -> None:
+    pickle.dump(answer, answers)
+    answers.flush()
+
+
+def _stacked(read: Arrays) -> Arrays:
+    """The arrays of all examples in one array each, where they have one shape; errors as they can be sent."""
+    if isinstance(read, tuple):
+        return read
+    failed = [error for error in read if isinstance(error, Exception)]
+    for error in failed:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)  # the stack doesn't travel
+    columns = [] if failed else list(zip(*read, strict=True))
+    if failed or any(len({array.shape for array in column}) > 1 for column in columns):
+        return read
+    return tuple(np.stack(column) for column in columns)
+
+
+class _Shared:
+    """The shared memory, to which answers are written."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._map: mmap.mmap | None = None
+
+    def put(self, buffers: list[memoryview]) -> list[int]:
+        """Writes buffers one behind the other; returns their sizes in bytes."""
+        sizes = [buffer.nbytes for buffer in buffers]
+        needed = sum(sizes)
+        if needed and (self._map is None or len(self._map) < needed):
+            os.ftruncate(self._memory, needed)
+            self._map = mmap.mmap(self._memory, 0)
+        start = 0
+        for buffer, size in zip(buffers, sizes, strict=True):
+            if size:
+                assert self._map is not None
+                self._map[start : start + size] = buffer
+                start += size
+        return sizes
