@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,8 @@ def fit(
             at the end of an epoch                               on_epoch_end
             agree with all workers on what comes next
             when the checkpoint being written is complete        on_checkpoint
-            where one is asked for, let another be written
-            with `profile`, tell where the time went             on_profile
+            where one is asked for, begin to write another
+            with `profile`, report where the time went           on_profile
         if anything went wrong                                   on_exception
         always                                                   on_fit_end
 
@@ -104,17 +104,17 @@ def fit(
         accumulate: into how many micro-batches a global batch is cut, one after the other, to save memory; 1. The
             result doesn't depend on it, unless something looks at the whole batch (BatchNormalization, `all_gather`):
             it then sees the micro-batch, of all replicas.
-        compression: between replicas, gradients travel in 16 bits: `fp16`, or `bf16` (not with Horovod); their sums are
-            rounded to 11 or 8 bits, all else isn't; `none`.
+        compression: the type in which gradients are sent between replicas: `fp16`, or `bf16` (not with Horovod). Their
+            sums are then rounded to 11 or 8 bits, and nothing else is; `none`.
         groups: in how many collectives the gradients are reduced, the last layers' first, while those of the layers
             before are still computed; 1.
         reduction: `sum`; or `adasum` (Horovod built with MPI): the adaptive sum of the replicas' own mean gradients,
             for large batches. Inexact: the weights depend on the number of replicas; `sum`.
         local_steps: after how many steps of an epoch the replicas average their weights and the optimizer's state. In
-            between, each makes its own steps on its own share of the batches, and nothing travels (local SGD).
-            Inexact: the weights depend on the number of replicas, and on where else the run is looked at (by callbacks,
-            by evaluations), since that averages, too. With `horovod` and `multiworker`, one device a process, and
-            arrays. BatchNormalization's statistics are each replica's own in between; 1: exact.
+            between, each makes its own steps on its own share of the batches, and nothing is sent (local SGD).
+            Inexact: the weights depend on the number of replicas, and on when callbacks and evaluations look at the
+            run, since the replicas average then, too. For arrays, with `horovod` or `multiworker` and one device for
+            each process. BatchNormalization's statistics are each replica's own in between; 1: exact.
         clip_norm: the greatest global norm of the reduced gradient; no clipping.
         clip_value: the greatest absolute value of an element of the reduced gradient; no clipping.
         on_nonfinite: what to do when the loss or its gradient is nan or infinite: `stop`, or `skip` the step, on all
@@ -125,49 +125,64 @@ def fit(
             the average; no average.
         steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second, and
             of slow ones up to eight in a second.
-        compile: `graph`, or `xla`: on one device, many steps as one program of XLA's, if the data are arrays; else
-            forward and backward pass of each replica. Random layers draw other numbers then, so that several
-            replicas refuse them; `graph`.
+        compile: `graph`, or `xla`: on one device, many steps become one XLA program, if the data are arrays; else
+            forward and backward pass of each replica do. Random layers draw other numbers in XLA, so they are refused
+            on several replicas; `graph`.
         prefetch: how many batches a `tf.data.Dataset` is read ahead, or `auto`: as TensorFlow finds best; 2.
         eval_every: `epoch`, a number of steps, or `never`; `epoch`. The end of training is always evaluated, except
             with `never`.
         drop_remainder: whether a short last batch is left out; False: it is used, and weighs what it should.
-        stall_timeout: when nothing has ended for so many seconds, each worker says what it is at, with the stacks of
-            its threads; 300.
-        profile: `"10:20"` traces steps 10 to 20 on each worker, for TensorBoard, and tells where the time of each call
-            and of the whole run goes: data, compute, all-reduce, evaluation, callbacks, saving; no profile.
+        stall_timeout: when nothing has ended for so many seconds, each worker prints what it is doing, with the stacks
+            of its threads; 300.
+        profile: `"10:20"` traces steps 10 to 20 on each worker, for TensorBoard, and reports where the time of each
+            call and of the whole run goes: data, compute, all-reduce, evaluation, callbacks, saving; no profile.
         accept_changes: whether a run that goes on may have other settings, or other hyperparameters of the task, than
             it had; False: they are shown and refused.
-        overfit: trains on the first so many global batches alone, again and again, and evaluates on the same examples;
-            they are read once, and not shuffled unless `shuffle` is given. A model that can't learn them by heart has
+        overfit: trains on the first so many global batches alone, again and again, and evaluates on the same examples.
+            They are read once, and not shuffled unless `shuffle` is given. A model that can't learn them by heart has
             a mistake; None: all data.
         keep: which weights are returned, and what `export` and `evaluate` of the run take: those of the `last` step, or
             the `best`, by the metric of `callbacks.Checkpoint` (`eval_loss`; without an evaluation `loss`). The run
             itself can go on from its last step in either case; `last`.
 
     Raises:
-        UsageError: something handed in is wrong; the message says what to do.
+        UsageError: an argument or the task is wrong; the message says what to do.
         TrainingError: a loss or gradient is not finite; or another worker failed (`PeerError`).
     """
     given = {name: value for name, value in locals().items() if name in DEFAULTS}
     check_is_task(task)
     remember(hyperparameters(task))  # from here on, the secrets among them are hidden in all output
     options, backend = options_and_backend(task, given)
-    profiler = [Profiler(*map(int, options["profile"].split(":")))] if options["profile"] else []
-    chosen = [*complete(callbacks, task.build_callbacks()), *profiler]
-    if options["keep"] == "best" and not any(isinstance(callback, Checkpoint) for callback in chosen):
+    return result(attempts(task, backend, options, callbacks_of(task, callbacks, options), run_dir))
+
+
+def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Mapping[str, Any]) -> list[Callback]:
+    """All callbacks of a run: the standard set, those that were given, the task's own, and what the options add."""
+    callbacks = complete(given, task.build_callbacks())
+    if options["profile"]:
+        callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
+    if options["keep"] == "best" and not any(isinstance(callback, Checkpoint) for callback in callbacks):
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
+    return callbacks
+
+
+def attempts(
+    task: TrainTask,
+    backend: Backend,
+    options: dict[str, Any],
+    callbacks: list[Callback],
+    run_dir: str | Path | None,
+) -> Run:
+    """Makes attempts until one has come to the end of the run. Only an elastic job makes several."""
     while True:
         try:
             with no_exit():
-                run = attempt(task, backend, options, chosen, run_dir)
-            break
+                return attempt(task, backend, options, callbacks, run_dir)
         except Exception as error:
             if not backend.is_recoverable(error):
                 raise
-        backend.rejoin()  # an elastic job goes on with the workers that are there now
-    run.step.averages.take()
-    return result(run)
+        # Outside of `except`: the error's traceback holds the variables of the last attempt.
+        backend.rejoin()
 
 
 def attempt(
@@ -177,7 +192,7 @@ def attempt(
     callbacks: list[Callback],
     run_dir: str | Path | None,
 ) -> Run:
-    """One attempt at a run. Only an elastic job makes several: one with each set of workers."""
+    """One attempt at a run, with the workers that are there at its start."""
     session = Session(task, backend, options)
     with run_directory.prepared(task, run_dir, options["resume"], backend) as directory:
         run = Run(session, directory)
@@ -195,6 +210,7 @@ def attempt(
                 run.synchronize()
             except BaseException as error:
                 translated = run.translate_error(error)
+                # The next attempt of an elastic job fires the last events.
                 if backend.is_recoverable(error):
                     run.checkpointing.close()
                 else:
@@ -203,12 +219,14 @@ def attempt(
                     raise
                 raise translated from error
             end(run, bus, run.run_status.name)
-            backend.exchange(0)  # all workers wait here until the chief has delivered everything
+            backend.exchange(0)  # all workers wait here until the chief's last callbacks have delivered everything
+    run.step.averages.take()
     return run
 
 
 def set_up(run: Run, bus: Bus) -> None:
     """Takes the run to where it starts."""
+    # An error of a hook is deferred: all workers end with it at the next `synchronize`.
     bus.fire("setup")
     run.session.make_step(bus.fire_data(run.session.data))
     bus.check_metrics()
@@ -266,19 +284,14 @@ def train(run: Run, bus: Bus) -> None:
 
         # An attempt that was cut off within an evaluation goes on with that evaluation.
         if not run.epoch.evaluating:
-            ending, totals = run.make_steps()
-            if ending in (NOT_FINITE, LAST_SKIPPED):
-                kept = keep_bad_step(run, skipped=ending == LAST_SKIPPED)
-            if ending == NOT_FINITE:
-                raise not_finite(run.progress.step + 1, run.progress.epoch + 1, run.step.not_finite, kept)
-            bus.fire_steps_end(totals, run.at_epoch_end)
+            make_steps(run, bus)
 
         closing = run.at_epoch_end
         if run.evaluation_due:
             if not evaluate(run, bus):
                 return
             bus.fire("eval_end", run.epoch.eval_metrics)
-        run.epoch.end_evaluation()  # also where a resumed run has no evaluation any more
+        run.epoch.end_evaluation()  # also of a checkpoint, if the resumed run makes no evaluations
         if closing:
             bus.fire("epoch_end", run.close_epoch())
         if run.epoch.ended:
@@ -289,8 +302,22 @@ def train(run: Run, bus: Bus) -> None:
             return
 
 
+def make_steps(run: Run, bus: Bus) -> None:
+    """Makes the steps of one compiled call.
+
+    Raises:
+        TrainingError: a step isn't finite, and the options don't let it be skipped.
+    """
+    ending, totals = run.make_steps()
+    if ending in (NOT_FINITE, LAST_SKIPPED):
+        kept = keep_bad_step(run, skipped=ending == LAST_SKIPPED)
+    if ending == NOT_FINITE:
+        raise not_finite(run.progress.step + 1, run.progress.epoch + 1, run.step.not_finite, kept)
+    bus.fire_steps_end(totals, run.at_epoch_end)
+
+
 def evaluate(run: Run, bus: Bus) -> bool:
-    """Sees the whole evaluation data. Returns whether it came to the end; a signal may stop the run before."""
+    """Evaluates on the whole evaluation data. Returns whether it came to the end; a signal may stop the run before."""
     evaluation = run.step.evaluation
     pace = run.calls.eval_pace
     run.epoch.start_evaluation()
@@ -304,15 +331,24 @@ def evaluate(run: Run, bus: Bus) -> bool:
         part = "evaluation" if pace.calls else stopwatch.COMPILING
         begun = time.perf_counter()
         with run.watchdog.phase(lambda: f"{run.step.phase_marker.doing()} of the evaluation"), run.stopwatch.at(part):
-            step, some = evaluation.steps(iterator, step, run.decision.steps)
+            step, more = evaluation.steps(iterator, step, run.decision.steps)
         pace.record(run.decision.steps, time.perf_counter() - begun)
-        totals = totals + some
+        totals = totals + more
     run.epoch.add_evaluation(run.progress.step, totals, evaluation.means)
     return True
 
 
 def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
-    """All workers agree on what comes next: so many steps, a checkpoint, an end. Returns whether it is an end."""
+    """All workers agree on what comes next, and take the checkpoint that is due.
+
+    Args:
+        run: the run.
+        bus: its callbacks.
+        steps: how many steps the next call makes; None: up to the next boundary of the training.
+
+    Returns:
+        Whether the run ends here.
+    """
     decision = run.synchronize(run.calls.steps_to_boundary(run, bus.steps_left()) if steps is None else steps)
     if decision.saved:
         bus.fire("checkpoint", decision.saved)
@@ -332,7 +368,7 @@ def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
 
 
 def report_time(run: Run, bus: Bus) -> None:
-    """With `profile`, tells callbacks where the time of the last call, and of what followed it, went."""
+    """With `profile`, reports to callbacks where the time of the last call, and of what followed it, went."""
     entry = run.stopwatch.split()
     if entry is not None and run.options["profile"]:
         bus.fire("profile", "call", entry)

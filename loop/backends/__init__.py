@@ -27,7 +27,7 @@ def with_task(
     min_shard_bytes: int | None = None,
     threads: int | None = None,
 ) -> tuple[Loaded, Backend]:
-    """Loads a task and makes the backend of this name, in the order in which TensorFlow can do with any task.
+    """Loads a task and makes the backend of this name, in the order that TensorFlow needs.
 
     The task's module, and the task when it is made, may use TensorFlow: devices and threads must be set before.
 
@@ -61,12 +61,13 @@ def create(
         workers: for `mirrored` and `central`: the number of replicas; None: all devices.
         devices: for `mirrored` and `central`: a replica on each of these instead, such as `["gpu:0", "gpu:2"]`; of
             CPUs, as many logical devices are made as are named.
-        min_shard_bytes: for `parameter_server`: see there.
+        min_shard_bytes: for `parameter_server`: see `loop.backends.parameter_server.ParameterServer`.
 
     Raises:
         UsageError: there is no such backend, or no such device.
     """
     fault_injection.reached("start", job_rank())
+    # Before the backend waits for the other workers: the launcher names those that have not even arrived.
     mark_state("arrived")
     made = _create(name, workers, devices, min_shard_bytes)
     mark_state("started")
@@ -74,7 +75,7 @@ def create(
 
 
 def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_shard_bytes: int | None) -> Backend:
-    # Each backend is imported when it is asked for: Horovod may not be installed.
+    # Each backend is imported only when it is asked for: Horovod may not be installed.
     if name == "single":
         single = Backend()
         single.device = "GPU:0" if devices_.use_gpus() else ""

@@ -19,7 +19,7 @@ from loop.errors import UsageError
 from loop.launch import machine
 
 LOCAL_RANK = ("TFLOOP_LOCAL_RANK", "HOROVOD_LOCAL_RANK")
-"""Environment variables that tell a worker which of those on its machine it is."""
+"""Environment variables with a worker's index among those on its machine, in the order in which they count."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
@@ -74,18 +74,22 @@ def alike(replicas: int) -> str:
                 + _first("import tensorflow as tf", 'tf.config.set_visible_devices([], "GPU")')
             ) from None
     logical_cpus(replicas)
-    few = f", since this machine has {len(gpus)} GPU{'s' * (len(gpus) > 1)} and {replicas} replicas need as many"
-    return f"{replicas} logical CPU devices" + few * bool(gpus)
+    text = f"{replicas} logical CPU devices"
+    if gpus:
+        text += f", since this machine has {len(gpus)} GPU{'s' * (len(gpus) > 1)} and {replicas} replicas need as many"
+    return text
 
 
 def local_rank() -> int | None:
-    """Which of the workers on its machine this one is; None: its launcher doesn't tell, or it has none."""
+    """The index of this worker among those on its machine; None: there is no launcher, or it doesn't say."""
     texts = [os.environ[name] for name in LOCAL_RANK if name in os.environ]
     return int(texts[0]) if texts and texts[0].isdecimal() else None
 
 
 def logical_cpus(count: int | None, backend: str = "mirrored") -> list[str]:
-    """The names of `count` logical CPU devices, made if TensorFlow has not started yet; None: those that there are.
+    """The names of `count` logical CPU devices; None: of all that there are.
+
+    They are made, unless TensorFlow has already started.
 
     Raises:
         UsageError: TensorFlow has already started with fewer.
@@ -106,7 +110,7 @@ def logical_cpus(count: int | None, backend: str = "mirrored") -> list[str]:
 
 def _make_logical_cpus(count: int) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
-    with contextlib.suppress(RuntimeError):  # TensorFlow has started: what there is must do
+    with contextlib.suppress(RuntimeError):  # TensorFlow has already started: its devices can't change any more
         if len(tf.config.get_logical_device_configuration(cpu) or [None]) < count:
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
 
@@ -124,7 +128,7 @@ def use_gpus(local_rank: int | None = None) -> list[Any]:
         UsageError: there are more workers here than GPUs, or TensorFlow has already started with all of them.
     """
     gpus = list(tf.config.get_visible_devices("GPU"))
-    if local_rank is not None and len(gpus) > 1:  # a single one has been chosen before, here or by the launcher
+    if local_rank is not None and len(gpus) > 1:  # a single one was chosen before, here or by the launcher
         if local_rank >= len(gpus):
             raise UsageError(machine.too_few_gpus(len(gpus), f"worker {local_rank + 1} on this machine"))
         gpus = [gpus[local_rank]]
@@ -144,7 +148,7 @@ def use_gpus(local_rank: int | None = None) -> list[Any]:
 
 def _let_memory_grow(gpus: Sequence[Any]) -> None:
     for gpu in gpus:
-        if tf.config.get_logical_device_configuration(gpu):  # its parts have limits of their own
+        if tf.config.get_logical_device_configuration(gpu):  # its logical devices have memory limits of their own
             continue
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -163,16 +167,17 @@ def _let_memory_grow(gpus: Sequence[Any]) -> None:
 
 
 def _first(*lines: str) -> str:
-    """What is to be written, and where: TensorFlow takes no such setting once it has started."""
+    """The part of a message that shows code which must run before TensorFlow starts."""
     code = "".join(f"\n    {line}" for line in lines)
     return f"write this before anything uses TensorFlow (tensors, data sets, layers, metrics):{code}"
 
 
 def gpu_identity(gpus: Sequence[Any]) -> int:
-    """A number that only the GPU of this process has, among those of all machines; 0 if it can't be known."""
+    """A number that no other GPU has, on this or another machine; 0 if it can't be known, or there isn't one GPU."""
     if len(gpus) != 1:
         return 0
-    ordinal, uuid = int(gpus[0].name.rpartition(":")[2]), ctypes.create_string_buffer(16)
+    ordinal = int(gpus[0].name.rpartition(":")[2])
+    uuid = ctypes.create_string_buffer(16)
     device = ctypes.c_int()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -183,6 +188,7 @@ def gpu_identity(gpus: Sequence[Any]) -> int:
         ]
     except (OSError, AttributeError):  # no such library, or an old one
         return 0
+    # Shifted, because workers exchange signed numbers of 64 bits.
     return 0 if any(codes) else int.from_bytes(uuid.raw[:8], "big") >> 1
 
 
@@ -190,13 +196,13 @@ def refuse_sharing(identities: Sequence[int]) -> None:
     """Refuses a GPU that several workers have.
 
     Args:
-        identities: of each worker, by rank: see `gpu_identity`.
+        identities: the `gpu_identity` of each worker, by rank.
 
     Raises:
         UsageError: which workers have the same one.
     """
     for identity in identities:
-        ranks = [rank for rank, each in enumerate(identities) if each == identity]
+        ranks = [rank for rank, other in enumerate(identities) if other == identity]
         if identity and len(ranks) > 1:
             raise UsageError(
                 f"ranks {' and '.join(map(str, ranks))} have the same GPU: start at most one worker for each GPU of a "

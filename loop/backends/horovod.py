@@ -22,7 +22,7 @@ from loop.launch.worker import await_peers, is_peer_loss
 
 
 class Horovod(Backend):
-    """Horovod: gradients and totals go through one `DistributedGradientTape` a step, in one group."""
+    """Horovod: gradients and totals go through one `DistributedGradientTape` for each step, in one group."""
 
     name = "horovod"
     cannot_send = {"bf16": "Horovod's TensorFlow operations don't take bfloat16; use fp16, or backend='multiworker'"}
@@ -38,17 +38,17 @@ class Horovod(Backend):
         self.rank = hvd.rank()
         self.workers = hvd.size()
         self._reductions = 0
-        # No constant: TensorFlow would simplify the graph of each rank in its own way, and collectives wouldn't match.
+        # Not a constant: TensorFlow would simplify each rank's graph in its own way, and collectives wouldn't match.
         self._replica = tf.Variable(self.rank, trainable=False, dtype=tf.int64)
 
     def replica(self) -> Any:
         return self._replica.read_value()
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        # Horovod knows tensors by name: none comes again in another function, of other shapes or in another group.
+        # Horovod identifies tensors by name. A name must not come again in another function, shape or group.
         self._reductions += 1
         with tf.name_scope(f"reduction_{self._reductions}"):
-            tape = hvd.DistributedGradientTape(_Taken(), op=hvd.Sum, num_groups=1)
+            tape = hvd.DistributedGradientTape(_TakenTape(), op=hvd.Sum, num_groups=1)
             return of_one_dtype(lambda group: tape.gradient(group, group), tensors)
 
     def no_adasum(self) -> str:
@@ -60,8 +60,8 @@ class Horovod(Backend):
         # Horovod's grouped operation fails with Adasum.
         self._reductions += 1
         return [
-            hvd.allreduce(tensor, op=hvd.Adasum, name=f"adasum_{self._reductions}_{place}")
-            for place, tensor in enumerate(tensors)
+            hvd.allreduce(tensor, op=hvd.Adasum, name=f"adasum_{self._reductions}_{index}")
+            for index, tensor in enumerate(tensors)
         ]
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ class Horovod(Backend):
 
 
 class ElasticHorovod(Horovod):
-    """Horovod in an elastic job: after `rejoin` it is that of another generation."""
+    """Horovod in an elastic job: after `rejoin` this worker belongs to another generation."""
 
     member: Member
 
@@ -88,11 +88,12 @@ class ElasticHorovod(Horovod):
         return isinstance(error, RegroupError) or is_peer_loss(error)
 
     def rejoin(self) -> None:
-        # A worker that joins builds its first model, and Horovod pairs collectives by the names of their tensors.
+        # Horovod pairs collectives by the names of tensors, and a worker that joins builds its first model: names that
+        # Keras counts up must start anew here, too.
         for module in ("keras", "tf_keras"):
             if module in sys.modules:
                 sys.modules[module].backend.clear_session()
-        if not self.member.changed:  # lost without a word: the others may wait for this worker
+        if not self.member.changed:  # no plan says so yet: the other workers may still wait for this one
             self.member.cut()
         hvd.shutdown()
         self.member.cut()
@@ -104,21 +105,23 @@ class ElasticHorovod(Horovod):
 
 
 def _start(check: Callable[[], None] = lambda: None) -> None:
-    """Starts Horovod, when all are there; see `_meet`."""
+    """Starts Horovod when all ranks are there; see `_meet`."""
     _meet(check)
-    # Few collectives, for each of which a step waits: Horovod's thread looks for them twice as often as by itself.
+    # A step waits for each of its few collectives: Horovod's thread looks for them twice as often as by default.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5")  # milliseconds; docs/performance/communication.md
     hvd.init()
 
 
 def _meet(check: Callable[[], None] = lambda: None) -> None:
-    """Waits until all ranks are there, by keys in the store of Horovod's launcher, where there is one of fixed size.
+    """Waits until all ranks are there, if Horovod's launcher has a key-value store and the job's size is fixed.
+
+    Each rank writes a key of its own, and looks for those of the others.
 
     Args:
-        check: is called while it waits, and may raise something.
+        check: is called again and again while it waits; an error that it raises ends the wait.
 
     Raises:
-        UsageError: there are others, but nothing says where to meet them.
+        UsageError: there are other ranks, but no variable says where to meet them.
     """
     if not {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"} <= os.environ.keys():
         if (job_size() or 1) > 1 and not hvd.mpi_built():  # Horovod would abort the process
@@ -132,7 +135,8 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
 
     def ask(method: str, rank: int) -> bool:
         check()
-        address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+        port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
         connection = http.client.HTTPConnection(address, port, timeout=10)
         try:
             connection.request(method, f"/tfloop/rank-{rank}", body=b"here")
@@ -142,15 +146,18 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
         finally:
             connection.close()
 
-    own, size = job_rank(), job_size() or 1
-    await_peers({f"rank {rank}": functools.partial(ask, "PUT" if rank == own else "GET", rank) for rank in range(size)})
+    own = job_rank()
+    peers: dict[str, Callable[[], bool]] = {}
+    for rank in range(job_size() or 1):
+        peers[f"rank {rank}"] = functools.partial(ask, "PUT" if rank == own else "GET", rank)
+    await_peers(peers)
 
 
-class _Taken(tf.GradientTape):
-    """A tape whose gradients have been taken already, over one or more micro-batches.
+class _TakenTape(tf.GradientTape):
+    """A tape that returns gradients which were taken before, over one or more micro-batches.
 
-    `DistributedGradientTape` reduces what the tape that it wraps returns. The step has gradients and totals in hand by
-    then, and wants them in the same group.
+    `DistributedGradientTape` reduces what the tape that it wraps returns. So gradients and totals, which the step
+    already has, are reduced in one group.
     """
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:

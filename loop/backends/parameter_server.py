@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.devices import local_rank, use_gpus
-from loop.backends.strategy import StrategyBackend
+from loop.backends.strategy import StrategyBackend, answers
 from loop.errors import UsageError
 from loop.launch import signals, stderr
 from loop.launch.environment import start_timeout, tf_cluster
@@ -32,9 +31,9 @@ from loop.launch.worker import await_peers, mark_state
 from loop.model.variables import as_tf
 
 PARTS = 2
-"""Into so many parts for each worker a call is cut: a slow worker makes fewer of them."""
+"""A call is cut into so many parts for each worker: a slow worker makes fewer of them."""
 CHIEF_GONE = 3
-"""So many times, a second apart, the chief must be found gone before a server ends."""
+"""A server ends when it has not reached the chief so many times, a second apart."""
 
 
 class ParameterServer(StrategyBackend):
@@ -42,7 +41,7 @@ class ParameterServer(StrategyBackend):
 
     Args:
         min_shard_bytes: variables (of Keras 3) are cut along their first axis into a shard for each parameter server,
-            but into none that is smaller; None: each variable is whole, in one of them.
+            but no shard is smaller than this; None: each variable is whole, on one parameter server.
     """
 
     name = "parameter_server"
@@ -58,13 +57,14 @@ class ParameterServer(StrategyBackend):
         self._servers = {name: address for name, address in places.items() if name.startswith("ps ")}
         self._shards = min_shard_bytes
         self._parts = PARTS * sum(name.startswith("worker ") for name in places)
-        with contextlib.suppress(RuntimeError):  # TensorFlow has started: what there is must do
-            tf.config.threading.set_inter_op_parallelism_threads(at_once(places))
+        with contextlib.suppress(RuntimeError):  # TensorFlow has already started: neither can be set any more
+            tf.config.threading.set_inter_op_parallelism_threads(operation_threads(places))
             tf.config.set_visible_devices([], "GPU")
+        # Before the strategy, which would wait for them without an end, and can't be interrupted.
         await_peers({f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in list(places)[1:]})
         # The coordinator handles the loss of workers itself, and logs it in hundreds of lines.
         logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
-        # Should one go just now: TensorFlow waits for many minutes, and holds the interpreter meanwhile.
+        # If a process is lost now, TensorFlow waits for minutes and holds the interpreter: only this ends the process.
         faulthandler.dump_traceback_later(start_timeout(), exit=True, file=stderr.descriptor())
         partition = tf.distribute.experimental.partitioners.MinSizePartitioner
         self.strategy = tf.distribute.ParameterServerStrategy(
@@ -75,7 +75,8 @@ class ParameterServer(StrategyBackend):
         self._coordinator = _Coordinator(self.strategy)
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put one of its own there
+            # Undoes TensorFlow's own native handler of SIGTERM.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
         parts = sum(len(shards(variable)) for variable in as_tf(variables))
@@ -90,16 +91,7 @@ class ParameterServer(StrategyBackend):
                 "model has others (a tf.Module's, or of tf_keras): leave it out"
             )
         for name, source in (("train_data()", data.train), ("eval_data()", data.eval)):
-            if source is not None and getattr(source, "on_host", False):
-                raise UsageError(
-                    f"{name} is IndexedData, which each worker reads in a process of its own, and with "
-                    "backend='parameter_server' workers have none: return ArrayData, or use another backend"
-                )
-            if source is not None and source.steps_per_epoch is None:  # a stream
-                raise UsageError(
-                    f"{name} is a tf.data.Dataset, which only one process can read in its order: with "
-                    "backend='parameter_server', return ArrayData, of which any worker can read any batch"
-                )
+            _check_source(name, source)
         for option, value, instead in (
             ("precision", "mixed_float16", "workers can't agree on a loss scale; use bfloat16"),
             ("compile", "xla", "its programs need the variables where they run; use graph"),
@@ -113,16 +105,20 @@ class ParameterServer(StrategyBackend):
             )
 
     def call(self, function: Any, handle: Any, epoch: int, step: int, steps: int) -> list[tuple[int, np.ndarray]]:
-        parts, found = min(steps, self._parts), []
-        for first, end in itertools.pairwise(step + steps * part // parts for part in range(parts + 1)):
-            numbers = (tf.constant(number, tf.int64) for number in (epoch, first, end - first))
-            found.append((first, self._coordinator.schedule(function, (handle, *numbers))))
+        parts = min(steps, self._parts)
+        bounds = [step + steps * part // parts for part in range(parts + 1)]
+        scheduled = []
+        for first, end in itertools.pairwise(bounds):
+            numbers = [tf.constant(number, tf.int64) for number in (epoch, first, end - first)]
+            scheduled.append((first, self._coordinator.schedule(function, (handle, *numbers))))
         self._coordinator.join()
-        return [(first, value.fetch()) for first, value in found]
+        return [(first, result.fetch()) for first, result in scheduled]
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        # The strategy's own context is there only within what the coordinator schedules.
-        return super().run(function, *args) if tf.distribute.in_cross_replica_context() else function(*args)
+        # Only a function that the coordinator schedules runs in the strategy's context.
+        if tf.distribute.in_cross_replica_context():
+            return super().run(function, *args)
+        return function(*args)
 
     def first(self, value: Any) -> Any:
         return value
@@ -131,15 +127,15 @@ class ParameterServer(StrategyBackend):
         return list(tensors)
 
     def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
-        # Keras 3 reads its counter, and writes it: of two workers' steps, one would be lost.
+        # Keras 3 reads its counter of steps and then writes it: of two workers' steps at once, one would be lost.
         if not isinstance(optimizer.iterations, tf.Variable):
             optimizer.iterations.assign_add = optimizer.iterations.value.assign_add
         super().apply(optimizer, gradients, variables)
 
     def gradients(self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Any]) -> list[Any]:
-        # TensorFlow knows a gradient for each shard.
-        found = tape.gradient(objective, [shards(variable) for variable in variables])
-        return [_whole(variable, parts) for variable, parts in zip(variables, found, strict=True)]
+        # TensorFlow has a gradient for each shard, not for the variable that consists of them.
+        by_shard = tape.gradient(objective, [shards(variable) for variable in variables])
+        return [_whole(variable, parts) for variable, parts in zip(variables, by_shard, strict=True)]
 
     def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
         return [np.asarray(variable.numpy())]
@@ -154,8 +150,25 @@ class ParameterServer(StrategyBackend):
         return f"parameter server gone: {', '.join(gone)}, and the variables in it" if gone else ""
 
 
+def _check_source(name: str, source: Any) -> None:
+    """Refuses data that workers can't read batch by batch in any order; None: there is no such data."""
+    if source is None:
+        return
+    if getattr(source, "on_host", False):
+        raise UsageError(
+            f"{name} is IndexedData, which each worker reads in a process of its own, and with "
+            "backend='parameter_server' workers have none: return ArrayData, or use another backend"
+        )
+    is_stream = source.steps_per_epoch is None
+    if is_stream:
+        raise UsageError(
+            f"{name} is a tf.data.Dataset, which only one process can read in its order: with "
+            "backend='parameter_server', return ArrayData, of which any worker can read any batch"
+        )
+
+
 class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
-    """TensorFlow's, but that it ends with its process, and not by a call that waits for a worker that is gone."""
+    """TensorFlow's coordinator, without the clean-up at its end, which would wait for a worker that is gone."""
 
     def __del__(self) -> None:
         pass
@@ -173,7 +186,8 @@ def serve(threads: int = 0) -> None:
     """
     rank, places = tf_cluster(os.environ["TF_CONFIG"])
     config = json.loads(os.environ["TF_CONFIG"])
-    name, chief = list(places)[rank], next(iter(places.values()))
+    name = list(places)[rank]
+    chief = next(iter(places.values()))
     if name.startswith("worker "):
         use_gpus(local_rank() or 0)
     else:
@@ -183,7 +197,7 @@ def serve(threads: int = 0) -> None:
         server = tf.distribute.Server(
             tf.train.ClusterSpec(config["cluster"]), config["task"]["type"], int(config["task"]["index"]), "grpc",
             tf.compat.v1.ConfigProto(
-                intra_op_parallelism_threads=threads, inter_op_parallelism_threads=at_once(places)
+                intra_op_parallelism_threads=threads, inter_op_parallelism_threads=operation_threads(places)
             ),
         )  # fmt: skip
     except tf.errors.OpError as error:
@@ -203,19 +217,13 @@ def serve(threads: int = 0) -> None:
     del server
 
 
-def answers(address: str) -> bool:
-    """Whether a process listens at `host:port`."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
 def shards(variable: Any) -> list[tf.Variable]:
     """The variables that a variable consists of: its shards, or itself alone."""
-    return list(variable.variables) if hasattr(variable, "variables") else [variable]
+    return list(variable.variables) if _is_sharded(variable) else [variable]
+
+
+def _is_sharded(variable: Any) -> bool:
+    return hasattr(variable, "variables")
 
 
 def _whole(variable: Any, gradients: Sequence[Any]) -> Any:
@@ -224,31 +232,36 @@ def _whole(variable: Any, gradients: Sequence[Any]) -> Any:
         return None
     if len(gradients) == 1:
         return gradients[0]
-    pairs = zip(shards(variable), gradients, strict=True)
-    return tf.concat([tf.zeros_like(shard) if each is None else tf.convert_to_tensor(each) for shard, each in pairs], 0)
+    parts = []
+    for shard, gradient in zip(shards(variable), gradients, strict=True):
+        parts.append(tf.zeros_like(shard) if gradient is None else tf.convert_to_tensor(gradient))
+    return tf.concat(parts, 0)
 
 
 def _update_shards(extended: Any) -> None:
-    """Lets Keras's optimizers make slots for variables in shards, which are cut in the same way, and update them.
+    """Lets Keras's optimizers update variables in shards, and make slots for them, which are cut in the same way.
 
-    A strategy can place nothing beside a variable that lies in several places.
+    A strategy refuses both: such a variable has no one place at which a slot or an update could be.
     """
-    beside, update = extended.colocate_vars_with, extended.update
+    original_colocate = extended.colocate_vars_with
+    original_update = extended.update
 
     def colocate_vars_with(variable: Any) -> Any:
-        return contextlib.nullcontext() if hasattr(variable, "variables") else beside(variable)
+        return contextlib.nullcontext() if _is_sharded(variable) else original_colocate(variable)
 
-    def update_in_place(variable: Any, function: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
-        if hasattr(variable, "variables"):
+    def update(variable: Any, function: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+        if _is_sharded(variable):
             return function(variable, *args, **kwargs or {})
-        return update(variable, function, args, kwargs, group)
+        return original_update(variable, function, args, kwargs, group)
 
-    extended.colocate_vars_with, extended.update = colocate_vars_with, update_in_place
+    extended.colocate_vars_with = colocate_vars_with
+    extended.update = update
 
 
-def at_once(places: Sequence[str] | dict[str, str]) -> int:
-    """How many operations each process makes at once: one that waits for another process holds a thread meanwhile.
+def operation_threads(places: Sequence[str] | dict[str, str]) -> int:
+    """How many operations each process may run at once.
 
-    With as few threads as cores, a machine of two cores hangs.
+    An operation that waits for another process holds its thread: with as few threads as cores, a machine of two cores
+    hangs.
     """
     return max(8, 4 * len(places), os.cpu_count() or 1)

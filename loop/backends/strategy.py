@@ -22,7 +22,7 @@ from loop.launch import machine, stderr
 from loop.launch.environment import start_timeout, tf_cluster, tpu_name
 from loop.launch.worker import await_peers
 
-_ANSWER_SECONDS = 10.0  # until a TPU, or who knows of it, is taken to be away
+_ANSWER_SECONDS = 10.0  # a TPU, or Google Cloud, that hasn't answered by then is taken to be unreachable
 
 
 class StrategyBackend(Backend):
@@ -40,7 +40,7 @@ class StrategyBackend(Backend):
         return self.strategy.run(function, args)
 
     def first(self, value: Any) -> Any:
-        return tf.nest.map_structure(lambda each: self.strategy.experimental_local_results(each)[0], value)
+        return tf.nest.map_structure(lambda leaf: self.strategy.experimental_local_results(leaf)[0], value)
 
     def replica(self) -> Any:
         return tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -53,13 +53,13 @@ class StrategyBackend(Backend):
         if len(tensors) == 1:
             # A copy, because a tensor that comes from elsewhere may have no device.
             return [reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensors[0]))]
-        # tf.distribute makes one collective of each tensor: one flat tensor makes it one in all.
+        # tf.distribute would make a collective of each tensor. One flat tensor is one collective.
         total = reduce(tf.distribute.ReduceOp.SUM, tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
         parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
-        # Keras 3 sums gradients over the replicas in `apply`, and has no argument against it. These are summed already.
+        # Keras 3 sums gradients over the replicas in `apply`, and no argument turns that off. These are summed already.
         inner = optimizer
         while inner is not None and hasattr(inner, "_all_reduce_sum_gradients"):
             inner._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
@@ -98,9 +98,10 @@ class Mirrored(StrategyBackend):
         self.strategy = self._strategy()
 
     def _strategy(self) -> tf.distribute.Strategy:
-        # Between logical CPUs an addition is all it takes; and with TensorFlow's collectives, no second strategy of
-        # another size could be made in the same process.
-        operations = None if all("gpu" in each for each in self.devices) else tf.distribute.ReductionToOneDevice()
+        # Between logical CPUs an addition is enough. With TensorFlow's collectives, no second strategy of another size
+        # could be made in the same process.
+        only_gpus = all("gpu" in device for device in self.devices)
+        operations = None if only_gpus else tf.distribute.ReductionToOneDevice()
         return tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations)
 
 
@@ -115,8 +116,8 @@ class Central(Mirrored):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        # What all replicas assign is the same, so the first one's counts. A variable that doesn't say which one is
-        # refused by the strategy when a replica assigns it, and Keras 3's don't.
+        # A variable must say whose value counts when all replicas assign it: else the strategy refuses the assignment.
+        # Keras 3's don't say so. All replicas assign the same, so the first one's counts.
         def creator(create: Callable[..., Any], **named: Any) -> Any:
             if named.get("aggregation") in (None, tf.VariableAggregation.NONE):
                 named["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -143,12 +144,12 @@ class MultiWorker(StrategyBackend):
 
     def __init__(self) -> None:
         task = json.loads(os.environ["TF_CONFIG"])["task"]
-        gpus = use_gpus(local_rank())
+        gpus = use_gpus(local_rank())  # before the strategy, which takes all devices that it sees
         kind = tf.distribute.experimental.CommunicationImplementation
         _meet()
         options = tf.distribute.experimental.CommunicationOptions(implementation=kind.NCCL if gpus else kind.RING)
         try:
-            with in_time():  # should a peer go just now
+            with in_time():  # a peer may be lost now
                 self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except RuntimeError as error:
             if "at program startup" not in str(error):
@@ -160,31 +161,33 @@ class MultiWorker(StrategyBackend):
                 '    backend = backends.create("multiworker")'
             ) from None
         with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put one of its own there
+            # Undoes TensorFlow's own native handler of SIGTERM.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         resolver = self.strategy.cluster_resolver
         cluster = resolver.cluster_spec().as_dict()
-        order = [(job, index) for job in ("chief", "worker") for index in range(len(cluster.get(job, [])))]
-        self.rank = order.index((task["type"], int(task["index"])))
-        self.workers = len(order)
+        chiefs = len(cluster.get("chief", []))
+        # Chiefs have the first ranks, as in `_meet`.
+        self.rank = int(task["index"]) + (chiefs if task["type"] == "worker" else 0)
+        self.workers = chiefs + len(cluster.get("worker", []))
         self.local_replicas = self.strategy.num_replicas_in_sync // self.workers
         self.device = "GPU:0" if gpus and self.local_replicas == 1 else ""
         self._sum = tf.function(self._sum_in_graph, reduce_retracing=True)
         self.refuse_shared_gpus(gpus)
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
-        # Lengths are rounded up so that few shapes, and so few traces, serve all messages.
+        # The length is rounded up to a power of 2: few shapes, and so few traces, serve all messages.
         flat = np.zeros(1 << max(array.size - 1, 7).bit_length(), np.int64)
         flat[: array.size] = array.reshape(-1)
         return self.first(self._sum(tf.constant(flat))).numpy()[: array.size].reshape(array.shape)
 
     def _sum_in_graph(self, array: tf.Tensor) -> Any:
-        def each(array: tf.Tensor) -> tf.Tensor:
+        def in_replica(array: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()
-            # Only the first replica of each worker speaks for it.
-            speaks = tf.cast(context.replica_id_in_sync_group % self.local_replicas == 0, tf.int64)
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, array * speaks)
+            # The array is the worker's: its first replica adds it, the others add zeros.
+            is_first = tf.cast(context.replica_id_in_sync_group % self.local_replicas == 0, tf.int64)
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, array * is_first)
 
-        return self.strategy.run(each, (array,))
+        return self.strategy.run(in_replica, (array,))
 
 
 class TPU(StrategyBackend):
@@ -200,7 +203,7 @@ class TPU(StrategyBackend):
             resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
             if address := resolver.master().removeprefix("grpc://"):
                 host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port))).close()  # TensorFlow would wait for it for ever
+                socket.create_connection((host, int(port))).close()  # TensorFlow itself would wait for ever
             with in_time():
                 tf.config.experimental_connect_to_cluster(resolver)
                 tf.tpu.experimental.initialize_tpu_system(resolver)
@@ -218,9 +221,9 @@ class TPU(StrategyBackend):
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Ends this process when TensorFlow takes longer within it than a start may: it waits for many minutes.
+    """Within it, this process ends if TensorFlow takes longer than a start may: it would wait for many minutes.
 
-    It holds the interpreter meanwhile, so that nothing else can end it.
+    TensorFlow holds the interpreter while it waits, so that no other thread can end the process.
     """
     faulthandler.dump_traceback_later(start_timeout(), exit=True, file=stderr.descriptor())
     try:
@@ -237,20 +240,8 @@ def _meet() -> None:
         TrainingError: some are not there in time.
     """
     rank, places = tf_cluster(os.environ["TF_CONFIG"])
-    hosts = {
-        name: (address.rpartition(":")[0].strip("[]"), int(address.rpartition(":")[2]))
-        for name, address in places.items()
-    }
     own = list(places)[rank]
-    host, port = hosts.pop(own)
-
-    def answers(name: str) -> bool:
-        try:
-            socket.create_connection(hosts[name], timeout=5).close()
-        except OSError:
-            return False
-        return True
-
+    host, port = host_and_port(places[own])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host if host in ("127.0.0.1", "::1") else "", port), family=family)
@@ -259,12 +250,28 @@ def _meet() -> None:
             f"TF_CONFIG: this process is {own} at {places[own]}, but can't listen at that port ({error.strerror}): end "
             "what has it (`ss -ltnp` shows that), or give another port in the TF_CONFIG of all workers"
         ) from None
+    others = [name for name in places if name != own]
     with listener:
-        await_peers({f"{name} ({places[name]})": functools.partial(answers, name) for name in hosts})
+        await_peers({f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in others})
+
+
+def answers(address: str) -> bool:
+    """Whether a process listens at `host:port`."""
+    try:
+        socket.create_connection(host_and_port(address), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `host:port`; an IPv6 host stands in brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def all_devices(backend: str, replicas: int | None) -> list[str]:
-    """The first GPUs, or logical CPU devices where there is no GPU; None: all."""
+    """The names of so many GPUs, or of logical CPU devices on a machine without a GPU; None: of all."""
     gpus = use_gpus()
     if not gpus:
         return logical_cpus(replicas, backend)
@@ -281,10 +288,10 @@ def named_devices(names: Sequence[str]) -> list[str]:
     """
     names = machine.device_names(names)
     gpus = [f"gpu:{index}" for index in range(len(use_gpus()))]
-    with contextlib.suppress(UsageError):  # too late for so many: what is missing is named below
+    with contextlib.suppress(UsageError):  # TensorFlow has already started with fewer: those are named below
         logical_cpus(sum(name.startswith("cpu:") for name in names))
-    there = [*(each.strip("/") for each in logical_cpus(None)), *gpus]
+    present = [*(name.strip("/") for name in logical_cpus(None)), *gpus]
     for name in names:
-        if name not in there:
-            raise UsageError(f"devices: there is no {name}; there are {', '.join(there)}")
+        if name not in present:
+            raise UsageError(f"devices: there is no {name}; there are {', '.join(present)}")
     return [f"/{name}" for name in names]

@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Backend, fingerprint
+from loop.backends.base import Backend
+from loop.backends.host_collectives import fingerprint
 from loop.data import Rows, contents, count, first, in_float64
 from loop.model.precision import keras_precision
 from loop.model.variables import layers, model_variables

@@ -19,7 +19,7 @@ from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from loop.commands import command_line, dry_run, runs, tracking
 from loop.errors import PREEMPTED, UsageError
-from loop.launch import hosts, machine, signals, stderr
+from loop.launch import host_slots, hosts, machine, signals, stderr
 from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.elastic_limits import Limits, read_limits
@@ -126,7 +126,7 @@ def _place(typed: SimpleNamespace) -> Place:
     if typed.tpu is not None:
         os.environ["TPU_NAME"] = typed.tpu  # where TensorFlow looks for it
         asked = asked or "tpu"
-    by_host = hosts.read(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
+    by_host = host_slots.read_hosts(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
     workers = sum(by_host.values()) or typed.workers
     limits = _limits(typed, asked or "auto", workers)
     if limits is not None:

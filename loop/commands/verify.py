@@ -210,7 +210,7 @@ def _train(session: Session, number: int, found: Arrays) -> int:
     gradients = GradientObserver(session.built.model, backend)
     step = session.make_step(observer=gradients)
     backend.broadcast_variables(step.built.variables + step.variables)
-    names = variable_names(trainable_variables(step.model))
+    names = variable_names(trainable_variables(step.built.model))
     end = f"end-{number}" if number else "end"
     for totals in _steps(step):
         number += 1

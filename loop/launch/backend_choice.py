@@ -1,4 +1,4 @@
-"""Which backend a job uses, and why. Imports no TensorFlow: a mistake is reported before anything is loaded."""
+"""Which backend a job uses, and why. Imports no TensorFlow, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from loop.launch.environment import JOB, job_size, tf_cluster, tpu_name
 from loop.options import BACKENDS, with_defaults
 
 MOST_WORKERS = 1024
-"""The greatest number of workers that is started."""
+"""The greatest number of workers that can be asked for."""
 MOST_SERVERS = 64
-"""The greatest number of parameter servers that makes sense."""
+"""The greatest number of parameter servers that can be asked for."""
 
 
 def choose_backend(
     backend: str, workers: int | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """Which backend is meant, and why.
+    """The backend that is used, and why.
 
     Args:
         backend: a backend's name, or `auto`.
-        workers: how many processes are to be started on this machine; None or 1: this one is the job, or part of one.
+        workers: how many processes are to be started on this machine; None or 1: this process is the job, or a part of
+            one.
         environment: the environment variables; None: this process's.
 
     Returns:
@@ -37,7 +38,7 @@ def choose_backend(
         schedulers.join(backend)
         environment = os.environ
     _refuse_unusable(backend, workers, environment)
-    # Read for every backend, so that a TF_CONFIG that contradicts the one that was asked for is refused.
+    # Read for every backend, so that a TF_CONFIG that contradicts it is refused.
     serves = "TF_CONFIG" in environment and has_servers(backend, environment["TF_CONFIG"])
     if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment and workers is None:
         raise UsageError(
@@ -46,7 +47,7 @@ def choose_backend(
         )
     if backend != "auto":
         return backend, "asked for"
-    # A launcher that has started this process knows more than this machine does, and a plug-in comes before guesses.
+    # An outside launcher has decided already; only without one does this machine decide.
     return _of_launcher(environment, workers, serves) or _of_machine(workers)
 
 
@@ -65,7 +66,7 @@ def _refuse_unusable(backend: str, workers: int | None, environment: Mapping[str
 
 
 def _of_launcher(environment: Mapping[str, str], workers: int | None, serves: bool) -> tuple[str, str] | None:
-    """The backend that the variables of an outside launcher ask for; None: there are none."""
+    """The backend that the variables of an outside launcher ask for; None: there is no launcher."""
     if "HOROVOD_RANK" in environment:
         if missing := machine.horovod_missing():
             raise UsageError(f"started by Horovod's launcher, but {missing}")
@@ -104,7 +105,7 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
     Args:
         backend: `--backend`.
         workers: `--workers`; None: not typed.
-        asynchronous: whether the command can do with `parameter_server`.
+        asynchronous: whether the command can run on `parameter_server`.
         alone: the name of a command that runs in one process; "": it may run in several.
 
     Raises:
@@ -116,21 +117,30 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
     _check_workers(workers)
     schedulers.join(backend)
     size = job_size()
-    # In a job of ours, all workers have the launcher's command line, and --workers with it.
-    if size is not None and workers not in (None, size) and JOB not in os.environ:
-        raise UsageError(f"--workers {workers}, but this job has been started with {size} workers: leave --workers out")
+    if size is not None:
+        # A worker that `tfloop` has started has the launcher's command line, and --workers in it.
+        if workers not in (None, size) and JOB not in os.environ:
+            raise UsageError(
+                f"--workers {workers}, but this job has been started with {size} workers: leave --workers out"
+            )
+        workers = None
     with stderr.quiet_start(says=False):  # a plug-in may load TensorFlow
-        chosen, why = choose_backend(backend, None if size is not None else workers)
+        chosen, why = choose_backend(backend, workers)
     if alone and (chosen in ("horovod", "multiworker") or size is not None):
         raise UsageError(f"{alone} runs in one process, not on {chosen}: give --backend mirrored, or no --workers")
-    is_surprising = (workers or 1) > 1 or chosen not in BACKENDS
-    if backend == "auto" and size is None and is_surprising:
-        tell(f"backend: {chosen} ({why})")
+    if backend == "auto" and size is None:
+        _report_choice(chosen, why, workers or 1)
     return chosen
 
 
+def _report_choice(chosen: str, why: str, workers: int) -> None:
+    """Prints the choice of a backend, unless it is the one that a user expects."""
+    if workers > 1 or chosen not in BACKENDS:
+        tell(f"backend: {chosen} ({why})")
+
+
 def _check_workers(workers: int | None) -> None:
-    """Refuses a number of workers that makes no sense."""
+    """Refuses a number of workers that is out of range."""
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: give a whole number >= 1")
     if workers is not None and workers > MOST_WORKERS:
@@ -141,19 +151,14 @@ def has_servers(backend: str, text: str) -> bool:
     """Whether a `TF_CONFIG` is that of a `parameter_server` job.
 
     Raises:
-        UsageError: as `read_tf_config`; or it isn't one for this backend.
+        UsageError: as `read_tf_config`; or the backend can't use it.
     """
     if backend not in ("auto", "multiworker", "parameter_server"):
         return False
     jobs = [name.split()[0] for name in tf_cluster(text)[1]]
-    chief, workers, servers = (jobs.count(job) for job in ("chief", "worker", "ps"))
+    servers = jobs.count("ps")
     if backend == "parameter_server" or (servers and backend == "auto"):
-        if chief != 1 or not workers or not servers:
-            raise UsageError(
-                f"TF_CONFIG: its cluster has {chief} chief, {workers} worker and {servers} ps, but a parameter_server "
-                "job has 1 chief, and at least 1 worker and 1 ps (a parameter server)"
-            )
-        check_servers("parameter_server", servers)
+        _check_server_cluster(jobs.count("chief"), jobs.count("worker"), servers)
     elif servers:
         raise UsageError(
             f"TF_CONFIG: its cluster has {servers} ps (parameter servers), which backend={backend!r} has no use for: "
@@ -162,8 +167,18 @@ def has_servers(backend: str, text: str) -> bool:
     return servers > 0
 
 
+def _check_server_cluster(chiefs: int, workers: int, servers: int) -> None:
+    """Refuses a cluster that is none of a `parameter_server` job."""
+    if chiefs != 1 or not workers or not servers:
+        raise UsageError(
+            f"TF_CONFIG: its cluster has {chiefs} chief, {workers} worker and {servers} ps, but a parameter_server "
+            "job has 1 chief, and at least 1 worker and 1 ps (a parameter server)"
+        )
+    check_servers("parameter_server", servers)
+
+
 def check_servers(backend: str, servers: int) -> None:
-    """Refuses a number of parameter servers that makes no sense.
+    """Refuses a number of parameter servers that is out of range, or that the backend can't use.
 
     Raises:
         UsageError: it is too small or too great, or the backend has none.

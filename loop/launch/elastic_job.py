@@ -2,10 +2,10 @@
 
 The workers that train together are a *generation*. When one of them is lost, or another one has started, the launcher
 plans the next generation. It writes the plan to `plan.json` in the job's directory: the members, and where they meet. A
-worker that has lost the others, or reads at a boundary between calls that there is a newer plan, leaves its generation
-and takes its place in the newest one (`loop.launch.member`). The oldest worker is the chief: all others continue from
-its state. The job's directory belongs to the user alone; host agents keep copies of it on other hosts
-(`loop.launch.hosts`). The rendezvous is bound to loopback, or to the address where the hosts meet.
+worker that has lost the others, or finds a newer plan at a boundary between calls, leaves its generation and takes its
+place in the newest one (`loop.launch.member`). The oldest worker is the chief: all others continue from its state. The
+job's directory belongs to the user alone; host agents keep copies of it on other hosts (`loop.launch.hosts`). The
+rendezvous is bound to loopback, or to the address where the hosts meet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callbacks.files import read_json
-from loop.errors import UsageError
+from loop.errors import PREEMPTED, UsageError
 from loop.launch import machine
 from loop.launch.elastic_limits import Limits, discovered_slots
 from loop.launch.elastic_plan import Plan
@@ -30,7 +30,8 @@ from loop.launch.job import ENDED_AT_ONCE, Failure, Job, JobWorker, Outcome, exi
 if TYPE_CHECKING:
     from loop.launch.hosts import Cluster
 
-_GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed, has finished, or is gone
+_GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed, has finished, or is lost
+_SAVE_GRACE = 60.0  # seconds that a worker has to save and end when the job ends for lack of workers
 
 
 def run_elastic_job(
@@ -38,7 +39,7 @@ def run_elastic_job(
 ) -> Outcome:
     """Runs `tfloop` with these arguments in an elastic job, on this machine or on hosts; see `fixed_job.run_job`."""
     if cluster is not None:
-        cluster.interfaces()  # reports what Horovod can't do there before anything starts
+        cluster.interfaces()  # raises an error before anything starts, if Horovod can't use a host's network
     else:
         machine.check_gpus(limits.high)
     slots = limits.high if limits.discovery is None else discovered_slots(limits.discovery)
@@ -54,7 +55,7 @@ def run_elastic_job(
 
 
 class ElasticJob(Job):
-    """An elastic job: what the launcher knows of its workers, and plans for them."""
+    """An elastic job, as its launcher sees it: it watches the workers, and plans their generations."""
 
     def __init__(
         self,
@@ -71,17 +72,17 @@ class ElasticJob(Job):
         self._workers = ElasticWorkers(wanted, directory, environment, arguments, cluster, self.output)
         self._plan = Plan(directory, cluster)
         self._timeout = start_timeout()
-        self._rendezvous = contextlib.ExitStack()  # the servers of all generations, which late workers may still ask
-        self._short_since = time.monotonic()  # since when there are too few, or as long as none has trained
-        self._formed = 0.0  # when the generation was planned
-        self._over_by = float("inf")  # when all must have ended
+        self._rendezvous = contextlib.ExitStack()  # a server for each generation: late workers may still ask an old one
+        self._short_since = time.monotonic()  # when workers began to be too few, or the job began
+        self._formed = 0.0  # when the newest generation was planned
+        self._over_by = float("inf")  # when all workers must have ended; infinite while the job goes on
         self._reports: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Runs it to its end."""
         if self._limits.discovery is not None:
             threading.Thread(target=self._discover, args=(self._limits.discovery,), daemon=True).start()
-        with self._rendezvous:
+        with self._rendezvous:  # closed only at the end, with the servers of all generations
             while self._advance():
                 time.sleep(0.05)
         if self._cluster is not None:
@@ -98,7 +99,7 @@ class ElasticJob(Job):
         return 0 <= worker.place <= self._noted(worker, "joined")
 
     def stop_key(self, worker: JobWorker) -> Hashable:
-        # A generation doesn't know what the one before has heard: each has to hear it.
+        # A worker forgets a signal when its generation ends: each generation has to hear it.
         assert isinstance(worker, ElasticWorker)
         return worker.name, worker.place
 
@@ -113,18 +114,18 @@ class ElasticJob(Job):
         failures = [
             Failure(report["echo"], report["time"], report["code"], report["error"])
             for report in self._reports
-            if report["code"] not in (0, 75)
+            if report["code"] not in (0, PREEMPTED)
         ]
         if failures:
             first = min(failures)
             return Outcome(first.code, first.error, result)
-        return Outcome(0 if any(report["code"] == 0 for report in self._reports) else 75, "", result)
+        return Outcome(0 if any(report["code"] == 0 for report in self._reports) else PREEMPTED, "", result)
 
     def _advance(self) -> bool:
         """Acts on what has happened since the last call; returns whether the job goes on."""
         for worker in self._workers.remove_ended():
             self._take_in_end(worker)
-        self.hand_on_signals()
+        self.pass_signals_on()
         if self.problem == ENDED_AT_ONCE:
             self._over_by = 0.0
         if self._over_by == float("inf"):
@@ -136,9 +137,9 @@ class ElasticJob(Job):
         return bool(self._workers.running) or (self._over_by == float("inf") and not self.stops)
 
     def _take_in_end(self, worker: ElasticWorker) -> None:
-        """Takes in that a worker has ended: it has finished or failed, and reports so; or it is lost."""
+        """Records the end of a worker: it has finished or failed, and has reported that; or it is lost."""
         report = read_json(self.path(worker.name, "json"))
-        worker.process.kill()  # what it may have left behind
+        worker.process.kill()  # processes that it may have left behind
         if report:
             self._take_report(worker, report)
             return
@@ -159,7 +160,7 @@ class ElasticJob(Job):
         if report["error"]:
             report["error"] = f"{worker}: {report['error']}"
         self._reports.append(report)
-        if report["code"] not in (0, 75):
+        if report["code"] not in (0, PREEMPTED):
             self._end("another worker has failed")
         self._over_by = min(self._over_by, time.monotonic() + _GRACE)
         for other in self._workers.running:
@@ -167,20 +168,25 @@ class ElasticJob(Job):
                 other.process.kill()  # it still waits for a place
 
     def _plan_next(self) -> None:
-        """Plans the next generation, if there must be one, or may be."""
+        """Plans the next generation, if the newest one is broken, or other workers have come or are to go."""
         generation = self._plan.generation
         members = [worker for worker in self._workers.running if worker.place == generation >= 0]
         if any(self._noted(worker, "waits") == generation for worker in members):
             self._plan.note_break()  # a connection was lost, but no worker died
-        intact = self._plan.is_intact
-        if intact and any(self._noted(worker, "joined") < generation for worker in members):
+        is_intact = self._plan.is_intact
+        if is_intact and any(self._noted(worker, "joined") < generation for worker in members):
+            # Some still connect: a worker that has begun to can't be called back, so no other plan is made.
             if time.monotonic() - self._formed > _GRACE:
                 self._end_stuck(members)
-            return  # it hasn't met yet, and can't be called back
-        chosen = (members + self._ready(members))[: self._workers.wanted]
-        if chosen == members and intact and members:
-            self._short_since = time.monotonic()
             return
+        chosen = (members + self._ready(members))[: self._workers.wanted]
+        if members and chosen == members and is_intact:
+            self._short_since = time.monotonic()
+        else:
+            self._form_or_end(chosen, members)
+
+    def _form_or_end(self, chosen: list[ElasticWorker], members: list[ElasticWorker]) -> None:
+        """Forms a generation of the chosen workers, once they are enough; ends the job if they are too few for long."""
         waited = time.monotonic() - self._short_since > self._timeout
         fewest = 1 if self.stops else self._limits.low
         is_waiting_for_all = not members and len(chosen) < self._workers.wanted and not waited
@@ -194,7 +200,7 @@ class ElasticJob(Job):
             self._end(self.problem, chosen[0].name if chosen else "")
 
     def _ready(self, members: list[ElasticWorker]) -> list[ElasticWorker]:
-        """The workers outside of the newest generation that wait for a place."""
+        """The workers outside of the newest generation that wait for a place in the next one."""
         return [
             worker
             for worker in self._workers.running
@@ -204,7 +210,7 @@ class ElasticJob(Job):
         ]
 
     def _end_stuck(self, members: list[ElasticWorker]) -> None:
-        """Ends workers that still connect in a generation of which one has died: Horovod would, after minutes."""
+        """Kills workers that still connect to one that has died: Horovod itself gives up after minutes."""
         for worker in members:
             if max(self._noted(worker, "waits"), self._noted(worker, "joined")) < worker.before:
                 self._print(f"{worker} still waits in Horovod for one that is gone, and can't be called back: ended")
@@ -217,7 +223,8 @@ class ElasticJob(Job):
         plan = self._plan
         plan.generation += 1
         shares = Counter(worker.address for worker in chosen)
-        chosen.sort(key=lambda worker: list(shares).index(worker.address))  # as ranks are dealt out, host by host
+        # Horovod deals out ranks host by host; the oldest worker's host comes first, so that it is the chief.
+        chosen.sort(key=lambda worker: list(shares).index(worker.address))
         places = self._rendezvous.enter_context(rendezvous(len(chosen), self._cluster, shares))
         for worker in chosen:
             if worker.place < 0 and plan.generation:
@@ -238,15 +245,15 @@ class ElasticJob(Job):
         self._short_since = self._formed = time.monotonic()
 
     def _end(self, reason: str, keeper: str = "") -> None:
-        """Ends the job; the keeper, if there is one, has a minute to save."""
+        """Ends the job; the keeper, if there is one, has time to save."""
         self._plan.end(reason, keeper)
-        self._over_by = time.monotonic() + (60 if keeper else _GRACE)
+        self._over_by = time.monotonic() + (_SAVE_GRACE if keeper else _GRACE)
 
     def _print(self, text: str) -> None:
         self.output.line(f"elastic: {text}")
 
     def _discover(self, script: Path) -> None:
-        """Asks the script again and again how many workers there may be."""
+        """Asks the script every second how many workers there may be."""
         printed = ""
         while True:
             time.sleep(1.0)
@@ -260,7 +267,7 @@ class ElasticJob(Job):
             self._workers.wanted = max(self._limits.low, min(self._limits.high, slots))
 
     def _noted(self, worker: ElasticWorker, what: str) -> int:
-        """The generation that a worker has noted; -1: none."""
+        """The generation that a worker has written into one of its files; -1: there is no such file."""
         try:
             return int(self.path(worker.name, what).read_text())
         except FileNotFoundError:

@@ -18,9 +18,9 @@ class Limits:
     """How many workers a job may have.
 
     Attributes:
-        low: it can't go on with fewer.
-        high: no more are started.
-        discovery: a script that prints how many this machine has room for; None: as many as at the start.
+        low: the fewest with which it goes on.
+        high: the most that are started.
+        discovery: a script that prints how many workers this machine has room for; None: that doesn't change.
     """
 
     low: int
@@ -31,10 +31,10 @@ class Limits:
 def read_limits(
     text: str | None, discovery: Path | None, backend: str, workers: int | None, hosts: str | None = None
 ) -> Limits | None:
-    """What `--elastic MIN:MAX` and `--discovery SCRIPT` say; None where they aren't given.
+    """The limits that `--elastic MIN:MAX` and `--discovery SCRIPT` give; None where they aren't given.
 
     Raises:
-        UsageError: numbers that make no sense, or a backend that isn't elastic.
+        UsageError: numbers that are out of range, or a backend that isn't elastic.
     """
     if text is None:
         if discovery is not None:
@@ -44,15 +44,20 @@ def read_limits(
     if workers is not None and not low <= workers <= high:
         given = f"--hosts {hosts} has {workers} workers," if hosts else f"--workers {workers}"
         raise UsageError(f"{given} with --elastic {text}: give a number from {low} to {high}")
-    if discovery is not None and hosts is not None:
-        raise UsageError(f"--discovery {discovery} with --hosts {hosts}: it is asked for this machine: leave one out")
     if backend not in ("auto", "horovod"):
         raise UsageError(f"--elastic {text} with --backend {backend}: only horovod can go on without a worker")
     if job_size() is not None and WORKER not in os.environ:
         raise UsageError(f"--elastic {text}: this job has a launcher of its own: leave one of them out")
-    if discovery is not None and not os.access(discovery, os.X_OK):
-        raise UsageError(f"--discovery {discovery}: there is no such script, or it can't be run (chmod +x)")
+    if discovery is not None:
+        _check_discovery(discovery, hosts)
     return Limits(low, high, discovery)
+
+
+def _check_discovery(script: Path, hosts: str | None) -> None:
+    if hosts is not None:
+        raise UsageError(f"--discovery {script} with --hosts {hosts}: the script is for this machine: leave one out")
+    if not os.access(script, os.X_OK):
+        raise UsageError(f"--discovery {script}: there is no such script, or it can't be run (chmod +x)")
 
 
 def _numbers(text: str) -> tuple[int, int]:
@@ -70,7 +75,7 @@ def discovered_slots(script: Path) -> int:
     """How many workers the script's lines `host:slots` allow on this machine.
 
     Raises:
-        UsageError: it failed, or prints something else.
+        UsageError: the script fails, or prints something else.
     """
     try:
         done = subprocess.run([script.absolute()], capture_output=True, text=True, timeout=30, check=True)

@@ -1,4 +1,4 @@
-"""The plan of an elastic job: which workers train together, and what has changed. The launcher writes, workers read."""
+"""The plan of an elastic job, which its launcher writes for the workers: which of them train together."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Plan:
         return self.broken < self.generation
 
     def note_break(self) -> None:
-        """Notes that the newest generation can't go on as it is."""
+        """Notes that the newest generation has lost a worker or a connection."""
         self.broken = self.generation
 
     def note_event(self, event: str, worker: ElasticWorker, **more: str) -> None:
         """Notes that a worker has joined or is gone, for the journal of the run."""
+        # A loss is recorded by the generation that goes on after it.
         generation = max(self.generation, 0) + (event == "worker_gone")
         self._events.append({"generation": generation, "event": event, "worker": worker.name, **more})
 
@@ -49,7 +50,7 @@ class Plan:
         self._write(places=places, dropped=dropped)
 
     def end(self, reason: str, keeper: str) -> None:
-        """Tells all workers that wait for a place that there will be none; the keeper saves what it has in memory."""
+        """Ends the job for all workers that wait for a place; the keeper saves the run's state from its memory."""
         self.note_break()
         self.generation += 1
         self._write(end=reason, keeper=keeper)

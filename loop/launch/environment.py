@@ -16,15 +16,15 @@ from loop.errors import UsageError
 LAUNCHER = "TFLOOP_LAUNCHER"
 """Environment variable: the process id of the launcher, which is its workers' parent."""
 JOB = "TFLOOP_JOB"
-"""Environment variable: where the workers of a job that we started leave their process ids and results."""
+"""Environment variable: the job's directory, in which workers that `tfloop` has started report to the launcher."""
 WORKER = "TFLOOP_WORKER"
-"""Environment variable: this worker's name in an elastic job, in which ranks change."""
+"""Environment variable: this worker's name in an elastic job. Unlike its rank, it never changes."""
 START_TIMEOUT = "TFLOOP_START_TIMEOUT"
-"""Environment variable: how many seconds all workers of a job have to start; 120."""
+"""Environment variable: the seconds within which all workers of a job must have started; 120."""
 
 
 def job_size() -> int | None:
-    """How many workers the job has that this process was started in; None outside of one.
+    """The number of workers of the job that this process was started in; None outside of a job.
 
     Raises:
         UsageError: the launcher's variables can't be read.
@@ -33,7 +33,7 @@ def job_size() -> int | None:
 
 
 def job_rank() -> int:
-    """The rank of this process in the job that it was started in; 0 outside of one.
+    """The rank of this process in the job that it was started in; 0 outside of a job.
 
     Raises:
         UsageError: the launcher's variables can't be read.
@@ -57,12 +57,12 @@ def _rank_and_size() -> tuple[int, int | None]:
 
 
 def worker_name() -> str:
-    """The name by which its launcher knows this worker: its rank; or, in an elastic job, its name."""
+    """The name that the launcher has for this worker: its rank or, in an elastic job, a name that never changes."""
     return os.environ.get(WORKER) or str(job_rank())
 
 
 def start_timeout() -> float:
-    """How many seconds the workers of a job have until all of them have started.
+    """The seconds within which all workers of a job must have started.
 
     Raises:
         UsageError: `TFLOOP_START_TIMEOUT` is no such number.
@@ -93,7 +93,9 @@ def read_tf_config(text: str) -> tuple[int, int]:
 
 
 def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
-    """The rank of this process among those of a `TF_CONFIG`, and the address of each, by rank: `worker 0`.
+    """The rank of this process in a `TF_CONFIG`, and the address of each process by its name, such as `worker 0`.
+
+    The names are in the order of ranks.
 
     Raises:
         UsageError: as `read_tf_config`.
@@ -109,8 +111,8 @@ def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
         ) from None
     _check_addresses(addresses)
     if own_task not in addresses:
-        there = ", ".join(addresses) or "no workers"
-        raise UsageError(f"TF_CONFIG: its task is {own_task}, but its cluster has {there}")
+        tasks = ", ".join(addresses) or "no workers"
+        raise UsageError(f"TF_CONFIG: its task is {own_task}, but its cluster has {tasks}")
     return list(addresses).index(own_task), addresses
 
 
@@ -124,7 +126,7 @@ def _addresses(cluster: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def _check_addresses(addresses: Mapping[str, str]) -> None:
-    """Refuses what is no address, and one that two tasks have."""
+    """Refuses a text that is no address, and an address that two tasks have."""
     for name, address in addresses.items():
         port = str(address).rpartition(":")[2]
         if not re.fullmatch(r".+:\d+", str(address)) or not 0 < int(port) < 65536:
@@ -149,7 +151,7 @@ def _index(value: object) -> int:
 
 
 def tpu_name(environment: Mapping[str, str] | None = None) -> str:
-    """The TPU that `TPU_NAME` names: in Google Cloud, by its address, or on this virtual machine.
+    """The TPU that `TPU_NAME` names: one of a Google Cloud project, an address, or `local` for this virtual machine.
 
     Raises:
         UsageError: there is no such variable, or its value is no name.

@@ -1,4 +1,4 @@
-"""Explain: an error that isn't ours, in one line: what it is, why, and where in the user's own file it came from."""
+"""An error that isn't tfloop's own in one line: its type, its message, and the line of the user's file it came from."""
 
 from __future__ import annotations
 
@@ -22,38 +22,55 @@ _LONGEST = 400  # characters of a message that are shown
 def in_a_line(error: BaseException) -> str:
     """The type and the message of an error in one line, and the user's line that it came from, if there is one."""
     where = place(error)
+    if where:
+        where += "; "
     how = "--debug" if sys.argv[1:2] == ["train"] else f"{DEBUG}=1"
-    return f"{type(error).__name__}: {_message(error)} ({f'{where}; ' if where else ''}{how} shows the traceback)"
+    return f"{type(error).__name__}: {_message(error)} ({where}{how} shows the traceback)"
 
 
 def _message(error: BaseException) -> str:
-    """What an error says, without what TensorFlow, AutoGraph and Keras put around it."""
+    """The message of an error, without what TensorFlow, AutoGraph and Keras put around it."""
     if isinstance(error, KeyError) and error.args:
         return f"no {error.args[0]!r:.{_LONGEST}}"
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    if "in user code:" in text:  # AutoGraph's, with a traceback in the message
-        parts = [line.strip() for line in text.splitlines() if line.strip()]
-        # The message begins at the last line "SomeError: ...", behind the lines of code.
-        begins = [at for at, line in enumerate(parts) if re.match(r"[A-Za-z_.]*(Error|Exception|Warning): ", line)]
-        text = "\n".join(parts[begins[-1] :]).partition(": ")[2] if begins else parts[-1]
+    if "in user code:" in text:
+        text = _without_autograph(text)
     if "[[{{node" in text or text.startswith("Graph execution error"):
-        # The cause stands before the operation's name, behind where it was made.
-        before = [line.strip() for line in text.partition("[[{{node")[0].splitlines()]
-        before = [line for line in before if line and not line.startswith(("File ", "Detected at", "<stack traces"))]
-        before = [line for line in before if line not in ("Graph execution error:", "(most recent call last):")]
-        text = before[-1] if before else text
+        text = _without_graph(text)
     text = re.sub(r"\{\{function_node [^}]*\}\} ?| ?\[Op:\w+\]( name:)?", "", text)
     text = text.partition("\nArguments received by")[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = _lines(text)
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
-        lines = lines[1:]  # the layer; the next line says what is wrong
+        lines = lines[1:]  # the first line names the layer, the second one says what is wrong
     whole = " ".join(lines[:3])
     return whole if len(whole) <= _LONGEST else whole[: _LONGEST - 4] + " ..."
 
 
+def _without_autograph(text: str) -> str:
+    """The message within one of AutoGraph's, which shows a traceback first."""
+    lines = _lines(text)
+    # The message begins at the last line "SomeError: ...", after the lines of code.
+    starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception|Warning): ", line)]
+    return "\n".join(lines[starts[-1] :]).partition(": ")[2] if starts else lines[-1]
+
+
+def _without_graph(text: str) -> str:
+    """The cause within an error of a compiled function: the last line before the operation's name."""
+    causes = []
+    for line in _lines(text.partition("[[{{node")[0]):
+        is_frame = line.startswith(("File ", "Detected at", "<stack traces"))
+        if not is_frame and line not in ("Graph execution error:", "(most recent call last):"):
+            causes.append(line)
+    return causes[-1] if causes else text
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def place(error: BaseException) -> str:
     """The last line of the user's code in the traceback, or in the message, where AutoGraph and TensorFlow put it."""
-    frames = [(each.filename, each.lineno, each.name) for each in traceback.extract_tb(error.__traceback__)]
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     frames += [(file, int(line), name) for file, line, name in _PLACE.findall(str(error))]
     for file, line, name in reversed(frames):
         if _is_users(file):
@@ -65,11 +82,11 @@ def _is_users(file: str) -> bool:
     path = Path(file)
     if not path.is_absolute() or path.name.startswith("__autograph_generated"):
         return False
-    if any(path.is_relative_to(each) for each in _EXAMPLES):
+    if any(path.is_relative_to(directory) for directory in _EXAMPLES):
         return True
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     foreign = [*_OURS, *map(Path, libraries), Path(sys.prefix)]
-    return not any(path.is_relative_to(each) for each in foreign)
+    return not any(path.is_relative_to(directory) for directory in foreign)
 
 
 def _short(file: str) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loop.errors import FAILED, PREEMPTED
 from loop.launch import machine
 from loop.launch.environment import not_started, start_timeout, tf_cluster
-from loop.launch.job import Failure, Job, JobWorker, Outcome, exit_text, job_directory, worker_command
-from loop.launch.process import WorkerProcess, start_worker
+from loop.launch.job import Failure, Job, JobWorker, Outcome, exit_text, job_directory
+from loop.launch.process import WorkerProcess, start_worker, worker_command
 
 if TYPE_CHECKING:
     from loop.launch.hosts import Cluster, Remote
@@ -29,16 +30,16 @@ def run_job(
 ) -> Outcome:
     """Runs `tfloop` with these arguments in N processes, and streams what they print to stderr.
 
-    When one worker fails, or some have not started in time, the others are ended; but a worker of a `parameter_server`
-    job that is killed is started again. SIGTERM and SIGINT end all workers politely, a second one at once; SIGUSR1 is
-    handed on to them.
+    When one worker fails, or some have not started in time, the others are ended. A worker of a `parameter_server` job
+    that is killed is started again instead. SIGTERM and SIGINT ask all workers to save and end; a second one kills
+    them. SIGUSR1 is passed on to them.
 
     Args:
         backend: `horovod`, `multiworker` or `parameter_server`.
         workers: N.
-        arguments: the command line behind `tfloop`.
+        arguments: the command line after `tfloop`.
         servers: with `parameter_server`, the number of parameter servers, beside the chief and the N workers.
-        cluster: the hosts that they are to run on; None: this machine.
+        cluster: the hosts that they run on; None: this machine.
 
     Raises:
         UsageError: there are fewer GPUs here than workers.
@@ -52,7 +53,7 @@ def run_job(
             with job.hears_signals(), _worker_environments(backend, workers, servers, cluster) as places:
                 job.start(places, cluster)
                 job.wait(timeout)
-                job.kill()  # what workers may have left behind
+                job.kill()  # processes that workers may have left behind
                 job.output.join()
             return job.outcome()
         finally:
@@ -91,6 +92,7 @@ def _tf_config_environments(jobs: Mapping[str, int], cluster: Cluster | None) ->
             members[job].append(address)
             tasks.append({"type": job, "index": index})
             local_ranks.append(index if local_rank is None else local_rank)
+    # Only now are all members known, which each worker's variables name.
     return [
         {"TF_CONFIG": json.dumps({"cluster": members, "task": task}), "TFLOOP_LOCAL_RANK": str(local_rank)}
         for task, local_rank in zip(tasks, local_ranks, strict=True)
@@ -100,13 +102,13 @@ def _tf_config_environments(jobs: Mapping[str, int], cluster: Cluster | None) ->
 class FixedJob(Job):
     """A job whose workers have ranks, which don't change.
 
-    With parameter servers, rank 0 alone trains, and the others serve it: they end with it, and its workers, unlike its
-    parameter servers, are started again.
+    With parameter servers, rank 0 alone runs the training, and the job ends with it. Its workers are started again when
+    they are killed; its parameter servers aren't, because the variables are lost with them.
 
     Args:
         directory: see `Job`.
         environment: the environment variables of all workers.
-        arguments: the command line behind `tfloop`.
+        arguments: the command line after `tfloop`.
         has_servers: whether it has parameter servers.
     """
 
@@ -118,14 +120,14 @@ class FixedJob(Job):
         self._arguments = arguments
         self._has_servers = has_servers
         self._places: list[dict[str, str]] = []
-        self._titles: list[str] = []  # what each rank is called in messages
+        self._titles: list[str] = []  # the name of each rank in messages
         self._processes: list[WorkerProcess | Remote] = []
         self._restarts: dict[int, int] = {}
         self._ended: dict[int, float] = {}  # when each rank was found to have ended
-        self._killed = float("inf")  # when we killed what was left
+        self._killed = float("inf")  # when the launcher first killed the workers
 
     def start(self, places: list[dict[str, str]], cluster: Cluster | None) -> None:
-        """Starts all workers, of which each has the variables of its place, here or on hosts."""
+        """Starts all workers, here or on hosts, each with the variables of its place."""
         self._places = places
         self._titles = [f"rank {rank}" for rank in range(len(places))]
         if self._has_servers:
@@ -138,13 +140,14 @@ class FixedJob(Job):
         self.output.threads += cluster.threads
 
     def wait(self, timeout: float) -> None:
-        """Waits for all workers; ends them when one has failed, or has not started in time; hands signals on."""
-        start_by, end_by = time.monotonic() + timeout, float("inf")
+        """Waits for all workers; ends them when one has failed, or has not started in time; passes signals on."""
+        start_by = time.monotonic() + timeout
+        end_by = float("inf")
         while not self._is_over():
             now = time.monotonic()
             if self._find_ended():
                 end_by = min(end_by, now + (_EARLY_GRACE if self._without("started") else _GRACE))
-            self.hand_on_signals()
+            self.pass_signals_on()
             if now > start_by and end_by == float("inf") and (missing := self._without("arrived", "started")):
                 self.problem = not_started([self._title(rank) for rank in missing], timeout)
             if now > end_by or self.problem:
@@ -161,7 +164,7 @@ class FixedJob(Job):
 
     def kill(self) -> None:
         self._killed = min(self._killed, time.time())
-        for process in self._processes:  # also of those that have ended: they may have left processes behind
+        for process in self._processes:  # also one that has ended: it may have left processes behind
             process.kill()
 
     def outcome(self) -> Outcome:
@@ -171,12 +174,15 @@ class FixedJob(Job):
             return Outcome(1, self.problem, result)
         if self._has_servers and reports.get(0, {}).get("code") == 0:
             return Outcome(0, "", result)
-        judged = [self._failure(rank, reports.get(rank)) for rank in self._ended]
-        failures = [failure for failure in judged if failure is not None]
+        failures = []
+        for rank in self._ended:
+            failure = self._failure(rank, reports.get(rank))
+            if failure is not None:
+                failures.append(failure)
         if not failures:
             return Outcome(0, "", result)
-        if self.stops and all(failure.echo or failure.code == 75 for failure in failures):
-            return Outcome(75, "", result)
+        if self.stops and all(failure.echo or failure.code == PREEMPTED for failure in failures):
+            return Outcome(PREEMPTED, "", result)
         first = min(failures)
         return Outcome(first.code, first.error, result)
 
@@ -200,7 +206,7 @@ class FixedJob(Job):
         return failed
 
     def _started_again(self, rank: int) -> bool:
-        """Starts a worker that was killed again, where a chief has others do its steps meanwhile."""
+        """Starts a worker that was killed again, where the chief goes on without it; returns whether it did."""
         is_replaceable = self._has_servers and self._titles[rank].startswith("worker")
         is_ending = self.stops or self._killed < float("inf")
         if not is_replaceable or is_ending or self._has_reported(rank) or self._without("started", among=[rank]):
@@ -213,7 +219,7 @@ class FixedJob(Job):
         return True
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        """What the workers have reported, by rank."""
+        """The reports of the workers that have written one, by rank."""
         reports = {}
         for rank in range(len(self._processes)):
             with contextlib.suppress(FileNotFoundError):
@@ -224,22 +230,26 @@ class FixedJob(Job):
         """The failure of a worker that has ended; None: it succeeded."""
         process = self._processes[rank]
         if process.lost and (report is None or report["code"]):
-            # Whatever else was reported, the lost host is the reason, so it comes before all others.
-            return Failure(False, 0.0, 1, process.lost)
-        if report is None:  # killed, or crashed: it could not even report
-            # What the loss of a server means, its chief reports better.
-            echo = self._ended[rank] > self._killed or (self._has_servers and rank > 0)
-            stopped = process.returncode == 75 or (self.stops and process.returncode == -signal.SIGTERM)
-            if stopped:
-                return Failure(echo, self._ended[rank], 75, "")
-            return Failure(echo, self._ended[rank], 1, self._died(rank))
+            # A lost host is the cause, whatever other workers report: at time 0 it comes before all other failures.
+            return Failure(False, 0.0, FAILED, process.lost)
+        if report is None:
+            return self._unreported_failure(rank)
         if report["code"]:
             message = report["error"] and f"{self._title(rank)}: {report['error']}"
             return Failure(report["echo"], report["time"], report["code"], message)
         return None
 
+    def _unreported_failure(self, rank: int) -> Failure:
+        """The failure of a worker that was killed or has crashed, so that it could not report it."""
+        returncode = self._processes[rank].returncode
+        # The chief reports the loss of a parameter server, with what was in it.
+        echo = self._ended[rank] > self._killed or (self._has_servers and rank > 0)
+        if returncode == PREEMPTED or (self.stops and returncode == -signal.SIGTERM):
+            return Failure(echo, self._ended[rank], PREEMPTED, "")
+        return Failure(echo, self._ended[rank], FAILED, self._died(rank))
+
     def _without(self, *states: str, among: Sequence[int] | None = None) -> list[int]:
-        """The ranks that have not come to the first of these states that not all have come to."""
+        """The ranks that have not reached a state: the first of `states` that any has not reached."""
         ranks = range(len(self._processes)) if among is None else among
         for state in states:
             missing = [rank for rank in ranks if not self.path(str(rank), state).exists()]

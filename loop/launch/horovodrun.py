@@ -1,9 +1,9 @@
 """Horovod's rendezvous for our workers; with workers on this machine: `python -m loop.launch.horovodrun N COMMAND...`.
 
 `horovodrun` loads TensorFlow in the launcher to ask what Horovod was built with, its rendezvous server listens on all
-interfaces, and it puts two processes around each worker that hide how that one died. This is the same server, bound to
-loopback, because it authenticates no client, or to the one address that the hosts of a job share with the launcher; the
-workers are the caller's to start.
+interfaces, and it puts two processes around each worker, which hide how the worker died. This is the same server, but
+bound to loopback, because it authenticates no client, or to the one address where the hosts of a job meet. The caller
+starts the workers.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 def rendezvous(
     workers: int, cluster: Cluster | None = None, shares: Mapping[str, int] | None = None
 ) -> Iterator[list[dict[str, str]]]:
-    """Serves the rendezvous as long as it is entered; gives the environment variables of each worker, by rank.
+    """Within it, serves the rendezvous; yields the environment variables of each worker, by rank.
 
     Args:
         workers: how many there are.
         cluster: the hosts that they are on; None: this machine.
-        shares: how many are on which of these hosts, by address; None: as many as each is to have.
+        shares: how many workers each host has, by its address; None: as many as its slots.
     """
-    address, interfaces = "127.0.0.1", {"localhost": LOOPBACK}
+    address = "127.0.0.1"
+    interfaces = {"localhost": LOOPBACK}
     if cluster is not None:
-        address, interfaces = cluster.address, cluster.interfaces()
+        address = cluster.address
+        interfaces = cluster.interfaces()
         shares = shares or {host.address: host.slots for host in cluster.hosts}
     hosts = ",".join(f"{host}:{count}" for host, count in (shares or {"localhost": workers}).items())
     slots = get_host_assignments(parse_hosts(hosts), workers)
@@ -48,23 +50,24 @@ def rendezvous(
     server.init(slots)
     threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
     port = server.server_address[1]
-    places = [
-        create_run_env_vars(address, [interfaces[slot.hostname]], port) | create_slot_env_vars(slot) for slot in slots
-    ]
+    places = []
+    for slot in slots:
+        place = create_run_env_vars(address, [interfaces[slot.hostname]], port) | create_slot_env_vars(slot)
+        places.append({name: str(value) for name, value in place.items()})
     try:
-        yield [{name: str(value) for name, value in place.items()} for place in places]
+        yield places
     finally:
         server.shutdown()
         server.server_close()
 
 
 def main(workers: int, command: list[str]) -> int:
-    """Runs the command in N processes; returns 1 if one of them failed. The failure itself is the workers' to tell."""
+    """Runs the command in N processes; returns 1 if one of them failed, which prints its failure itself."""
     with rendezvous(workers) as places:
         processes = [subprocess.Popen(command, env={**os.environ, **place}) for place in places]
         while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
             time.sleep(0.1)
-        for process in processes:  # where one has failed
+        for process in processes:  # has no effect on those that have ended
             process.terminate()
         return max(process.wait() != 0 for process in processes)
 

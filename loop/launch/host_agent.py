@@ -1,11 +1,10 @@
-"""The far end of `tfloop train --hosts`: runs a host's workers for the launcher behind stdin.
+"""The agent of `tfloop train --hosts` on each host: runs the host's workers for the launcher.
 
-It is started as `python -m loop.launch.host_agent`.
-
-It says what this host has, starts the workers that it is sent, passes on what they print and how far they have
-come, writes down what the launcher plans for them, and ends them when it is gone: when stdin is closed, or silent for
-long. Each message is a line of JSON, those to the launcher with a mark in front, since a login shell may print, too.
-Imports no TensorFlow.
+The launcher starts it as `python -m loop.launch.host_agent`, and talks to it over its stdin and stdout. The agent
+describes its host, starts the workers, passes on what they print and report, and writes the launcher's plans into
+files for them. It ends the workers when the launcher is gone: when stdin is closed, or silent for `SILENCE`. Each
+message is a line of JSON. Those to the launcher start with `MARK`, since a login shell may print, too. Imports no
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -33,28 +32,30 @@ from typing import IO, Any
 from callbacks.files import ROOT, write_text
 from loop.launch import machine
 from loop.launch.environment import JOB, LAUNCHER
-from loop.launch.process import WorkerProcess, printed_lines, start_worker
+from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
 from loop.target import task_loader
 
 MARK = "\x1dtfloop "
 """Starts a message to the launcher."""
-BEAT, SILENCE = 5.0, 20.0
-"""How often both ends say something, and after how long a silence they take each other for gone, in seconds."""
+BEAT = 5.0
+"""Agent and launcher send each other a message at least so often, in seconds."""
+SILENCE = 20.0
+"""After so many seconds without a message, agent and launcher take each other for gone."""
 _GRACE = 30.0  # seconds that workers have to save and end when the launcher is gone
 
 
 def main() -> None:
     """Serves one job."""
-    messages = heard()
-    asked: dict[str, Any] = next((each["ask"] for each in messages if "ask" in each), {})
-    if not asked:
+    messages = received()
+    question: dict[str, Any] = next((message["ask"] for message in messages if "ask" in message), {})
+    if not question:
         return
     threading.Thread(target=_beat, daemon=True).start()
-    say(answer=facts(asked))
+    send(answer=facts(question))
     _HostWorkers().obey(messages)
 
 
-def heard() -> Iterator[dict[str, Any]]:
+def received() -> Iterator[dict[str, Any]]:
     """The launcher's messages, until it is gone."""
     rest = b""
     while select.select([0], [], [], SILENCE)[0] and (piece := os.read(0, 1 << 16)):
@@ -62,43 +63,35 @@ def heard() -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-_speaking = threading.Lock()
+_sending = threading.Lock()
 
 
-def say(**message: Any) -> None:
-    """Sends the launcher a message, in one piece. If it is gone, `obey` finds out."""
-    with _speaking, contextlib.suppress(OSError):
+def send(**message: Any) -> None:
+    """Sends the launcher a message, in one piece. If the launcher is gone, `received` ends."""
+    with _sending, contextlib.suppress(OSError):
         print(MARK + json.dumps(message), flush=True)
 
 
 def _beat() -> None:
     while True:
-        say()
+        send()
         time.sleep(BEAT)
 
 
 class _HostWorkers:
-    """The workers here, by rank, and the directory where they and the launcher leave word for each other."""
+    """The workers of this host, by rank, and the directory in which they and the launcher exchange files."""
 
     def __init__(self) -> None:
         self._workers: dict[int, WorkerProcess] = {}
         self._directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
-        self._copies: list[threading.Thread] = []
+        self._copiers: list[threading.Thread] = []
         self._over = threading.Event()  # no more workers will be started
         threading.Thread(target=self._report, daemon=True).start()
 
     def obey(self, messages: Iterable[dict[str, Any]]) -> None:
-        """Carries out the launcher's messages; when it is gone, has workers save and end, and kills what is left."""
+        """Carries out the launcher's messages; when they end, has the workers save and end, and kills the others."""
         for message in messages:
-            if "start" in message:
-                self._start(**message["start"])
-            elif "over" in message:
-                self._over.set()
-            elif "file" in message:
-                write_text(self._directory / message["file"], message["text"])
-            elif "signal" in message:
-                worker = self._workers[message["rank"]]
-                worker.kill() if message["signal"] == signal.SIGKILL else worker.send_signal(message["signal"])
+            self._carry_out(message)
         workers = self._workers.values()
         for worker in workers:
             worker.send_signal(signal.SIGTERM)
@@ -109,32 +102,48 @@ class _HostWorkers:
             worker.kill()
         self._end(1)
 
+    def _carry_out(self, message: dict[str, Any]) -> None:
+        if "start" in message:
+            self._start(**message["start"])
+        elif "over" in message:
+            self._over.set()
+        elif "file" in message:
+            write_text(self._directory / message["file"], message["text"])
+        elif "signal" in message:
+            worker = self._workers[message["rank"]]
+            if message["signal"] == signal.SIGKILL:
+                worker.kill()  # with all processes that it has started
+            else:
+                worker.send_signal(message["signal"])
+
     def _start(self, places: dict[str, dict[str, str]], arguments: list[str], environment: dict[str, str]) -> None:
-        # As the launcher does it on its own machine: workers find the same there, and watch over this process.
+        # To its workers, the agent is the launcher: they report into its directory, and end when it is gone.
         own = {JOB: str(self._directory), LAUNCHER: str(os.getpid())}
-        command = [sys.executable, "-P", "-m", "cli", *arguments]
         for rank, place in places.items():
-            worker = start_worker(command, {**os.environ, **environment, **own, **place})
+            worker = start_worker(worker_command(arguments), {**os.environ, **environment, **own, **place})
             for stream in (worker.stdout, worker.stderr):
-                self._copies.append(threading.Thread(target=_copy, args=(worker, stream, int(rank)), daemon=True))
-                self._copies[-1].start()
+                copier = threading.Thread(target=_copy, args=(worker, stream, int(rank)), daemon=True)
+                copier.start()
+                self._copiers.append(copier)
             self._workers[int(rank)] = worker
 
     def _report(self) -> None:
-        """Sends the files that workers leave or change, and their exit codes, until all have ended."""
-        told: dict[str, str] = {}
-        ends: set[int] = set()
-        while not (self._over.is_set() and ends >= self._workers.keys()):
-            ended = {rank: code for rank, worker in [*self._workers.items()] if (code := worker.poll()) is not None}
+        """Sends the files that workers write or change, and their exit codes, until all have ended."""
+        sent: dict[str, str] = {}
+        reported: set[int] = set()
+        while not (self._over.is_set() and reported >= self._workers.keys()):
+            # Before the files are read: a worker's end is reported after all that it has written.
+            codes = {rank: worker.poll() for rank, worker in list(self._workers.items())}
             for path in sorted(self._directory.glob("rank-*")):
-                if path.suffix != ".tmp" and told.get(path.name) != (text := path.read_text()):
-                    told[path.name] = text
-                    say(file=path.name, text=text)
-            for rank in ended.keys() - ends:  # behind what it left before
-                ends.add(rank)
-                say(ended=ended[rank], rank=rank)
+                if path.suffix != ".tmp" and sent.get(path.name) != (text := path.read_text()):
+                    sent[path.name] = text
+                    send(file=path.name, text=text)
+            for rank, code in codes.items():
+                if code is not None and rank not in reported:
+                    reported.add(rank)
+                    send(ended=code, rank=rank)
             time.sleep(0.05)
-        for thread in self._copies:
+        for thread in self._copiers:
             thread.join()
         self._end(0)
 
@@ -145,23 +154,23 @@ class _HostWorkers:
 
 def _copy(worker: WorkerProcess, stream: IO[bytes], rank: int) -> None:
     for line in printed_lines(worker, stream):
-        say(line=line, rank=rank)
+        send(line=line, rank=rank)
 
 
-# What a host has; asked on both ends, and compared
+# What a host has: the launcher asks for it on each host, and compares it with its own
 
 
-def facts(asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer to what the launcher asks first."""
+def facts(question: dict[str, Any]) -> dict[str, Any]:
+    """The answer to the launcher's first message."""
     try:
-        os.chdir(asked["directory"])
+        os.chdir(question["directory"])
     except OSError as error:
-        return {"problem": f"there is no working directory {asked['directory']} ({error.strerror})"}
-    nic, address = where(asked["interface"])
+        return {"problem": f"there is no working directory {question['directory']} ({error.strerror})"}
+    nic, address = meeting_place(question["interface"])
     return {
         "versions": versions(),
-        "files": {name: digest(name) for name in asked["files"]},
-        "ports": machine.free_ports(asked["slots"], ""),
+        "files": {name: digest(name) for name in question["files"]},
+        "ports": machine.free_ports(question["slots"], ""),
         "interface": nic,
         "address": address,
         "hostname": socket.gethostname(),
@@ -173,59 +182,68 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """What must be the same on all hosts."""
-    found = {"Python": "{}.{}".format(*sys.version_info)}
+    installed = {"Python": "{}.{}".format(*sys.version_info)}
     for name in ("tfloop", "tensorflow", "keras", "horovod"):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
+            installed[name] = "none"
     source = hashlib.sha256()
     for path in sorted([ROOT / "cli.py", *(ROOT / "loop").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")]):
         source.update(path.read_bytes())
-    found["tfloop"] += f", source {source.hexdigest()[:8]}"  # a checkout keeps its version for long
-    return found
+    # The version alone isn't enough: that of a checkout stays the same while its source changes.
+    installed["tfloop"] += f", source {source.hexdigest()[:8]}"
+    return installed
 
 
 def digest(name: str) -> str | None:
-    """SHA-256 of a file, or of the one that a target is in; None if it isn't there."""
+    """SHA-256 of a file, or of the file that a target names; None if it isn't there."""
     path = source_of(name)
     return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None and path.is_file() else None
 
 
 def source_of(name: str) -> Path | None:
-    """The file of a target, found without importing anything; another name is a file itself."""
+    """The file of a target, found without importing anything; a name that is no target is a file itself."""
     if name in task_loader.SHIPPED:
         return task_loader.shipped_path(name)
     place, colon, _ = name.rpartition(":")
     if not colon or place.endswith(".py"):
         return Path(place or name)
     module = place.replace(".", "/")
-    ways = (Path(root, file) for root in ("", *sys.path) for file in (f"{module}.py", f"{module}/__init__.py"))
-    return next((path for path in ways if path.is_file()), None)
+    for root in ("", *sys.path):
+        for file in (f"{module}.py", f"{module}/__init__.py"):
+            path = Path(root, file)
+            if path.is_file():
+                return path
+    return None
 
 
-def where(interface: str | None, towards: str | None = None) -> tuple[str | None, str | None]:
-    """The network interface where the hosts of a job meet, and its address here.
+def meeting_place(interface: str | None, reached: str | None = None) -> tuple[str | None, str | None]:
+    """The network interface at which the hosts of a job meet, and this machine's address there.
 
     Args:
-        interface: the name of one, or a network such as 10.0.0.0/24; None: that by which ssh came here.
-        towards: instead of that, an address of this machine.
+        interface: the name of one, or a network such as 10.0.0.0/24; None: the one at `reached`.
+        reached: the address at which the other hosts reach this machine; None: the one that ssh connected to.
     """
-    all_of_them = interfaces()
-    if interface in all_of_them:
-        return interface, all_of_them[interface]
+    addresses = interfaces()
+    if interface in addresses:
+        return interface, addresses[interface]
     if interface is None:
-        reached = towards if towards is not None else (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
-        return next((nic for nic, address in all_of_them.items() if address == reached), None), reached or None
+        if reached is None:
+            # The variable has the client's address and port, then those of this machine.
+            connection = os.environ.get("SSH_CONNECTION", "").split()
+            reached = connection[2] if len(connection) > 2 else ""
+        return next((nic for nic, address in addresses.items() if address == reached), None), reached or None
     with contextlib.suppress(ValueError):
         network = ipaddress.ip_network(interface)
-        found = [each for each in all_of_them.items() if ipaddress.ip_address(each[1]) in network]
-        return found[0] if found else (None, None)
+        for nic, address in addresses.items():
+            if ipaddress.ip_address(address) in network:
+                return nic, address
     return None, None
 
 
 def resolve(name: str) -> str | None:
-    """The address of this machine that a name stands for, as Gloo finds it; None if it stands for none."""
+    """The address of this machine that a name resolves to, as Gloo finds it; None if it is no name of this machine."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -236,13 +254,13 @@ def resolve(name: str) -> str | None:
 
 def interfaces() -> dict[str, str]:
     """The IPv4 address of each network interface."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, nic in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", nic.encode()))  # SIOCGIFADDR
-                found[nic] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[nic] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import math
 import os
@@ -27,59 +26,11 @@ from loop.launch.environment import start_timeout
 AGENT = "loop.launch.host_agent"
 SSH = "TFLOOP_SSH"
 """Environment variable: the command to use for ssh, with options; `ssh`."""
+# Variables that belong to one host. The others are sent to all hosts.
 _OF_A_HOST = re.compile(
     r"_|PATH|HOME|PWD|OLDPWD|USER|LOGNAME|MAIL|SHELL|SHLVL|TERM|HOST|HOSTNAME|TMPDIR|LD_.*|SSH_.*|XDG_.*|DBUS_.*"
     r"|DISPLAY|WAYLAND_DISPLAY|VIRTUAL_ENV|CONDA_.*|CUDA_VISIBLE_DEVICES|SLURM.*|BASH_FUNC_.*"
 )
-
-
-def read(
-    text: str | None, workers: int | None, backend: str, interface: str | None, remote_python: str | None
-) -> dict[str, int]:
-    """What was typed as `--hosts`: how many workers each host is to have; empty without it.
-
-    Raises:
-        UsageError: it can't be read, or contradicts what else was typed.
-    """
-    if text is None:
-        for option, value in (("--interface", interface), ("--remote-python", remote_python)):
-            if value is not None:
-                raise UsageError(f"{option} {value} is of use with --hosts alone")
-        return {}
-    if interface is not None and not _is_interface(interface):
-        raise UsageError(f"--interface {interface!r}: give the name of a network interface, or a network: 10.0.0.0/24")
-    if remote_python is not None and not remote_python.strip():
-        raise UsageError(f"--remote-python {remote_python!r}: give the path of Python on the other hosts")
-    slots = _slots(text)
-    total = sum(slots.values())
-    if total < 2:
-        raise UsageError(f"--hosts {text}: that is one worker in all: give at least two, such as {next(iter(slots))}:2")
-    if workers not in (None, total):
-        raise UsageError(f"--workers {workers}, but --hosts {text} has {total}: leave --workers out")
-    if backend not in ("auto", "horovod", "multiworker"):
-        raise UsageError(f"--hosts with --backend {backend}: use horovod or multiworker")
-    return slots
-
-
-def _slots(text: str) -> dict[str, int]:
-    """How many workers each host is to have, from `name:workers,name:workers`."""
-    slots: dict[str, int] = {}
-    for part in text.split(","):
-        # No name starts with a dash: ssh would take it for an option.
-        host = re.fullmatch(r"(?![-\s])([^:,\s]+)(?::(\d+))?", part, re.ASCII)
-        if not host or not 1 <= int(host[2] or 1) <= 4096:
-            raise UsageError(f"--hosts {text}: {part!r} can't be read: give name:workers, such as h1:4,h2:4")
-        if host[1] in slots:
-            raise UsageError(f"--hosts {text}: {host[1]} is there twice: give each host once, with all its workers")
-        slots[host[1]] = int(host[2] or 1)
-    return slots
-
-
-def _is_interface(text: str) -> bool:
-    """Whether it may be the name of an interface, or is a network."""
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_network(text))
-    return re.fullmatch(r"[^/\s]{1,15}", text) is not None
 
 
 def files(target: str, configs: Sequence[Path]) -> dict[str, str | None]:
@@ -91,16 +42,17 @@ def files(target: str, configs: Sequence[Path]) -> dict[str, str | None]:
 def connect(
     slots: Mapping[str, int], backend: str, files: Mapping[str, str | None], interface: str | None, python: str | None
 ) -> Iterator[Cluster]:
-    """The hosts of a job, reached and compared with this machine; what runs there ends with the context.
+    """Within it, agents run on the hosts of a job, which have been compared with this machine.
 
     Raises:
-        UsageError: hosts that can't be reached, or aren't as this machine is; each with its reason.
+        UsageError: hosts that can't be reached, or differ from this machine; each with its reason.
     """
     cluster = Cluster([Host(name, count, python) for name, count in slots.items()])
     try:
-        asked = {"directory": str(Path.cwd()), "files": list(files), "interface": interface}
+        question = {"directory": str(Path.cwd()), "files": list(files), "interface": interface}
         for host in cluster.hosts:
-            host.send(ask=asked | {"slots": host.slots})
+            host.send(ask=question | {"slots": host.slots})
+        # Before the answers: an agent that hears nothing for long takes this launcher for gone.
         threading.Thread(target=cluster.watch, name="hosts", daemon=True).start()
         deadline = time.monotonic() + start_timeout()
         for host in cluster.hosts:
@@ -108,7 +60,10 @@ def connect(
         expected = host_agent.versions()
         if backend != "horovod":
             del expected["horovod"]
-        if problems := [f"{host.name}: {why}" for host in cluster.hosts for why in host.problems(expected, files)]:
+        problems = []
+        for host in cluster.hosts:
+            problems += [f"{host.name}: {reason}" for reason in host.problems(expected, files)]
+        if problems:
             raise UsageError("; ".join(problems))
         cluster.meet(interface)
         yield cluster
@@ -117,17 +72,19 @@ def connect(
 
 
 class Remote:
-    """A worker on a host, as the launcher sees it: what `launch.Worker` is on this machine."""
+    """A worker on a host, with the interface that `process.WorkerProcess` has for one on this machine."""
 
     def __init__(self, host: Host, rank: int) -> None:
         self.where = f" on {host.name}"
         self.lost = ""
         self.returncode: int | None = None
-        self._host, self._rank = host, rank
+        self._host = host
+        self._rank = rank
 
     def poll(self) -> int | None:
-        """Its exit code, when it has ended."""
-        if self.returncode is None and self._host.lost:  # just now, or when it was to be started
+        """Its exit code; None while it runs."""
+        # It was started after its host was lost, so that `lose` has not marked it.
+        if self.returncode is None and self._host.lost:
             self._host.lose(self._host.lost)
         return self.returncode
 
@@ -136,17 +93,27 @@ class Remote:
         self._host.send(signal=number, rank=self._rank)
 
     def kill(self) -> None:
-        """Kills it, and all that it has started."""
+        """Kills it, and all processes that it has started."""
         self.send_signal(signal.SIGKILL)
 
 
 class Host:
-    """A host of a job: the connection to the agent there, and what it says.
+    """A host of a job: the connection to the agent there, and what it has reported.
 
     Args:
-        name: as ssh knows it.
-        slots: how many workers it is to have.
-        python: Python there; None: at the same path as here.
+        name: as ssh takes it.
+        slots: how many workers it has.
+        python: the path of Python there; None: the same as here.
+
+    Attributes:
+        workers: its workers, by rank.
+        answered: whether the agent has answered the first message, or the host is lost.
+        answer: the agent's answer; see `host_agent.facts`.
+        heard: when the agent last sent something.
+        lost: why the host is lost; "": it isn't.
+        here: whether it is this machine.
+        process: the connection: ssh; on this machine, the agent itself.
+        threads: they read what the agent prints, to stdout and to stderr.
     """
 
     def __init__(self, name: str, slots: int, python: str | None) -> None:
@@ -157,10 +124,10 @@ class Host:
         self.answer: dict[str, Any] = {}
         self.heard = time.monotonic()
         self.lost = ""
-        self._said: list[str] = []  # what isn't the agent's, such as errors of ssh
-        self._show: Callable[[str, str], None] = lambda line, who: self._said.append(line.strip())
+        self._printed: list[str] = []  # lines that aren't messages of the agent, such as errors of ssh
+        self._show: Callable[[str, str], None] = lambda line, source: self._printed.append(line.strip())
         self._directory = Path()
-        self._over = False
+        self._over = False  # whether it was sent that no more workers will be started
         self._sending = threading.Lock()
         self.here = host_agent.resolve(name) is not None
         # A session of its own: Ctrl-C is for the launcher. All users can see these arguments, so no secret is in them.
@@ -183,11 +150,11 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Where it is reached by the others."""
+        """The address at which the other hosts reach it."""
         return str(self.answer["address"])
 
     def send(self, **message: Any) -> None:
-        """Tells the agent; if it is gone, `_listen` finds out."""
+        """Sends the agent a message. If the agent is gone, `_listen` finds out."""
         assert self.process.stdin is not None
         with self._sending, contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -197,42 +164,60 @@ class Host:
         self, places: dict[int, dict[str, str]], arguments: Sequence[str], environment: Mapping[str, str],
         directory: Path, show: Callable[[str, str], None],
     ) -> list[Remote]:  # fmt: skip
-        """Has the agent start a worker with the variables of each place, by rank.
+        """Has the agent start a worker for each place.
 
-        What they leave comes to the directory, what they print is shown. Variables go the way of the messages, so that
-        no secret is on a command line.
+        Variables are sent as messages: on a command line, all users could read the secrets among them.
+
+        Args:
+            places: the variables of each worker's place, by rank.
+            arguments: the command line after `tfloop`.
+            environment: the variables of all workers.
+            directory: the job's directory, to which the files of the workers are copied.
+            show: takes each line that a worker prints, and where it comes from.
         """
         workers = {rank: Remote(self, rank) for rank in places}
-        self.workers, self._directory, self._show = self.workers | workers, directory, show
+        self.workers |= workers
+        self._directory = directory
+        self._show = show
         shared = {name: value for name, value in environment.items() if not _OF_A_HOST.fullmatch(name)}
         self.send(start={"places": places, "arguments": arguments, "environment": shared})
         return list(workers.values())
 
     def over(self) -> None:
-        """Tells the agent that no more workers will be started: it ends with those that it has."""
+        """Has the agent end when its workers have ended: no more will be started."""
         self._over = True
         self.send(over=True)
 
     def problems(self, expected: Mapping[str, str], files: Mapping[str, str | None]) -> Iterator[str]:
-        """Why it can't take part."""
+        """The reasons why it can't take part in the job.
+
+        Args:
+            expected: the versions that this machine has.
+            files: the hashes of the files that this machine has, by name.
+        """
         if self.lost or not self.answered.is_set():
             yield self.lost or f"can't be reached: no answer within {start_timeout():g} s (--start-timeout)"
         elif "problem" in self.answer:
             yield self.answer["problem"]
         else:
-            has = self.answer["versions"]
-            for name, version in expected.items():
-                if has[name] != version:
-                    yield f"has {name} {has[name]}, but here it is {version}: install the same"
-            for name, digest in files.items():
-                if digest is None:  # it can't be found on this machine either: the workers will report it
-                    continue
-                if self.answer["files"][name] is None:
-                    yield f"has no {name} in {Path.cwd()}: copy it there"
-                elif self.answer["files"][name] != digest:
-                    yield f"has another {name} than this machine: copy it there"
-            if self.slots > (gpus := self.answer.get("gpus", 0)) > 0:
+            yield from self._differences(expected, files)
+            gpus = self.answer.get("gpus", 0)
+            if self.slots > gpus > 0:
                 yield machine.too_few_gpus(gpus, f"is to have {self.slots} workers")
+
+    def _differences(self, expected: Mapping[str, str], files: Mapping[str, str | None]) -> Iterator[str]:
+        """What is different there from this machine."""
+        versions = self.answer["versions"]
+        for name, version in expected.items():
+            if versions[name] != version:
+                yield f"has {name} {versions[name]}, but here it is {version}: install the same"
+        for name, digest in files.items():
+            if digest is None:  # it can't be found on this machine either: the workers will report it
+                continue
+            if self.answer["files"][name] is None:
+                yield f"has no {name} in {Path.cwd()}: copy it there"
+            elif self.answer["files"][name] != digest:
+                yield f"has another {name} than this machine: copy it there"
 
     def lose(self, reason: str) -> None:
         """Marks the host as lost, and its workers with it."""
@@ -241,7 +226,7 @@ class Host:
             if worker.returncode is None:
                 worker.lost = f"host {self.name} is gone, and rank {rank} with it: {self.lost}"
                 worker.returncode = 255
-        self.answered.set()
+        self.answered.set()  # `connect` needn't wait for it any longer
         with contextlib.suppress(OSError):
             self.process.kill()
 
@@ -255,10 +240,11 @@ class Host:
             else:
                 self._show(text, self.name)
         code = self.process.wait()
-        self.threads[1].join(1.0)
+        self.threads[1].join(1.0)  # it may still read the reason from stderr
         if not self._over or any(worker.returncode is None for worker in self.workers.values()):
             what = "its connection ended" if self.answered.is_set() else "can't be reached"
-            self.lose(f"{what}: {mask(self._said[-1]) if self._said else f'exit code {code}'}")
+            reason = mask(self._printed[-1]) if self._printed else f"exit code {code}"
+            self.lose(f"{what}: {reason}")
 
     def _take(self, message: dict[str, Any]) -> None:
         if "answer" in message:
@@ -269,33 +255,38 @@ class Host:
         elif "ended" in message:
             self.workers[message["rank"]].returncode = message["ended"]
         elif "file" in message and re.fullmatch(r"rank-\d+\.[a-z]+", message["file"]):
+            # Only such names, without a path: a host must not write anywhere else on this machine.
             write_text(self._directory / message["file"], message["text"])
 
     def _errors(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             text = line.decode(errors="replace").strip()
-            self._said.append(text)
+            self._printed.append(text)
             if self.workers:
                 self._show(text, self.name)
 
 
 class Cluster:
-    """The hosts of a job."""
+    """The hosts of a job.
+
+    Attributes:
+        hosts: the hosts.
+        address: the address at which they reach this machine.
+    """
 
     def __init__(self, hosts: list[Host]) -> None:
         self.hosts = hosts
         self.address = "127.0.0.1"
-        """This machine's, where the hosts reach it."""
         self._closed = threading.Event()
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """The threads that end when all that the hosts have sent is shown."""
+        """The threads that end when all output of the hosts has been shown."""
         return [host.threads[0] for host in self.hosts]
 
     def watch(self) -> None:
-        """Until it is closed: sends the agents a sign of life, and takes those that send none for lost."""
+        """Until `close`: sends the agents a message now and then, and takes those that send none for lost."""
         while not self._closed.wait(host_agent.BEAT / 5):
             for host in self.hosts:
                 host.send()
@@ -303,14 +294,17 @@ class Cluster:
                     host.lose(f"nothing was heard of it for {host_agent.SILENCE:g} s")
 
     def meet(self, interface: str | None) -> None:
-        """Finds out where the hosts meet, and this machine's place there.
+        """Finds out at which network interface the hosts meet, and this machine's address there.
+
+        Args:
+            interface: `--interface`; None: the one that ssh uses.
 
         Raises:
             UsageError: a host has no address there.
         """
         remote = [host for host in self.hosts if not host.here]
         seen = remote[0].answer["seen"] if remote else "127.0.0.1"
-        nic, address = host_agent.where(interface, seen)
+        nic, address = host_agent.meeting_place(interface, seen)
         if not address or host_agent.resolve(address) is None:
             raise UsageError(
                 f"{remote[0].name if remote else 'localhost'}: no address where it and this machine meet was found "
@@ -324,23 +318,23 @@ class Cluster:
                 raise UsageError(f"{host.name}: has no interface {interface}: give another --interface")
 
     def addresses(self) -> list[tuple[str, int]]:
-        """An address for each worker, and its place among those of its host."""
-        return [
-            (f"[{host.address}]:{port}" if ":" in host.address else f"{host.address}:{port}", local)
-            for host in self.hosts
-            for local, port in enumerate(host.answer["ports"])
-        ]
+        """The address of each worker, and its index among the workers of its host."""
+        addresses = []
+        for host in self.hosts:
+            name = f"[{host.address}]" if ":" in host.address else host.address  # IPv6 in brackets
+            addresses += [(f"{name}:{port}", index) for index, port in enumerate(host.answer["ports"])]
+        return addresses
 
     def interfaces(self) -> dict[str, str]:
-        """The name of the network interface of each host, by address, as Horovod has to be told it.
+        """The name of each host's network interface, by the host's address, as Horovod needs it.
 
         Raises:
-            UsageError: it isn't known, or Horovod would take another one in spite of it.
+            UsageError: it isn't known, or Horovod would use another one.
         """
         # Horovod 0.28.1 forgets the interface in a second round of connections (GlooContext::InitializeForProcessSet).
         problems = [
-            f"{host.name}: its own name, {host.answer['hostname']}, is {host.answer['hostname_is'] or 'nobody'} there, "
-            f"and so no other host reaches its Horovod: make it {host.address} in its /etc/hosts"
+            f"{host.name}: its own name, {host.answer['hostname']}, is {host.answer['hostname_is'] or 'no address'} "
+            f"there, and so no other host reaches its Horovod: make it {host.address} in its /etc/hosts"
             for host in self.hosts
             if host.answer["hostname_is"] != host.address
         ]
@@ -357,7 +351,7 @@ class Cluster:
         self, places: Sequence[dict[str, str]], arguments: Sequence[str], environment: Mapping[str, str],
         directory: Path, show: Callable[[str, str], None],
     ) -> list[Remote]:  # fmt: skip
-        """Starts all workers, of which each has the variables of its place; gives them by rank."""
+        """Starts all workers, each with the variables of its place; returns them by rank. See `Host.start`."""
         workers: list[Remote] = []
         for host in self.hosts:
             ranks = range(len(workers), len(workers) + host.slots)
@@ -366,7 +360,7 @@ class Cluster:
         return workers
 
     def close(self) -> None:
-        """Ends all connections, and so what is left on the hosts."""
+        """Closes all connections. The agents then end the workers that are left."""
         self._closed.set()
         for host in self.hosts:
             with contextlib.suppress(OSError):
@@ -381,7 +375,7 @@ def command(name: str, python: str) -> list[str]:
     """The command that starts the agent on a host."""
     variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     remote = shlex.join(["exec", "env", *variables, python, "-P", "-m", AGENT])
-    # A connection of its own: one that is shared has the options of the process that opened it.
+    # Not a shared connection: that one has the options of the process that opened it.
     options = {"BatchMode": "yes", "ServerAliveInterval": 5, "ServerAliveCountMax": 3, "ControlPath": "none"}
     options["ConnectTimeout"] = math.ceil(start_timeout())
     try:

@@ -1,4 +1,4 @@
-"""A job as its launcher sees it: it shows output, hands signals on, kills workers, and reports how they ended."""
+"""A job as its launcher sees it: it shows output, passes signals on, kills workers, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
     """How a job has ended.
 
     Attributes:
-        code: the exit code of the first worker that failed; 75: all were stopped by a signal; 0: success.
+        code: the exit code of the first worker that failed; `PREEMPTED`: a signal stopped all; 0: success.
         error: its message; "": none.
         result: the chief's result.
     """
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A worker's failure. The smallest one is the job's: an echo never hides the failure that caused it.
+    """A worker's failure. The smallest one is the job's: the first in time, but an echo comes after its cause.
 
     Attributes:
         echo: whether it only repeats that another worker has failed.
@@ -72,7 +72,7 @@ class Job(abc.ABC):
     """What all jobs have in common, wherever their workers run.
 
     Attributes:
-        directory: where workers leave word for the launcher.
+        directory: the job's directory, in which workers report to the launcher.
         output: shows what workers print.
         problem: why the launcher has ended the job; "": it hasn't.
     """
@@ -82,9 +82,9 @@ class Job(abc.ABC):
         self.output = Output()
         self.problem = ""
         self._wishes = signals.Wishes()
-        self._saves = 0  # SIGUSR1 signals that were heard, and are not handed on yet
+        self._saves = 0  # SIGUSR1 signals that were heard, and are not passed on yet
         self._announced = False  # whether STOPPING was printed
-        self._stopped: set[Hashable] = set()  # stop keys of workers that SIGTERM has certainly reached
+        self._stopped: set[Hashable] = set()  # the stop keys of workers that have certainly heard SIGTERM
 
     @abc.abstractmethod
     def running(self) -> Sequence[JobWorker]:
@@ -92,7 +92,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def kill(self) -> None:
-        """Kills all that is left of the job, at once."""
+        """Kills all processes of the job that are left, at once."""
 
     @abc.abstractmethod
     def outcome(self) -> Outcome:
@@ -103,7 +103,7 @@ class Job(abc.ABC):
         """Whether a SIGTERM that is sent now certainly reaches the worker's own handler."""
 
     def stop_key(self, worker: JobWorker) -> Hashable:
-        """What has to hear SIGTERM once: a worker."""
+        """A key of what has to hear SIGTERM once: a worker."""
         return worker.name
 
     @property
@@ -112,17 +112,17 @@ class Job(abc.ABC):
         return self._wishes.count
 
     def hear(self, number: int, frame: Any) -> None:
-        """Takes a signal. A handler does no more than count: `hand_on_signals` acts."""
+        """Takes a signal. A handler does no more than count: `pass_signals_on` acts."""
         if number == signal.SIGUSR1:
             self._saves += 1
         else:
             self._wishes.hear(number)
 
     def hears_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, `hear` takes the signals that the job hands on to its workers."""
+        """Within it, `hear` takes the signals that the job passes on to its workers."""
         return signals.handled(dict.fromkeys([*signals.stops(), signal.SIGUSR1], self.hear))
 
-    def hand_on_signals(self) -> None:
+    def pass_signals_on(self) -> None:
         """Sends to the workers the signals that were heard."""
         if self.stops and not self._announced and any(self.directory.glob("rank-*.trains")):
             self._announced = True
@@ -136,7 +136,7 @@ class Job(abc.ABC):
             self._send_save()
 
     def path(self, worker: str, what: str) -> Path:
-        """The file in which a worker of this name reports something."""
+        """The file in which the worker of this name reports something."""
         return self.directory / f"rank-{worker}.{what}"
 
     def _send_stop(self) -> None:
@@ -158,17 +158,12 @@ class Job(abc.ABC):
 
 @contextlib.contextmanager
 def job_directory() -> Iterator[tuple[Path, dict[str, str]]]:
-    """A directory in which workers leave word for the launcher, and the environment that names it to them."""
+    """A directory in which workers report to the launcher, and the environment that names it to them."""
     with signals.temporary_directory("tfloop-") as directory:
         environment = {**os.environ, JOB: directory, LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         if sys.stderr.isatty():
             environment[RELAY] = "relay"
         yield Path(directory), environment
-
-
-def worker_command(arguments: Sequence[str]) -> list[str]:
-    """The command that runs `tfloop` with these arguments in a worker."""
-    return [sys.executable, "-P", "-m", "cli", *arguments]
 
 
 def exit_text(code: int) -> str:

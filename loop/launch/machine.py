@@ -14,8 +14,10 @@ from pathlib import Path
 
 from loop.errors import UsageError
 
-MPI, NCCL = b"libmpi.so", b"ncclAllReduce"
-"""What Horovod's library names if it was built with MPI, or with NCCL."""
+MPI = b"libmpi.so"
+"""A name that is in Horovod's library if it was built with MPI."""
+NCCL = b"ncclAllReduce"
+"""A name that is in Horovod's library if it was built with NCCL."""
 
 
 def count_gpus() -> int:
@@ -25,13 +27,13 @@ def count_gpus() -> int:
     if visible is None:
         return len(devices)
     named = [name.strip() for name in visible.split(",") if name.strip()]
-    if "-1" in named:  # CUDA ends its list there
+    if "-1" in named:  # CUDA ignores the names after it
         named = named[: named.index("-1")]
     return min(len(devices), len(named))
 
 
 def check_gpus(workers: int) -> None:
-    """Refuses more workers on this machine than it has GPUs, where it has any: they would share them silently.
+    """Refuses more workers on this machine than it has GPUs, if it has any: some would share one without a warning.
 
     Raises:
         UsageError: how many there are.
@@ -42,7 +44,7 @@ def check_gpus(workers: int) -> None:
 
 
 def too_few_gpus(gpus: int, who: str) -> str:
-    """The message for workers that have no GPU of their own on a machine with so many."""
+    """The message for more workers than GPUs; `who` is its subject, such as `4 workers`."""
     return (
         f"{who}, but only {gpus} GPU{'s' * (gpus > 1)}, and each worker needs one of its own: start at most {gpus}, or "
         "set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"
@@ -67,7 +69,7 @@ def device_names(names: Sequence[str]) -> list[str]:
 
 
 def horovod_missing() -> str | None:
-    """What is missing for Horovod, and how to get it; None if it is there. Doesn't import it."""
+    """What is missing for Horovod, and how to get it; None if nothing is. Doesn't import Horovod."""
     libraries = horovod_libraries()
     if libraries is None:
         return "Horovod is not installed (in a checkout: `uv sync`; it needs a C++ compiler)"
@@ -88,12 +90,12 @@ def horovod_libraries() -> list[Path] | None:
 
 
 def horovod_knows_gpus() -> bool:
-    """Whether gradients on this machine's GPUs, if there are any, stay there when Horovod reduces them."""
+    """Whether Horovod reduces gradients on this machine's GPUs, if it has any, without a copy to the CPU."""
     return not count_gpus() or horovod_built_with(NCCL)
 
 
 def horovod_built_with(name: bytes) -> bool:
-    """Whether Horovod is there, and its library names this. Doesn't load it: that takes TensorFlow."""
+    """Whether Horovod is there, and its library has this name in it. Doesn't load it, which would load TensorFlow."""
     for library in horovod_libraries() or ():
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(name) >= 0
@@ -101,7 +103,7 @@ def horovod_built_with(name: bytes) -> bool:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports of an address of this machine that are free at the moment; host "" means all addresses."""
+    """Ports that are free now at an address of this machine; host "" means all addresses."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:  # all of them are open at once, so that no port comes twice

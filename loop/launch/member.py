@@ -1,4 +1,4 @@
-"""A worker's side of an elastic job: it leaves a generation that is broken, and takes its place in the next.
+"""A worker's side of an elastic job: it leaves a generation that is broken, and takes its place in the next one.
 
 The workers that train together are a *generation*; `loop.launch.elastic_job` plans them. Imports no TensorFlow.
 """
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from loop.checkpoint.kept import Kept
 
 PLAN = "plan.json"
+"""The file in the job's directory in which the launcher writes the newest plan."""
 
 
 class SupersededError(Exception):
-    """A newer generation has been planned while this one met."""
+    """A newer generation was planned while the workers of this one were still connecting."""
 
 
 class Member:
@@ -33,8 +34,8 @@ class Member:
 
     Attributes:
         generation: the one it is in; -1 at first.
-        events: the workers that came and went since the one before, for the journal.
-        kept: what this worker keeps in memory of the run, for the next generation to go on from.
+        events: which workers have joined or been lost since its last generation, for the journal.
+        kept: a snapshot of the run in this worker's memory, from which the next generation goes on.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Member:
 
     @property
     def run_directory(self) -> Path | None:
-        """The job's run directory, once it has one: this worker's, or that of others, which may have died since."""
+        """The job's run directory, once this worker or another one has made it; that one may have died since."""
         path = self._run or self._plan["run"]
         return Path(path) if path else None
 
@@ -68,12 +69,14 @@ class Member:
         """Takes this worker's place in the newest generation, as soon as there is one.
 
         Args:
-            start: starts the backend; is given a function that raises `SupersededError`, to be called while it waits.
+            start: starts the backend. Its argument is a function that it calls while it waits for the other workers:
+                if there is a newer plan, that raises `SupersededError`.
 
         Raises:
-            PeerError: the job has ended: why.
+            PeerError: the job has ended; with the reason.
         """
         while True:
+            # The launcher gives a place only to workers that have noted this.
             self._note("waits", self.generation)
             while not self.changed:
                 time.sleep(0.02)
@@ -83,10 +86,11 @@ class Member:
                     self.kept.save()
                 raise PeerError(plan["end"])
             place = plan["places"].get(self._worker)
-            last, self.generation = self.generation, plan["generation"]
+            last = self.generation
+            self.generation = plan["generation"]
             if place is None:
                 if self._worker in plan["dropped"]:
-                    os._exit(0)  # it has nothing that the others haven't
+                    os._exit(0)  # it needn't save anything: the other workers have the same state
                 continue
             os.environ.update(place)
             before = _open_sockets()
@@ -94,7 +98,7 @@ class Member:
                 start(self._check)
             except SupersededError:
                 continue
-            self._sockets = _open_sockets() - before
+            self._sockets = _open_sockets() - before  # those of the backend, for `cut`
             self._note("joined", self.generation)
             self.events = [event for event in plan["events"] if event["generation"] > last]
             return
@@ -103,12 +107,14 @@ class Member:
         """Closes this worker's sockets, so that blocked peers and its own collective fail at once.
 
         Horovod leaves some open when an error has shut it down. A worker that is blocked in a collective would then
-        wait for a peer that has left it.
+        wait for a peer that has left the collective.
         """
-        wanted, self._sockets = self._sockets, set()
+        sockets = self._sockets
+        self._sockets = set()
         for descriptor in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
-                if str(descriptor.readlink()) in wanted:
+                if str(descriptor.readlink()) in sockets:
+                    # A copy of the descriptor: Horovod still closes its own.
                     with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
                         connection.shutdown(socket.SHUT_RDWR)
 
@@ -120,12 +126,15 @@ class Member:
         write_text(self._job / f"rank-{self._worker}.{what}", str(value))
 
     def _watch(self) -> None:
+        """Reads each new plan; cuts this worker's connections when its generation is broken."""
         seen = (0, 0)
         while True:
             with contextlib.suppress(OSError):
-                about = (self._job / PLAN).stat()
-                if (about.st_ino, about.st_mtime_ns) != seen:
-                    seen, self._plan = (about.st_ino, about.st_mtime_ns), read_json(self._job / PLAN)
+                status = (self._job / PLAN).stat()
+                version = (status.st_ino, status.st_mtime_ns)
+                if version != seen:
+                    seen = version
+                    self._plan = read_json(self._job / PLAN)
             if self._sockets and self._plan.get("broken", -1) >= self.generation:
                 self.cut()
             time.sleep(0.1)
@@ -133,9 +142,10 @@ class Member:
 
 def _open_sockets() -> set[str]:
     """The sockets that this process has open."""
-    found = set()
+    sockets = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if (target := str(descriptor.readlink())).startswith("socket:"):
-                found.add(target)
-    return found
+        with contextlib.suppress(OSError):  # closed since
+            name = str(descriptor.readlink())
+            if name.startswith("socket:"):
+                sockets.add(name)
+    return sockets

@@ -23,7 +23,7 @@ class Output:
 
     def line(self, text: str) -> None:
         """Prints a line."""
-        with self._lock, contextlib.suppress(OSError):  # a terminal that is gone: workers would wait for ever
+        with self._lock, contextlib.suppress(OSError):  # a terminal that is gone must not end the launcher
             self._display.line(text)
 
     def follow(self, process: WorkerProcess, label: str) -> None:
@@ -35,7 +35,7 @@ class Output:
             self.threads.append(thread)
 
     def join(self) -> None:
-        """Waits until all that was printed is shown."""
+        """Waits until all output of the workers has been shown."""
         for thread in self.threads:
             thread.join()
 
@@ -44,7 +44,7 @@ class Output:
             self.take(line, label)
 
     def take(self, line: str, source: str) -> None:
-        """Shows a line that a worker, or its host, has printed."""
+        """Shows a line that a worker, or its host, has printed; `source` says which."""
         text = line.rstrip("\r\n")
         if re.match(stderr.CHATTER, text):
             return

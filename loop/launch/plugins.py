@@ -10,7 +10,7 @@ from loop.options import BACKENDS
 from loop.options import plugin_entry_points as entry_points
 
 INTERFACE = "loop.backends.base.Backend"
-"""The class that a plug-in's backend is a subclass of."""
+"""The class of which a plug-in's backend must be a subclass."""
 
 
 def origin(name: str) -> str:
@@ -29,7 +29,7 @@ def load(name: str) -> type[Any]:
         made = entry_points()[name].load()
     except Exception as error:  # an import may raise anything
         raise _broken(name, f"{type(error).__name__}: {error}") from None
-    # By its name: to import the class here would load TensorFlow.
+    # Compared by name, because importing the class here would load TensorFlow.
     bases = made.__mro__ if isinstance(made, type) else ()
     if INTERFACE not in [f"{base.__module__}.{base.__qualname__}" for base in bases]:
         raise _broken(name, f"it is no subclass of {INTERFACE}")
@@ -42,7 +42,7 @@ def ask(name: str, workers: int = 1) -> tuple[type[Any], str | None]:
     """The backend class of a plug-in, and why it can't be used here for so many workers; None: it can.
 
     Raises:
-        UsageError: it can't be loaded, or can't say.
+        UsageError: it can't be loaded, or raises an error when it is asked.
     """
     made = load(name)
     try:
@@ -54,7 +54,7 @@ def ask(name: str, workers: int = 1) -> tuple[type[Any], str | None]:
 def first_available(workers: int) -> str | None:
     """The plug-in that `auto` takes: of those that can be used, the one of the greatest priority.
 
-    One that is broken is reported, and passed over.
+    A broken plug-in is reported, and passed over.
     """
     usable = []
     for name in entry_points():

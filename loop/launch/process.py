@@ -7,31 +7,37 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO
 
-_LAST_WORDS = 2.0  # seconds in which what a worker has started may still print when it has ended
-_LONGEST = 1 << 20  # bytes that are printed as a line, and read at once
+_LAST_WORDS = 2.0  # seconds for which output is still read after a worker has ended, from processes that it has started
+_LONGEST = 1 << 20  # bytes that are read at once, and shown as a line at most
 
 
 class WorkerProcess(subprocess.Popen[bytes]):
     """A worker on this machine."""
 
     where = ""
-    """Where it runs, as messages have it behind its rank."""
+    """Text that messages add to its rank to say on which host it runs; see `hosts.Remote`."""
     lost = ""
-    """What has become of its host, if that is gone."""
+    """Why its host is lost; "": it isn't."""
 
     def kill(self) -> None:
-        """Kills it, and all that it has started, at once: each worker is a group of processes."""
+        """Kills it, and all processes that it has started, at once: each worker is a group of processes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
+def worker_command(arguments: Sequence[str]) -> list[str]:
+    """The command that runs `tfloop` with these arguments in a worker."""
+    return [sys.executable, "-P", "-m", "cli", *arguments]
+
+
 def start_worker(command: list[str], environment: dict[str, str]) -> WorkerProcess:
     """Starts a worker with pipes for what it prints."""
-    # A session of its own: Ctrl-C at the terminal reaches the launcher alone, which hands it on once.
+    # A session of its own: Ctrl-C at the terminal reaches the launcher alone, which passes it on once.
     return WorkerProcess(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
@@ -39,9 +45,14 @@ def start_worker(command: list[str], environment: dict[str, str]) -> WorkerProce
 
 
 def printed_lines(worker: WorkerProcess, stream: IO[bytes]) -> Iterator[str]:
-    """The lines that a worker prints, until it has ended: what it has started may live on, and hold the stream open."""
-    poll, rest, until = select.poll(), b"", float("inf")
+    """The lines that a worker prints, until it has ended.
+
+    The stream may stay open for longer, because processes that the worker has started hold it.
+    """
+    poll = select.poll()
     poll.register(stream, select.POLLIN)
+    rest = b""
+    until = float("inf")
     over = False
     while not over:
         if worker.poll() is not None:
@@ -52,7 +63,7 @@ def printed_lines(worker: WorkerProcess, stream: IO[bytes]) -> Iterator[str]:
         piece = os.read(stream.fileno(), _LONGEST)
         *lines, rest = (rest + piece).split(b"\n")
         yield from (line.decode(errors="replace") for line in lines)
-        if len(rest) > _LONGEST:  # no line, and no memory has room for what never ends
+        if len(rest) > _LONGEST:  # a line that never ends must not fill the memory
             yield rest.decode(errors="replace")
             rest = b""
         over = over or not piece

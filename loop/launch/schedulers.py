@@ -14,11 +14,15 @@ from loop.launch import machine
 
 PORTS = "TFLOOP_PORT_BASE"
 """Environment variable: the first of the ports at which the workers of such a job meet on each host."""
-_FIRST_PORT, _BLOCK, _BLOCKS = 10_000, 256, 88  # all of them below the ports that systems give away by themselves
+
+# Each job gets a block of ports, by its number. The blocks lie below the ports that systems hand out by themselves.
+_FIRST_PORT = 10_000
+_BLOCK = 256
+_BLOCKS = 88
 
 
 def join(backend: str) -> None:
-    """Sets the variables that say where this process is, as another launcher would have done; once.
+    """Sets the variables that tell this process its place in the job, unless they are set already.
 
     Raises:
         UsageError: see `place`.
@@ -28,14 +32,15 @@ def join(backend: str) -> None:
 
 
 def place(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that tell this process its place in a job of `mpirun` or `srun`; none outside of one.
+    """The variables that tell this process its place in a job of `mpirun` or `srun`; empty outside of such a job.
 
-    Under `mpirun`, Horovod finds its place by MPI, if it was built with it. Everything else meets by `TF_CONFIG`.
+    Under `mpirun`, a Horovod that is built with MPI finds its place by MPI. In all other cases workers meet by
+    `TF_CONFIG`.
 
     Raises:
-        UsageError: the job can't be joined; what to do instead.
+        UsageError: the job can't be joined; with what to do instead.
     """
-    if environment.get("OMPI_COMM_WORLD_SIZE", "1") != "1":  # first: mpirun may use srun underneath
+    if environment.get("OMPI_COMM_WORLD_SIZE", "1") != "1":  # asked first, because mpirun may use srun itself
         return _open_mpi(backend, environment)
     if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _slurm(backend, environment)
@@ -46,26 +51,32 @@ def _open_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
     rank, size, local_rank, local_size = (
         _number(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    without = "Horovod is built without MPI" if machine.horovod_missing() is None else "Horovod is not installed"
-    # `auto` takes what TF_CONFIG can tell on one host, where Horovod would send gradients of GPUs through the CPU.
-    slow = backend == "auto" and local_size == size and not machine.horovod_knows_gpus()
-    if backend != "multiworker" and not slow and horovod_has_mpi():
+    # With all workers on one host, TF_CONFIG can be made. `auto` prefers it to a Horovod that would send gradients of
+    # GPUs through the CPU.
+    is_slow = backend == "auto" and local_size == size and not machine.horovod_knows_gpus()
+    if backend != "multiworker" and not is_slow and horovod_has_mpi():
         return {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), "HOROVOD_LOCAL_RANK": str(local_rank)}
-    if backend == "horovod":
-        raise UsageError(
-            f"backend='horovod' under mpirun, but {without}: build it with MPI (docs/scale-out.md), or use multiworker"
-        )
-    if local_size != size:
-        raise UsageError(
-            f"mpirun has started {size} workers on several hosts, of which {local_size} are here; {without}, and "
-            "multiworker isn't told by mpirun which hosts they are: start with --hosts or srun, give each TF_CONFIG, "
-            "or build Horovod with MPI (docs/scale-out.md)"
-        )
+    _check_without_mpi(backend, size, local_size)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
     if job is None and PORTS not in environment:
         raise UsageError(f"mpirun has set no PMIX_NAMESPACE, which ports are derived from: set {PORTS} for all workers")
     base = _port_base(zlib.crc32((job or "").encode()), environment)
-    return _tf_config(rank, local_rank, [("127.0.0.1", each) for each in range(size)], base)
+    return _tf_config(rank, local_rank, [("127.0.0.1", local) for local in range(size)], base)
+
+
+def _check_without_mpi(backend: str, size: int, local_size: int) -> None:
+    """Refuses a job of `mpirun` that workers can't join by `TF_CONFIG`."""
+    missing = "Horovod is built without MPI" if machine.horovod_missing() is None else "Horovod is not installed"
+    if backend == "horovod":
+        raise UsageError(
+            f"backend='horovod' under mpirun, but {missing}: build it with MPI (docs/scale-out.md), or use multiworker"
+        )
+    if local_size != size:
+        raise UsageError(
+            f"mpirun has started {size} workers on several hosts, of which {local_size} are here; {missing}, and "
+            "mpirun doesn't tell multiworker which hosts they are: start with --hosts or srun, give each TF_CONFIG, "
+            "or build Horovod with MPI (docs/scale-out.md)"
+        )
 
 
 def _slurm(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -85,7 +96,10 @@ def _slurm(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
             f"Slurm's variables contradict each other: {len(nodes)} nodes in SLURM_STEP_NODELIST, "
             f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']}, SLURM_STEP_NUM_TASKS={size}"
         )
-    places = [(index, local) for index, count in enumerate(tasks) for local in range(count)]
+    # A block distribution fills the nodes one after the other: the ranks of a node follow each other.
+    places: list[tuple[int, int]] = []
+    for index, count in enumerate(tasks):
+        places += [(index, local) for local in range(count)]
     if not 0 <= rank < size or places[rank] != (node, local_rank):
         raise UsageError(
             f"Slurm's task {rank} is not where a block distribution puts it (SLURM_NODEID={node}, SLURM_LOCALID="
@@ -103,7 +117,7 @@ def _tf_config(rank: int, local_rank: int, places: list[tuple[str, int]], base: 
 
 
 def _port_base(job: int, environment: Mapping[str, str]) -> int:
-    """The first port on each host: the same for all workers, and another one for the jobs beside this one."""
+    """The first port on each host: the same for all workers of a job, and hardly that of another job."""
     if PORTS not in environment:
         return _FIRST_PORT + _BLOCK * (job % _BLOCKS)
     text = environment[PORTS]
@@ -122,17 +136,22 @@ def node_list(text: str) -> list[str]:
     names = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)
     if not names or ",".join(names) != text:
         raise UsageError(f"the node list {text!r} can't be read: it must be like node[01-03,7],login")
-    return ["".join(parts) for name in names for parts in itertools.product(*map(_range, re.split(r"(\[.*?\])", name)))]
+    nodes = []
+    for name in names:
+        parts = [_values(part) for part in re.split(r"(\[.*?\])", name)]
+        nodes += ["".join(values) for values in itertools.product(*parts)]
+    return nodes
 
 
-def _range(part: str) -> list[str]:
-    """The values of one part of a name: itself, or what its ranges stand for, with leading zeros."""
+def _values(part: str) -> list[str]:
+    """The values of one part of a name: the part itself, or the numbers of its ranges, with leading zeros."""
     if not part.startswith("["):
         return [part]
     values = []
-    for each in part[1:-1].split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", each, re.ASCII)
-        first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
+    for text in part[1:-1].split(","):
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+        first = numbers[1] if numbers else "1"
+        last = numbers[2] or first if numbers else "0"
         if int(last) < int(first) or int(last) - int(first) >= 1_000_000:
             raise UsageError(f"the node list has {part}, which can't be read: it must be like [01-03,7]")
         values += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
@@ -145,14 +164,17 @@ def task_counts(text: str) -> list[int]:
     Raises:
         UsageError: it is no such list.
     """
-    found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each, re.ASCII) for each in text.split(",")]
-    if not all(found):
-        raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text}: it must be like 2(x3),1")
-    return [int(each[1]) for each in found if each for _ in range(int(each[2] or 1))]
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part, re.ASCII)
+        if match is None:
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text}: it must be like 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def horovod_has_mpi() -> bool:
-    """Whether Horovod is there and was built with MPI. Doesn't load it: that takes TensorFlow."""
+    """Whether Horovod is there, and was built with MPI."""
     return machine.horovod_built_with(machine.MPI)
 
 

@@ -1,4 +1,4 @@
-"""Signals: which ones stop a command, how often it was asked to stop, and handlers that are put back afterwards."""
+"""Signals: which ones stop a command, how often it was asked to stop, and handlers for a limited time."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What stops a command politely, and the second time at once. A terminal that is closed sends SIGHUP."""
+"""The signals that ask a command to end; a second one ends it at once. A terminal that is closed sends SIGHUP."""
 STOPPED = "stopped before training began; start again to go on"
 """The message for a stop by a signal before there was anything to save."""
 STOPPING = "interrupted: the run saves and ends; a second Ctrl-C (or signal) ends it at once, without saving"
 """The message that is printed at once when a signal stops a run."""
-_SAME = 0.3  # seconds within which the same signal is no second wish: `timeout` sends it to a process and to its group
+_SAME = 0.3  # seconds within which a signal that comes twice counts once: `timeout` sends it to a process and its group
 _directories: set[str] = set()
 _own: set[int] = set()  # the descriptors that `watched` waits for
 
 
 def stops() -> list[signal.Signals]:
-    """The signals of `STOPS` that this process hears: not SIGHUP where it is ignored, since `nohup` means that."""
-    return [each for each in STOPS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    """The signals of `STOPS` that this process handles: not SIGHUP if it is ignored, as `nohup` asks for."""
+    return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Wishes:
     """Counts how often a command was asked to stop.
 
-    SIGHUP beside another signal is no wish of its own: where a session ends, its processes are sent several.
+    SIGHUP and another signal count once: when a session ends, its processes are sent both.
 
     Attributes:
         count: how often.
@@ -45,7 +45,8 @@ class Wishes:
 
     def hear(self, number: int) -> int:
         """Takes a signal; returns how often the command was asked to stop."""
-        now, last = time.monotonic(), self._last.get(number)
+        now = time.monotonic()
+        last = self._last.get(number)
         self._last[number] = now
         if number == signal.SIGHUP:
             self.count = max(self.count, 1)
@@ -57,7 +58,7 @@ class Wishes:
 
 @contextlib.contextmanager
 def handled(actions: Mapping[int, Any]) -> Iterator[None]:
-    """Within it, these functions take the signals; afterwards all is as before.
+    """Within it, these functions handle the signals; afterwards the handlers are those from before.
 
     Raises:
         ValueError: this isn't the main thread.
@@ -72,9 +73,9 @@ def handled(actions: Mapping[int, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(heard: Callable[[int], None]) -> Iterator[None]:
-    """Within it, a thread calls `heard` for each signal that has a handler, at once.
+    """Within it, a thread calls `heard` at once for each signal that has a handler.
 
-    The handlers themselves wait for the end of a call into TensorFlow, which may take minutes.
+    Python calls the handlers themselves only after a call into TensorFlow has ended, which may take minutes.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -82,11 +83,11 @@ def watched(heard: Callable[[int], None]) -> Iterator[None]:
     _own.add(writer)
 
     def watch() -> None:
-        while found := os.read(reader, 1):
-            if before not in (-1, *_own):  # of an event loop, for example
+        while number := os.read(reader, 1):
+            if before not in (-1, *_own):  # another library's descriptor, such as an event loop's
                 with contextlib.suppress(OSError):
-                    os.write(before, found)
-            heard(found[0])
+                    os.write(before, number)
+            heard(number[0])
         os.close(reader)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
@@ -100,10 +101,10 @@ def watched(heard: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupting(always: Sequence[int] = ()) -> Iterator[None]:
-    """Within it, each of `stops` raises KeyboardInterrupt, so that a command tidies up; a second one ends it at once.
+    """Within it, each of `stops` raises KeyboardInterrupt, so that a command cleans up; a second one ends it at once.
 
     Args:
-        always: signals that are heard even if they were ignored, as SIGINT is in what a shell starts in the background.
+        always: signals that are handled even if they are ignored, as a shell has its background jobs ignore SIGINT.
     """
     wishes = Wishes()
 
@@ -114,13 +115,13 @@ def interrupting(always: Sequence[int] = ()) -> Iterator[None]:
         if not before:
             raise KeyboardInterrupt(number)
 
-    heard = [each for each in stops() if each in always or signal.getsignal(each) != signal.SIG_IGN]
-    with handled(dict.fromkeys(heard, interrupt)):
+    handled_here = [number for number in stops() if number in always or signal.getsignal(number) != signal.SIG_IGN]
+    with handled(dict.fromkeys(handled_here, interrupt)):
         yield
 
 
 def die(number: int) -> None:
-    """Ends this process by a signal, from whatever thread and whatever the others are doing."""
+    """Ends this process by a signal, from any thread, whatever the other threads are doing."""
     ctypes.pythonapi.PyOS_setsig(number, None)  # `signal.signal` is for the main thread alone
     os.kill(os.getpid(), number)
 
@@ -138,7 +139,7 @@ def temporary_directory(prefix: str) -> Iterator[str]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, from whatever thread; nothing is left in the temporary directory."""
+    """Ends this process at once, from any thread; its temporary directories are removed."""
     for directory in list(_directories):
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(code)

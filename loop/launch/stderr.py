@@ -1,4 +1,4 @@
-"""Filters what TensorFlow prints to stderr while it is loaded; keeps the descriptor of the true stderr."""
+"""Filters what TensorFlow prints to stderr while it is loaded; keeps the descriptor of the real stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _descriptor = 2
 
 
 def descriptor() -> int:
-    """The file descriptor of the true stderr, also while `quiet_start` has put a file in its place."""
+    """The file descriptor of the real stderr, also while `quiet_start` has put a file in its place."""
     return _descriptor
 
 
@@ -47,14 +47,15 @@ def quiet_start(says: bool = True) -> Iterator[None]:
             yield
         finally:
             sys.stderr.flush()
-            own, _descriptor = _descriptor, 2
-            os.dup2(own, 2)
-            os.close(own)
+            real = _descriptor
+            os.dup2(real, 2)
+            _descriptor = 2
+            os.close(real)
             collected.seek(0)
             for line in collected.read().decode(errors="replace").splitlines():
                 if not re.match(CHATTER, line):
                     tell(line)
             if "tensorflow" in sys.modules and not gc.get_freeze_count():
-                # What has been imported stays to the end. The garbage collector needn't look at its 400,000 objects
-                # again: that takes seconds, most of them when the process ends.
+                # Modules stay in memory until the process ends. The garbage collector needn't look at their 400,000
+                # objects again: that takes seconds, most of them at the end of the process.
                 gc.freeze()

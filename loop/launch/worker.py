@@ -15,7 +15,7 @@ from typing import Any
 
 from callbacks.files import FileError, write_text
 from callbacks.run_record.redaction import mask
-from loop.errors import PeerError, TrainingError, UsageError, no_exit
+from loop.errors import BAD_INPUT, FAILED, PREEMPTED, PeerError, TrainingError, UsageError, no_exit
 from loop.launch import explain, signals, stderr
 from loop.launch.environment import JOB, LAUNCHER, job_size, not_started, start_timeout, worker_name
 
@@ -25,13 +25,13 @@ ORPHAN_GRACE = 600.0
 
 
 def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
-    """Waits until all other workers are there, before the backend does, whose wait can't be interrupted.
+    """Waits until all other workers are there. A backend would wait for them, too, but can't be interrupted then.
 
     Args:
-        peers: by the name of each, a function that says whether it is there.
+        peers: for each worker's name, a function that returns whether it is there.
 
     Raises:
-        TrainingError: some are not, in time; their names.
+        TrainingError: some are not there in time; their names.
     """
     timeout = start_timeout()
     deadline = time.monotonic() + timeout
@@ -43,10 +43,11 @@ def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
 
 
 def mark_state(state: str) -> None:
-    """Tells the launcher, where it is ours, how far this worker has come.
+    """Reports to the launcher, if it is tfloop's, how far this worker has come.
 
     Args:
-        state: "arrived"; "started" with all others; or "trains", from where on a signal has it save.
+        state: "arrived", where it waits for the others; "started", with all of them; or "trains", when a signal can
+            have it save.
     """
     if JOB in os.environ:
         (Path(os.environ[JOB]) / f"rank-{worker_name()}.{state}").touch()
@@ -56,18 +57,19 @@ def mark_state(state: str) -> None:
 def before_training() -> Iterator[None]:
     """Within it, the signals of `signals.stops` end this process at once, and SIGUSR1 is ignored: nothing can be saved.
 
-    What is called within it may have handlers of its own for a while, as `fit` has.
+    A function that is called within it may set other handlers for a while, as `fit` does.
     """
 
     def stop(number: int, frame: Any) -> None:
-        """`heard` acts: Python calls this only when a wait within native code is over."""
+        """Does nothing: Python calls it only when a wait in native code is over. `heard` acts at once."""
 
     def heard(number: int) -> None:
+        # Another handler is there while `fit` runs: then the signal isn't for this one.
         if signal.getsignal(number) is stop:
             if JOB not in os.environ:  # else the launcher prints it, once for all workers
                 with contextlib.suppress(OSError):  # a terminal that is gone
                     os.write(stderr.descriptor(), f"{signals.STOPPED}\n".encode())
-            signals.leave(75)
+            signals.leave(PREEMPTED)
 
     actions: dict[int, Any] = {**dict.fromkeys(signals.stops(), stop), signal.SIGUSR1: signal.SIG_IGN}
     with signals.handled(actions), signals.watched(heard):
@@ -76,10 +78,10 @@ def before_training() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reporting() -> Iterator[Callable[..., None]]:
-    """Gives a function that reports this worker's exit code, error and result to its launcher, where it is ours.
+    """Yields a function that reports this worker's exit code, error and result to the launcher, if it is tfloop's.
 
-    An error within it is reported too, and raised as what it means: see `as_peer_error`. A `PeerError` only repeats
-    what another worker reports. It is marked as an echo, so that the launcher shows the first failure.
+    An error within it is translated by `as_peer_error`, reported, and raised. A `PeerError` only repeats what another
+    worker reports. It is marked as an echo, so that the launcher shows the failure that came first.
     """
     job = os.environ.get(JOB)
 
@@ -101,18 +103,20 @@ def reporting() -> Iterator[Callable[..., None]]:
         write_text(Path(job) / f"rank-{worker_name()}.json", json.dumps(message))
 
     if job is not None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a run has its handler
+        # Until the run has its handler: by default, SIGUSR1 would kill this process.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         die_with_parent()
+        # Last: the launcher sends SIGUSR1 only once this file is there.
         (Path(job) / f"rank-{worker_name()}.pid").write_text(str(os.getpid()))
     try:
         with no_exit():
             yield report
     except BaseException as error:
-        meant = as_peer_error(error)
-        report(2 if isinstance(meant, UsageError) else 1, meant)
-        if meant is error:
+        translated = as_peer_error(error)
+        report(BAD_INPUT if isinstance(translated, UsageError) else FAILED, translated)
+        if translated is error:
             raise
-        raise meant from error
+        raise translated from error
 
 
 def as_peer_error(error: BaseException) -> BaseException:
@@ -123,17 +127,17 @@ def as_peer_error(error: BaseException) -> BaseException:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a backend means by this error that it has lost another worker."""
+    """Whether a backend raises this error when it has lost another worker."""
     name = type(error).__name__
     return name in _PEER_LOSS or (name == "UnknownError" and re.search(r"Horovod|/gloo/", str(error)) is not None)
 
 
 def die_with_parent() -> None:
-    """Ends this process politely, as SIGTERM does, when its parent is gone: a killed launcher can't do it.
+    """Has this process save and end, as SIGTERM does, when its launcher is gone: a killed launcher can't do it.
 
-    If this process hangs, and so doesn't end, it is killed with all that it has started.
+    If it has not ended after `ORPHAN_GRACE`, it is killed with all processes that it has started.
     """
-    # By its process id, where that is known: the parent may have ended before this line.
+    # The launcher's process id is in the environment, because the launcher may have ended before this line.
     parent = int(os.environ.get(LAUNCHER, os.getppid()))
 
     def watch() -> None:
@@ -143,6 +147,6 @@ def die_with_parent() -> None:
         time.sleep(ORPHAN_GRACE)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(os.getpid(), signal.SIGKILL)
-        os._exit(1)  # it leads no group
+        os._exit(FAILED)  # this process leads no group, so that it was not killed
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

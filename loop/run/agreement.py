@@ -1,19 +1,22 @@
-"""Agreement: what each worker wishes at a boundary between calls, and what all of them do."""
+"""Agreement: what each worker asks for at a boundary between calls, and what all of them do."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
 
-from loop.backends.base import Backend
+from loop.backends.host_collectives import HostCollectives
 
 
 class Wishes(NamedTuple):
     """What one worker brings to a boundary. All of it travels in one collective, in this order.
 
+    The numbers come first, and only the chief's aren't 0: they are added up. The flags follow: one worker that sets a
+    flag sets it for all.
+
     Attributes:
-        steps: how many steps the next call makes; the chief says it, the others give 0.
-        write_outcome: how the oldest checkpoint under way came out: see `loop.run.checkpointing`; of the chief.
+        steps: how many steps the next call makes, by the chief.
+        write_outcome: how the oldest checkpoint under way came out, by the chief: see `loop.run.checkpointing`.
         failing: this worker has an error.
         save: a checkpoint was asked for.
         save_on_stop: a stop, and the end, writes a checkpoint.
@@ -54,7 +57,7 @@ class Decision:
         keep: a snapshot is taken for the next attempt of an elastic job.
         stop: the run ends.
         signalled: a signal asked for the end.
-        regroup: the workers of an elastic job form anew.
+        regroup: the workers of an elastic job form a new generation.
     """
 
     steps: int = 1
@@ -69,9 +72,9 @@ class Decision:
     regroup: bool = False
 
 
-def exchange(backend: Backend, wishes: Wishes) -> Wishes:
+def exchange(workers: HostCollectives, wishes: Wishes) -> Wishes:
     """The wishes of all workers together. All workers must call it: it is the one collective of a boundary."""
-    table = backend.exchange(*map(int, wishes))
+    table = workers.exchange(*map(int, wishes))
     steps, write_outcome = table[:, :2].sum(axis=0)
     flags: list[bool] = (table[:, 2:] != 0).max(axis=0).tolist()
     return Wishes(int(steps), int(write_outcome), *flags)
@@ -94,7 +97,7 @@ def decide(wishes: Wishes, at_end: bool, saved: str) -> Decision:
         hold=wishes.hold and not save,
         wait=wishes.wait,
         check=wishes.check,
-        # Workers that form anew go on from a snapshot of this boundary.
+        # The next generation goes on from a snapshot of this boundary.
         keep=wishes.keep or wishes.regroup,
         stop=stop,
         signalled=wishes.signalled,

@@ -1,4 +1,4 @@
-"""A step that wasn't finite: keeps what it was made from, for `tfloop replay`."""
+"""Keeps the batch and the state of a step that wasn't finite, for `tfloop replay`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from loop.run.run import Run
 
 MOST_BAD_STEPS = 3
-"""A run directory keeps so many of them at most."""
+"""The greatest number of bad steps that a run directory keeps."""
 
 
 def keep_bad_step(run: Run, skipped: bool) -> str:
-    """Writes what a step that wasn't finite was made from. All workers must call it.
+    """Writes the batch and the state of a step that wasn't finite. All workers must call it.
 
     Args:
         run: the run, after that step.
-        skipped: whether the step counts as made.
+        skipped: whether the step was skipped. It is counted then.
 
     Returns:
-        A note for the user, or "" where it isn't kept.
+        A note for the user; "" if the step isn't kept.
     """
     progress = run.progress
     directory = run.directory / "bad"
     step = progress.step - skipped
     in_epoch = progress.step_in_epoch - skipped
-    # Without a layout the chief's worker has read what all have; else each adds its own rows.
+    # Without a layout, all workers have read the same batch; else each adds its own rows, in a collective.
     same_batch = run.step.data.train.layout is None
     writes = run.backend.is_chief and len(checkpoint_files.complete(directory)) < MOST_BAD_STEPS
     if same_batch and not writes:

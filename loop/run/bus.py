@@ -18,7 +18,7 @@ class Bus:
     """The callbacks of one worker of a run.
 
     A hook that raises doesn't end this worker at once: other workers would wait for it in the next collective. The
-    error is kept, and all workers end with it when they next agree. Until then hooks that run on all ranks go on being
+    error is kept, and all workers end with it when they next agree. Until then, hooks that run on all ranks are still
     called, since they may hold collectives; those of the chief alone are not.
 
     Args:
@@ -26,54 +26,47 @@ class Bus:
         run: the run.
 
     Raises:
-        UsageError: something is no callback, or two share a key.
+        UsageError: an object is no callback, or two share a key.
     """
 
     def __init__(self, callbacks: list[Callback], run: Run) -> None:
         self._run = run
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise UsageError(f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects")
-        here = [callback for callback in callbacks if callback.runs_on == "all" or run.backend.is_chief]
-        names = [callback.key or type(callback).__name__ for callback in callbacks]
-        for place, callback in enumerate(callbacks):
-            if callback.key and names.count(callback.key) > 1:
-                raise UsageError(
-                    f"two callbacks have the key {callback.key!r}: their states are kept by it; give others"
-                )
-            nth = names[: place + 1].count(names[place])
-            if callback in here:
-                run.callbacks[names[place] if nth == 1 else f"{names[place]}-{nth}"] = callback
-        self._hooks = {
-            event: [callback for callback in here if _overrides(callback, f"on_{event}")] for event in EVENTS
-        }
+        for key, callback in _by_key(callbacks).items():
+            if callback.runs_on == "all" or run.backend.is_chief:
+                run.callbacks[key] = callback
+        here = list(run.callbacks.values())
+        self._hooks: dict[str, list[Callback]] = {}
+        for event in EVENTS:
+            self._hooks[event] = [callback for callback in here if _overrides(callback, f"on_{event}")]
         self._clocks_run = False
         self._listeners = [_Listener(callback) for callback in self._hooks["steps_end"]]
 
     def check_metrics(self) -> None:
-        """Refuses callbacks that wait for a metric that the run doesn't have; `Run.synchronize` raises the error.
-
-        A callback of the user's may add to the metrics that later ones are handed: then it isn't known before.
-        """
+        """Refuses callbacks that watch a metric that the run doesn't have; `Run.synchronize` raises the error."""
         with self._run.defer_errors():
-            asked = [(each, *pair) for each in self._run.callbacks.values() for pair in each.watches.items()]
-            known = self._run.metric_names() if asked else []
-            for callback, argument, metric in asked:
-                of_keras = f"eval_{metric.removeprefix('val_')}" in known and metric.startswith("val_")
-                if metric in known or (self._may_be_added(metric) and not of_keras):
-                    continue
-                what = f"{type(callback).__name__}({argument}={metric!r})"
-                if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
-                    raise UsageError(
-                        f"{what}: this run makes no evaluation: define eval_data(), and leave eval_every='never' out; "
-                        f"or watch {known[0]!r}"
-                    )
-                raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
+            watching = [callback for callback in self._run.callbacks.values() if callback.watches]
+            known = self._run.metric_names() if watching else []
+            for callback in watching:
+                for argument, metric in callback.watches.items():
+                    if metric not in known:
+                        self._check_unknown(f"{type(callback).__name__}({argument}={metric!r})", metric, known)
+
+    def _check_unknown(self, what: str, metric: str, known: list[str]) -> None:
+        """Refuses a metric that the run doesn't have, unless a callback may add it."""
+        is_keras_name = metric.startswith("val_") and f"eval_{metric.removeprefix('val_')}" in known
+        if self._may_be_added(metric) and not is_keras_name:
+            return
+        if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
+            raise UsageError(
+                f"{what}: this run makes no evaluation: define eval_data(), and leave eval_every='never' out; "
+                f"or watch {known[0]!r}"
+            )
+        raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
 
     def _may_be_added(self, metric: str) -> bool:
-        """Whether a callback that isn't ours hears of the metrics of the event at which this one is due."""
+        """Whether a callback of the user's is called with the metrics of an event, to which it may add this one."""
         event = "eval_end" if metric.startswith("eval_") else "epoch_end"
-        return any(not type(each).__module__.startswith("callbacks.") for each in self._hooks[event])
+        return any(not type(callback).__module__.startswith("callbacks.") for callback in self._hooks[event])
 
     def fire(self, event: str, *args: Any) -> None:
         """Calls the hooks of an event; an error is kept for `Run.synchronize`."""
@@ -81,15 +74,16 @@ class Bus:
             self._call(callback, event, *args)
 
     def fire_data(self, data: Any) -> Any:
-        """Hands the data from hook to hook."""
+        """Passes the data from hook to hook: each may return other data."""
         for callback in self._hooks["data"]:
             data = self._call(callback, "data", data) or data
         return data
 
     def fire_steps_end(self, totals: np.ndarray, epoch_ended: bool) -> None:
-        """Calls those who want the host now, each with the means since it was last called."""
+        """Calls the callbacks whose schedule is due, each with the means since it was last called."""
         now = time.monotonic()
-        if not self._clocks_run:  # the first call was traced and compiled: no clock of a schedule counts that
+        if not self._clocks_run:
+            # Only now: the first compiled call was traced and compiled, which a schedule by time must not count.
             for listener in self._listeners:
                 listener.schedule.start(now)
             self._clocks_run = True
@@ -101,7 +95,7 @@ class Bus:
                 self._call(listener.callback, "steps_end", metrics)
 
     def fire_last(self, event: str, *args: Any) -> None:
-        """Calls the hooks of an event of the end, each whatever the others do; the first error is raised after all."""
+        """Calls the hooks of an event at the end of a run. All are called, also after an error; the first is raised."""
         first: BaseException | None = None
         for callback in self._hooks[event]:
             try:
@@ -113,33 +107,49 @@ class Bus:
             raise first
 
     def forget(self) -> None:
-        """Forgets what was counted since callbacks were last called: another phase has other values."""
+        """Drops the totals since callbacks were last called: another phase has other values."""
         for listener in self._listeners:
             listener.totals = np.zeros(())
 
     def steps_left(self) -> int | None:
-        """How many steps may be made before a callback wants the host."""
+        """How many steps may be made before a callback is due; None: any number."""
         left = [listener.schedule.steps_left(self._run.progress.step) for listener in self._listeners]
         return min((steps for steps in left if steps is not None), default=None)
 
     def _call(self, callback: Callback, event: str, *args: Any) -> Any:
         if self._run.errors.pending and callback.runs_on == "chief":
             return None
-        run, kind = self._run, type(callback).__name__
+        run = self._run
+        kind = type(callback).__name__
         phase = run.watchdog.phase(f"callback on_{event} of {kind}")
         with run.defer_errors(), phase, run.stopwatch.at("callbacks", kind):
             fault_injection.reached(f"callback-{event}", run.backend.rank, run.progress.step)
             return getattr(callback, f"on_{event}")(run, *args)
 
 
+def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
+    """The callbacks by the keys under which checkpoints keep their states: own ones, or names of classes."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UsageError(f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects")
+    names = [callback.key or type(callback).__name__ for callback in callbacks]
+    by_key = {}
+    for index, (name, callback) in enumerate(zip(names, callbacks, strict=True)):
+        if callback.key and names.count(callback.key) > 1:
+            raise UsageError(f"two callbacks have the key {callback.key!r}: their states are kept by it; give others")
+        nth = names[: index + 1].count(name)
+        by_key[name if nth == 1 else f"{name}-{nth}"] = callback
+    return by_key
+
+
 def _overrides(callback: Callback, hook: str) -> bool:
-    """Whether the callback's class, or this object alone, has a hook of its own."""
+    """Whether the callback's class, or this object itself, overrides a hook."""
     own = getattr(callback, hook)
     return getattr(own, "__func__", own) is not getattr(Callback, hook)
 
 
 class _Listener:
-    """A callback that wants `on_steps_end`, its schedule, and the totals since it was last called."""
+    """A callback with the hook `on_steps_end`, its schedule, and the totals since it was last called."""
 
     def __init__(self, callback: Callback) -> None:
         self.callback = callback

@@ -92,7 +92,7 @@ class CallbackView:
 
     @property
     def variables(self) -> list[Any]:
-        """All variables that make up the state of the run: of the model, the optimizer, and the step."""
+        """All variables of the state of the run: of the model, the optimizer, and the step."""
         return self.built.variables + (self.step.variables if self.session.has_step else [])
 
     @property
@@ -125,7 +125,7 @@ class CallbackView:
 
     @functools.cached_property
     def info(self) -> dict[str, Any]:
-        """Who, what, versions, topology: JSON values."""
+        """The task, its options, the model's size, the backend, versions and machine, as JSON values."""
         return status.describe(self._run)
 
     def stop(self, reason: str) -> None:
@@ -137,8 +137,8 @@ class CallbackView:
 
         Args:
             reason: what it is for.
-            later: the state of that boundary stays in memory, and is written just before the next checkpoint. Of
-                several, only the last is kept. A kill before that loses nothing: the run goes on from an earlier
+            later: the state of that boundary stays in memory, and is written just before the next checkpoint. A newer
+                one takes its place. A kill before it is written loses nothing: the run goes on from an earlier
                 checkpoint, and comes to this state again.
         """
         self.checkpointing.request(reason, later)

@@ -1,4 +1,4 @@
-"""Calls: makes the compiled calls of training, as long as suits, and measures them."""
+"""Calls: makes the compiled calls of training, each of as many steps as its pace allows, and measures them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Calls:
         seconds = time.perf_counter() - begun
 
         if self.made:
-            # Of the first call, all of the time is compiling.
+            # Not of the first call, whose time is all counted as compiling.
             run.stopwatch.give({part: lap - laps_before[part] for part, lap in marker.laps().items()})
         examples = int(totals[EXAMPLES])
         run.stopwatch.count(steps, examples)
@@ -67,7 +67,7 @@ class Calls:
 
         Args:
             run: the run.
-            steps_to_callback: the steps until a callback wants the host; None: none does.
+            steps_to_callback: the steps until a callback is due; None: none will be.
         """
         progress = run.progress
         steps_per_epoch = run.step.data.train.steps_per_epoch
@@ -82,7 +82,7 @@ class Calls:
 
     def _record(self, steps: int, examples: int, seconds: float) -> None:
         self.pace.record(steps, seconds)
-        if self.made == 1:  # the first call was traced and compiled, and is no measure once there is another
+        if self.made == 1:  # the first call, which was traced and compiled, counts only until there is another
             self._examples = 0
             self._seconds = 0.0
         self.made += 1

@@ -1,4 +1,4 @@
-"""Checkpointing: which checkpoints of a run were asked for, are held in memory, are being written, are complete."""
+"""Checkpointing: the checkpoints of a run that were asked for, are held in memory, being written, or complete."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from loop.run.memory_snapshots import MemorySnapshots
 if TYPE_CHECKING:
     from loop.run.run import Run
 
-NO_WRITE, WRITTEN, FAILED = 0, 1, 2
-"""How the oldest checkpoint under way came out."""
+NO_WRITE = 0
+"""The oldest checkpoint under way is still being written, or there is none."""
+WRITTEN = 1
+"""It is complete."""
+FAILED = 2
+"""It could not be written."""
 
 
 @dataclasses.dataclass
@@ -65,7 +69,7 @@ class Checkpointing:
             later: whether it is held in memory, and written before the next one.
             at_once: whether it is taken within an evaluation, too.
         """
-        # Workers of an elastic job outlive the chief, and don't have what it holds.
+        # In an elastic job, other workers go on when the chief is lost, and with it what it holds in memory.
         if later and self._run.backend.member is None:
             self._hold_reason = reason
             return
@@ -85,7 +89,7 @@ class Checkpointing:
         return bool(self._hold_reason) and not evaluating
 
     def next_outcome(self) -> int:
-        """How the oldest write whose end the workers don't know came out: `WRITTEN`, `FAILED`, or `NO_WRITE`."""
+        """How the oldest write came out whose end the other workers don't know: `WRITTEN`, `FAILED` or `NO_WRITE`."""
         outcomes = self.writer.outcomes()
         if not outcomes:
             return NO_WRITE
@@ -99,7 +103,7 @@ class Checkpointing:
         return FAILED
 
     def take_outcome(self, outcome: int) -> str:
-        """Notes the outcome that all workers have heard of; returns the reason of the complete checkpoint, or ""."""
+        """Notes the outcome, which all workers know now; returns the reason of a checkpoint that is complete, or ""."""
         if outcome == NO_WRITE:
             return ""
         reason, step = self._under_way.pop(0)
@@ -115,6 +119,7 @@ class Checkpointing:
         # The run can't go on without its last checkpoint.
         self.policy.save_must_succeed |= run.decision.stop or run.at_end
         with run.defer_errors(), run.watchdog.phase("saving"), run.stopwatch.at("saving"):
+            # Before `_snapshot`, which clears the reason to hold: a save takes the place of a hold.
             reason = self._reason or self._hold_reason or run.stop_reason or ("end" if run.at_end else "signal")
             self._reason = ""
             self._at_once = False
@@ -124,8 +129,8 @@ class Checkpointing:
                 run.check_replicas()
 
             snapshot = self._snapshot(reason)
-            pending = [each for each in (held, snapshot) if each is not None]
-            self._under_way += [(each.reason, each.step) for each in pending]
+            pending = [taken for taken in (held, snapshot) if taken is not None]
+            self._under_way += [(taken.reason, taken.step) for taken in pending]
             if run.backend.is_chief and pending:
                 self.writer.write(self._directory, pending)
 
@@ -133,11 +138,11 @@ class Checkpointing:
         """Takes the snapshot that the workers have agreed on, to be written before the next checkpoint."""
         run = self._run
         with run.defer_errors(), run.watchdog.phase("saving"), run.stopwatch.at("saving"):
-            self.held = None  # before the next one is taken: memory never has two
+            self.held = None  # before the next one is taken, so that memory never holds two
             self.held = self._snapshot(self._hold_reason)
 
     def _snapshot(self, reason: str) -> Snapshot | None:
-        """The state of this boundary; None on all workers, where one of them has failed."""
+        """The state of this boundary; None on all workers, if one of them has failed."""
         run = self._run
         self._hold_reason = ""
         run.step.average_statistics()
@@ -146,6 +151,7 @@ class Checkpointing:
             return None
         if not run.backend.is_chief:
             return Snapshot(reason, run.progress.step)
+        # After the collectives in `gather`, which all workers must enter.
         tensors, rest = state.snapshot(run)
         rest |= state.history_of(run) | {"workers": parts.workers}
         if self.best is not None:
@@ -154,7 +160,7 @@ class Checkpointing:
 
     @property
     def under_way(self) -> int:
-        """How many checkpoints were taken whose end hasn't been agreed on; the same on all workers."""
+        """The number of checkpoints whose outcome the workers have not agreed on; the same on all workers."""
         return len(self._under_way)
 
     def wait(self) -> None:
@@ -171,7 +177,7 @@ class Checkpointing:
         self.writer.close()
 
     def raise_errors(self) -> None:
-        """Raises the error of a checkpoint that no worker has heard of yet."""
+        """Raises the error of a checkpoint that could not be written, if the workers have not agreed on it."""
         for error in self.writer.outcomes():
             if error is not None:
                 raise error

@@ -1,4 +1,4 @@
-"""The training data as one worker reads it: its iterator, and where that starts."""
+"""The training data as one worker reads it: its iterator, and the position from which it reads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class DataPosition:
-    """Opens the data where the run stands.
+    """Opens the training data at the position of the run.
 
     Attributes:
-        iterator: what the compiled step reads from.
-        random_state: the generators of Python and NumPy as a checkpoint has them, or None.
-        stream_state: the iterator as a checkpoint has it, or None.
+        iterator: the compiled step reads from it.
+        random_state: the state of Python's and NumPy's generators in the checkpoint, or None.
+        stream_state: the state of the iterator in the checkpoint, or None.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class DataPosition:
         self.stream_state: np.ndarray | None = None
 
     def start_phase(self) -> None:
-        """Forgets the state of a checkpoint: another phase reads its data from the start."""
+        """Drops the state of the checkpoint: another phase reads its data from the start."""
         self.random_state = None
         self.stream_state = None
 
@@ -44,7 +44,7 @@ class DataPosition:
         self.stream_state = stream_state
 
     def open(self, run: Run) -> None:
-        """Opens the training data where the run stands.
+        """Opens the training data at the position of the run.
 
         Raises:
             UsageError: the data pipeline isn't the one whose position was saved.
@@ -52,7 +52,7 @@ class DataPosition:
         progress = run.progress
         source = run.step.data.train
         # Each phase has a stream of its own, whose epochs count from 0.
-        position = progress.epoch - run.plan.place.epoch, progress.step_in_epoch
+        position = (progress.epoch - run.plan.place.epoch, progress.step_in_epoch)
         if any(position) and source.steps_per_epoch is None and self.stream_state is None:
             _note(run, "the checkpoint has no state of the data pipeline: reading up to where the run was")
         if source.steps_per_epoch is not None and progress.step_in_epoch > source.steps_per_epoch:
@@ -70,7 +70,7 @@ class DataPosition:
                 ) from None
             self.iterator = source.start(*position)
 
-        # Last, because a pipeline that was read up to here has drawn random numbers, too.
+        # Last, because reading a pipeline up to the position has drawn random numbers, too.
         if self.random_state is not None:
             set_random_state(self.random_state)
         if reason := source.unsaved(self.iterator):

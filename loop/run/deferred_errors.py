@@ -1,4 +1,4 @@
-"""Errors of one worker, which wait until all workers can hear of them."""
+"""Errors of one worker, which are kept until all workers can be informed of them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import contextlib
 from collections.abc import Iterator
 from typing import NoReturn
 
-from loop.backends.base import Backend
+from loop.backends.host_collectives import HostCollectives
 from loop.errors import PeerError, UsageError, no_exit
 
 
 class DeferredErrors:
-    """The first error of this worker since all workers agreed. A worker that raised at once would block the others."""
+    """The first error of this worker since the workers last agreed.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    A worker that raised it at once would leave the others waiting in their next collective.
+    """
+
+    def __init__(self, workers: HostCollectives) -> None:
+        self._workers = workers
         self._error: BaseException | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether this worker has an error that the others have not heard of."""
+        """Whether this worker has an error that the others don't know of."""
         return self._error is not None
 
     def add(self, error: BaseException) -> None:
@@ -41,8 +44,8 @@ class DeferredErrors:
         Raises:
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.
         """
-        text = f"{type(self._error).__name__}: {self._error}" if self._error else ""
-        reports = self._backend.gather_json([text, isinstance(self._error, UsageError)])
+        text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        reports = self._workers.gather_json([text, isinstance(self._error, UsageError)])
         if self._error is not None:
             raise self._error
         rank = next(rank for rank, (text, _) in enumerate(reports) if text)

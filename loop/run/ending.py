@@ -24,6 +24,7 @@ def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> 
         status: how it ended.
         error: what ended it, if it failed. An error in the last events is added to it as a note, and doesn't hide it.
     """
+    # First: the status and the last events must know of a checkpoint that can't be written.
     run.checkpointing.close()
     last_acts = [
         run.checkpointing.raise_errors,
@@ -32,6 +33,7 @@ def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> 
     ]
     if error is not None:
         last_acts.insert(1, lambda: bus.fire_last("exception", error))
+    # Each of them, whatever the others do: the status must be written, and callbacks must close what they hold.
     first = error
     for act in last_acts:
         try:

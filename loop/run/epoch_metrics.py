@@ -17,7 +17,7 @@ from loop.step.train_step import TrainStep
 
 
 class EpochMetrics:
-    """What is known of the epoch under way, and of those before.
+    """The metrics of the epoch under way, and of those before.
 
     Attributes:
         totals: of the steps of this epoch.
@@ -26,7 +26,7 @@ class EpochMetrics:
         evaluated_at: the step of the last evaluation; -1 before the first.
         eval_metrics: its metrics.
         history: a row for each epoch.
-        gauges: functions of callbacks, whose values are metrics, too.
+        gauges: functions that callbacks have added, by name; their values are metrics, too.
     """
 
     def __init__(self) -> None:
@@ -57,13 +57,13 @@ class EpochMetrics:
         self.totals = np.zeros(())
 
     def start_phase(self) -> None:
-        """Drops what the phase before has left: another phase may have other metrics."""
+        """Drops the metrics of the phase before: another phase may have other ones."""
         self.clear_totals()
         self.eval_metrics = {}
         self.ended = False
 
     def start_evaluation(self) -> None:
-        """Notes that an evaluation is under way: a checkpoint within it says so."""
+        """Notes that an evaluation is under way. A checkpoint that is taken within it records that."""
         self.evaluating = True
 
     def end_evaluation(self) -> None:
@@ -100,13 +100,13 @@ class EpochMetrics:
         if not progress.step_in_epoch:
             raise _no_steps(progress.epoch + 1, options)
         metrics = {**self.means(step, self.totals), **self.eval_metrics}
-        # While a loss scale can still be halved, it is being searched for: skipped steps are no failure.
+        # While the loss scale can still be halved, skipped steps are part of the search for it, and no failure.
         searching = metrics.get("loss_scale", 0.0) > SMALLEST
         if not self.totals[WEIGHT]:
             _refuse_untrained(progress.epoch + 1, int(self.totals[SKIPPED]), searching)
 
         row = {"epoch": progress.epoch + 1, "step": progress.step, "examples": progress.examples, **metrics}
-        # An epoch that was cut short by the end of a run, and goes on in a longer one, has one row.
+        # An epoch may have a row already: the run ended within it, and is now resumed with more steps.
         while self.history and self.history[-1]["epoch"] >= row["epoch"]:
             self.history.pop()
         self.history.append(row)

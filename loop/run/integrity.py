@@ -1,4 +1,4 @@
-"""Intact: whether a run directory is what a run has left there, and has what its journal tells of."""
+"""Checks that a run directory holds a run's own files, and the checkpoints that its journal records."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from loop.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
 _IN_CHECKPOINTS = re.compile(r"step-[0-9]{8,}(\.old)?(\.tmp)?|lost\+found|\..*")
-_TELLING = (b'"checkpoint"', b'"restore"')
+_EVENTS = (b'"checkpoint"', b'"restore"')
 
 
 def check_files(directory: Path) -> None:
-    """Refuses a run directory in which something else stands in the place of a file that a run opens or writes into.
+    """Refuses a run directory that has a link, a pipe or the like under the name of a file that a run opens.
 
-    Links are followed in two cases alone: to the run directory itself, and from `checkpoints` to a directory on another
-    disk, say, that holds nothing but checkpoints, and isn't another run's.
+    Links are followed in two cases alone: to the run directory itself; and from `checkpoints` to a directory, such as
+    one on another disk, that holds nothing but checkpoints and isn't another run's.
 
     Raises:
-        UsageError: it is so; or a file can't be written.
+        UsageError: which name it is; or a file can't be written.
     """
     try:
         for name in (LOCK, journal.NAME, ABOUT, STATE, "mlflow.lock"):
@@ -50,22 +50,22 @@ def check_files(directory: Path) -> None:
 
 
 def _check_link(directory: Path) -> None:
-    place = directory / CHECKPOINTS
-    if not place.is_symlink() or not place.is_dir():
+    link = directory / CHECKPOINTS
+    if not link.is_symlink() or not link.is_dir():
         return
-    real = place.resolve()
-    strange = [each.name for each in real.iterdir() if not _IN_CHECKPOINTS.fullmatch(each.name)]
-    if strange:
+    real = link.resolve()
+    foreign = [path.name for path in real.iterdir() if not _IN_CHECKPOINTS.fullmatch(path.name)]
+    if foreign:
         raise UsageError(
-            f"{place} is a link to {real}, which holds {strange[0]!r}: let it lead to a directory for this run's "
+            f"{link} is a link to {real}, which holds {foreign[0]!r}: let it lead to a directory for this run's "
             "checkpoints alone"
         )
     if real.parent != directory and is_run(real.parent):
-        raise UsageError(f"{place} is a link into another run's directory, {real.parent}: give this run one of its own")
+        raise UsageError(f"{link} is a link into another run's directory, {real.parent}: give this run one of its own")
 
 
 def check_checkpoints(directory: Path, about: dict[str, Any]) -> None:
-    """Refuses a run directory whose checkpoints are lost: the run would start from step 0 without a word.
+    """Refuses a run directory whose checkpoints are lost: the run would start from step 0 without a warning.
 
     Args:
         directory: the run directory.
@@ -74,60 +74,64 @@ def check_checkpoints(directory: Path, about: dict[str, Any]) -> None:
     Raises:
         UsageError: it had a checkpoint, by its journal or `run.json`, and has none now.
     """
-    place = directory / CHECKPOINTS
-    if checkpoint_files.complete(place):
+    checkpoints = directory / CHECKPOINTS
+    if checkpoint_files.complete(checkpoints):
         return
-    lost = _told(directory) or about.get("checkpoint")
+    lost = _recorded_checkpoint(directory) or about.get("checkpoint")
     progress = about.get("progress")
     if not lost and "checkpoint" not in about and not os.path.lexists(directory / journal.NAME):
-        # Of a version that didn't note it, and without its journal.
+        # The run.json of an older version, without a journal: it records the step alone.
         step = progress.get("step") if isinstance(progress, dict) else None
         lost = f"step {step}" if isinstance(step, int) and step > 0 else ""
     if lost:
         raise UsageError(
-            f"the run in {directory} had the checkpoint {str(lost)[:80]!r}, and {_absence(place)}: bring it back to go "
-            'on; to start from step 0, give another run directory, or resume="never" (--resume never)'
+            f"the run in {directory} had the checkpoint {str(lost)[:80]!r}, and {_absence(checkpoints)}: bring it back "
+            'to go on; to start from step 0, give another run directory, or resume="never" (--resume never)'
         )
 
 
-def _told(directory: Path) -> str:
-    """The checkpoint that was completed last since the run was started from step 0, as the journal tells; else ""."""
-    path, found = directory / journal.NAME, ""
+def _recorded_checkpoint(directory: Path) -> str:
+    """The last checkpoint in the journal since the run was started from step 0; "" if there is none."""
+    path = directory / journal.NAME
     if not path.exists():
-        return found
+        return ""
+    last = ""
     with files.reading(path) as file:
         for line in files.lines(file):
-            if not any(word in line for word in _TELLING):
+            if not any(event in line for event in _EVENTS):  # most lines needn't be parsed
                 continue
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
-                if isinstance(entry, dict) and entry.get("event") in ("checkpoint", "restore"):
-                    name = entry.get("checkpoint")
-                    # A restore from elsewhere (--resume PATH) names a checkpoint that was never here.
-                    found = name or "" if entry["event"] == "checkpoint" else found if name else ""
-    return found
+                event = entry.get("event") if isinstance(entry, dict) else None
+                # A restore that names a checkpoint goes on from it, which may be one that was never here (--resume
+                # PATH). A restore that names none has started the run from step 0.
+                if event == "checkpoint":
+                    last = entry.get("checkpoint") or ""
+                elif event == "restore" and not entry.get("checkpoint"):
+                    last = ""
+    return last
 
 
-def _absence(place: Path) -> str:
-    if place.is_dir():
-        return f"{place} holds none"
-    if place.is_symlink():
-        return f"{place} is a link to {place.readlink()}, which isn't there (a disk that isn't mounted?)"
-    return f"{place} is no directory" if os.path.lexists(place) else f"{place} is gone"
+def _absence(checkpoints: Path) -> str:
+    if checkpoints.is_dir():
+        return f"{checkpoints} holds none"
+    if checkpoints.is_symlink():
+        return f"{checkpoints} is a link to {checkpoints.readlink()}, which isn't there (a disk that isn't mounted?)"
+    return f"{checkpoints} is no directory" if os.path.lexists(checkpoints) else f"{checkpoints} is gone"
 
 
 def put_aside(directory: Path) -> None:
-    """Gives `checkpoints` that can't be read, or lead nowhere, another name: the run is to start from step 0."""
-    place = directory / CHECKPOINTS
-    if not os.path.lexists(place):
+    """Renames `checkpoints` if it can't be read or is a link to nothing: the run is to start from step 0."""
+    checkpoints = directory / CHECKPOINTS
+    if not os.path.lexists(checkpoints):
         return
     try:
-        next(place.iterdir(), None)
+        next(checkpoints.iterdir(), None)
     except OSError as error:
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        aside = place.with_name(f"{place.name}.{stamp}")
+        aside = checkpoints.with_name(f"{checkpoints.name}.{stamp}")
         try:
-            place.rename(aside)
+            checkpoints.rename(aside)
         except OSError as worse:
-            raise UsageError(f"{place} can't be used ({worse.strerror}): give another run directory") from None
-        tell(f"note: {place} can't be read ({error.strerror}): it is now {aside.name}")
+            raise UsageError(f"{checkpoints} can't be used ({worse.strerror}): give another run directory") from None
+        tell(f"note: {checkpoints} can't be read ({error.strerror}): it is now {aside.name}")

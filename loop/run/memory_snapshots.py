@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from loop.run.run import Run
 
 COPIED_PER_SECOND = 2e9
-"""Variables are copied at this rate at least, in bytes a second."""
+"""The rate at which variables are copied, in bytes a second; most machines are faster."""
+COST = 0.01
+"""The greatest share of the time that snapshots may take."""
 
 
 class MemorySnapshots:
-    """Takes snapshots so often that they cost less than a hundredth of the time."""
+    """Takes snapshots, as often as `COST` allows."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -34,8 +36,8 @@ class MemorySnapshots:
     def take(self) -> None:
         """Takes a snapshot. All workers call it.
 
-        The next one is due when this one has cost less than a hundredth of the time: what it took, and what the next
-        step takes to copy the variables that it changes.
+        It costs the time that it takes, and the time in which the next step copies the variables that it changes. The
+        next one is due when that is no more than `COST` of the time since this one.
         """
         run = self._run
         member = run.backend.member
@@ -53,5 +55,5 @@ class MemorySnapshots:
             now = time.monotonic()
             size = sum(array.nbytes for array in arrays(tensors).values())
             self._taken += 1
-            if self._taken > 1:  # the first one is traced, which takes longer
-                self._due_at = now + 100 * (now - begun + size / COPIED_PER_SECOND)
+            if self._taken > 1:  # the first one is no measure: it is traced
+                self._due_at = now + (now - begun + size / COPIED_PER_SECOND) / COST

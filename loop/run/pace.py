@@ -5,12 +5,14 @@ from __future__ import annotations
 CALL_SECONDS = 0.25
 """How long a compiled call should take if no callback wants the host earlier, in seconds."""
 
-FEW_STEPS, LONGEST_SECONDS = 8, 1.0
-"""So many slow steps a call makes if they take no longer than this, in seconds: within a call, one step's first
-operations run beside the last ones of the step before, which leave cores idle."""
+FEW_STEPS = 8
+"""A call makes at least so many slow steps, if they take no longer than `LONGEST_SECONDS`: within a call, one step's
+first operations run beside the last ones of the step before, which leave cores idle."""
+
+LONGEST_SECONDS = 1.0
 
 MOST_STEPS = 1 << 31
-"""So many steps are asked for at most: where there are fewer, as in an evaluation, the number would grow for ever."""
+"""The greatest number of steps of a call. An evaluation has fewer, so that the number would grow for ever."""
 
 
 class Pace:

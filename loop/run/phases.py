@@ -15,7 +15,7 @@ from loop.run.progress import Progress
 PER_PHASE = ("epochs", "steps", "seed", "batch_size")
 """The options that a phase may have of its own."""
 
-_SEED_STRIDE = 1_000_003  # so that a phase of one run hardly has the seed of a phase of another
+_SEED_STRIDE = 1_000_003  # large: the seeds of one run's phases are hardly those of another run
 
 
 @dataclasses.dataclass
@@ -52,7 +52,7 @@ class Plan:
         self._progress = progress
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Takes the place within the phase under way from a checkpoint: the phase itself has been entered."""
+        """Takes the place within the phase from a checkpoint. The phase itself must have been entered before."""
         self.place = Place(**{**stored, "index": self.place.index})
 
     @property
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def is_last(self) -> bool:
-        """Whether there is none after it."""
+        """Whether the run is in its last phase."""
         return self.place.index + 1 == len(self.phases)
 
     @property

@@ -23,7 +23,7 @@ class Progress:
     examples: int = 0
 
     def restore(self, stored: Mapping[str, int]) -> None:
-        """Takes the position of a checkpoint. All that have this object see it."""
+        """Takes the position of a checkpoint, into this object: other parts of the run hold it, too."""
         for name, value in dataclasses.asdict(Progress(**stored)).items():
             setattr(self, name, value)
 

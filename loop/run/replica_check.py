@@ -33,5 +33,5 @@ def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], loca
 
 
 def _most_common(hashes: list[str]) -> str:
-    """What most replicas have is taken to be right; without a majority, what the chief has."""
+    """The hash that most replicas have; of several such hashes, the chief's if it is one of them."""
     return max(hashes, key=lambda value: (hashes.count(value), value == hashes[0]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.redaction import tell
-from loop.backends.base import fingerprint
+from loop.backends.host_collectives import fingerprint
 from loop.checkpoint import checkpoint_files
 from loop.model.variables import model_variables
 from loop.run.run import Run
@@ -25,16 +25,16 @@ class FitResult:
         steps: optimizer steps made, earlier attempts of the run included.
         epochs: epochs completed.
         examples: examples used.
-        metrics: means over the last epoch, or that of the best weights where those are kept; with prefix `eval_` over
-            the whole evaluation data.
+        metrics: means over the last epoch, or over the epoch of the best weights if those are kept; with the prefix
+            `eval_`, over the whole evaluation data.
         history: the same for each epoch, with `epoch`, `step` and `examples`.
         run_dir: the run directory.
         weights_sha256: SHA-256 over dtype, shape and little-endian bytes of all model variables, in order.
         model: the trained model.
-        backend: the engine's name.
+        backend: the backend's name.
         replicas: how many there were.
-        examples_per_second: while training, the first compiled call not counted.
-        best_step: the step whose weights these are, where the best are kept and aren't the last; else None.
+        examples_per_second: in training, without the first compiled call.
+        best_step: the step of the model's weights, if the best are kept and aren't the last ones; else None.
     """
 
     status: str
@@ -53,9 +53,9 @@ class FitResult:
 
 
 def take_best(run: Run) -> None:
-    """Gives the model the weights of the best checkpoint, where those are the result of the run. All workers call it.
+    """Gives the model the weights of the best checkpoint, if those are the result of the run. All workers call it.
 
-    What isn't the model's stays as it is: nothing is trained or saved after this.
+    The optimizer's variables and others stay as they are: nothing is trained or saved after this.
     """
     step = run.backend.broadcast_json(run.best and run.best["step"])
     if step is None or step == run.progress.step:
@@ -76,7 +76,7 @@ def take_best(run: Run) -> None:
 
 
 def _read_best(run: Run) -> bool:
-    """Reads the weights of the best checkpoint into the model; False, with a warning, where that can't be done."""
+    """Reads the weights of the best checkpoint into the model; False, with a warning, if they can't be read."""
     assert run.best is not None
     path = run.directory / "checkpoints" / f"step-{run.best['step']:08d}"
     try:
@@ -85,7 +85,7 @@ def _read_best(run: Run) -> bool:
     except checkpoint_files.CheckpointError as error:
         tell(f"warning: the best weights can't be read, these are the last ones: {error}")
         return False
-    # The order of a model's variables may depend on which of them were trained in that phase.
+    # Those of the checkpoint's phase: the order of a model's variables may depend on which of them are trained.
     variables = run.session.model_variables[index_of(manifest, run.task)]
     assign(numbered("model", variables), tensors)
     return True
@@ -99,9 +99,8 @@ def weights_sha256(run: Run) -> str:
 def result(run: Run) -> FitResult:
     """What the caller gets."""
     best_step = run.run_status.best_step
-    row = run.history[-1] if run.history else {}
-    if best_step is not None:
-        row = next((each for each in run.history if each["step"] == best_step), row)
+    of_best = [row for row in run.history if row["step"] == best_step]
+    row = (of_best or run.history or [{}])[-1]
     return FitResult(
         status=run.run_status.name,
         steps=run.progress.step,

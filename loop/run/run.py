@@ -35,18 +35,18 @@ class Run(CallbackView):
     Attributes:
         session: what it trains with: task, backend, options, model, optimizer and step.
         directory: the run directory.
-        run_status: how it stands, and `run.json`.
-        progress: what has been done.
+        run_status: its status, and `run.json`.
+        progress: its position in the data.
         plan: its phases, and where it is among them.
         data: the training data's iterator.
         epoch: metrics, of the epoch under way and of those before.
         calls: the compiled calls, and their pace.
-        errors: of this worker, until all hear of them.
-        stops: what has asked for an end.
+        errors: of this worker, until all workers know of them.
+        stops: requests to stop.
         checkpointing: which checkpoints are asked for, taken, and written.
         callbacks: those that are called in this process, by their keys.
         stopwatch: where the time goes.
-        watchdog: speaks when nothing ends for long.
+        watchdog: reports when nothing has ended for long.
         decision: what the workers have agreed on last.
     """
 
@@ -92,7 +92,7 @@ class Run(CallbackView):
     # Errors and agreement
 
     def defer_errors(self) -> AbstractContextManager[None]:
-        """Keeps an error of this worker until `synchronize`: without it, the other workers would wait forever."""
+        """Within it, an error is kept until `synchronize`: if it were raised, the other workers would wait forever."""
         return self.errors.defer()
 
     def synchronize(self, steps: int = 1) -> Decision:
@@ -107,7 +107,7 @@ class Run(CallbackView):
         fault_injection.reached("agree", self.backend.rank, self.progress.step)
         with self.defer_errors():
             self.check_directory()
-        # Before the wishes: a checkpoint that could not be written may be an error of this worker.
+        # Before the wishes are made: a checkpoint that could not be written may be an error of this worker.
         outcome = self.checkpointing.next_outcome()
         wishes = self._wishes(steps, outcome)
         with self.watchdog.phase("waiting for the other workers"), self.stopwatch.at("waiting"):
@@ -121,7 +121,7 @@ class Run(CallbackView):
         return self.decision
 
     def _wishes(self, steps: int, outcome: int) -> Wishes:
-        # An evaluation comes to its end first, unless a signal or SIGUSR1 can't wait.
+        # A checkpoint or a stop waits for the end of an evaluation, unless a signal asks for it.
         evaluating = self.epoch.evaluating
         member = self.backend.member
         return Wishes(
@@ -152,7 +152,7 @@ class Run(CallbackView):
     # Steps, epochs and phases
 
     def make_steps(self) -> tuple[int, np.ndarray]:
-        """Makes the next call, and counts what it has done.
+        """Makes the next compiled call, and counts its steps and examples.
 
         Returns:
             Why the call ended (see `loop.step.train_step`), and the totals of its steps.
@@ -176,7 +176,7 @@ class Run(CallbackView):
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the evaluation data is to be seen now."""
+        """Whether an evaluation is due now."""
         every = self.options["eval_every"]
         step = self.progress.step
         if self.step.data.eval is None or every == "never" or self.epoch.evaluated_at == step:
@@ -190,15 +190,16 @@ class Run(CallbackView):
         return self.epoch.close(self.step, self.progress, self.options)
 
     def next_epoch(self) -> None:
-        """Takes the position to the start of the next epoch."""
-        # At each epoch's end, not only before checkpoints: those may depend on the clock, and results must not.
+        """Goes to the start of the next epoch."""
+        # At each epoch's end, not only before checkpoints: when those are written may depend on the clock, and results
+        # must not.
         self.step.average_statistics()
         self.progress.next_epoch()
         self.data.next_epoch(self)
         self.epoch.clear_totals()
 
     def enter_phase(self) -> None:
-        """Goes to the next phase: what was of the one before is dropped."""
+        """Goes to the next phase, and drops what belongs to the one before."""
         self.session.enter_next_phase()
         self.plan.advance()
         self.data.start_phase()

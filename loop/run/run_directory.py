@@ -1,4 +1,4 @@
-"""The run directory: where it lies, whose it is, and from which checkpoint in it a run goes on."""
+"""The run directory: its place, the task that it belongs to, and the checkpoint from which a run goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from callbacks.files import fsync_directory, read_json
 from callbacks.run_record.journal import jsonable
@@ -33,11 +35,11 @@ from loop.task import TrainTask, target_of
 
 @contextlib.contextmanager
 def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, backend: Backend) -> Iterator[Path]:
-    """Makes the run directory, or checks the one that is there; within it, it is this run's alone.
+    """Makes the run directory, or checks an existing one, and locks it for this run while within the context.
 
-    The chief does it, and all workers hear of it.
+    The chief does so; the other workers get the result from it.
 
-    Returns:
+    Yields:
         The directory, absolute.
 
     Raises:
@@ -50,14 +52,17 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
             try:
                 wait = A_LOOK
                 if backend.member and backend.member.generation:
-                    run_dir, resume = backend.member.run_directory or run_dir, "auto" if resume == "never" else resume
-                    wait = start_timeout()  # the last chief's host may be cut off, and the chief not know it yet
-                kept = backend.member is not None and backend.member.kept is not None
-                directory = _prepare(task, run_dir, resume, kept)
+                    # A later attempt goes on with the directory of the first one, whatever was asked for.
+                    run_dir = backend.member.run_directory or run_dir
+                    resume = "auto" if resume == "never" else resume
+                    wait = start_timeout()  # a chief whose host was cut off may not know that yet, and hold the lock
+                in_memory = backend.member is not None and backend.member.kept is not None
+                directory = _prepare(task, run_dir, resume, in_memory)
                 stack.enter_context(locked(directory, wait))
+                # Only with the lock: a run that is refused must leave no record.
                 trust.note(directory, target_of(task))
                 answer = ["", str(directory)]
-            except UsageError as error:
+            except UsageError as error:  # raised on all workers below
                 answer = [str(error), ""]
         problem, path = backend.broadcast_json(answer)
         if problem:
@@ -67,26 +72,21 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
         yield Path(path)
 
 
-def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, kept: bool) -> Path:
-    """Makes the run directory, or checks the one that is there; `kept`: its state is in memory, not in checkpoints."""
+def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in_memory: bool) -> Path:
+    """Makes the run directory, or checks an existing one.
+
+    Args:
+        task: the task.
+        run_dir: the directory; None: a new one below `runs/`.
+        resume: the option.
+        in_memory: whether the run goes on from a snapshot in memory, so that there may be no checkpoint.
+    """
     name = type(task).__name__
     if run_dir is None:
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "run"
-        directory = Path("runs") / f"{slug}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
-    else:
-        directory = Path(run_dir)
-    directory = directory.resolve()
-    try:
-        if not directory.is_dir():
-            directory.mkdir(parents=True, exist_ok=True)
-            fsync_directory(directory.parent)
-        probe = directory / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"the run directory {directory} can't be written ({error.strerror}): give another one, or make it writable"
-        ) from None
+        run_dir = Path("runs") / f"{slug}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
+    directory = Path(run_dir).resolve()
+    _make_writable(directory)
     integrity.check_files(directory)
     about = read_json(directory / "run.json")
     if not about and (directory / "run.json").exists():
@@ -102,43 +102,67 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ke
                 f'the run directory {directory} holds checkpoints, and resume="never" would write over them: give '
                 'another run directory, or resume="auto" to go on from them'
             )
-    elif not kept:
+    elif not in_memory:
         integrity.check_checkpoints(directory, about)
     return directory
 
 
-def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
-    """Takes the run to where its checkpoint is, if it has one.
+def _make_writable(directory: Path) -> None:
+    """Makes a directory, unless it is there, and tries to write into it."""
+    try:
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            fsync_directory(directory.parent)
+        probe = directory / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"the run directory {directory} can't be written ({error.strerror}): give another one, or make it writable"
+        ) from None
 
-    The chief reads the files; the other workers take the position from it, and the variables by the broadcast that
-    follows.
+
+class Restored(NamedTuple):
+    """A checkpoint, as the chief has read it.
+
+    Attributes:
+        path: of the checkpoint.
+        state: its manifest, with the history.
+        adopted: the options that have changed since.
+        tensors: its tensors, by name.
+    """
+
+    path: Path
+    state: dict[str, Any]
+    adopted: list[str]
+    tensors: dict[str, np.ndarray]
+
+
+def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
+    """Takes the run to the position of its checkpoint, if it has one.
+
+    The chief reads the files. The other workers get the position from it, and the variables by a broadcast.
 
     Args:
         run: the run, at the start of its first phase.
         enter_phase: takes it to the next phase.
 
     Returns:
-        The checkpoint, or None: the run starts.
+        The checkpoint; None: the run starts from step 0.
 
     Raises:
         UsageError: the checkpoint is of other settings or another model. (On all workers, by `Run.synchronize`.)
     """
-    found, tensors = None, None
-    adopted: list[str] = []
+    read = None
     if run.backend.is_chief:
         with run.defer_errors():
-            kept = run.backend.member and run.backend.member.kept
-            found = (kept.path, kept.state) if kept else _find(run)
-            if found is not None:
-                with of_a_run(found[0]):
-                    adopted = _compare(run, *found)
-                tensors = arrays(kept.tensors) if kept else checkpoint_files.read(*found)
-                with of_a_run(found[0]):
-                    found[1]["history"] = jsonable(stored_history(*found))
+            read = _read(run)
     run.synchronize()
-    path, state, adopted = run.backend.broadcast_json([str(found[0]), found[1], adopted] if found else [None, None, []])
+    answer: list[Any] = [None, None, []] if read is None else [str(read.path), read.state, read.adopted]
+    path, state, adopted = run.backend.broadcast_json(answer)
     if path is None:
         return None
+    tensors = None if read is None else read.tensors
     with run.defer_errors(), of_a_run(path):
         for _ in range(index_of(state, run.task)):
             enter_phase()
@@ -146,16 +170,31 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
     run.synchronize()
     run.backend.broadcast_variables(run.variables)
     stream_state = stream_of(run, tensors)  # on all workers, because it holds collectives
-    if not {"batch_size", "drop_remainder"} & set(adopted):  # else it has batches of the old size
+    if not {"batch_size", "drop_remainder"} & set(adopted):  # else the iterator's state has batches of the old size
         run.data.restore_stream(stream_state)
     if run.backend.is_chief and Path(path).parent == run.directory / "checkpoints":
         run.checkpointing.continue_from(Path(path))
     return Path(path)
 
 
+def _read(run: Run) -> Restored | None:
+    """On the chief: the checkpoint to go on from, or the snapshot that an elastic job has in memory."""
+    kept = run.backend.member and run.backend.member.kept
+    found = (kept.path, kept.state) if kept else _find(run)
+    if found is None:
+        return None
+    path, state = found
+    with of_a_run(path):
+        adopted = _compare(run, path, state)
+    tensors = arrays(kept.tensors) if kept else checkpoint_files.read(path, state)
+    with of_a_run(path):
+        state["history"] = jsonable(stored_history(path, state))
+    return Restored(path, state, adopted, tensors)
+
+
 @contextlib.contextmanager
 def of_a_run(path: Path | str) -> Iterator[None]:
-    """Within it, a manifest of unknown origin is read: what it lacks is an error of the input."""
+    """Within it, the manifest at `path` is read, which may be of any origin: wrong contents become a `UsageError`."""
     try:
         yield
     except UsageError:
@@ -167,29 +206,31 @@ def of_a_run(path: Path | str) -> Iterator[None]:
 def _find(run: Run) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint to go on from, and its manifest."""
     checkpoint_files.mend(run.directory / "checkpoints")
-    own, resume = run.checkpoints(), run.options["resume"]
-    if own or resume in ("auto", "never"):  # once the run is under way, where it started from has no part in it
+    own = run.checkpoints()
+    resume = run.options["resume"]
+    # Once the run has checkpoints of its own, it goes on from them, not from where it started again.
+    if own or resume in ("auto", "never"):
         return newest(own)
     return locate(Path(resume))
 
 
 def newest(paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest good one of these checkpoints, and its manifest; bad ones are named and passed over."""
+    """The newest of these checkpoints that is good, and its manifest; damaged ones are reported and passed over."""
     return checkpoint_files.newest(paths, lambda text: tell(f"warning: {text}"), manifest.verify)
 
 
 def locate_weights(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint whose weights are the result of a run: the best where the run keeps it, else as `locate`."""
-    found, about = locate(path)
-    step = about["best"]["step"] if "best" in about else about["step"]
-    if found == path or step == about["step"]:
-        return found, about
-    best = found.parent / f"step-{step:08d}"
+    """The checkpoint whose weights are the result of a run: the best if the run keeps it, else as `locate`."""
+    last, last_state = locate(path)
+    step = last_state["best"]["step"] if "best" in last_state else last_state["step"]
+    if last == path or step == last_state["step"]:
+        return last, last_state
+    best = last.parent / f"step-{step:08d}"
     try:
         return best, manifest.verify(best)
     except checkpoint_files.CheckpointError as error:
         tell(f"warning: the best checkpoint is passed over: {error}")
-        return found, about
+        return last, last_state
 
 
 def locate(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -211,50 +252,54 @@ def task_of(run_dir: Path, task_target: str | None, trusted: bool = False) -> tu
 
     Args:
         run_dir: a run directory, or a checkpoint.
-        task_target: where the task is, as it was typed; None: where this user had it when he trained in that directory.
-        trusted: whether the task that the directory itself names may be imported, without asking who wrote it.
+        task_target: the target of the task; None: the one with which this user has trained in that directory.
+        trusted: whether the target that the directory itself names may be imported.
 
     Raises:
-        UsageError: there is no checkpoint; or it isn't known where the task is.
+        UsageError: there is no checkpoint; or the target isn't known.
     """
-    path, found = locate(run_dir)
+    path, state = locate(run_dir)
     with of_a_run(path):
-        named = found["run"].get("target")
-        place_ = task_target or (named if trusted else trust.target_of(run_dir))
-        recorded = found["run"]["hyperparameters"].items()
+        recorded_target = state["run"].get("target")
+        target = task_target or (recorded_target if trusted else trust.target_of(run_dir))
+        recorded = state["run"]["hyperparameters"].items()
         fields = {name: value for name, value in recorded if HIDDEN not in json.dumps(value)}
         if missing := [name for name, _ in recorded if name not in fields]:
             tell(f"note: {', '.join(missing)}: a run does not record secrets, so the task's default is taken")
-    if not place_:
-        raise UsageError(f"{run_dir}: {_unknown(named)}")
-    if not isinstance(place_, str):
-        raise UsageError(f"{path}: its manifest names the task {place_!r:.99}: give it as --target file.py:Class")
-    return task_loader.load(place_, fields=fields), found
+    if not target:
+        raise UsageError(f"{run_dir}: {_unknown(recorded_target)}")
+    if not isinstance(target, str):
+        raise UsageError(f"{path}: its manifest names the task {target!r:.99}: give it as --target file.py:Class")
+    return task_loader.load(target, fields=fields), state
 
 
-def _unknown(named: Any) -> str:
-    if not named:
+def _unknown(recorded_target: Any) -> str:
+    """The message for a directory whose task isn't known, or not trusted."""
+    if not recorded_target:
         return "it doesn't say in which file its task is: give it as --target file.py:Class"
     return (
-        f"you haven't trained there on this machine, and the code that it names ({str(named)!r:.200}) isn't run "
-        "unasked: give the task as --target file.py:Class, or --trust if that directory is yours"
+        f"you haven't trained there on this machine, and the code that it names ({str(recorded_target)!r:.200}) isn't "
+        "run unasked: give the task as --target file.py:Class, or --trust if that directory is yours"
     )
 
 
-def _compare(run: Run, path: Path, found: dict[str, Any]) -> list[str]:
-    """Refuses to go on with another task or other settings, unless that is to be accepted; tells what changes the bits.
+def _compare(run: Run, path: Path, state: dict[str, Any]) -> list[str]:
+    """Refuses to go on with another task or with other settings that aren't accepted; reports what changes the bits.
 
     Returns:
         The names of the options that have changed.
     """
-    before, now = redact(found["run"]), redact(run.info)
+    before = redact(state["run"])
+    now = redact(run.info)
     if before["task"] != now["task"]:
         raise UsageError(f"{path} is of the task {before['task']!r}, not {now['task']!r}: give another run directory")
     pairs = {name: (before["options"][name], now["options"][name]) for name in KEPT if name in before["options"]}
-    pairs |= {"the stream's split over workers": (found["layout"], run.step.data.train.layout)}
-    old, new = before["hyperparameters"], now["hyperparameters"]
-    pairs |= {f"the field {name}": (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])}
-    pairs |= _phases(before.get("phases"), now.get("phases"), index_of(found, run.task))
+    pairs["the stream's split over workers"] = (state["layout"], run.step.data.train.layout)
+    old_fields = before["hyperparameters"]
+    new_fields = now["hyperparameters"]
+    for name in dict.fromkeys([*old_fields, *new_fields]):
+        pairs[f"the field {name}"] = (old_fields.get(name), new_fields.get(name))
+    pairs |= _phases(before.get("phases"), now.get("phases"), index_of(state, run.task))
     changed = differences(pairs)
     if changed and not run.options["accept_changes"]:
         raise UsageError(
@@ -263,30 +308,35 @@ def _compare(run: Run, path: Path, found: dict[str, Any]) -> list[str]:
         )
     for text in changed:
         tell(f"note: goes on with another setting: {text}")
-    places = {name: (before[name], now[name]) for name in ("backend", "replicas")}
+    _report_place(before, now)
+    return [name for name, (was, is_) in pairs.items() if _differ(was, is_)]
+
+
+def _report_place(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Reports what is different of the machine, the versions and the backend: the bits may be different then."""
+    pairs = {name: (before[name], now[name]) for name in ("backend", "replicas")}
     for name in ("versions", "machine"):
-        places |= {key: (before[name].get(key), now[name][key]) for key in now[name]}
-    if moved := differences(places):
+        pairs |= {key: (before[name].get(key), now[name][key]) for key in now[name]}
+    if moved := differences(pairs):
         tell(
             f"note: goes on elsewhere than it was: {'; '.join(moved)}. The examples are the same; the weights will be "
             "so to rounding, not to the bit"
         )
-    return [name for name, (was, is_) in pairs.items() if _differ(was, is_)]
 
 
 def _phases(before: Any, now: Any, index: int) -> dict[str, tuple[Any, Any]]:
-    """What must stay as it was: all of the phases that are over, and of the one under way all but its length."""
+    """What must stay as it was: the phases that are over, and the one under way except for its length."""
     if not before or not now:
         return {"phases": (before or None, now or None)}
     begun = []
     for phases in (before, now):
-        current = [{"name": each["name"], "batch_size": each["batch_size"]} for each in phases[index : index + 1]]
+        current = [{"name": phase["name"], "batch_size": phase["batch_size"]} for phase in phases[index : index + 1]]
         begun.append(phases[:index] + current)
     return {"the phases so far": (begun[0], begun[1])}
 
 
 def differences(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Of what has another value now, a text each."""
+    """A text for each pair whose values differ."""
     return [f"{name} was {was!r:.200}, now {is_!r:.200}" for name, (was, is_) in pairs.items() if _differ(was, is_)]
 
 

@@ -1,4 +1,4 @@
-"""A model as it is served: what `compute` calls it with becomes the inputs of a SavedModel."""
+"""A model as it is served: the tensors with which `compute` calls it become the inputs of a SavedModel."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from loop.step.build import BuiltModel
 from loop.step.example_trace import of_size, put_back
 from loop.step.replica import probing
 from loop.step.tracing import as_written
+from loop.task import TrainTask
 
 if TYPE_CHECKING:
     from loop.run.run import Run
-from loop.task import TrainTask
 
 
 def examples_for(built: BuiltModel, example: Any) -> Any:
-    """Examples for a model to be called with: as many as it takes, where it takes no other number."""
+    """Examples for a model to be called with: as many as it takes, if it takes batches of one size alone."""
     return example if built.fixed_rows is None else of_size(example, built.fixed_rows)
 
 
@@ -34,7 +34,7 @@ def export_run(run: Run, out: Path) -> tuple[Any, Any]:
     """Writes the model of a run that is under way as a SavedModel; see `Run.export`."""
     tensors = averaged(arrays(snapshot(run)[0]))
     data = run.step.data
-    # Another model: that of the run may be in several places, or in others' hands, and has its raw weights.
+    # In a model of its own: the run's variables may be on several devices or servers, and hold no averages.
     built = run.session.build_again()
     assign(numbered("model", all_variables(built.model)), tensors)
     served = served_by(run.task, built, data.eval or data.train)
@@ -43,19 +43,19 @@ def export_run(run: Run, out: Path) -> tuple[Any, Any]:
 
 
 def served_by(task: TrainTask, built: BuiltModel, source: Source) -> Served:
-    """The model as `compute` calls it. Where examples are padded, axes whose length padding decides are open.
+    """The model as `compute` calls it. If examples are padded, the axes whose length padding decides are open.
 
     Args:
         task: the task.
         built: its model.
-        source: the data that the model is called with here.
+        source: the data from whose examples the inputs are found out.
     """
     args, kwargs = call_of(task, built.model, examples_for(built, source.example))
     return Served(built.model, args, kwargs, _longer_shapes(task, built, source))
 
 
 def _longer_shapes(task: TrainTask, built: BuiltModel, source: Source) -> list[tf.TensorShape]:
-    """The shapes of the model's inputs where examples are padded more; none where that can't be."""
+    """The shapes of the model's inputs with more padding; empty if examples aren't padded, or can't be longer."""
     longer = source.longer_example()
     if longer is None:
         return []
@@ -102,9 +102,9 @@ class Served(tf.Module):
 
     Args:
         model: the model.
-        args: what it is called with; a tensor is an input, all else stays as it is here.
+        args: the arguments that it is called with; tensors become inputs, other values are fixed.
         kwargs: the same by name.
-        other_shapes: those of the same tensors in another call; an axis that differs is open.
+        other_shapes: the shapes of the same tensors in another call; an axis that differs is open.
     """
 
     def __init__(
@@ -121,15 +121,16 @@ class Served(tf.Module):
             raise UsageError("compute() calls the model without a tensor: there is nothing to serve")
         if list(inputs) == ["input_0"]:
             inputs = {"inputs": inputs["input_0"]}
-        self._call, self._inputs = Hidden((args, kwargs)), Hidden(inputs)
+        self._call = Hidden((args, kwargs))
+        self._inputs = Hidden(inputs)
         self._other_shapes = Hidden(list(other_shapes))
-        specs = {name: self._spec(i, leaf, name) for i, (name, leaf) in enumerate(self._inputs.value.items())}
+        specs = {name: self._spec(index, leaf, name) for index, (name, leaf) in enumerate(inputs.items())}
         signature = [specs if len(specs) > 1 else next(iter(specs.values()))]
         self.serve = tf.function(self._serve, input_signature=signature, autograph=False)
 
     def _spec(self, index: int, leaf: tf.Tensor, name: str) -> tf.TensorSpec:
-        """Any number of examples, and what else a functional Keras model leaves open."""
-        known = [each.shape for each in getattr(self.model, "inputs", None) or ()]
+        """The shape of an input: any number of examples, and open axes where the model leaves them open."""
+        known = [symbol.shape for symbol in getattr(self.model, "inputs", None) or ()]
         shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])
         others = self._other_shapes.value
         if len(others) == len(self._inputs.value) and others[index].rank == shape.rank:
@@ -144,23 +145,23 @@ class Served(tf.Module):
 
     def call(self, inputs: dict[str, tf.Tensor]) -> Any:
         """The model's outputs: a tensor, or tensors by name."""
-        left = iter(inputs[name] for name in self._inputs.value)
+        tensors = iter([inputs[name] for name in self._inputs.value])
         args, kwargs = keras.tree.map_structure(
-            lambda leaf: next(left) if tf.is_tensor(leaf) else leaf, self._call.value
+            lambda leaf: next(tensors) if tf.is_tensor(leaf) else leaf, self._call.value
         )
         return plain_outputs(as_written(called)(self.model, args, kwargs))
 
     def example(self) -> Any:
         """The examples that it was made with, as `serve` takes them."""
-        found = {name: tensor.numpy() for name, tensor in self._inputs.value.items()}
-        return found if len(found) > 1 else next(iter(found.values()))
+        arrays_ = {name: tensor.numpy() for name, tensor in self._inputs.value.items()}
+        return arrays_ if len(arrays_) > 1 else next(iter(arrays_.values()))
 
     def outputs(self) -> Any:
-        """What `serve` gives for them."""
+        """The outputs of `serve` for these examples."""
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), self.serve(self.example()))
 
     def skeleton(self) -> Any:
-        """What the model is called with as JSON values; the name of an input stands as `{"input": name}`."""
+        """The arguments of the model as JSON values; an input is `{"input": name}`."""
         names = iter(self._inputs.value)
         return keras.tree.map_structure(
             lambda leaf: {"input": next(names)} if tf.is_tensor(leaf) else leaf, self._call.value
@@ -168,38 +169,40 @@ class Served(tf.Module):
 
 
 class Hidden:
-    """A value that a `tf.Module` holds, and that isn't saved with it."""
+    """Hides a value in a `tf.Module` from TensorFlow, which would save it with the module."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def called(model: Any, args: Any, kwargs: Any) -> Any:
-    """Calls the model; a function of its own, so that AutoGraph converts it."""
+    """Calls the model. A function by itself, so that AutoGraph converts it."""
     return model(*args, **kwargs)
 
 
 def plain_outputs(outputs: Any) -> Any:
-    """What a model returned: a tensor as it is, several by name; bfloat16, which few know, as float32."""
-    found = {
-        name: tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
-        for name, tensor in named_tensors(outputs, "output").items()
-    }
-    return found["output_0"] if tf.is_tensor(outputs) else found
+    """The outputs of a model: one tensor as it is, several by name; bfloat16, which few programs read, as float32."""
+    tensors = named_tensors(outputs, "output")
+    for name, tensor in tensors.items():
+        if tensor.dtype == tf.bfloat16:
+            tensors[name] = tf.cast(tensor, tf.float32)
+    return tensors["output_0"] if tf.is_tensor(outputs) else tensors
 
 
 def named_tensors(structure: Any, kind: str) -> dict[str, tf.Tensor]:
-    """The tensors of a structure, by the keys that lead to them; `kind_0`, `kind_1` where there are none."""
-    found: dict[str, tf.Tensor] = {}
+    """The tensors of a structure, named by their keys in it; `kind_0`, `kind_1` and so on without keys."""
+    tensors: dict[str, tf.Tensor] = {}
     for path, leaf in keras.tree.flatten_with_path(structure):
         if tf.is_tensor(leaf):
             name = "_".join(re.sub(r"\W", "_", key) for key in path if isinstance(key, str))
-            found[name if name and name not in found else f"{name or kind}_{len(found)}"] = leaf
-    return found
+            if not name or name in tensors:
+                name = f"{name or kind}_{len(tensors)}"
+            tensors[name] = leaf
+    return tensors
 
 
 def save(served: Served, partial: Path, out: Path) -> None:
-    """Writes the model in the format that the name of `out` says."""
+    """Writes the model to `partial`, in the format that the name of `out` asks for."""
     if out.suffix != ".keras":
         tf.saved_model.save(served, str(partial), signatures={"serving_default": served.serve})
         return
@@ -214,5 +217,5 @@ def save(served: Served, partial: Path, out: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -30,8 +30,8 @@ class Session:
         backend: the backend.
         options: those of `fit`, the same in all phases.
         index: of the phase that is entered. The phases before it are entered, too, in order.
-        trained_on: for a model that isn't trained here: on how many replicas it was.
-        change: replaces what the task returns as its data, such as by a part of it.
+        trained_on: for a model that isn't trained here, the number of replicas on which it was trained.
+        change: replaces the data that the task returns, for example by a part of it.
 
     Attributes:
         task: the task.
@@ -39,14 +39,14 @@ class Session:
         options: those of `fit`, which callbacks may change in `on_setup`.
         index: of the phase.
         phase_options: the same, with what the phase has of its own.
-        data: the sources, not shared out.
+        data: the sources, not sharded yet.
         built: model and optimizer.
         learning_rates: of the optimizers, as the task has set them.
         model_variables: those of the model, of each phase so far.
         step: the compiled step, once `make_step` has made it.
 
     Raises:
-        UsageError: something that the task returned can't be trained.
+        UsageError: an object that the task returned can't be trained.
     """
 
     phase_options: dict[str, Any]
@@ -86,7 +86,7 @@ class Session:
         precision = self.options["precision"]
         self.built = build(self.task, self.backend, precision, self.data.train.example, self._row_counts(), model)
         self.learning_rates = learning_rates(self.built.optimizer)
-        # Their order may depend on which of them are trained, and so on the phase.
+        # Of each phase: the order of a model's variables may depend on which of them are trained.
         self.model_variables.append(model_variables(self.built.model))
 
     def _row_counts(self) -> RowCounts:
@@ -99,8 +99,8 @@ class Session:
         """Makes the compiled step of the phase.
 
         Args:
-            data: sources that are shared out; None: those of the task, as a run shares them out by default.
-            observer: is shown what each step computes.
+            data: sharded sources; None: those of the task, sharded as in a run by default.
+            observer: is called with what each step computes.
         """
         if data is None:
             data = self.data.sharded(self.backend, ShardData().policy)
@@ -114,13 +114,13 @@ class Session:
         return hasattr(self, "step")
 
     def build_again(self) -> BuiltModel:
-        """Builds the model of the phase once more, on one device, with new weights; random numbers go on as before."""
+        """Builds the model of the phase once more, on one device, with new weights. Random states stay as they are."""
         before = random_state()
         replicas = self.backend.replicas
         try:
             if self.index:
                 return Session(self.task, Backend(), self.options, self.index, trained_on=replicas).built
-            # Without opening the data again, which may take long.
+            # The data isn't opened again, which may take long.
             example = self.step.data.train.example
             return build(
                 self.task, Backend(), self.options["precision"], example, likely_rows(self.phase_options, replicas)
@@ -146,16 +146,16 @@ def options_and_backend(task: TrainTask, given: Mapping[str, Any]) -> tuple[dict
 
 
 def enter(task: TrainTask, options: dict[str, Any], index: int) -> dict[str, Any]:
-    """Tells the task which phase it is in; returns the options of that phase, whose random numbers start anew."""
+    """Sets the task's phase, and the random seeds of that phase; returns the options of the phase."""
     phases = phases_of(task)
     if phases:
-        object.__setattr__(task, "phase", phases[index])  # which a frozen dataclass would refuse
+        object.__setattr__(task, "phase", phases[index])  # a frozen dataclass would refuse `task.phase = ...`
         options = options_of(options, index, phases[index])
     keras.utils.set_random_seed(options["seed"])
     return options
 
 
 def index_of(manifest: dict[str, Any], task: TrainTask) -> int:
-    """The phase of the task of which a checkpoint is, by its manifest."""
+    """The index of the phase in which a checkpoint was taken, by its manifest."""
     index = manifest.get("phase", {}).get("index", 0)
     return min(index, max(len(phases_of(task)) - 1, 0))

@@ -1,7 +1,8 @@
-"""What a checkpoint holds of a run: its variables, its position, its history and its callbacks' states; to and fro."""
+"""What a checkpoint holds of a run: variables, position, history, callbacks' states; how it is taken and restored."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from loop.run.run import Run
 
 STREAM = "stream/"
-"""The names of iterators' states in a checkpoint begin with this."""
+"""The prefix of iterators' states in a checkpoint."""
 BATCH = "batch/"
-"""The names of what a step that wasn't finite was made from begin with this."""
+"""The prefix of the batch of a step that wasn't finite."""
 AVERAGES = "average/"
-"""The names of moving averages in a checkpoint begin with this, where those of the weights begin with `model/`."""
+"""The prefix of moving averages in a checkpoint, in place of the `model/` of their weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class WorkerParts:
 
 
 def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any]]:
-    """The run as it stands: its tensors by name, and all else as JSON values; but for `streams` and the history."""
+    """The state of a run: its tensors by name, and JSON values. `streams` and the history aren't in it."""
     tensors = {name: run.backend.snapshot(variable) for name, variable in named_variables(run).items()}
     return tensors, {
         "progress": dataclasses.asdict(run.progress),
@@ -74,20 +75,19 @@ def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any
 
 
 def history_of(run: Run) -> dict[str, Any]:
-    """What a checkpoint says of the history: how much of the journal is its; or, without a journal, all of it."""
-    try:
-        if run.history_in_journal:
+    """The history in a checkpoint: the length of the journal, which has it; without a journal, all of it."""
+    if run.history_in_journal:
+        with contextlib.suppress(OSError):  # the journal has been removed
             return {"journal": (run.directory / journal.NAME).stat().st_size}
-    except OSError:  # it has been removed
-        pass
     return {"history": jsonable(run.history)}
 
 
 def stored_history(path: Path, state: dict[str, Any]) -> list[history.Row]:
-    """The history of a run up to its checkpoint at `path`, and a note where some of it isn't there any more."""
-    if "history" in state:  # without a journal; or of an older version
+    """The history of a run up to its checkpoint at `path`; a note is printed if a part of it is lost."""
+    if "history" in state:  # of a run without a journal, or of an older version
         return [history.as_numbers(row) for row in state["history"]]
-    source, done = path.absolute().parent.parent / journal.NAME, Progress(**state["progress"])
+    source = path.absolute().parent.parent / journal.NAME
+    done = Progress(**state["progress"])
     rows = history.until(journal.read_history(source, state["journal"]), done.step)
     if lost := history.missing(rows, done.epoch):
         tell(
@@ -98,30 +98,38 @@ def stored_history(path: Path, state: dict[str, Any]) -> list[history.Row]:
 
 
 def streams(run: Run) -> dict[str, np.ndarray]:
-    """The state of each worker's iterator, or of the chief's where all read the same; nothing for addressed data."""
+    """The state of each worker's iterator, or of the chief's if all workers read the same; empty for arrays."""
     source = run.step.data.train
     if source.layout is None:
         state = source.state(run.data.iterator) if run.backend.is_chief else None
         return {} if state is None else {f"{STREAM}00000": state}
     state = source.state(run.data.iterator)
-    found = run.backend.gather_bytes(state if state is not None else np.zeros(0, np.uint8))
-    # Where one worker's is missing, all count.
-    return {f"{STREAM}{rank:05d}": each for rank, each in enumerate(found)} if all(map(len, found)) else {}
+    states = run.backend.gather_bytes(state if state is not None else np.zeros(0, np.uint8))
+    # Without the state of one worker, the others' are of no use: a resumed run reads up to its position instead.
+    if not all(map(len, states)):
+        return {}
+    return {f"{STREAM}{rank:05d}": state for rank, state in enumerate(states)}
 
 
 def stream_of(run: Run, tensors: dict[str, np.ndarray] | None) -> np.ndarray | None:
-    """What this worker's iterator goes on from; only the chief has the tensors. All workers must call it."""
+    """The state of this worker's iterator in a checkpoint, or None. All workers must call it.
+
+    Args:
+        run: the run.
+        tensors: those of the checkpoint, on the chief; None on the other workers.
+    """
     states = [value for name, value in (tensors or {}).items() if name.startswith(STREAM)]
-    there = int(run.backend.exchange(len(states))[0, 0])
-    if there not in (1, run.backend.workers):
+    stored = int(run.backend.exchange(len(states))[0, 0])
+    if stored not in (1, run.backend.workers):
         return None
     nothing = np.zeros(0, np.uint8)
-    all_states = [run.backend.gather_bytes(states[index] if states else nothing)[0] for index in range(there)]
-    return all_states[run.backend.rank if there > 1 else 0]
+    # The chief hands out one state after the other: each is as long as it is.
+    all_states = [run.backend.gather_bytes(states[index] if states else nothing)[0] for index in range(stored)]
+    return all_states[run.backend.rank if stored > 1 else 0]
 
 
-def own(run: Run) -> dict[str, Any]:
-    """What is this worker's own: the state of its generators, and of its callbacks."""
+def worker_state(run: Run) -> dict[str, Any]:
+    """The state of this worker alone: that of its generators, and of its callbacks."""
     return {
         "random": random_state(),
         "callbacks": {key: json_state(key, callback) for key, callback in run.callbacks.items()},
@@ -129,37 +137,43 @@ def own(run: Run) -> dict[str, Any]:
 
 
 def packed(rows: Rows, backend: Backend | None) -> dict[str, np.ndarray]:
-    """A batch as tensors of a checkpoint, of each worker of `backend` if there is one: serialised, uint8 [n]."""
-    leaves = [*tf.nest.flatten(rows.batch), rows.index]
-    own = [np.frombuffer(tf.io.serialize_tensor(leaf).numpy(), np.uint8) for leaf in leaves]
-    found = [backend.gather_bytes(leaf) if backend else [leaf] for leaf in own]
-    return {f"{BATCH}{i:05d}/{rank:05d}": each for i, leaf in enumerate(found) for rank, each in enumerate(leaf)}
+    """The tensors of a checkpoint that hold a batch: serialised, uint8 [n].
+
+    Args:
+        rows: of this worker.
+        backend: whose workers each have rows of their own, in which case all workers must call it; None: these rows
+            are the whole batch.
+    """
+    tensors = {}
+    for index, leaf in enumerate([*tf.nest.flatten(rows.batch), rows.index]):
+        text = np.frombuffer(tf.io.serialize_tensor(leaf).numpy(), np.uint8)
+        for rank, part in enumerate(backend.gather_bytes(text) if backend else [text]):
+            tensors[f"{BATCH}{index:05d}/{rank:05d}"] = part
+    return tensors
 
 
 def unpacked(tensors: dict[str, np.ndarray], example: Any) -> tuple[Any, tf.Tensor]:
     """The batch that `packed` has made, and the indices of its examples; `example` is a batch of such examples."""
     dtypes = [leaf.dtype for leaf in tf.nest.flatten(example)] + [tf.int64]
-    leaves = [
-        tf.concat(
-            [tf.io.parse_tensor(each.tobytes(), dtype) for name, each in tensors.items() if name.startswith(own)], 0
-        )
-        for own, dtype in ((f"{BATCH}{i:05d}/", dtype) for i, dtype in enumerate(dtypes))
-    ]
+    leaves = []
+    for index, dtype in enumerate(dtypes):
+        texts = [text for name, text in tensors.items() if name.startswith(f"{BATCH}{index:05d}/")]
+        leaves.append(tf.concat([tf.io.parse_tensor(text.tobytes(), dtype) for text in texts], 0))
     return tf.nest.pack_sequence_as(example, leaves[:-1]), leaves[-1]
 
 
 def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
-    """What a checkpoint has of each worker; None on all, where one of them has failed. All workers must call it.
+    """What a checkpoint has of each worker; None on all, if one of them has failed. All workers must call it.
 
     Args:
         run: the run.
-        fault_point: where a test lets this worker fail.
+        fault_point: the name of the point at which a test may have this worker fail.
     """
     parts = None
     with run.defer_errors():  # the other workers wait for this one in the collectives below
         if fault_point is not None:
             fault_injection.reached(fault_point, run.backend.rank, run.progress.step)
-        parts = own(run)
+        parts = worker_state(run)
     workers = run.backend.gather_json(parts)
     states = streams(run)
     return WorkerParts(workers, states) if all(workers) else None
@@ -172,14 +186,14 @@ def restore(
 
     Args:
         run: the run.
-        tensors: those of the snapshot; only the chief has them, the others get them by the broadcast.
+        tensors: those of the snapshot, on the chief; None on the other workers, which get them by a broadcast.
         state: the manifest of the snapshot.
-        adopted: the settings that have changed, and take effect on what was restored.
+        adopted: the options that have changed, and take effect on what was restored.
     """
     if tensors is not None:
-        assign(named_variables(run), {name: each for name, each in tensors.items() if not name.startswith(STREAM)})
+        assign(named_variables(run), {name: value for name, value in tensors.items() if not name.startswith(STREAM)})
     workers = state["workers"]
-    # Where the number of workers has changed, the state of the chief serves all.
+    # If the number of workers has changed, all take the chief's state.
     mine = workers[run.backend.rank if len(workers) == run.backend.workers else 0]
     run.data.restore_random(mine["random"])
     run.progress.restore(state["progress"])
@@ -188,16 +202,17 @@ def restore(
         run.plan.restore(state["phase"])
     if adopted:
         adopt(run, state, adopted)
+    # Last: a callback may look at the restored run.
     for key, callback in run.callbacks.items():
         if key in mine["callbacks"]:
             callback.load_state_dict(decoded(mine["callbacks"][key]))
 
 
 def adopt(run: Run, state: dict[str, Any], adopted: Sequence[str]) -> None:
-    """Gives changed settings, which the user has accepted, their effect on what was restored."""
-    run.epoch.clear_totals()  # the epoch's means are those of the steps with the new settings
+    """Applies options that have changed, which the user has accepted, to what was restored."""
+    run.epoch.clear_totals()  # the epoch's means are those of the steps with the new options
     if "batch_size" in adopted:
-        # At the same example, or up to a batch before it: none is left out.
+        # Rounded down to a step of the new size: some examples may come twice, but none is left out.
         old = state["run"]["options"]["batch_size"]
         run.progress.step_in_epoch = run.progress.step_in_epoch * old // run.options["batch_size"]
     optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
@@ -222,21 +237,21 @@ def json_state(key: str, callback: Any) -> dict[str, Any]:
 
 
 def encoded(value: Any) -> Any:
-    """JSON values in which floats that aren't finite, which JSON has not, stand as `{"float": "nan"}`."""
+    """JSON values, in which a float that isn't finite, and so no JSON, becomes `{"float": "nan"}`."""
     if isinstance(value, dict):
-        return {name: encoded(each) for name, each in value.items()}
+        return {name: encoded(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encoded(each) for each in value]
+        return [encoded(item) for item in value]
     return {"float": str(float(value))} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def decoded(value: Any) -> Any:
-    """What `encoded` was given."""
+    """The value of which `encoded` has made this one."""
     if isinstance(value, dict):
         if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf"):
             return float(value["float"])
-        return {name: decoded(each) for name, each in value.items()}
-    return [decoded(each) for each in value] if isinstance(value, list) else value
+        return {name: decoded(item) for name, item in value.items()}
+    return [decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def named_variables_of(built: BuiltModel) -> dict[str, Any]:
@@ -246,32 +261,34 @@ def named_variables_of(built: BuiltModel) -> dict[str, Any]:
 
 def named_variables(run: Run) -> dict[str, Any]:
     """All variables of a run by the names that they have in a checkpoint."""
-    found = named_variables_of(run.built)
+    named = named_variables_of(run.built)
     if run.step.averages.variables:
-        # Under the places and names of the weights that they are averages of: see `averaged`.
-        places = {id(variable): name for name, variable in found.items()}
+        # Each average has the number and name of its weight: see `averaged`.
+        names = {id(variable): name for name, variable in named.items()}
         weights = as_tf(trainable_variables(run.model))
         for weight, average in zip(weights, run.step.averages.variables, strict=True):
-            found[places[id(weight)].replace("model/", AVERAGES, 1)] = average
-    found |= numbered("carried", carried_variables(run.model))
-    return found | numbered("scale", run.step.scale.variables if run.step.scale else [])
+            named[names[id(weight)].replace("model/", AVERAGES, 1)] = average
+    named |= numbered("carried", carried_variables(run.model))
+    return named | numbered("scale", run.step.scale.variables if run.step.scale else [])
 
 
 def averaged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The model's variables of a checkpoint, with the moving averages of its weights where it has any."""
+    """The model's variables in a checkpoint, with the moving averages in place of the weights if it has any."""
     model = {name: value for name, value in tensors.items() if name.startswith("model/")}
-    averages = {name.replace(AVERAGES, "model/", 1): v for name, v in tensors.items() if name.startswith(AVERAGES)}
-    return model | averages
+    for name, value in tensors.items():
+        if name.startswith(AVERAGES):
+            model[name.replace(AVERAGES, "model/", 1)] = value
+    return model
 
 
 def numbered(kind: str, variables: Any) -> dict[str, Any]:
-    """TensorFlow variables by `kind/00000:name`; names repeat between processes of Keras, positions don't."""
-    names = variable_names(variables)
-    return {f"{kind}/{i:05d}:{name}": v for i, (name, v) in enumerate(zip(names, as_tf(variables), strict=True))}
+    """TensorFlow variables by `kind/00000:name`. The number identifies a variable: Keras repeats names."""
+    named = zip(variable_names(variables), as_tf(variables), strict=True)
+    return {f"{kind}/{index:05d}:{name}": variable for index, (name, variable) in enumerate(named)}
 
 
 def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Gives variables their stored values, after checking all of them: nothing is half loaded.
+    """Gives variables their stored values. All are checked first, so that nothing is half loaded.
 
     Raises:
         UsageError: there are more or fewer variables than stored tensors, or one has another shape or dtype.
@@ -293,12 +310,12 @@ def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; what JSON doesn't know becomes text."""
+    """A value as JSON; an object that JSON can't hold becomes text."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, float):
         return jsonable(value)
-    # An object's address is another one in each process.
+    # Without an object's address, which is another one in each process.
     return value if isinstance(value, str | int | bool | type(None)) else re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class RunStatus:
-    """How a run stands.
+    """The status of a run, and its `run.json`.
 
     Attributes:
         name: `finished`, unless it was `stopped` by a callback or `preempted` by a signal.
-        started: whether this attempt stands where it starts. Until then `run.json` is that of the attempt before.
-        best_step: the step whose weights the model has at the end, where those aren't of the last one.
+        started: whether this attempt has restored the run's state. Until then `run.json` is the last attempt's.
+        best_step: the step of the weights that the model has at the end, if they aren't those of the last step.
     """
 
     def __init__(self, directory: Path, is_chief: bool) -> None:
@@ -42,7 +42,7 @@ class RunStatus:
         self._anchor = Anchor(directory) if is_chief else None
 
     def follow(self, decision: Decision) -> None:
-        """Takes in what the workers have agreed on."""
+        """Notes what the workers have agreed on."""
         if decision.stop:
             self.name = "preempted" if decision.signalled else "stopped"
 
@@ -65,7 +65,7 @@ class RunStatus:
             self._anchor.check()
 
     def write(self, run: Run, status: str) -> None:
-        """Writes `run.json` (chief only). An attempt that fails before it starts keeps what the file says."""
+        """Writes `run.json` (chief only). An attempt that fails before it has started keeps the previous status."""
         if not run.backend.is_chief:
             return
         self.check_directory()
@@ -81,7 +81,7 @@ class RunStatus:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Who, what, versions, topology: JSON values."""
+    """The task, its options, the model's size, the backend, versions and machine, as JSON values."""
     backend = run.backend
     phases = {"phases": as_json(run.plan.named)} if run.plan.named else {}
     return {
@@ -110,8 +110,8 @@ def describe(run: Run) -> dict[str, Any]:
 def _versions(backend: str) -> dict[str, str]:
     """The versions of Python and of the packages that results depend on."""
     versions = {"python": sys.version.split()[0]}
-    engine = ("horovod",) if backend == "horovod" else ()
-    for package in ("tfloop", "tensorflow", "keras", "numpy", *engine):
+    of_backend = ("horovod",) if backend == "horovod" else ()
+    for package in ("tfloop", "tensorflow", "keras", "numpy", *of_backend):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions

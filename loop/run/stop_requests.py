@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from loop.run.run import Run
 
 STOPPING_UNSAVED = "interrupted: the run ends, and saves nothing; a second Ctrl-C (or signal) ends it at once"
-"""Is printed at once for a stop by a signal, where no callback saves."""
+"""The message that is printed at once when a signal stops a run that no callback saves."""
 
 
 class StopRequests:
-    """What has asked this worker to stop. All workers stop together, at a boundary between calls.
+    """Whether this worker was asked to stop, and by what. All workers stop together, at a boundary between calls.
 
     Attributes:
-        reason: why a callback asked for it, or "".
-        signalled: whether a signal did.
+        reason: the reason of the callback that asked for it; "": none did.
+        signalled: whether a signal asked for it.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,9 @@ class StopRequests:
     def handling_signals(self, run: Run) -> Iterator[None]:
         """Within it, a signal that stops a command ends the run at the next boundary; a second one ends it at once.
 
-        SIGUSR1 asks for a checkpoint. A launcher of tfloop passes on its own signals, and ends this process itself at
-        a second one: the same signal twice here may have been sent once, to all processes of a service or a Slurm step.
+        SIGUSR1 asks for a checkpoint. In a job of tfloop, only the launcher counts signals: it passes its own on, and
+        ends this process at a second one. A worker that hears two may have heard one twice, since a service or a Slurm
+        step sends a signal to all processes.
         """
         stops = signals.stops()
         wishes = signals.Wishes()
@@ -54,7 +55,7 @@ class StopRequests:
         def stop(number: int, frame: FrameType | None) -> None:
             self.signalled = True
 
-        # A thread calls this at once; the handlers above run after the compiled call that is under way.
+        # Called by a thread, at once. The handlers above are called only after the compiled call under way.
         def announce(number: int) -> None:
             if number not in stops or os.environ.get(LAUNCHER) == str(os.getppid()):
                 return
@@ -74,8 +75,8 @@ class StopRequests:
 
 
 def _announce_stop(saves: bool) -> None:
-    """Prints at once what a signal does: the boundary may be far."""
+    """Prints at once what the signal does, since the next boundary may be minutes away."""
     text = signals.STOPPING if saves else STOPPING_UNSAVED
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a terminal that is gone, or closed
-        start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
+        start = "\r\x1b[K" if sys.stderr.isatty() else ""  # removes the progress bar from the line
         print(f"{start}{text}", file=sys.stderr, flush=True)

@@ -46,26 +46,31 @@ def state(model: Any) -> list[tf.Variable]:
     The seeds of a frozen layer aren't among its weights: its dropout goes on drawing.
     """
     fixed = {id(variable) for variable in as_tf(trainable_variables(model))}
-    fixed |= {id(v) for layer in layers(model) if not layer.trainable for v in as_tf(layer.weights)}
+    for layer in layers(model):
+        if not layer.trainable:
+            fixed |= {id(variable) for variable in as_tf(layer.weights)}
     return [variable for variable in as_tf(all_variables(model)) if id(variable) not in fixed]
 
 
 def has_own_state(model: Any) -> bool:
-    """Whether the model has state that each step changes, rows or not: seeds that are counted up, power iterations.
+    """Whether the model has state that a step changes even without rows, such as counted seeds or power iterations.
 
-    BatchNormalization's isn't such: without rows it stays as it is.
+    That of BatchNormalization stays as it is without rows.
     """
-    gathered = {id(v) for layer in batch_norms(model) for v in as_tf(layer.variables)}
+    gathered: set[int] = set()
+    for layer in batch_norms(model):
+        gathered |= {id(variable) for variable in as_tf(layer.variables)}
     return any(id(variable) not in gathered for variable in state(model))
 
 
 class _Keras3:
-    """Stands for the method `_moments` of a Keras 3 layer."""
+    """Replaces the method `_moments` of a Keras 3 layer."""
 
     def __init__(self, layer: Any, synchronised: bool) -> None:
-        # The class's own: a model that was trained before has one of these already.
+        # From the class: a layer that was trained before has one of these already.
         self._original = type(layer)._moments.__get__(layer)
-        self._layer, self._synchronised = layer, synchronised
+        self._layer = layer
+        self._synchronised = synchronised
 
     def __call__(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
         replica = current()
@@ -77,7 +82,7 @@ class _Keras3:
             return unless_stand_in(replica, self._original(inputs, mask), old)
         mean, variance, n = moments(replica, inputs, list(layer._reduction_axes), mask, old)
         if mask is not None:
-            # Keras divides by n + epsilon where there is a mask; so that one replica and many are the same:
+            # With a mask, Keras divides by n + epsilon. To give the same numbers as one replica, so do we.
             share = n / (n + keras.config.epsilon())
             variance = share * (variance + (mean - mean * share) ** 2)
             mean = mean * share
@@ -85,11 +90,12 @@ class _Keras3:
 
 
 class _Legacy:
-    """Stands for the method `_calculate_mean_and_var` of a tf_keras layer."""
+    """Replaces the method `_calculate_mean_and_var` of a tf_keras layer."""
 
     def __init__(self, layer: Any, synchronised: bool) -> None:
         self._original = type(layer)._calculate_mean_and_var.__get__(layer)
-        self._layer, self._synchronised = layer, synchronised
+        self._layer = layer
+        self._synchronised = synchronised
 
     def __call__(
         self, inputs: tf.Tensor, reduction_axes: Any, keep_dims: bool, mask: Any = None
@@ -100,21 +106,21 @@ class _Legacy:
         layer = self._layer
         old = tf.cast(layer.moving_mean, inputs.dtype), tf.cast(layer.moving_variance, inputs.dtype)
         if not self._synchronised or replica.backend.replicas == 1:
-            found = self._original(inputs, reduction_axes, keep_dims, mask=mask)
-            return unless_stand_in(replica, found, tuple(tf.reshape(each, tf.shape(found[0])) for each in old))
+            own = self._original(inputs, reduction_axes, keep_dims, mask=mask)
+            return unless_stand_in(replica, own, [tf.reshape(moment, tf.shape(own[0])) for moment in old])
         mean, variance, _ = moments(replica, inputs, list(reduction_axes), mask, old)
         if keep_dims:
-            form = [1 if axis in reduction_axes else size for axis, size in enumerate(inputs.shape)]
-            return tf.reshape(mean, form), tf.reshape(variance, form)
+            shape = [1 if axis in reduction_axes else size for axis, size in enumerate(inputs.shape)]
+            return tf.reshape(mean, shape), tf.reshape(variance, shape)
         return mean, variance
 
 
-def unless_stand_in(replica: Replica, found: Any, old: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance of the replica's rows; the moving ones, which then stay as they are, where it has none."""
-    real = replica.counts_something
-    if real is None:
-        return found
-    return tf.where(real, found[0], old[0]), tf.where(real, found[1], old[1])
+def unless_stand_in(replica: Replica, own: Any, moving: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance of the replica's own rows; without rows the moving ones, which then stay as they are."""
+    has_rows = replica.counts_something
+    if has_rows is None:
+        return own
+    return tf.where(has_rows, own[0], moving[0]), tf.where(has_rows, own[1], moving[1])
 
 
 def moments(
@@ -128,10 +134,9 @@ def moments(
     Args:
         replica: this replica.
         inputs: its tensor, of float32 or float64.
-        axes: over which to take them; all but the last of a mask's, where there is one.
+        axes: over which to take them; with a mask, all but the last axis.
         mask: which positions count; shape of the inputs without the last axis; or None.
-        empty: mean and variance where there is nothing at all: the moving ones, which then stay as they are, but for
-            rounding.
+        empty: mean and variance if no replica has a row: the moving ones, which then stay as they are, to rounding.
 
     Returns:
         Mean, variance (biased), and the count; shape [channels], the last a scalar.
@@ -147,12 +152,12 @@ def moments(
         mean = tf.reduce_sum(inputs * counted, axes) / tf.maximum(n, 1)
         q = tf.reduce_sum((inputs - mean) ** 2 * counted, axes)
     if replica.counts_something is not None:
-        n, mean, q = (tf.where(replica.counts_something, each, 0) for each in (n, mean, q))
+        n, mean, q = (tf.where(replica.counts_something, moment, 0) for moment in (n, mean, q))
     channels = mean.shape[0]
     table = replica.table(tf.concat([n[tf.newaxis], mean, q], 0))
     counts, means, squares = tf.split(table, [1, channels, channels], 1)
     total = tf.reduce_sum(counts)
-    some = tf.maximum(total, 1)
+    some = tf.maximum(total, 1)  # a quotient that isn't used must not be nan either: gradients would be nan, too
     mean = tf.reduce_sum(counts * means, 0) / some
     variance = (tf.reduce_sum(squares, 0) + tf.reduce_sum(counts * (means - mean) ** 2, 0)) / some
     return tf.where(total > 0, mean, empty[0]), tf.where(total > 0, variance, empty[1]), some

@@ -1,4 +1,4 @@
-"""Builds what a task describes: its model and optimizer, with all their variables, on a backend."""
+"""Builds the model and the optimizer of a task, with all their variables, on a backend."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class BuiltModel:
             trainable ones.
         minimized: the names of the values of each `step.minimize` of a training step, by the optimizer's name; "" is
             all.
-        values: the names of the values of `compute`, the loss first; none where there is no `compute`, and only a
-            training step of the task's own.
+        values: the names of the values of `compute`, the loss first; empty if the task has no `compute`, but a
+            training step of its own.
         metrics: Keras metrics by the name of the value that they are updated with.
         penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
         lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.step.lookups`.
-        fixed_rows: how many rows a batch must have, where the model takes no other number of them.
+        fixed_rows: how many rows a batch must have; None: any number.
     """
 
     model: Any
@@ -87,11 +87,11 @@ def build(
         backend: the backend, in whose scope variables are made.
         precision: a key of `PRECISIONS`.
         example: a few examples as a batch, on which `compute` is tried.
-        rows: how many rows it will be passed; None: not known.
+        rows: how many rows `compute` gets; None: not known.
         model: the model of the phase before; None: the task builds it.
 
     Raises:
-        UsageError: the task returned something that can't be trained; the message shows the fix.
+        UsageError: an object that the task returned can't be trained; the message shows the fix.
     """
     _check_loss_reduction(task)
     made: list[tf.Variable] = []
@@ -117,13 +117,11 @@ def build(
                 minimized = tried_step(task, optimizer, model, trial)
         _check_trainable(task, model)
         optimizers = assign_optimizers(task, model, optimizer)
-        # Slots exist before step 1, so that they can be broadcast and restored.
+        # Before step 1: the optimizers' slots must exist to be broadcast and restored.
         variables = trainable_variables(model)
         for one, indices in optimizers.values():
             one.build([variables[index] for index in indices])
-        lost = set(metrics).difference(names, *minimized.values())
-        if lost:
-            raise UsageError(f"build_metrics() has {sorted(lost)[0]!r}, but compute() returns no value of that name")
+        _check_metric_values(metrics, names, minimized)
         by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
     return BuiltModel(model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, trial.fixed)
 
@@ -143,6 +141,16 @@ def _check_model(model: Any) -> None:
         )
 
 
+def _check_metric_values(
+    metrics: Mapping[str, Any], names: Sequence[str], minimized: Mapping[str, Sequence[str]]
+) -> None:
+    without_value = set(metrics).difference(names, *minimized.values())
+    if without_value:
+        raise UsageError(
+            f"build_metrics() has {sorted(without_value)[0]!r}, but compute() returns no value of that name"
+        )
+
+
 def _check_trainable(task: TrainTask, model: Any) -> None:
     if not trainable_variables(model):
         where = f" in the phase {task.phase.name!r}, after begin_phase()" if task.phase else ""
@@ -158,8 +166,8 @@ def _try_compute(
     """Tries `compute` on a few examples. A model without an input shape makes its variables here.
 
     Returns:
-        The names of its values, none where only an own training step needs it and defines none; and whether the
-        model's own penalties grow with the number of rows.
+        The names of its values, empty for a task that has a training step of its own in place of `compute`; and
+        whether the model's own penalties grow with the number of rows.
     """
     if type(task).compute is TrainTask.compute and type(task).train_step is not TrainTask.train_step:
         return [], False
@@ -178,21 +186,23 @@ def _try_compute(
 
 
 def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: Backend) -> list[tf.Variable]:
-    """All that a call of the model or of the task's methods may change, as far as it can be known."""
-    found = [*others, *held_by(task), *global_seeds()]
-    with contextlib.suppress(ValueError):  # tf_keras, of a model without an input shape: it has no variables yet
-        found += model_variables(model)
-    # A task may still hold metrics that it made for another backend, which this build doesn't touch.
-    return [variable for variable in found if backend.can_read(variable)]
+    """The variables that a call of the model or of the task's methods may change, as far as they can be known."""
+    variables = [*others, *held_by(task), *global_seeds()]
+    with contextlib.suppress(ValueError):  # a tf_keras model without an input shape has no variables yet
+        variables += model_variables(model)
+    # A task may still hold metrics that it has made for another backend, which this build doesn't change.
+    return [variable for variable in variables if backend.can_read(variable)]
 
 
 def _by_lookup(
     task: TrainTask, model: Any, optimizers: Mapping[str, Any], backend: Backend, example: Any, fixed_rows: int | None
 ) -> dict[int, str]:
-    """The variables whose gradients are to keep a row for each lookup, as the task asks: tried on a few examples."""
-    asked = {index for each, of in optimizers.values() if lookups.matter(each) for index in of}
-    has_tables = any(not _is_plain(layer) for layer in layers(model) if layer is not model)
-    if backend.asynchronous or task.repeated_rows != "squared_each" or not asked or not has_tables:
+    """The variables whose gradients keep a row for each lookup, if the task asks for that: tried on a few examples."""
+    asked: set[int] = set()
+    for optimizer, indices in optimizers.values():
+        if lookups.matter(optimizer):
+            asked.update(indices)
+    if backend.asynchronous or task.repeated_rows != "squared_each" or not asked or not _may_look_up(model):
         return {}
     variables = trainable_variables(model)
 
@@ -200,22 +210,26 @@ def _by_lookup(
         with tf.GradientTape() as tape, probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
             loss = task.compute(model, batch, training=False)["loss"]
         gradients = tape.gradient(loss, as_tf(variables))
-        return [lookups.rows_of(each) for each in gradients]
+        return [lookups.rows_of(gradient) for gradient in gradients]
 
     def looked_up(batch: Any) -> list[np.ndarray]:
         logger = tf.get_logger()
         level = logger.level
-        logger.setLevel("ERROR")  # strategies warn of what isn't in a graph, because it is slow
+        logger.setLevel("ERROR")  # strategies warn that it is slow to run a function outside of a graph
         try:
-            return [each.numpy() for each in backend.first(backend.run(rows, batch))]
+            return [indices.numpy() for indices in backend.first(backend.run(rows, batch))]
         finally:
             logger.setLevel(level)
 
     with put_back(_state(task, model, carried_variables(model), backend)):
-        found = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
-    return {index: kind for index, kind in found.items() if index in asked}
+        kinds = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
+    return {index: kind for index, kind in kinds.items() if index in asked}
 
 
-def _is_plain(layer: Any) -> bool:
-    """Whether a layer is one of Keras's own that looks nothing up."""
-    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Embedding)
+def _may_look_up(model: Any) -> bool:
+    """Whether a layer of the model may look up rows of a table: an embedding, or one that isn't Keras's own."""
+    for layer in layers(model):
+        is_of_keras = type(layer).__module__.startswith("keras.")
+        if layer is not model and (not is_of_keras or isinstance(layer, keras.layers.Embedding)):
+            return True
+    return False

@@ -1,4 +1,4 @@
-"""Where `compute` is traced: with which rows, who must take part, and once more if the trace turns out to need it."""
+"""How `compute` is traced: with which rows, which replicas must take part, and whether it must be traced again."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from loop.step.replica import CollectiveNeededError, Replica, within
 
 
 class RetraceError(Exception):
-    """Raised while tracing: something has turned out by which the graph must be another one."""
+    """Raised while tracing: the trace has shown that the graph must be built in another way."""
 
 
 class Computing:
-    """What is known of the task's `compute`, by the source of its batches, from tracing it.
+    """What tracing the task's `compute` has shown, for each source of batches.
 
     Args:
-        backend: the engine.
+        backend: the backend.
         data: the sources, sharded.
         seed: the seed of the run.
-        compiled: the source whose batches XLA is to compute, if any.
+        compiled: the source whose batches XLA computes, if any.
         fixed_rows: how many rows a batch must have; None: any number.
 
     Attributes:
-        everyone: the sources whose batches all replicas must compute, with rows or without.
-        uncompiled: those that XLA can't compile.
+        everyone: the sources whose batches all replicas must compute, also those without rows.
+        uncompiled: the sources whose batches XLA can't compute after all.
         isolated: whether forward and backward pass of a step are a graph of their own; see `ForwardPass`.
     """
 
     def __init__(
         self, backend: Backend, data: Data, seed: int, compiled: Source | None, fixed_rows: int | None = None
     ) -> None:
-        self._backend, self._seed, self._fixed_rows = backend, seed, fixed_rows
+        self._backend = backend
         self._data = data
+        self._seed = seed
+        self._fixed_rows = fixed_rows
         self._compiled = compiled
         self.everyone: set[Any] = set()
         self.uncompiled: set[Any] = set()
@@ -52,23 +54,24 @@ class Computing:
         return source is self._compiled and source not in self.uncompiled
 
     def fail(self, problem: UsageError) -> UsageError:
-        """Notes an error that is raised while tracing, which TensorFlow wraps in a text of its own."""
+        """Notes an error that is raised while tracing, since TensorFlow wraps it in one of its own; returns it."""
         self._problem = problem
         return problem
 
     def call(self, function: Callable[[], Any], iterator: Any, *numbers: int, compile: Callable[[], None]) -> Any:
-        """Calls a compiled function on the engine; makes it anew where tracing it has found that it must be.
+        """Calls a compiled function on the backend. If it must be traced again, makes it anew and calls that.
 
         Args:
-            function: gives the function.
+            function: returns the compiled function.
             iterator: of the data.
-            *numbers: its other arguments.
-            compile: makes the function anew.
+            *numbers: the other arguments of the compiled function.
+            compile: makes the compiled function anew.
         """
         try:
             return self._backend.call(function(), iterator, *numbers)
         except Exception as error:
-            problem, self._problem = self._problem or self._reading_problem() or stacking_problem(error), None
+            problem = self._problem or self._reading_problem() or stacking_problem(error)
+            self._problem = None
             if problem is None:
                 raise
             if not isinstance(problem, CollectiveNeededError | RetraceError):
@@ -84,13 +87,21 @@ class Computing:
         return next((failure for failure in failures if isinstance(failure, Exception)), None)
 
     def of_rows(self, source: Source, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:
-        """What `some` makes of the replica's rows; `nothing` where it has none and needn't take part."""
+        """The result of `some` for the replica's rows; that of `nothing` if it has none, and needn't take part.
+
+        Args:
+            source: of the batch.
+            rows: of the replica.
+            parts: into how many micro-batches the batch is cut.
+            some: computes the rows; its argument is a stand-in for a replica without rows, or None.
+            nothing: returns the result without rows.
+        """
         if not source.leaves_some_without(self._backend.replicas * parts):
             return some(None)
         if source in self.everyone:
             first = tf.nest.map_structure(lambda tensor: tensor[:1], source.example)
             return some(first if self._fixed_rows is None else of_size(first, self._fixed_rows))
-        # Which variables are connected is known when `nothing` is traced: `some` is traced first.
+        # `some` is traced first: `nothing` must know which variables it has found to be connected.
         return tf.cond(count(rows.batch) > 0, lambda: some(None), nothing)
 
     @contextlib.contextmanager
@@ -108,7 +119,7 @@ class Computing:
                 yield replica
         except Exception as error:
             own = replica.problem or (error if isinstance(error, UsageError) else None)
-            self._problem = own or self._problem  # another replica's error may be what has ended this one
+            self._problem = own or self._problem  # this replica's error may be only an echo of another replica's
             if not isinstance(self._problem, CollectiveNeededError):
                 raise
             self.everyone.add(source)

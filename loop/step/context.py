@@ -24,23 +24,23 @@ from loop.task import TrainTask
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepContext:
-    """What a trace of a step reads.
+    """What all traces of a step share; a trace reads it.
 
     Attributes:
-        plan: what was decided once.
+        plan: the decisions that hold for every step.
         task: the task.
         built: its model and optimizers.
         backend: the backend.
         source: the training data.
-        computing: what is known of `compute` from tracing it.
+        computing: what tracing `compute` has shown.
         layout: of the totals.
         marker: notes what this worker does within a call.
         scale: the loss scale, with float16.
         averages: the moving averages of the weights.
         state: the variables that the forward pass changes.
         statistics: those of them that replicas may gather differently.
-        kept_batch: the last batch of a stream that wasn't finite.
-        observer: is shown what a step computes.
+        kept_batch: keeps the last batch of a stream that wasn't finite.
+        observer: is called with what a step computes.
     """
 
     plan: StepPlan
@@ -75,6 +75,7 @@ class StepContext:
     def changed_by(self, optimizer: str) -> list[tf.Variable]:
         """The variables that a `minimize` changes when its gradients are applied."""
         slots: list[tf.Variable] = []
+        # Always in one order: local steps average them in collectives.
         for name, (instance, _) in self.built.optimizers.items():
             if optimizer in ("", name):
                 slots += as_tf(optimizer_variables(instance))
@@ -91,7 +92,7 @@ class StepContext:
 
 
 class KeptBatch:
-    """The last batch of this worker that wasn't finite: a stream won't give it again.
+    """The last batch of this worker that wasn't finite. It must be kept, because a stream can't be read again.
 
     Args:
         source: the stream.
@@ -106,7 +107,7 @@ class KeptBatch:
             ]
 
     def keep(self, batch: Any) -> tf.Tensor:
-        """While tracing: keeps a batch, as the stream has given it."""
+        """While tracing: keeps a batch, as it was read from the stream."""
         for variable, tensor in zip(self._variables, tf.nest.flatten(batch), strict=True):
             variable.assign(tensor)
         return tf.constant(True)

@@ -1,4 +1,4 @@
-"""The compiled evaluation: the values of every example of the evaluation data, each once."""
+"""The compiled evaluation: computes the values of all evaluation examples, each exactly once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Evaluation:
     """The compiled evaluation of the model that a `TrainStep` trains.
 
     Args:
-        context: model, backend, and what is known of `compute`.
+        context: what all traces share.
         source: the evaluation data.
-        average_statistics: gives all replicas the same statistics.
+        average_statistics: gives all replicas the mean of their statistics.
     """
 
     def __init__(self, context: StepContext, source: Source | None, average_statistics: Callable[[], None]) -> None:
@@ -47,7 +47,11 @@ class Evaluation:
         self._compile()
 
     def _fixed_rows(self, rows: int | None) -> int | None:
-        """How many rows each batch is to be filled up to, where it must have so many."""
+        """The number of rows that batches are filled up to; None: none has to be.
+
+        Args:
+            rows: how many rows a batch must have; None: any number.
+        """
         if rows is None or self.source is None:
             return None
         counts = self.source.row_counts(self._backend.replicas)
@@ -64,11 +68,12 @@ class Evaluation:
 
     def whole(self) -> np.ndarray:
         """The totals (see `TrainStep.train`) of the whole evaluation data."""
-        iterator, totals = self.start(), np.zeros(())
+        iterator = self.start()
+        totals = np.zeros(())
         step: int | None = 0
         while step is not None:
-            step, some = self.steps(iterator, step, np.iinfo(np.int64).max)
-            totals = totals + some
+            step, more = self.steps(iterator, step, np.iinfo(np.int64).max)
+            totals = totals + more
         return totals
 
     def start(self) -> Any:
@@ -82,7 +87,7 @@ class Evaluation:
         """Evaluates up to `steps` batches, from the one at `step` on, in one compiled call.
 
         Returns:
-            At which step to go on, None at the end; and the totals of these, to be added up.
+            The step to go on from, None at the end; and the totals of these batches.
         """
         assert self.source is not None
         left = (self.source.steps_per_epoch or np.iinfo(np.int64).max) - step
@@ -96,9 +101,10 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
-        """What a stateful layer carries from batch to batch begins with zeros, and training keeps its own.
+        """Within it, stateful layers have the evaluation's state, which begins with zeros; then that of training again.
 
-        A run that goes on from within an evaluation begins that one anew: it must find what training carries.
+        It is swapped at each call, since a checkpoint may be taken between two: a run that is resumed from it repeats
+        the evaluation, and then trains on with the state of training.
         """
         training = [variable.read_value() for variable in self._carried]
         for variable, value in zip(self._carried, self._carries, strict=True):
@@ -121,7 +127,9 @@ class Evaluation:
 
     def _steps(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         """Up to `steps` batches: their totals, and whether any worker has more."""
-        source, backend, marker = self.source, self._backend, self._marker
+        source = self.source
+        backend = self._backend
+        marker = self._marker
         assert source is not None
         totals = backend.run(lambda: tf.zeros([self._layout.width], tf.float64))
         end = step + steps
@@ -131,7 +139,9 @@ class Evaluation:
 
         def one(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tuple[Any, ...]:
             if source.reads_ahead:
-                read, following = following, source.read_batch(iterator, epoch, number + 1)
+                # Nothing in this step depends on the next batch: it is read while this one is computed.
+                read = following
+                following = source.read_batch(iterator, epoch, number + 1)
             else:
                 with tf.control_dependencies(marker.at(DATA)):
                     read = source.read_batch(iterator, epoch, number)
@@ -151,7 +161,7 @@ class Evaluation:
         return packed
 
     def _add_batch(self, totals: tf.Tensor, feed: Any) -> tf.Tensor:
-        """In each replica: adds what its rows of a batch come to."""
+        """In each replica: adds the totals of its rows of a batch."""
         source = self.source
         assert source is not None
         rows = source.replica_rows(feed, self._backend.replica())
@@ -165,7 +175,8 @@ class Evaluation:
 
     def _of_rows(self, source: Source, rows: Rows, stand_in: Any, feed: Any) -> tf.Tensor:
         """In each replica: the totals of its rows."""
-        task, plan = self._context.task, self._context.plan
+        task = self._context.task
+        plan = self._context.plan
         with self._context.computing.replica(source, rows, stand_in, 1) as replica:
             if self._fill_up_to is not None:
                 replica.fill_up(self._fill_up_to)
@@ -173,7 +184,7 @@ class Evaluation:
             if self._fill_up_to is not None:
                 values = self._without_filling(values, tf.maximum(count(rows.batch), 1))
             loss, sums = self._values.sums(values, plan.dtype)
-            if plan.summed_loss:  # a mean over batches, each weighed by its rows, as in training
+            if plan.summed_loss:  # the mean over batches weighs each batch by its rows, as in training
                 batch_rows = tf.cast(source.batch_rows(feed), plan.dtype)
                 sums[:2] = [loss * batch_rows, tf.cast(count(rows.batch), plan.dtype)]
             counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), self._values.states(values)], 0)
@@ -181,8 +192,8 @@ class Evaluation:
                 counted = tf.where(replica.counts_something, counted, 0)
         return self._layout.of_replica(count(rows.batch), counted)
 
-    def _without_filling(self, found: Any, n: tf.Tensor) -> Any:
-        """The values of the first n rows, which are those of examples."""
+    def _without_filling(self, values: Any, n: tf.Tensor) -> Any:
+        """The values of the first n rows: the others only fill the batch up."""
 
         def own(tensor: Any) -> tf.Tensor:
             tensor = tf.convert_to_tensor(tensor)
@@ -194,11 +205,11 @@ class Evaluation:
                 )
             return tensor[:n]
 
-        return tf.nest.map_structure(own, found)
+        return tf.nest.map_structure(own, values)
 
-    def _more(self, source: Source, taken: Any) -> tf.Tensor:
-        """Whether there is anything: for this worker; or for any, where all must enter a collective."""
-        more = source.more(taken)
+    def _more(self, source: Source, read: Any) -> tf.Tensor:
+        """Whether this worker has more data; or any worker, if all must enter the collectives of a batch."""
+        more = source.more(read)
         if isinstance(source, StreamSource) and source in self._context.computing.everyone:
             table = self._backend.run(lambda: self._backend.all_reduce([tf.cast(more, tf.int64)])[0])
             return self._backend.first(table) > 0

@@ -1,4 +1,4 @@
-"""Trying `compute` before anything is traced: with which batches, and what it leaves as it was."""
+"""Tries `compute` before it is traced: with batches of which sizes, and without a change of any variable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trial:
         rows: how many rows batches have in the run; None: not known.
         stateful: how many rows the state has that the model carries from batch to batch; 0: not known; None: there
             is no such state.
-        inputs: the batch sizes that the model's inputs name.
+        inputs: the batch sizes that the model's inputs have.
 
     Attributes:
         metrics: Keras metrics by the name of the value that each is updated with.
@@ -41,16 +41,17 @@ class Trial:
         stateful: int | None = None,
         inputs: Sequence[int] = (),
     ) -> None:
-        self._example, self._rows = example, rows
+        self._example = example
+        self._rows = rows
         self.metrics: Mapping[str, Any] = {}
         self._stateful = stateful is not None
-        # The likeliest first: what a replica gets of a whole batch; what the model names; the whole batch.
+        # The likeliest first: the rows of a replica; the sizes of the model's inputs; the size of the whole batch.
         likely = [stateful or 0, *(reversed(rows.whole) if rows else ()), *inputs, rows.batch_size if rows else 0]
         self._likely = [n for n in dict.fromkeys(likely) if n]
         self.fixed: int | None = None
 
     def names(self, compute: Callable[[Any], Any]) -> list[str]:
-        """Calls a function of a batch, and gives the names of its values, the loss first.
+        """Calls a function of a batch, and returns the names of its values, the loss first.
 
         Raises:
             UsageError: the values are not as they must be, or the run has batches that the function doesn't take.
@@ -69,13 +70,13 @@ class Trial:
         return self._first_that_works(lambda: function(few), lambda n: function(of_size(few, n)))[0]
 
     def _first_that_works(self, of_few: Callable[[], Any], of_size: Callable[[int], Any]) -> tuple[Any, int | None]:
-        """What is returned for a few rows; or for as many as the run has, and how many those are."""
+        """The result for a few rows, and None; or the result for a likely number of rows, and that number."""
         problem: Exception | None = None
         if not self._stateful or not self._likely:
             try:
                 return of_few(), None
             except UsageError as error:
-                if error.__cause__ is None:  # else it tells of shapes that TensorFlow or Keras didn't like
+                if error.__cause__ is None:  # else it is about shapes: another number of rows may fit
                     raise
                 problem = error
             except Exception as error:
@@ -89,30 +90,25 @@ class Trial:
         raise problem
 
     def _of_few(self, compute: Callable[[Any], Any]) -> list[str]:
-        """Calls it with a few examples and with one."""
-        # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
-        example, metrics = self._example, self.metrics
-        n, gathers = int(tf.shape(tf.nest.flatten(example)[0])[0]), all_gathers()
+        """Calls it with a few examples, and with one of them."""
+        metrics = self.metrics
+        n = _rows(self._example)
+        gathers_before = all_gathers()
         with probing(n):
-            values = compute(example)
+            values = compute(self._example)
             names = check(values, n, None, tuple(metrics))
             try_metrics(metrics, values)
+        # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
         with probing(1):
-            alone = compute(tf.nest.map_structure(lambda tensor: tensor[:1], example))
+            alone = compute(tf.nest.map_structure(lambda tensor: tensor[:1], self._example))
             check(alone, 1, names, tuple(metrics))
-        for name in () if all_gathers() != gathers else set(values) - set(metrics):
-            shape, of_one = (list(tf.convert_to_tensor(content(each[name])).shape) for each in (values, alone))
-            if any(size == n != 1 == one for size, one in zip(shape[1:], of_one[1:], strict=False)):
-                raise UsageError(
-                    f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: '
-                    "each is paired with each other one, as by labels of shape [n] minus predictions of shape [n, 1]. "
-                    "Give both one shape, as by tf.squeeze(predictions, -1); or take the other examples from "
-                    "loop.all_gather(...)"
-                )
+        if all_gathers() == gathers_before:  # else examples are meant to be paired with others
+            for name in set(values) - set(metrics):
+                _check_unpaired(name, n, values[name], alone[name])
         return names
 
     def _of_size(self, compute: Callable[[Any], Any], n: int) -> list[str]:
-        """Calls it with so many rows, which repeat the examples."""
+        """Calls it with n rows, which repeat the examples."""
         with probing(n):
             values = compute(of_size(self._example, n))
             names = check(values, n, None, tuple(self.metrics))
@@ -120,49 +116,81 @@ class Trial:
         return names
 
     def _check_others(self, compute: Callable[[Any], Any], n: int) -> None:
-        """Refuses a run with batches that a function doesn't take, which has taken one of n rows."""
+        """Refuses a run with batches that the function doesn't take, after it has taken one of n rows."""
         rows = self._rows
         if rows is None:
             return
-
-        def fails(other: int) -> bool:
-            try:
-                return other != n and (other == 0 or not self._of_size(compute, other))
-            except Exception:
-                return True
-
         only = f"the model takes batches of {n} rows alone (a stateful layer, keras.Input(batch_size=...), a reshape)"
-        if wrong := [other for other in rows.whole if fails(other)]:
-            shared = " and ".join(
-                [f"{rows.replicas} replicas"] * (rows.replicas > 1) + [f"accumulate={rows.parts}"] * (rows.parts > 1)
-            )
+        if wrong := [size for size in rows.whole if size != n and not self._takes(compute, size)]:
+            shared = [f"{rows.replicas} replicas"] if rows.replicas > 1 else []
+            if rows.parts > 1:
+                shared.append(f"accumulate={rows.parts}")
+            with_shared = f"with {' and '.join(shared)} " if shared else ""
             raise UsageError(
-                f"{only}, but of batch_size={rows.batch_size} {f'with {shared} ' if shared else ''}it gets "
+                f"{only}, but of batch_size={rows.batch_size} {with_shared}it gets "
                 f"{' or '.join(map(str, wrong))}: use batch_size={n * rows.replicas * rows.parts}"
             )
-        if wrong := [other for other in rows.short if fails(other)]:
-            of = "may have fewer" if wrong == [0] else f"has {' or '.join(map(str, wrong))}"
-            raise UsageError(f"{only}, and the last one of an epoch {of}: use drop_remainder=True (--drop-remainder)")
+        if wrong := [size for size in rows.short if size != n and not self._takes(compute, size)]:
+            short = "may have fewer" if wrong == [0] else f"has {' or '.join(map(str, wrong))}"
+            raise UsageError(
+                f"{only}, and the last one of an epoch {short}: use drop_remainder=True (--drop-remainder)"
+            )
+
+    def _takes(self, compute: Callable[[Any], Any], n: int) -> bool:
+        """Whether it takes batches of n rows; 0 stands for a number that isn't known."""
+        try:
+            return n > 0 and bool(self._of_size(compute, n))
+        except Exception:
+            return False
 
     def grow(self, compute: Callable[[Any], Any], penalties: list[list[float]]) -> bool:
-        """Whether a penalty doubles with the examples, of which a mean would be the same."""
-        with probing(2 * int(tf.shape(tf.nest.flatten(self._example)[0])[0])):
+        """Whether a penalty doubles with the number of examples: a mean over them would stay the same.
+
+        Args:
+            compute: adds the penalties of a call to `penalties`.
+            penalties: those of each call so far, the first of which had the examples once.
+        """
+        with probing(2 * _rows(self._example)):
             compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), self._example))
         pairs = zip(penalties[0], penalties[-1], strict=False)
         return any(once != 0 and np.isclose(twice, 2 * once, rtol=0.02) for once, twice in pairs)
 
 
+def _rows(batch: Any) -> int:
+    return int(tf.shape(tf.nest.flatten(batch)[0])[0])
+
+
+def _check_unpaired(name: str, n: int, value: Any, alone: Any) -> None:
+    """Refuses a value in which examples are paired with each other: another axis grows with their number, too.
+
+    Args:
+        name: of the value.
+        n: the number of examples.
+        value: for n examples.
+        alone: for one example.
+    """
+    shape = list(tf.convert_to_tensor(content(value)).shape)
+    of_one = list(tf.convert_to_tensor(content(alone)).shape)
+    if any(size == n != 1 == one for size, one in zip(shape[1:], of_one[1:], strict=False)):
+        raise UsageError(
+            f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: '
+            "each is paired with each other one, as by labels of shape [n] minus predictions of shape [n, 1]. "
+            "Give both one shape, as by tf.squeeze(predictions, -1); or take the other examples from "
+            "loop.all_gather(...)"
+        )
+
+
 def of_size(example: Any, n: int) -> Any:
-    """A batch of n rows, which repeat those of an example."""
+    """A batch of n rows, which repeat the rows of an example."""
     rows = tf.range(n) % tf.shape(tf.nest.flatten(example)[0])[0]
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), example)
 
 
 def check_stateful(layers: Sequence[Any], rows: RowCounts | None) -> int | None:
-    """How many rows the state of layers has that is carried from batch to batch; see `Trial`.
+    """How many rows the state has that stateful layers carry from batch to batch; see `Trial`.
 
     Raises:
-        UsageError: on several replicas, or with micro-batches, the rows that follow each other would go astray.
+        UsageError: on several replicas, or with micro-batches, a row would not get the state of the row before it.
     """
     if not layers:
         return None
@@ -172,16 +200,19 @@ def check_stateful(layers: Sequence[Any], rows: RowCounts | None) -> int | None:
             f"{layers[0].name} is stateful: row i of a batch goes on from row i of the batch before, which with {how} "
             "it can't: train on one replica without accumulate, or use stateful=False"
         )
-    states = [state for layer in layers for state in tf.nest.flatten(layer.states or [])]
-    sizes = [int(state.shape[0]) for state in states if state is not None]
-    return sizes[0] if sizes else 0
+    for layer in layers:
+        for state in tf.nest.flatten(layer.states or []):
+            if state is not None:
+                return int(state.shape[0])
+    return 0
 
 
 class StepTrial:
-    """Stands for the step in a `train_step` that is tried: takes the names of its values, and trains nothing."""
+    """Takes the place of the step while `train_step` is tried: notes the names of its values, and trains nothing."""
 
     def __init__(self, names: Sequence[str], trial: Trial) -> None:
-        self._names, self._trial = names, trial
+        self._names = names
+        self._trial = trial
         self.phases: dict[str, list[str]] = {}
 
     def minimize(self, values: Callable[[Any], Any], optimizer: str = "") -> dict[str, tf.Tensor]:
@@ -204,7 +235,7 @@ class StepTrial:
 
 
 def tried_step(task: TrainTask, optimizer: Any, model: Any, trial: Trial) -> dict[str, list[str]]:
-    """Tries the task's own `train_step`; the names of the values of each of its `step.minimize`."""
+    """Tries the task's own `train_step`; returns the names of the values of each `step.minimize` in it."""
     step = StepTrial(list(optimizer) if isinstance(optimizer, Mapping) else [], trial)
     task.train_step(model, step)
     if not step.phases:
@@ -214,7 +245,7 @@ def tried_step(task: TrainTask, optimizer: Any, model: Any, trial: Trial) -> dic
 
 @contextlib.contextmanager
 def recorded(made: list[tf.Variable]) -> Iterator[None]:
-    """Adds each variable to `made` that is created within."""
+    """Within it, each variable that is created is added to `made`."""
 
     def creator(create: Callable[..., Any], **arguments: Any) -> Any:
         variable = create(**arguments)
@@ -227,12 +258,12 @@ def recorded(made: list[tf.Variable]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def put_back(variables: Iterable[tf.Variable]) -> Iterator[None]:
-    """Takes variables back to what they were; those that are created within, to what they were at first.
+    """At its end, gives variables back the values that they had before; new ones, the values that they began with.
 
     Args:
         variables: those that may change.
     """
-    # Of memory of the CPU, what is read is the variable's own buffer: nothing is copied unless it is changed.
+    # In the CPU's memory a value that is read shares the variable's buffer: only variables that change are copied.
     before = {id(variable): (variable, _value(variable)) for variable in variables}
 
     def creator(create: Callable[..., Any], **arguments: Any) -> Any:
@@ -250,26 +281,26 @@ def put_back(variables: Iterable[tf.Variable]) -> Iterator[None]:
 
 
 def _value(variable: tf.Variable) -> Any:
-    # One that parameter servers hold in shards can't be read as a tensor.
+    # A variable that parameter servers hold in shards can't be read as one tensor.
     return variable.numpy() if hasattr(variable, "variables") else variable.read_value()
 
 
 def held_by(owner: Any) -> list[tf.Variable]:
-    """The variables in an object's attributes: by themselves, of a model, a layer, a metric or a generator of seeds."""
-    found: list[Any] = []
+    """The variables in an object's attributes, and in models, layers, metrics and seed generators there."""
+    variables: list[Any] = []
     for attribute in getattr(owner, "__dict__", {}).values():
         for value in _parts(attribute):
             if isinstance(value, tf.Variable | keras.Variable):
-                found.append(value)
+                variables.append(value)
             elif isinstance(value, keras.random.SeedGenerator):
-                found.append(value.state)
+                variables.append(value.state)
             elif isinstance(value, tf.Module | keras.Layer | keras.metrics.Metric):
-                found += value.variables
-    return _tensorflow(found)
+                variables += value.variables
+    return _tensorflow(variables)
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """A value, or those in a list, tuple or dict of them."""
+    """The values in a list, tuple or dict; any other value itself."""
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list | tuple):
@@ -279,7 +310,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def global_seeds() -> list[tf.Variable]:
-    """The state of Keras's global generator of seeds, if it is there."""
+    """The state of Keras's global seed generator, if there is one."""
     generator = global_state.get_global_attribute("global_seed_generator")
     return [] if generator is None else _tensorflow([generator.state])
 

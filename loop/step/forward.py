@@ -22,7 +22,7 @@ Sums = tuple[list[Any], tf.Tensor, tf.Tensor]
 """Gradients, totals (without states), and the states of metrics."""
 
 _SPOILED_BY_LOOPS = ("MaxPoolGrad", "MaxPool3DGrad", "LRNGrad")
-"""Gradients that oneDNN computes only after the operation that they belong to; see `ForwardPass._isolates`."""
+"""Gradients that oneDNN computes only if it has met their operation first; see `ForwardPass._isolates`."""
 
 
 class ForwardPass:
@@ -33,9 +33,9 @@ class ForwardPass:
         values: a function of a batch, which returns what `compute` would.
         optimizer: the name that `minimize` was called with.
         feed: epoch, step, and what was read for the step.
-        number: which `minimize` of the step this is, from 0.
-        by_lookup: the variables whose gradients keep a row for each lookup. Those whose gradient turns out to be dense
-            are taken out.
+        number: the index of this `minimize` within the step.
+        by_lookup: the variables whose gradients keep a row for each lookup. A variable whose gradient turns out to be
+            dense is removed from it.
 
     Attributes:
         connected: the variables that the loss depends on, by index; known once the pass is traced.
@@ -65,12 +65,14 @@ class ForwardPass:
         """The sums of each replica, over all micro-batches."""
         backend = self._context.backend
         batch_rows = self._batch_rows() if self._context.plan.summed_loss else ()
+        # Outside of the loop over the others: it shows which variables are connected, and so what the loop adds up.
         first = backend.run(self._micro_batch, self._feed, tf.constant(0, tf.int64), batch_rows)
         return self._accumulated(first, batch_rows) if self._context.plan.accumulate > 1 else first
 
     def _batch_rows(self) -> Any:
         """In each replica: how many rows the global batch has."""
-        backend, source = self._context.backend, self._context.source
+        backend = self._context.backend
+        source = self._context.source
 
         def counted(feed: Any) -> tf.Tensor:
             if source.layout is None:
@@ -100,16 +102,18 @@ class ForwardPass:
     def _micro_batch(self, feed: Any, part: tf.Tensor, batch_rows: Any) -> Sums:
         """The replica's sums over one micro-batch.
 
-        Without rows they are zeros, and nothing is computed (few layers bear a batch of 0), unless all replicas are
-        needed: see `Replica`.
+        Without rows they are zeros, and nothing is computed, since few layers accept a batch of 0 rows; unless all
+        replicas must take part: see `Replica`.
         """
-        context, source, parts = self._context, self._context.source, self._context.plan.accumulate
+        context = self._context
+        source = context.source
+        parts = context.plan.accumulate
         rows = source.replica_rows(feed, context.backend.replica(), part, parts)
 
         def some(rows: Rows, stand_in: Any) -> Sums:
             return self._of_rows(rows, stand_in, part, batch_rows)
 
-        # A program of many steps is compiled as a whole; what remains outside of it is left to the graph.
+        # With blocks, XLA compiles many steps as a whole, and the steps outside of blocks are left to the graph.
         if context.computing.compiles(source) and not context.plan.block_steps:
             some = tf.function(some, jit_compile=True, autograph=False)
         elif context.computing.isolated and source not in context.computing.everyone:
@@ -118,7 +122,8 @@ class ForwardPass:
 
     def _of_rows(self, rows: Rows, stand_in: Any, part: tf.Tensor, batch_rows: Any) -> Sums:
         """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather."""
-        context, plan = self._context, self._context.plan
+        context = self._context
+        plan = context.plan
         metric_sums = context.layout.minimized[self._optimizer]
         with context.computing.replica(context.source, rows, stand_in, plan.accumulate, self._number) as replica:
             with tf.GradientTape() as tape:
@@ -128,6 +133,7 @@ class ForwardPass:
                 loss, sums = metric_sums.sums(values, plan.dtype)
                 objective = self._objective(loss, sums[1], rows, batch_rows, replica)
             gradients = self._gradients(tape, objective, replica, part)
+            # Of the replica's own rows: a stand-in is none of them.
             totals = context.layout.of_replica(count(rows.batch), sums, plan.dtype)
             states = metric_sums.states(values)
             if replica.counts_something is not None:
@@ -140,9 +146,10 @@ class ForwardPass:
     ) -> tf.Tensor:
         """What is differentiated: S + W * sum(model.losses).
 
-        A summed loss is never divided by W: there, the penalties' factor is the share of the batch's rows.
+        A summed loss is never divided by W. The penalties' factor is then the share of the batch's rows instead.
         """
-        plan, scale = self._context.plan, self._context.scale
+        plan = self._context.plan
+        scale = self._context.scale
         objective = loss
         if replica.counts_something is not None:
             objective = tf.where(replica.counts_something, objective, 0)
@@ -159,7 +166,7 @@ class ForwardPass:
         return objective
 
     def _share(self, rows: Rows, batch_rows: tf.Tensor) -> tf.Tensor:
-        """Which part of the global batch these rows are."""
+        """The share of the global batch that these rows are."""
         dtype = self._context.plan.dtype
         return tf.math.divide_no_nan(tf.cast(count(rows.batch), dtype), tf.cast(batch_rows, dtype))
 
@@ -177,10 +184,12 @@ class ForwardPass:
 
     def _to_be_added(self, index: int, gradient: Any, replica: Replica, part: tf.Tensor) -> Any:
         """A variable's gradient as it is to be added up over micro-batches and replicas; 0 for a stand-in."""
-        context, real = self._context, replica.counts_something
+        context = self._context
+        has_rows = replica.counts_something
         if index in self._by_lookup and isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values if real is None else tf.where(real, gradient.values, 0)
-            replicas, parts = context.backend.replicas, context.plan.accumulate
+            values = gradient.values if has_rows is None else tf.where(has_rows, gradient.values, 0)
+            replicas = context.backend.replicas
+            parts = context.plan.accumulate
             return lookups.packed(
                 tf.IndexedSlices(values, gradient.indices),
                 self._by_lookup[index],
@@ -193,15 +202,16 @@ class ForwardPass:
         if index in context.plan.row_gradients and isinstance(gradient, tf.IndexedSlices):
             return each_row_once(gradient)
         gradient = tf.convert_to_tensor(gradient)
-        gradient.set_shape(context.variables[index].shape)  # which is lost where rows are added up
-        return gradient if real is None else tf.where(real, gradient, tf.zeros_like(gradient))
+        gradient.set_shape(context.variables[index].shape)  # a sparse gradient loses its shape when it is made dense
+        return gradient if has_rows is None else tf.where(has_rows, gradient, tf.zeros_like(gradient))
 
     def _isolates(self) -> bool:
-        """Whether it turns out that forward and backward pass must be a graph of their own, to be fast.
+        """Whether forward and backward pass turn out to need a graph of their own to be fast.
 
-        On a CPU, TensorFlow exchanges operations for oneDNN's, some gradients only after the operation that they
-        belong to, in the order of a walk through the graph. A loop is a circle, in which the walk may meet the gradient
-        first. Whether it does depends on the names in the graph, and costs a small CNN half of its speed.
+        On a CPU, TensorFlow walks through the graph and replaces operations by those of oneDNN. It replaces some
+        gradients only if it has met the operation that they belong to. The graph of a loop is a circle, in which the
+        walk may meet the gradient first. Whether it does depends on the names in the graph, and costs a small CNN half
+        of its speed.
         """
         computing = self._context.computing
         if computing.isolated or not self._context.plan.may_isolate or self._context.source in computing.everyone:
@@ -211,7 +221,7 @@ class ForwardPass:
         return computing.isolated
 
     def _without_rows(self) -> Sums:
-        """What a replica without rows adds."""
+        """The sums of a replica without rows."""
         context = self._context
         variables = as_tf(context.variables)
         zeros = []
@@ -233,8 +243,9 @@ class ForwardPass:
             warnings.warn(f"the loss doesn't depend on {', '.join(lost)}: not trained", stacklevel=2)
 
     def _check_penalties(self) -> None:
-        """Refuses penalties that are sums over rows, where rows are shared out."""
-        replicas, parts = self._context.backend.replicas, self._context.plan.accumulate
+        """Refuses penalties that are sums over rows, if a replica or a micro-batch has only some of the rows."""
+        replicas = self._context.backend.replicas
+        parts = self._context.plan.accumulate
         if self._context.built.penalty_grows and (replicas > 1 or parts > 1):
             raise UsageError(
                 "a loss that the model adds (add_loss, model.losses) is a sum over the examples of a batch: of "

@@ -1,4 +1,4 @@
-"""Operations on gradients, dense ones and those that hold some rows alone."""
+"""Operations on gradients: dense ones, and sparse ones, which hold only some rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 def divided(gradient: Any, divisor: tf.Tensor) -> Any:
-    """A gradient, divided by a scalar."""
+    """A gradient divided by a scalar."""
     divisor = tf.cast(divisor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / divisor, gradient.indices, gradient.dense_shape)
@@ -23,7 +23,7 @@ def clipped(gradients: list[Any], norm: float | None, value: float | None, by_lo
         gradients: of the global batch.
         norm: the greatest norm of all together; None: any.
         value: the greatest absolute value of an element; None: any.
-        by_lookup: whether some have a row for each lookup. Rows that come twice must be added up for the norm.
+        by_lookup: whether some have a row for each lookup. For the norm, rows that come twice must be added up.
     """
     if norm is not None:
         dense_norm = (
@@ -36,17 +36,17 @@ def clipped(gradients: list[Any], norm: float | None, value: float | None, by_lo
 
 
 def each_row_once(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """A gradient that holds some rows, with no row twice: added up in the order in which a dense one would be."""
-    indices, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    """A sparse gradient in which no row comes twice. They are added up in the same order as in a dense gradient."""
+    indices, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def are_finite(loss: tf.Tensor, gradients: Mapping[int, Any], trained: Sequence[int]) -> tf.Tensor:
-    """Whether the loss and the gradient of each trained variable are finite; one without a gradient is.
+    """Whether the loss and the gradient of each trained variable are finite; a missing gradient counts as finite.
 
-    A sum is as little finite as any of its elements, and costs a quarter of looking at each. (A finite gradient whose
-    sum is beyond the largest number counts as infinite.)
+    The sum of a gradient isn't finite if one of its elements isn't, and costs a quarter of a look at each element. (A
+    finite gradient whose sum overflows counts as infinite.)
     """
     values = [content(gradient) for gradient in gradients.values()]
     sums = dict(zip(gradients, map(tf.reduce_sum, values), strict=True))
@@ -55,16 +55,16 @@ def are_finite(loss: tf.Tensor, gradients: Mapping[int, Any], trained: Sequence[
 
 
 def content(gradient: Any) -> tf.Tensor:
-    """The numbers of a gradient."""
+    """The numbers of a gradient: those of its rows, if it is sparse."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def weight_or_one(weight: tf.Tensor) -> tf.Tensor:
-    """What to divide by: a weight of 0 says nothing, and nothing is applied."""
+    """The weight as a divisor. A weight of 0 becomes 1: the result is never applied then, but must not be nan."""
     return tf.where(weight == 0.0, tf.ones_like(weight), weight)
 
 
 def all_finite(tensor: tf.Tensor) -> tf.Tensor:
     """Whether no element is nan or infinite."""
-    # The last axis by itself: XLA makes vector instructions of the others.
+    # In two steps, the last axis by itself: XLA then uses vector instructions for the others.
     return tf.reduce_all(tf.reduce_all(tf.math.is_finite(tensor), list(range(tensor.shape.rank - 1))))

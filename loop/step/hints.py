@@ -1,4 +1,4 @@
-"""Mistakes that show while a task is tried: shapes that don't fit, side effects, a forgotten `training`."""
+"""Hints on mistakes that show while a task is tried: wrong shapes, side effects, a forgotten `training`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from loop.errors import UsageError
 from loop.task import TrainTask
 
 _SHAPES = re.compile(r"\bshapes?\b|incompatible|\brank\b|dimension|\bndim\b", re.IGNORECASE)
-"""What an error of TensorFlow or Keras says when it is about shapes."""
+"""Words in the errors of TensorFlow and Keras that are about shapes."""
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
-"""The attributes of layers that do in training what they don't do else, unless these are 0."""
+"""Attributes of layers that do something else in training, unless these attributes are 0."""
 
 
 @contextmanager
 def given_for(task: TrainTask) -> Iterator[None]:
-    """Within it, `compute` of this task is watched while it is tried.
+    """Within it, `compute` of this task is watched.
 
     Raises:
-        UsageError: instead of an error about shapes, with the shapes and the fix.
+        UsageError: in place of an error about shapes, with the shapes and the fix.
     """
     watch = _Watch(task)
-    task.__dict__["compute"] = watch.compute  # hides the class's own for as long as it is tried
+    task.__dict__["compute"] = watch.compute  # hides the method of the class, within the context
     try:
         yield
     finally:
@@ -45,7 +45,8 @@ def hinted(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def call(task: TrainTask, *arguments: Any, **named: Any) -> Any:
-        if "compute" in getattr(task, "__dict__", {"compute": None}):  # one of its own, or no place for ours
+        # The object has a `compute` of its own, or no place for ours.
+        if "compute" in getattr(task, "__dict__", {"compute": None}):
             return build(task, *arguments, **named)
         with given_for(task):
             built = build(task, *arguments, **named)
@@ -56,10 +57,11 @@ def hinted(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Watch:
-    """Stands before a task's `compute`."""
+    """Calls a task's `compute`, explains its errors about shapes, and notes the attributes that it changes."""
 
     def __init__(self, task: TrainTask) -> None:
-        self._task, self._compute = task, task.compute
+        self._task = task
+        self._compute = task.compute
         self._calls = 0
         self._changes: dict[str, int] = {}
 
@@ -74,12 +76,12 @@ class _Watch:
             raise UsageError(shapes_hint(model, batch, error)) from error
         finally:
             for name, value in vars(self._task).items():
-                counts = isinstance(value, int | float | np.generic) and not isinstance(value, bool)
-                if counts and name in before and value != before[name]:
+                is_number = isinstance(value, int | float | np.generic) and not isinstance(value, bool)
+                if is_number and name in before and value != before[name]:
                     self._changes[name] = self._changes.get(name, 0) + 1
 
     def warn(self) -> None:
-        """Warns of attributes that `compute` counts up: what changes once only is a cache."""
+        """Warns of attributes that change with each call of `compute`: one that changes once only is a cache."""
         for name, changes in self._changes.items():
             if changes == self._calls > 1:
                 warnings.warn(
@@ -105,10 +107,12 @@ def _inputs_fix(model: Any, batch: Any, text: str) -> str:
     inputs = tf.nest.flatten(batch)[0]
     if "of layer" not in text or not isinstance(expected, tuple) or not _is_shape(expected):
         return ""
-    found = tuple(inputs.shape[1:])
-    if len(found) == len(expected) - 1 and all(a in (None, b) for a, b in zip(expected[1:], found, strict=True)):
-        return ""
-    return f"the model takes inputs of shape {list(expected[1:])}: give keras.Input({found}), or reshape the inputs"
+    shape = tuple(inputs.shape[1:])
+    if len(shape) == len(expected) - 1:
+        sizes = zip(expected[1:], shape, strict=True)
+        if all(wanted in (None, size) for wanted, size in sizes):
+            return ""
+    return f"the model takes inputs of shape {list(expected[1:])}: give keras.Input({shape}), or reshape the inputs"
 
 
 def _labels_fix(batch: Any, text: str) -> str:
@@ -116,8 +120,7 @@ def _labels_fix(batch: Any, text: str) -> str:
     if not isinstance(batch, tuple | list) or len(batch) < 2 or not hasattr(batch[1], "shape"):
         return ""
     labels = np.asarray(batch[1])
-    binary = labels.ndim >= 2 and labels.shape[-1] > 1 and np.all((labels == 0) | (labels == 1))
-    if binary and np.all(labels.sum(-1) == 1):
+    if _is_one_hot(labels):
         return (
             f"the labels are one-hot, of shape {list(labels.shape[1:])} each: give classes, as by labels.argmax(-1); "
             "or take a loss for one-hot labels, such as keras.losses.categorical_crossentropy"
@@ -128,6 +131,12 @@ def _labels_fix(batch: Any, text: str) -> str:
             "keras.losses.sparse_categorical_crossentropy; or make them one-hot"
         )
     return ""
+
+
+def _is_one_hot(labels: np.ndarray) -> bool:
+    if labels.ndim < 2 or labels.shape[-1] < 2:
+        return False
+    return bool(np.all((labels == 0) | (labels == 1)) and np.all(labels.sum(-1) == 1))
 
 
 def _is_shape(shape: Sequence[Any]) -> bool:
@@ -145,7 +154,7 @@ def _shapes(batch: Any) -> str:
 
 
 def warn_of_training(task: TrainTask, model: Any) -> None:
-    """Warns where `compute` calls the model without `training`, and a layer of it would make use of that."""
+    """Warns if `compute` calls the model without `training`, although a layer depends on it."""
     if not _forgets_training(type(task)):
         return
     from loop.model.variables import layers
@@ -173,7 +182,7 @@ def _differs_in_training(layer: Any) -> bool:
 
 
 def _forgets_training(kind: type[TrainTask]) -> bool:
-    """Whether `compute` calls its model, and never looks at `training`; False where its text can't be had."""
+    """Whether `compute` calls its model, and never uses `training`; False if its source can't be read."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind.compute)))
     except (OSError, TypeError, SyntaxError):
@@ -181,14 +190,18 @@ def _forgets_training(kind: type[TrainTask]) -> bool:
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 4:
         return False
-    _, model, _, training = (each.arg for each in function.args.args[:4])
-    calls = False
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id == training:
-            return False
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == model:
-            given = len(node.args) > 1 or any(word.arg in (None, "training") for word in node.keywords)
-            if given:
-                return False
-            calls = True
-    return calls
+    _, model, _, training = (argument.arg for argument in function.args.args[:4])
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    calls = _calls_of(model, function)
+    return bool(calls) and training not in names and not any(_may_give_training(call) for call in calls)
+
+
+def _calls_of(name: str, function: ast.FunctionDef) -> list[ast.Call]:
+    """The calls of a name in a function."""
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == name]
+
+
+def _may_give_training(call: ast.Call) -> bool:
+    """Whether a call has `training` among its arguments, or `**keywords`, or a second positional argument."""
+    return len(call.args) > 1 or any(keyword.arg in (None, "training") for keyword in call.keywords)

@@ -1,7 +1,7 @@
-"""What `compile` takes of a Keras model, resolved by Keras itself: losses and metrics of all outputs, per example.
+"""The losses and metrics that a Keras model is compiled with, for all outputs and per example; resolved by Keras.
 
-Keras reduces each output's loss to a number of its own batch, which can't be added up over replicas. Here the same
-losses stay one value per element, beside what each example adds to the divisor that Keras would have used.
+Keras reduces each output's loss to one number for its own batch. Such numbers can't be added up over replicas. Here the
+same losses stay one value per element, together with what each example adds to the divisor that Keras would use.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class OutputLoss(NamedTuple):
 
     Attributes:
         name: as Keras reports it, without "_loss".
-        scale: its factor in the sum of all, of `loss_weights`; None: 1.
-        values: weighted, not differentiated by the weights: shape [n, ...].
+        scale: its factor in the sum of all, from `loss_weights`; None: 1.
+        values: weighted, but not differentiated with respect to the weights: shape [n, ...].
         count: what each example adds to the divisor: shape [n].
         fixed: whether `count` is the same for each example, whatever the data.
-        summed: whether it is never divided.
+        summed: whether the loss is a sum, which is never divided.
     """
 
     name: str
@@ -76,24 +76,25 @@ class Losses:
         """The loss of each output that has one."""
         self._calls.clear()
         self._compiled(labels, predictions, weights)
-        calls, flat = list(self._calls), self._compiled._flat_losses
+        calls = list(self._calls)
         self._calls.clear()
-        found = []
-        for place, (call, (_, _, scale, name)) in enumerate(zip(calls, flat, strict=True)):
+        losses = []
+        for index, (call, (_, _, scale, name)) in enumerate(zip(calls, self._compiled._flat_losses, strict=True)):
             identifier, label, prediction, weight = call
-            if place not in self._resolved:
-                self._resolved[place] = get_loss(identifier, label, prediction)
-            found.append(_output_loss(name, scale, self._resolved[place], label, prediction, weight))
-        return found
+            if index not in self._resolved:
+                self._resolved[index] = get_loss(identifier, label, prediction)
+            losses.append(_output_loss(name, scale, self._resolved[index], label, prediction, weight))
+        return losses
 
 
 class _Captured(keras.losses.Loss):
-    """Stands for a loss where Keras matches losses, labels, predictions and weights: notes what it is called with."""
+    """Takes the place of a loss while Keras matches losses with outputs: notes the arguments of its call."""
 
     def __init__(self, identifier: Any, calls: list[Any]) -> None:
         name = identifier if isinstance(identifier, str) else get_object_name(identifier)
         super().__init__(name=name, reduction="sum")
-        self._identifier, self._calls = identifier, calls
+        self._identifier = identifier
+        self._calls = calls
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         self._calls.append((self._identifier, y_true, y_pred, sample_weight))
@@ -101,7 +102,7 @@ class _Captured(keras.losses.Loss):
 
 
 class _Structure(CompileLoss):
-    """Keras's way to match losses with outputs, without the metrics that it keeps of several losses."""
+    """Keras's matching of losses with outputs, without the metrics that it keeps of several losses."""
 
     @property
     def metrics(self) -> list[Any]:
@@ -112,8 +113,8 @@ def _output_loss(name: str, scale: Any, loss: Any, labels: Any, predictions: Any
     """What `keras.losses.Loss.__call__` computes, up to its reduction."""
     dtype = "float64" if _is_wide(predictions) else loss.dtype
 
-    def floats(each: Any) -> Any:
-        return keras.ops.convert_to_tensor(each, dtype=dtype)
+    def floats(value: Any) -> Any:
+        return keras.ops.convert_to_tensor(value, dtype=dtype)
 
     in_mask = getattr(predictions, "_keras_mask", None)
     values = loss.call(keras.tree.map_structure(floats, labels), keras.tree.map_structure(floats, predictions))
@@ -123,7 +124,7 @@ def _output_loss(name: str, scale: Any, loss: Any, labels: Any, predictions: Any
             f"the loss {loss.name!r} returned a scalar: return one value per element, never a mean, such as "
             "keras.ops.mean(..., axis=-1) instead of keras.ops.mean(...)"
         )
-    masks = [floats(each) for each in (in_mask, getattr(values, "_keras_mask", None)) if each is not None]
+    masks = [floats(mask) for mask in (in_mask, getattr(values, "_keras_mask", None)) if mask is not None]
     mask = masks[0] * masks[-1] if masks else None
     values = tf.cast(values, dtype)
     summed = loss.reduction in ("sum", "none", None)
@@ -149,7 +150,7 @@ def _output_loss(name: str, scale: Any, loss: Any, labels: Any, predictions: Any
 
 
 def _of_one_rank(first: tf.Tensor, second: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """As Keras does; and where one has one number for each example, that is for all of its elements."""
+    """Gives two tensors one rank, as Keras does; a number for an example then stands for all of its elements."""
     first, second = squeeze_or_expand_to_same_rank(first, second)
     while second.shape.rank < first.shape.rank:
         second = tf.expand_dims(second, -1)
@@ -165,73 +166,87 @@ def _inner_size(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def _number(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """A factor as a tensor: a cast would round a Python number to 32 bits first."""
+    """A factor as a tensor; `tf.cast` would round a Python number to 32 bits first."""
     return keras.ops.convert_to_tensor(value, dtype=dtype.name)
 
 
 def _is_wide(predictions: Any) -> bool:
-    return any(keras.backend.standardize_dtype(each.dtype) == "float64" for each in keras.tree.flatten(predictions))
+    dtypes = [keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(predictions)]
+    return "float64" in dtypes
 
 
 def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
     """The sum of the outputs' losses, as "loss" and "loss_count" of `TrainTask.compute`.
 
-    Each output has a divisor of its own. Where it is fixed, it is a factor of the values. Where the data decides
-    (masks, sums of weights), it is that of the global batch, which the replicas add up before they differentiate.
+    Each output has a divisor of its own. A fixed divisor is a factor of the values. A divisor that depends on the data
+    (masks, sums of weights) is that of the global batch, which the replicas add up before they differentiate.
     """
     if len(losses) == 1:
         only = losses[0]
         values = only.values if only.scale is None else only.values * _number(only.scale, only.values.dtype)
         return {"loss": values} if only.summed else {"loss": values, "loss_count": only.count}
-    if all(each.summed for each in losses):
-        return {"loss": tf.add_n([each.by_example() for each in losses])}
+    if all(loss.summed for loss in losses):
+        return {"loss": tf.add_n([loss.by_example() for loss in losses])}
     dtype = losses[0].values.dtype
     one = tf.ones_like(losses[0].count)
-    if all(each.fixed and not each.summed for each in losses):
-        parts = [each.by_example() / each.count for each in losses]
+    if all(loss.fixed and not loss.summed for loss in losses):
+        parts = [loss.by_example() / loss.count for loss in losses]
     else:
-        counts = sum_over_batch(tf.stack([one, *(tf.cast(each.count, dtype) for each in losses)], 1))
-        rows = counts[0]
-        parts = [
-            each.by_example() * (rows if each.summed else tf.math.divide_no_nan(rows, counts[1 + place]))
-            for place, each in enumerate(losses)
-        ]
+        parts = _parts_of_batch(losses, one)
     return {"loss": tf.add_n([tf.cast(part, dtype) for part in parts]), "loss_count": one}
 
 
+def _parts_of_batch(losses: Sequence[OutputLoss], one: tf.Tensor) -> list[tf.Tensor]:
+    """The losses of outputs by example, whose mean over the global batch is each output's own loss.
+
+    Args:
+        losses: of the outputs.
+        one: a 1 for each example.
+    """
+    dtype = losses[0].values.dtype
+    # One collective: the number of rows of the global batch, and each output's divisor.
+    counts = sum_over_batch(tf.stack([one, *(tf.cast(loss.count, dtype) for loss in losses)], 1))
+    rows = counts[0]
+    parts = []
+    for index, loss in enumerate(losses):
+        values = loss.by_example()
+        parts.append(values * (rows if loss.summed else tf.math.divide_no_nan(rows, counts[1 + index])))
+    return parts
+
+
 def reported(losses: Sequence[OutputLoss]) -> dict[str, Any]:
-    """The loss of each of several outputs, for itself and without its factor, as values of `TrainTask.compute`."""
-    found: dict[str, Any] = {}
-    for each in losses if len(losses) > 1 else ():
-        values = each._replace(scale=None).by_example()
-        mean = values if each.summed else tf.math.divide_no_nan(values, each.count)
-        found[f"{each.name}_loss"] = mean if each.fixed or each.summed else (mean, each.count)
-    return found
+    """The loss of each of several outputs by itself, without its factor, as values of `TrainTask.compute`."""
+    values: dict[str, Any] = {}
+    for loss in losses if len(losses) > 1 else ():
+        by_example = loss._replace(scale=None).by_example()
+        mean = by_example if loss.summed else tf.math.divide_no_nan(by_example, loss.count)
+        values[f"{loss.name}_loss"] = mean if loss.fixed or loss.summed else (mean, loss.count)
+    return values
 
 
 def reported_metrics(losses: Sequence[OutputLoss]) -> dict[str, Any]:
-    """The metrics of those values of `reported` that have weights of their own."""
+    """The metrics of the values of `reported` that have weights of their own."""
     return {name: keras.metrics.Mean() for name, value in reported(losses).items() if isinstance(value, tuple)}
 
 
 def added(model: Any, predictions: Any) -> dict[str, tf.Tensor]:
-    """The values of a model that is compiled without a loss: all that is minimised is what its layers add."""
+    """The values of a model that is compiled without a loss: only the losses that its layers add are minimized."""
     rows = tf.shape(keras.tree.flatten(predictions)[0])[:1]
-    penalties = [tf.cast(tf.reduce_sum(each), keras.config.floatx()) for each in model.losses]
+    penalties = [tf.cast(tf.reduce_sum(penalty), keras.config.floatx()) for penalty in model.losses]
     if not penalties:
         raise UsageError("there is no loss: compile the model with one, or give loss_fn; its layers add none either")
     return {"loss": tf.zeros(rows, penalties[0].dtype), "added_loss": tf.fill(rows, tf.add_n(penalties))}
 
 
 def class_weights(labels: Any, by_class: Mapping[int, float]) -> tf.Tensor:
-    """The weight of each example by its class, as Keras makes them of `class_weight`; 1 where none is given."""
+    """The weight of each example by its class, as Keras derives it from `class_weight`; 1 for a class without one."""
     if keras.tree.is_nested(labels):
         raise UsageError("KerasTask(class_weight=...): a model of several outputs has no one class: give weights")
     labels = tf.convert_to_tensor(labels)
     if labels.shape.rank and labels.shape.rank > 1:
         labels = tf.squeeze(labels, -1) if labels.shape[-1] == 1 else tf.argmax(labels, -1)
     classes = tf.cast(tf.round(labels) if labels.dtype.is_floating else labels, tf.int32)
-    table = tf.constant([by_class.get(each, 1.0) for each in range(max(by_class) + 1)], keras.config.floatx())
+    table = tf.constant([by_class.get(index, 1.0) for index in range(max(by_class) + 1)], keras.config.floatx())
     known = (classes >= 0) & (classes <= max(by_class))
     return tf.where(known, tf.gather(table, tf.where(known, classes, 0)), tf.ones([], table.dtype))
 
@@ -256,11 +271,13 @@ class Metrics:
         self._compiled.build(labels, predictions)
         self._flat: list[tuple[str, Any, int, bool]] = []
         taken: dict[str, int] = {}
-        flat, flat_weighted = self._compiled._flat_metrics, self._compiled._flat_weighted_metrics
-        for groups, given, by_weight in ((flat, names, False), (flat_weighted, more_names, True)):
+        for groups, given, by_weight in (
+            (self._compiled._flat_metrics, names, False),
+            (self._compiled._flat_weighted_metrics, more_names, True),
+        ):
             for output, group in enumerate(groups):
-                for place, metric in enumerate(group.metrics if group else ()):
-                    name = given[place] if given else _name(metric.name, group.output_name, by_weight, taken)
+                for index, metric in enumerate(group.metrics if group else ()):
+                    name = given[index] if given else _name(metric.name, group.output_name, by_weight, taken)
                     self._flat.append((name, metric, output, by_weight))
 
     def by_name(self) -> dict[str, Any]:
@@ -270,37 +287,40 @@ class Metrics:
     def arguments(self, labels: Any, predictions: Any, weights: Any) -> dict[str, Any]:
         """What each metric is updated with, by name."""
         flatten = self._compiled._flatten_y
-        flat_labels, flat_predictions = flatten(labels), flatten(predictions)
+        flat_labels = flatten(labels)
+        flat_predictions = flatten(predictions)
         flat_weights = [None] * len(flat_labels) if weights is None else flatten(weights)
         if len(flat_weights) < len(flat_labels):
             flat_weights = [flat_weights[0]] * len(flat_labels)
-        found = {}
+        arguments = {}
         for name, metric, output, by_weight in self._flat:
             weight = flat_weights[output] if by_weight else None
-            pair = flat_labels[output], _in_dtype(flat_predictions[output], metric.dtype)
-            found[name] = pair if weight is None else (*pair, weight)
-        return found
+            pair = (flat_labels[output], _in_dtype(flat_predictions[output], metric.dtype))
+            arguments[name] = pair if weight is None else (*pair, weight)
+        return arguments
 
     def check(self, labels: Any, predictions: Any, weights: Any) -> None:
-        """Refuses a metric whose state for some examples isn't the sum of its states for each of them.
+        """Refuses a metric whose state for several examples isn't the sum of its states for each of them.
 
         Raises:
-            UsageError: such as a function that returns a mean, of which other shares would give another.
+            UsageError: such a metric; for example a function that returns a mean, which depends on how examples are
+                shared among replicas.
         """
         rows = int(tf.shape(keras.tree.flatten(predictions)[0])[0])
         if rows < 2:
             return
 
         def states(metric: Any, name: str, part: slice) -> list[np.ndarray]:
-            labels_, predictions_, weights_ = (_rows(each, part) for each in (labels, predictions, weights))
-            given = self.arguments(labels_, predictions_, weights_)[name]
+            arguments = self.arguments(_rows(labels, part), _rows(predictions, part), _rows(weights, part))[name]
             start = [np.zeros(variable.shape, variable.dtype) for variable in metric.variables]
-            return [np.asarray(each, "float64") for each in metric.stateless_update_state(start, *given)]
+            return [np.asarray(state, "float64") for state in metric.stateless_update_state(start, *arguments)]
 
         for name, metric in self.by_name().items():
             metric.update_state(*self.arguments(labels, predictions, weights)[name])  # makes its variables
             metric.reset_state()
-            whole, first, rest = (states(metric, name, part) for part in (slice(rows), slice(1), slice(1, rows)))
+            whole = states(metric, name, slice(rows))
+            first = states(metric, name, slice(1))
+            rest = states(metric, name, slice(1, rows))
             if not all(np.allclose(a, b + c, 1e-4, 1e-5, True) for a, b, c in zip(whole, first, rest, strict=True)):
                 raise UsageError(
                     f"the metric {name!r} of several examples isn't made of those of each example: a function must "
@@ -313,24 +333,25 @@ def _rows(tensors: Any, part: slice) -> Any:
     """Some rows of each tensor, with their masks."""
 
     def cut(tensor: Any) -> Any:
-        found, mask = tensor[part], getattr(tensor, "_keras_mask", None)
+        rows = tensor[part]
+        mask = getattr(tensor, "_keras_mask", None)
         if mask is not None:
-            found._keras_mask = mask[part]
-        return found
+            rows._keras_mask = mask[part]
+        return rows
 
     return None if tensors is None else keras.tree.map_structure(cut, tensors)
 
 
 def _without_names(metrics: Any, outputs: set[str]) -> tuple[Any, list[str]]:
-    """Metrics by the names to report, as a list of them and one of their names; others as they are."""
-    single = isinstance(metrics, Mapping) and not any(isinstance(each, list | tuple) for each in metrics.values())
+    """Separates a dict of metrics by the names to report into the metrics and the names; others stay as they are."""
+    single = isinstance(metrics, Mapping) and not any(isinstance(value, list | tuple) for value in metrics.values())
     if not metrics or not single or set(metrics) <= outputs:
         return metrics, []
     return list(metrics.values()), list(metrics)
 
 
 def _name(metric: str, output: str | None, by_weight: bool, taken: dict[str, int]) -> str:
-    """The name under which Keras reports a metric: that of the output in front, a number behind what comes again."""
+    """The name under which Keras reports a metric: after the output's name, and with a number if it comes again."""
     name = f"{output}_{metric}" if output else metric
     if name in taken and by_weight:
         name = f"{output}_weighted_{metric}" if output else f"weighted_{metric}"
@@ -339,11 +360,12 @@ def _name(metric: str, output: str | None, by_weight: bool, taken: dict[str, int
 
 
 def _in_dtype(predictions: tf.Tensor, dtype: str) -> tf.Tensor:
-    """The predictions in the dtype of a metric's state, with their mask, which a cast would lose."""
+    """The predictions in the dtype of a metric's state, with their mask, which `tf.cast` would drop."""
     predictions = keras.ops.convert_to_tensor(predictions)
     if not predictions.dtype.is_floating or predictions.dtype == dtype:
         return predictions
-    found, mask = tf.cast(predictions, dtype), getattr(predictions, "_keras_mask", None)
+    converted = tf.cast(predictions, dtype)
+    mask = getattr(predictions, "_keras_mask", None)
     if mask is not None:
-        found._keras_mask = mask
-    return found
+        converted._keras_mask = mask
+    return converted

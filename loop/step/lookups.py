@@ -1,9 +1,9 @@
 """Gradients of tables as Keras's own `fit` hands them to its optimizers: a row for each lookup.
 
-A row of an embedding that a batch looks up twice is in its gradient twice. A dense gradient is their sum, and an
-optimizer that squares it (Adam, RMSprop, ...) squares the sum; Keras's optimizers add up the squares. To give the same
-numbers on any number of replicas, each lookup keeps a place of its own in what is reduced: a sum in which every other
-replica and micro-batch has zeros is a concatenation.
+A row of an embedding that a batch looks up twice is twice in a sparse gradient. A dense gradient has the sum of both,
+which an optimizer such as Adam or RMSprop then squares; given the sparse gradient, Keras's optimizers add up the
+squares. To give the same numbers on any number of replicas, each lookup has a place of its own in the tensor that is
+reduced: all other replicas and micro-batches have zeros there, so that the sum is a concatenation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from loop.step.example_trace import of_size
 _CODE = 4096
 """An index is sent as two floats, its quotient and its remainder: exact up to tables of 2**36 rows."""
 
-EACH, SHARED = "each", "shared"
-"""Whether each example looks up rows of its own, or all look up the same ones, such as positions."""
+EACH = "each"
+"""The kind of a table in which each example looks up rows of its own."""
+SHARED = "shared"
+"""The kind of a table in which all examples look up the same rows, such as positions."""
 
 
 def matter(optimizer: Any) -> bool:
-    """Whether an optimizer's numbers depend on rows that come twice: those of Keras 3 that don't just add gradients."""
+    """Whether an optimizer's numbers depend on rows that come twice: one of Keras 3 that doesn't just add gradients."""
     if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.loss_scale_factor:
         return False
     clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
@@ -35,7 +37,7 @@ def matter(optimizer: Any) -> bool:
 
 
 def rows_of(gradient: Any) -> tf.Tensor:
-    """The rows of the table that are in a gradient: int64; none in a dense one."""
+    """The indices of the rows in a sparse gradient: int64; of a dense gradient, none."""
     sparse = isinstance(gradient, tf.IndexedSlices) and gradient.values.dtype.size >= 4
     return tf.cast(gradient.indices, tf.int64) if sparse else tf.zeros([0], tf.int64)
 
@@ -46,26 +48,28 @@ def kinds(
     """Which variables get gradients by lookups, and of which kind.
 
     Args:
-        looked_up: for a batch, the rows that are in the gradient of each variable: none in a dense one.
+        looked_up: returns, for a batch, `rows_of` the gradient of each variable.
         example: a few examples as a batch.
         names: those of the variables.
         fixed_rows: how many rows a batch must have; None: any number.
 
     Returns:
-        `EACH` or `SHARED` by the variable's index. Where rows can't come twice, or where lookups of both kinds go to
-        one table, the gradient stays dense.
+        `EACH` or `SHARED` by the variable's index. A variable isn't there, so that its gradient stays dense, if rows
+        can't come twice, or if lookups of both kinds go to its table.
     """
-    if fixed_rows is not None:  # of no other number can it be seen what doubles
-        all_rows = enumerate(looked_up(of_size(example, fixed_rows)))
-        return {index: EACH for index, rows in all_rows if len(rows) and len(rows) % fixed_rows == 0}
+    by_index: dict[int, str] = {}
+    if fixed_rows is not None:  # batches of one and of two examples can't be compared
+        for index, rows in enumerate(looked_up(of_size(example, fixed_rows))):
+            if len(rows) and len(rows) % fixed_rows == 0:
+                by_index[index] = EACH
+        return by_index
     one = tf.nest.map_structure(lambda tensor: tensor[:1], example)
     two = tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), one)
-    found: dict[int, str] = {}
     for index, (alone, doubled) in enumerate(zip(looked_up(one), looked_up(two), strict=True)):
         if not len(alone):
             continue
         if len(doubled) == 2 * len(alone):
-            found[index] = EACH
+            by_index[index] = EACH
         elif len(doubled) != len(alone):
             warnings.warn(
                 f"{names[index]} is looked up by each example and for all examples at once: its gradient is made "
@@ -73,20 +77,22 @@ def kinds(
                 stacklevel=2,
             )
         elif len(np.unique(alone)) < len(alone):
-            found[index] = SHARED
-    return found
+            by_index[index] = SHARED
+    return by_index
 
 
 def packed(gradient: tf.IndexedSlices, kind: str, examples: Any, most: int, place: Any, places: int) -> tf.Tensor:
-    """A gradient by lookups as a tensor which, added up over all places, has the lookups of all of them.
+    """A gradient by lookups as a tensor which, added up over all places, has the lookups of all places.
+
+    A place is one micro-batch of one replica.
 
     Args:
         gradient: of this place's examples.
         kind: `EACH` or `SHARED`.
-        examples: how many this place has, at least 1.
-        most: how many one place has at most.
-        place: which of all parts and replicas this is.
-        places: how many there are.
+        examples: how many examples this place has, at least 1.
+        most: how many examples a place has at most.
+        place: the index of this place.
+        places: the number of places.
 
     Returns:
         Shape [lookups, elements of a row + 2].
@@ -94,7 +100,8 @@ def packed(gradient: tf.IndexedSlices, kind: str, examples: Any, most: int, plac
     values = tf.reshape(gradient.values, [-1, math.prod(gradient.values.shape[1:])])
     indices = tf.cast(gradient.indices, tf.int64)
     code = tf.cast(tf.stack([indices // _CODE, indices % _CODE], 1), values.dtype)
-    if kind == SHARED:  # the same lookups everywhere: their values are added up, their indices come from one place
+    if kind == SHARED:
+        # The same lookups at each place: their values are added up, so only one place may give the indices.
         return tf.concat([values, tf.where(tf.equal(place, 0), code, tf.zeros_like(code))], 1)
     rows = tf.concat([values, code], 1)
     own = tf.shape(rows, tf.int64)[0]
@@ -104,12 +111,13 @@ def packed(gradient: tf.IndexedSlices, kind: str, examples: Any, most: int, plac
 
 
 def unpacked(rows: tf.Tensor, shape: tf.TensorShape) -> tf.IndexedSlices:
-    """What `packed` made of gradients for a variable of that shape, after adding up."""
-    values, code = rows[:, :-2], tf.cast(tf.round(rows[:, -2:]), tf.int64)
+    """The gradient of a variable of that shape, from the sum of what `packed` has returned at all places."""
+    values = rows[:, :-2]
+    code = tf.cast(tf.round(rows[:, -2:]), tf.int64)
     indices = code[:, 0] * _CODE + code[:, 1]
     return tf.IndexedSlices(tf.reshape(values, [-1, *shape[1:]]), indices, tf.constant(shape.as_list(), tf.int64))
 
 
 def nothing(shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
-    """What `packed` makes of no lookups at all."""
+    """What `packed` returns for a place without examples."""
     return tf.zeros([0, shape[1:].num_elements() + 2], dtype)

@@ -1,4 +1,4 @@
-"""The loops of a compiled call of training: over batches, over stretches of local steps, and over blocks of XLA's."""
+"""The loops of a compiled call of training: over batches, over stretches of local steps, and over blocks for XLA."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from loop.step.tracing import repeated
 class BatchLoop:
     """Makes steps, one batch after the other.
 
-    Over arrays it is counted: nothing that a step computes decides whether there is another one, and those after a bad
-    step come to nothing. A condition that depended on gradients would make a circle of the graph, in which TensorFlow's
-    rewriters walk from gradients to the operations that they belong to, and miss them: the backward pass of a pooling
-    layer took seven times as long.
+    Over arrays it makes a fixed number of steps: nothing that a step computes decides whether there is another one, and
+    the steps after a bad one change nothing. A condition that depended on gradients would make the graph a circle, in
+    which TensorFlow's rewriters meet gradients before the operations that they belong to, and don't optimize them: the
+    backward pass of a pooling layer took seven times as long.
 
     Args:
         context: what all traces share.
@@ -54,9 +54,11 @@ class BatchLoop:
 
     def _body(self, number: tf.Tensor, following: Any, state: LoopState) -> tuple[tf.Tensor, Any, LoopState]:
         """Makes one step."""
-        context, source, marker = self._context, self._source, self._context.marker
+        context = self._context
+        source = self._source
+        marker = context.marker
         if source.reads_ahead:
-            # Nothing in this step depends on the batch of the next one: it is read while this step computes.
+            # Nothing in this step depends on the next batch: it is read while this one is computed.
             read = following
             following = source.read_batch(self._iterator, self._epoch, number + 1, context.plan.accumulate)
         else:
@@ -69,9 +71,10 @@ class BatchLoop:
 
 
 class LocalStepsLoop(BatchLoop):
-    """Makes steps that each replica applies by itself; after some of them, replicas average their variables.
+    """Makes steps that each replica applies by itself; after every few of them, replicas average their variables.
 
-    The number of steps between two averages must not depend on what is computed, since no replica knows of the others.
+    The number of steps between two averages must not depend on what is computed: the replicas don't communicate then,
+    but must all come to the average.
 
     Args:
         context: what all traces share.
@@ -89,15 +92,16 @@ class LocalStepsLoop(BatchLoop):
         return number, following, self._averaged(state, before)
 
     def _averaged(self, state: LoopState, before: tf.Tensor) -> LoopState:
-        """Gives all replicas the mean of their variables, and adds up what each has counted.
+        """Gives all replicas the mean of their variables, and adds up their totals.
 
-        A replica whose loss or gradient wasn't finite has made no step since; now all learn of it.
+        A replica whose loss or gradient wasn't finite has made no step since; only now do all know it.
 
         Args:
             state: of this replica's loop.
             before: the totals before these steps.
         """
-        context, backend = self._context, self._context.backend
+        context = self._context
+        backend = context.backend
         own = state.totals - before
         bad = tf.cast(~state.finite, tf.float64)
 
@@ -108,20 +112,21 @@ class LocalStepsLoop(BatchLoop):
         context.marker.at(ALL_REDUCE, own)
         variables = [*context.changed_by(""), *context.statistics]
         backend.run(lambda variables: communication.average(backend, variables), variables)
-        of_all = backend.first(backend.run(summed))
-        steps, bad_anywhere, added = tf.split(of_all, [backend.replicas, bad.shape[0], own.shape[0]])
+        total = backend.first(backend.run(summed))
+        steps, bad_anywhere, added = tf.split(total, [backend.replicas, bad.shape[0], own.shape[0]])
         finite = bad_anywhere == 0
         totals = before + added
         context.marker.at(COMPUTE, totals)
+        # The replica that has found something bad has stopped at that step; the others went on.
         step = tf.cast(tf.reduce_min(steps), tf.int64)
         return state._replace(step=step, going=tf.reduce_all(finite), before=totals, totals=totals, finite=finite)
 
 
 class BlockLoop:
-    """Makes the steps that have a whole batch, many of them in one program of XLA's.
+    """Makes the steps that have a whole batch, many of them in one XLA program.
 
-    A block in which anything isn't finite is left as if it had never been: `BatchLoop` makes its steps, and finds the
-    one.
+    If a number in a block isn't finite, the whole block is undone. `BatchLoop` then makes its steps again, and finds
+    the bad one.
 
     Args:
         context: what all traces share.
@@ -160,8 +165,9 @@ class BlockLoop:
             end: the step within the epoch before which the loop ends.
             state: the state of the loop before them.
         """
-        source, size = self._source, self._context.plan.block_steps
-        whole = tf.minimum(end, self.whole_steps)
+        source = self._source
+        size = self._context.plan.block_steps
+        whole = tf.minimum(end, self.whole_steps)  # `BatchLoop` makes the steps after them
 
         def more(block: Any, fine: tf.Tensor, state: LoopState) -> tf.Tensor:
             return (state.step < whole) & fine
@@ -179,7 +185,7 @@ class BlockLoop:
     def _steps_of_block(
         self, block: Any, epoch: tf.Tensor, end: tf.Tensor, state: LoopState
     ) -> tuple[LoopState, tf.Tensor]:
-        """The steps up to `end`, whose batches are in `block`, and whether all in them was finite: for XLA."""
+        """For XLA: makes the steps up to `end`, whose batches are in `block`; and whether all numbers were finite."""
         context = self._context
         changed = [*context.changed_by(""), *context.state]
         values = [variable.read_value() for variable in changed]
@@ -195,10 +201,12 @@ class BlockLoop:
             index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)
             trace = BlockStepTrace(context, (epoch, state.step, (index, batch)), state)
             state = trace.make()
-            signs = [sign + trace.signs[at] if at in trace.signs else sign for at, sign in enumerate(signs)]
-            return place + 1, signs, state
+            added = []
+            for index, sign in enumerate(signs):
+                added.append(sign + trace.signs[index] if index in trace.signs else sign)
+            return place + 1, added, state
 
-        # Counted from a constant: a number from outside would be a constant too, and compiled anew for each value.
+        # Counted from a constant 0: XLA would take a number from outside for a constant, and compile anew for each.
         _, signs, after = repeated(more, step, tf.constant(0, tf.int64), signs, state)
         fine = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
         for variable, value in zip(changed, values, strict=True):

@@ -6,17 +6,20 @@ import tensorflow as tf
 
 GROWTH_STEPS = 2000
 """After so many steps without an overflow, the scale doubles (Micikevicius et al. 2018, Mixed Precision Training)."""
-LARGEST, SMALLEST = 2.0**24, 2.0**-24
-"""The bounds of the scale. A gradient that isn't finite at the smallest has another reason than float16."""
+LARGEST = 2.0**24
+"""The greatest scale."""
+SMALLEST = 2.0**-24
+"""The smallest scale. A gradient that isn't finite with this one has another reason than float16."""
 
 
 class LossScale:
     """The factor of the loss, a power of 2, with which small gradients don't vanish in float16.
 
-    To be made in the engine's scope: its variables are the same in all replicas, and are kept in checkpoints.
+    It must be made in the backend's scope: its variables are the same in all replicas, and are saved in checkpoints.
 
     Args:
-        batch_size: the global batch. The loss is a sum over it, not a mean, so the scale starts smaller accordingly.
+        batch_size: the size of the global batch. The loss is a sum over it, not a mean: the scale starts that much
+            smaller.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -26,7 +29,7 @@ class LossScale:
         self.variables = [self.scale, self.steps]
 
     def update(self, finite: tf.Tensor) -> None:
-        """Within a replica, after each step: halves the scale if the gradient was not finite."""
+        """Within a replica, after each step: halves the scale if the gradient isn't finite, or may double it."""
         steps = tf.where(finite, self.steps + 1, tf.zeros_like(self.steps))
         grows = steps >= GROWTH_STEPS
         more = tf.where(grows, tf.minimum(self.scale * 2, LARGEST), self.scale)

@@ -1,4 +1,4 @@
-"""What `compute` returns, on its way to numbers: sums in each replica, one vector for all, and means again."""
+"""How the values of `compute` become metrics: sums in each replica, one vector for all of them, and means."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from loop.step.values import RESERVED, Unweighted, check, content
 class MetricSums:
     """The values of one `compute`, and how they become totals: vectors that can be added up.
 
-    Every value is kept as its weighted sum and its weight; a `keras.metrics` metric as its state. What comes of adding
-    is therefore exact in any order.
+    Each value becomes its weighted sum and its weight, and a `keras.metrics` metric its state. So totals may be added
+    up in any order, over replicas, steps and calls.
 
     Args:
         names: the values, the loss first.
@@ -38,33 +38,37 @@ class MetricSums:
     @property
     def state_width(self) -> int:
         """The length of the vector of states: all numbers of all metrics."""
-        return sum(size for metric in self.metrics.values() for size in _sizes(metric))
+        return sum(sum(_sizes(metric)) for metric in self.metrics.values())
 
     def sums(self, values: Mapping[str, Any], dtype: tf.DType) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """The weighted sum of the loss, to be differentiated; and all sums, not to be.
+        """The weighted sum of the loss, which is differentiated; and the sums of all values.
 
         Args:
             values: what `compute` returned for the replica's rows.
             dtype: in which to add.
 
         Returns:
-            A scalar; and scalars, two for each value: its weighted sum, and what to divide it by.
+            A scalar; and two scalars for each value: its weighted sum, and its divisor.
 
         Raises:
-            UsageError: they are not what they were when `compute` was first tried.
+            UsageError: the values have other names than when `compute` was first tried.
         """
         check(values, None, self._expected, tuple(self.metrics))
         weight = values.get("weight")
         if weight is not None:
             weight = tf.stop_gradient(tf.cast(weight, dtype))
-        found = {name: tf.cast(content(values[name]), dtype) for name in self.names}
-        sums = {"loss": _weighted_sum(found["loss"], weight)}
+        tensors = {name: tf.cast(content(values[name]), dtype) for name in self.names}
+        sums = {"loss": _weighted_sum(tensors["loss"], weight)}
         if "loss_count" in values:
-            sums["loss"] = sums["loss"][0], tf.reduce_sum(tf.stop_gradient(tf.cast(values["loss_count"], dtype)))
-        counted = [name for name in self.names if isinstance(values[name], Unweighted)]
-        sums |= _sums({name: found[name] for name in self.names[1:] if name not in counted}, weight)
-        sums |= _sums({name: found[name] for name in counted}, None)
-        return sums["loss"][0], [part for name in self.names for part in sums[name]]
+            divisor = tf.reduce_sum(tf.stop_gradient(tf.cast(values["loss_count"], dtype)))
+            sums["loss"] = (sums["loss"][0], divisor)
+        unweighted = [name for name in self.names if isinstance(values[name], Unweighted)]
+        sums |= _sums({name: tensors[name] for name in self.names[1:] if name not in unweighted}, weight)
+        sums |= _sums({name: tensors[name] for name in unweighted}, None)
+        flat: list[tf.Tensor] = []
+        for name in self.names:
+            flat += sums[name]
+        return sums["loss"][0], flat
 
     def states(self, values: Mapping[str, Any]) -> tf.Tensor:
         """What the values add to the states of the metrics: a vector, float64."""
@@ -77,31 +81,33 @@ class MetricSums:
         return tf.concat(parts, 0)
 
     def means(self, sums: np.ndarray, states: np.ndarray) -> dict[str, float]:
-        """Each value's mean, nan where its weight is 0; and each metric's result, one number for each element of it."""
+        """Each value's mean, nan if its weight is 0; and each metric's result, a number for each of its elements."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            found = {name: float(sums[2 * i] / sums[2 * i + 1]) for i, name in enumerate(self.names)}
+            means = {name: float(sums[2 * i] / sums[2 * i + 1]) for i, name in enumerate(self.names)}
         numbers = iter(states)
         for name, metric in self.metrics.items():
             variables = []
             for variable, size in zip(metric.variables, _sizes(metric), strict=True):
                 part = np.fromiter(itertools.islice(numbers, size), np.float64, size)
                 variables.append(tf.constant(part.reshape(variable.shape), variable.dtype))
-            found |= _by_element(name, np.asarray(metric.stateless_result(variables), np.float64))
-        return {name: found[name] for name in sorted(found, key=self._place)}
+            means |= _by_element(name, np.asarray(metric.stateless_result(variables), np.float64))
+        return {name: means[name] for name in sorted(means, key=self._index)}
 
-    def _place(self, name: str) -> int:
-        known = [i for i, each in enumerate(self._expected) if name == each or name.startswith(f"{each}_")]
-        return self._expected.index(name) if name in self._expected else max(known)
+    def _index(self, name: str) -> int:
+        """The index of a value, or of the metric that has this element, in the order of `compute`."""
+        if name in self._expected:
+            return self._expected.index(name)
+        return max(index for index, value in enumerate(self._expected) if name.startswith(f"{value}_"))
 
 
 def _sums(values: Mapping[str, tf.Tensor], weight: tf.Tensor | None) -> dict[str, Any]:
     """The weighted sum of each value and that of its weights, by name."""
     sums = {}
-    # Values of one number for each example are added up in one go: ten cost hardly more than one.
+    # Values of one number for each example are added up together: ten cost hardly more than one.
     flat = [name for name, value in values.items() if value.shape.rank == 1]
     if len(flat) > 1:
         by_value, by_weight = _weighted_sum(tf.stack([values[name] for name in flat]), weight, [1])
-        sums = {name: (by_value[place], by_weight) for place, name in enumerate(flat)}
+        sums = {name: (by_value[index], by_weight) for index, name in enumerate(flat)}
     for name, value in values.items():
         if name not in sums:
             sums[name] = _weighted_sum(value, weight)
@@ -111,19 +117,20 @@ def _sums(values: Mapping[str, tf.Tensor], weight: tf.Tensor | None) -> dict[str
 def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | None = None) -> Any:
     """The sum of value * weight, and that of the weights; of a stack of values, over its axis of examples."""
     if weight is None:
-        return tf.reduce_sum(value, axis), tf.cast(tf.size(value) if axis is None else tf.shape(value)[1], value.dtype)
+        total = tf.reduce_sum(value, axis)
+        return total, tf.cast(tf.size(value) if axis is None else tf.shape(value)[1], value.dtype)
     if axis is not None:
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
-    # The weight of an example is that of all its elements.
+    # The weight of an example is that of each of its elements.
     trailing = [1] * (value.shape.rank - weight.shape.rank)
-    each = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
-    return tf.reduce_sum(tf.math.multiply_no_nan(value, each)), tf.reduce_sum(each)
+    weights = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
+    return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)
 
 
 def _by_element(name: str, result: np.ndarray) -> dict[str, float]:
     if result.ndim == 0:
         return {name: float(result)}
-    return {"_".join([name, *map(str, place)]): float(value) for place, value in np.ndenumerate(result)}
+    return {"_".join([name, *map(str, index)]): float(value) for index, value in np.ndenumerate(result)}
 
 
 def _sizes(metric: Any) -> list[int]:
@@ -131,10 +138,10 @@ def _sizes(metric: Any) -> list[int]:
 
 
 def checked_metrics(metrics: Any) -> dict[str, keras.metrics.Metric]:
-    """The metrics of a task, if they are such.
+    """The metrics that a task has built, checked.
 
     Raises:
-        UsageError: something is no Keras 3 metric, or has a name that is taken.
+        UsageError: an object is no Keras 3 metric, or has a name that is taken.
     """
     if not isinstance(metrics, Mapping):
         raise UsageError(f"build_metrics() returned {type(metrics).__name__}: return a dict of keras.metrics by name")
@@ -150,43 +157,42 @@ def checked_metrics(metrics: Any) -> dict[str, keras.metrics.Metric]:
 
 
 def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str, Any]) -> None:
-    """Lets metrics make their variables, on the values of a few examples; and checks that their states are sums.
+    """Has metrics make their variables, on the values of a few examples; and checks that their states are sums.
 
     Raises:
         UsageError: a state is no sum that starts from 0.
     """
     for name, metric in metrics.items():
-        if name in values:
-            arguments, weight = _arguments(metric, values, name)
-            try:
-                metric.update_state(*arguments, **weight)
-                elements = _by_element(name, np.asarray(metric.result(), np.float64))
-                once = _states(metric)
-                metric.update_state(*arguments, **weight)
-                twice = _states(metric)
-            except Exception as error:
-                shapes = ", ".join(str(list(each.shape)) for each in [*arguments, *weight.values()])
-                raise UsageError(
-                    f"{type(metric).__name__}, the metric {name!r}, can't be updated with tensors of shape {shapes} "
-                    f"(the last is the weight, if there is one): {error}. compute() returns what its update_state() "
-                    "takes: a tensor, or a tuple such as (labels, predictions), or (labels, predictions, weights)"
-                ) from None
-            if taken := sorted((set(elements) - {name}) & set(values)):
-                raise UsageError(
-                    f"compute() returns {taken[0]!r}, but that is an element of the metric {name!r}: rename it"
-                )
-            metric.reset_state()
-            # What starts from 0 and has doubled after the same values once more; a maximum, say, has not.
-            adds = [np.allclose(2 * a, b, equal_nan=True) for a, b in zip(once, twice, strict=True)]
-        else:
-            adds = [True] * len(metric.variables)
-        for variable, added in zip(metric.variables, adds, strict=True):
+        doubles = _try_metric(name, metric, values) if name in values else [True] * len(metric.variables)
+        for variable, added in zip(metric.variables, doubles, strict=True):
             if variable.aggregation != "sum" or not added or np.any(variable.value.numpy()):
                 raise UsageError(
                     f"build_metrics(): the state {variable.name!r} of {name!r} is no sum that starts from 0 "
                     f"(aggregation {variable.aggregation!r}): parts of it that replicas gather can't be put together. "
                     "Keep sums in it, and make the result of them in result()"
                 )
+
+
+def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Any]) -> list[bool]:
+    """Updates a metric twice with the same values: whether each of its states has doubled, as a sum from 0 does."""
+    arguments, weight = _arguments(metric, values, name)
+    try:
+        metric.update_state(*arguments, **weight)
+        elements = _by_element(name, np.asarray(metric.result(), np.float64))
+        once = _states(metric)
+        metric.update_state(*arguments, **weight)
+        twice = _states(metric)
+    except Exception as error:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in [*arguments, *weight.values()])
+        raise UsageError(
+            f"{type(metric).__name__}, the metric {name!r}, can't be updated with tensors of shape {shapes} "
+            f"(the last is the weight, if there is one): {error}. compute() returns what its update_state() "
+            "takes: a tensor, or a tuple such as (labels, predictions), or (labels, predictions, weights)"
+        ) from None
+    if taken := sorted((set(elements) - {name}) & set(values)):
+        raise UsageError(f"compute() returns {taken[0]!r}, but that is an element of the metric {name!r}: rename it")
+    metric.reset_state()
+    return [np.allclose(2 * a, b, equal_nan=True) for a, b in zip(once, twice, strict=True)]
 
 
 def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:
@@ -196,23 +202,25 @@ def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:
 def _arguments(
     metric: keras.metrics.Metric, values: Mapping[str, Any], name: str
 ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-    """What a metric is updated with, in the precision of its state: some operations of metrics know no other.
+    """The arguments of a metric's update, and its weight by name. Floats have the dtype of the metric's state.
 
-    The weights of `compute` are its weights, unless it is given a third tensor, which is then that, or is unweighted.
+    The weight is that of `compute`, unless the value is unweighted, or has a third tensor, which then is the weight.
     """
-    value, weight = content(values[name]), None if isinstance(values[name], Unweighted) else values.get("weight")
-    tensors = [tf.convert_to_tensor(each) for each in (value if isinstance(value, tuple | list) else (value,))]
-    if weight is not None and len(tensors) < 3:
+    value = content(values[name])
+    weight = None if isinstance(values[name], Unweighted) else values.get("weight")
+    tensors = [tf.convert_to_tensor(part) for part in (value if isinstance(value, tuple | list) else (value,))]
+    has_weight = weight is not None and len(tensors) < 3
+    if has_weight:
         tensors.append(tf.convert_to_tensor(weight))
-        *tensors, weight = (tf.cast(each, metric.dtype) if each.dtype.is_floating else each for each in tensors)
-        return tensors, {"sample_weight": weight}
-    return [tf.cast(each, metric.dtype) if each.dtype.is_floating else each for each in tensors], {}
+    # Some operations of metrics take no other dtype than that of the state.
+    tensors = [tf.cast(tensor, metric.dtype) if tensor.dtype.is_floating else tensor for tensor in tensors]
+    return (tensors[:-1], {"sample_weight": tensors[-1]}) if has_weight else (tensors, {})
 
 
 class Perplexity(keras.metrics.Mean):
     """The exponential of the mean: for a loss in nats, how many equally likely choices are as hard to guess.
 
-    A mean of exponentials, which is what comes of averaging the perplexities of batches, is greater.
+    The mean of the perplexities of batches would be greater.
     """
 
     def __init__(self, name: str = "perplexity", dtype: Any = None) -> None:

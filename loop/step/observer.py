@@ -1,4 +1,4 @@
-"""What may watch a step while it computes, for `tfloop replay` and `tfloop verify`."""
+"""Observers of a step, for `tfloop replay` and `tfloop verify`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from loop.model.variables import as_tf, trainable_variables
 
 
 class StepObserver:
-    """Is shown what a step computes. Its methods are called in each replica while the step is traced."""
+    """Is called with what a step computes, in each replica while the step is traced."""
 
     def values(self, optimizer: str, values: Mapping[str, Any]) -> None:
-        """Is shown the values of a batch, or of a micro-batch.
+        """Is called with the values of a batch, or of a micro-batch.
 
         Args:
             optimizer: the name that `step.minimize` was called with.
@@ -23,7 +23,7 @@ class StepObserver:
         """
 
     def gradients(self, gradients: Mapping[int, Any]) -> None:
-        """Is shown gradients as the optimizer gets them: reduced, divided and clipped.
+        """Is called with gradients as the optimizer gets them: reduced, divided and clipped.
 
         Args:
             gradients: by the index of the variable among the trainable ones.

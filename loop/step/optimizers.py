@@ -1,4 +1,4 @@
-"""The optimizers of a task: what can be one, and which of several trains which variables."""
+"""The optimizers of a task: which objects can be one, and which of several trains which variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def assign_optimizers(task: TrainTask, model: Any, optimizer: Any) -> dict[str, 
         By name, "" for a single one: each optimizer, and the indices of its variables among the trainable ones.
 
     Raises:
-        UsageError: something is no optimizer; or a variable has none, or two.
+        UsageError: an object is no optimizer; or a variable has no optimizer, or two.
     """
     if not isinstance(optimizer, Mapping):
         _check_optimizer(optimizer, model, "")
@@ -32,10 +32,10 @@ def assign_optimizers(task: TrainTask, model: Any, optimizer: Any) -> dict[str, 
         _check_optimizer(one, model, f" for {name!r}" if name else "")
     if not optimizer:
         raise UsageError("build_optimizer() returned an empty dict: return at least one optimizer")
-    owners = _owners(task, model, list(optimizer))
-    return {
-        name: (one, [index for index, owner in enumerate(owners) if owner == name]) for name, one in optimizer.items()
-    }
+    assigned: dict[str, tuple[Any, list[int]]] = {name: (one, []) for name, one in optimizer.items()}
+    for index, owner in enumerate(_owners(task, model, list(optimizer))):
+        assigned[owner][1].append(index)
+    return assigned
 
 
 def _owners(task: TrainTask, model: Any, names: list[str]) -> list[str]:
@@ -48,7 +48,7 @@ def _owners(task: TrainTask, model: Any, names: list[str]) -> list[str]:
         for variable in as_tf(variables):
             index = indices.get(id(variable))
             if index is None:
-                continue  # a frozen one
+                continue  # a frozen variable
             if index in owners:
                 raise UsageError(
                     f"the variable {paths[index]} belongs to two optimizers, {owners[index]!r} and {name!r}: see "
@@ -65,7 +65,7 @@ def _owners(task: TrainTask, model: Any, names: list[str]) -> list[str]:
 
 
 def _check_optimizer(optimizer: Any, model: Any, which: str) -> None:
-    """Refuses what is no Keras optimizer, or would do by itself what the loop does for all replicas."""
+    """Refuses an object that is no Keras optimizer, and one that would scale or average without all replicas."""
     what = f"build_optimizer() returned {type(optimizer).__name__}{which}"
     if not hasattr(optimizer, "build") or not hasattr(optimizer, "learning_rate"):
         raise UsageError(f"{what}: return a Keras optimizer of the model's family, or a dict of them")

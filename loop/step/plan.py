@@ -1,4 +1,4 @@
-"""What a compiled step does, as decided once from the options, the task, the backend and the data."""
+"""The plan of a compiled step: what is decided once, from the options, the task, the backend and the data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from loop.step.batch_norm import batch_norms
 from loop.step.build import BuiltModel
 
 BLOCK_STEPS = 50
-"""With `compile="xla"`, at most so many steps make one program."""
+"""With `compile="xla"`, the greatest number of steps in one program."""
 BLOCK_BYTES = 1 << 26
-"""The batches of one such program take no more memory than this."""
+"""The greatest size of all batches of such a program together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +35,15 @@ class StepPlan:
         compression: the type in which gradients are sent; see `communication`.
         groups: the number of collectives in which they are sent.
         summed_loss: whether the loss is a sum over the batch, which is never divided by the weight.
-        divides_objective: whether the objective is divided by the weight before the backward pass. One replica that
-            sees the whole batch at once knows the weight by then, and needn't divide each gradient.
+        divides_objective: whether the objective is divided by the weight before the backward pass, and not each
+            gradient after it. A single replica that has the whole batch at once knows the weight before.
         loss_scaled: whether the loss is scaled for float16.
         stops_at_bad_step: whether a step that isn't finite ends the run; otherwise it is skipped.
         clip_norm: the greatest norm of all gradients together.
         clip_value: the greatest absolute value of an element of a gradient.
         row_gradients: the variables whose optimizer takes the rows of a sparse gradient, by index.
-        lookups: the variables whose gradients keep a row for each lookup, and of which kind these are; see `lookups`.
-        block_steps: how many steps make one program of XLA's; 0: none do.
+        lookups: the variables whose gradients keep a row for each lookup, by index, and their kinds; see `lookups`.
+        block_steps: the number of steps in one XLA program; 0: steps aren't compiled in blocks.
         may_isolate: whether forward and backward pass may become a graph of their own; see `ForwardPass`.
     """
 
@@ -91,7 +91,7 @@ def make_plan(
         summed_loss: whether the loss of the task is a sum over the batch.
     """
     loss_scaled = options["precision"] == "mixed_float16"
-    whole = backend.replicas == 1 and options["accumulate"] == 1
+    has_whole_batch = backend.replicas == 1 and options["accumulate"] == 1
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
     wide = any(variable.dtype == "float64" for variable in as_tf(trainable_variables(built.model)))
     plan = StepPlan(
@@ -103,7 +103,7 @@ def make_plan(
         compression=options["compression"],
         groups=options["groups"],
         summed_loss=summed_loss,
-        divides_objective=whole and not loss_scaled,
+        divides_objective=has_whole_batch and not loss_scaled,
         loss_scaled=loss_scaled,
         stops_at_bad_step=options["on_nonfinite"] == "stop",
         clip_norm=options["clip_norm"],
@@ -113,19 +113,25 @@ def make_plan(
         block_steps=0,
         may_isolate=options["compile"] != "xla" and not has_gpu,
     )
-    source = data.train
-    if not (plan.divides_objective and backend.name == "single" and isinstance(source, ArraySource)):
-        return plan
+    if plan.divides_objective and backend.name == "single" and isinstance(data.train, ArraySource):
+        return _faster_plan(plan, built, data.train, options, has_gpu)
+    return plan
+
+
+def _faster_plan(
+    plan: StepPlan, built: BuiltModel, source: ArraySource, options: Mapping[str, Any], has_gpu: bool
+) -> StepPlan:
+    """The plan with what is faster on one device, for arrays."""
     if options["compile"] == "xla":
         return dataclasses.replace(plan, block_steps=_block_steps(source, options["steps_per_call"]))
-    # On a GPU this has not been measured.
+    # Not on a GPU, where sparse gradients have not been measured.
     if options["compile"] == "graph" and not plan.clips and not has_gpu:
         return dataclasses.replace(plan, row_gradients=_row_gradients(built))
     return plan
 
 
 def check_plan(built: BuiltModel, backend: Backend, data: Data, options: dict[str, Any], summed_loss: bool) -> None:
-    """Refuses options that the backend, the data or another option can't be combined with.
+    """Refuses options that can't be combined with the backend, the data or another option.
 
     Raises:
         UsageError: with the fix.
@@ -142,7 +148,7 @@ def check_plan(built: BuiltModel, backend: Backend, data: Data, options: dict[st
 
 
 def _block_steps(source: ArraySource, steps_per_call: int | str) -> int:
-    """How many steps make one program of XLA's: all batches of a program have one shape."""
+    """The number of steps in one XLA program; 0 if batches differ in shape: a program takes one shape alone."""
     if not source.uniform:
         return 0
     most = steps_per_call if isinstance(steps_per_call, int) else BLOCK_STEPS
@@ -150,10 +156,10 @@ def _block_steps(source: ArraySource, steps_per_call: int | str) -> int:
 
 
 def _row_gradients(built: BuiltModel) -> frozenset[int]:
-    """The variables that take the gradient of an embedding as the rows that it has, to the same bits.
+    """The variables whose optimizer takes a sparse gradient as it is, and computes the same bits from it.
 
-    Everything but a plain step needs the whole gradient: other replicas and micro-batches, clipping, and optimizers
-    that change all rows, as with momentum. Streams do too, which choose between a gradient and none.
+    Only a plain step can use sparse gradients. Other replicas, micro-batches and clipping need dense ones, and so do
+    optimizers that change all rows, as with momentum. Streams do, too: a step over them may have no gradient at all.
     """
     indices: set[int] = set()
     for optimizer, trained in built.optimizers.values():
@@ -163,10 +169,10 @@ def _row_gradients(built: BuiltModel) -> frozenset[int]:
 
 
 def _lookups(built: BuiltModel, source: Source, options: Mapping[str, Any]) -> dict[int, str]:
-    """The variables whose gradients keep a row for each lookup, and of which kind these are: see `lookups`."""
+    """The variables whose gradients keep a row for each lookup, by index, and their kinds; see `lookups`."""
     if options["clip_value"] is not None or options["reduction"] == "adasum":
         return {}
-    # Every replica must have room for the same number of lookups, in each step.
+    # Each replica must have room for the same number of lookups, in each step: examples must have one shape.
     if isinstance(source, ArraySource):
         uniform = source.uniform
     else:

@@ -1,4 +1,4 @@
-"""What `compute` can ask about the replica that it runs in: the whole batch, its own place in it, seeds per example.
+"""The replica in which `compute` runs: what it can ask about the whole batch, its own rows in it, and random seeds.
 
 Outside of a training or evaluation step there is one replica, which has the whole batch.
 """
@@ -6,6 +6,7 @@ Outside of a training or evaluation step there is one replica, which has the who
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,39 +19,49 @@ from loop.errors import UsageError
 
 
 class CollectiveNeededError(Exception):
-    """Raised while tracing: `compute` holds a collective, so that replicas without rows can't be left out."""
+    """Raised while tracing: `compute` has a collective in it, so that replicas without rows must compute it, too."""
 
 
 class Replica:
     """One replica in one (micro-)batch, while `compute` is traced.
 
-    A replica without rows is not computed at all, unless `compute` holds a collective, which all must enter, or changes
-    random state, which must stay the same everywhere: then it computes on one example that isn't its own (a stand-in),
-    and all that comes of it counts nothing.
+    A replica without rows computes nothing, with two exceptions: `compute` has a collective in it, which all replicas
+    must enter; or it changes random state, which must stay the same in all replicas. It then computes with an example
+    that isn't its own, the stand-in, and its results count nothing.
 
     Args:
-        backend: the engine.
+        backend: the backend.
         rows: the replica's rows.
         seed: the seed of the run.
         most: how many rows the (micro-)batch of all replicas has at most.
-        phase: which of the losses of a step this is, from 0.
-        stand_in: one example as a batch, for a replica without rows; None: this one isn't computed without rows.
+        phase: the index of this `minimize` within the step.
+        stand_in: one example as a batch, for a replica without rows; None: such a replica computes nothing.
+
+    Attributes:
+        collective: whether there can be a collective in this trace.
+        compiled: whether the options ask for XLA, on several replicas.
+        problem: an error of this replica that is raised while tracing.
+        count: how many rows the replica has.
+        batch: the rows that `compute` gets.
+        counts_something: whether the replica has rows; None: it has, or computes nothing.
+        fixed_rows: how many rows a batch must have; None: any number.
     """
 
     def __init__(
         self, backend: Backend, rows: Rows, seed: int, most: int, phase: int = 0, stand_in: Any = None
     ) -> None:
-        self.backend, self.rows, self.seed = backend, rows, seed
-        self._draws = phase << 10
-        self._room = max(most, backend.replicas)  # where no replica has rows, each has a stand-in
+        self.backend = backend
+        self.rows = rows
+        self.seed = seed
+        self._draws = phase << 10  # each `minimize` has room for so many draws, with seeds of their own
+        self._room = max(most, backend.replicas)  # if no replica has rows, each has a stand-in
         self.collective = True
-        self.compiled = False  # by XLA, if the options ask for it
+        self.compiled = False
         self.problem: Exception | None = None
         self._graph = tf.compat.v1.get_default_graph()
         self.count = count(rows.batch)
         self.batch = rows.batch
         self.counts_something: tf.Tensor | None = None
-        self._table: tf.Tensor | None = None
         self._filled_index: tf.Tensor | None = None
         self.fixed_rows: int | None = None
         self._stand_ins = 1
@@ -61,7 +72,7 @@ class Replica:
 
     @property
     def index(self) -> tf.Tensor:
-        """What tells each example of `batch` from all others of the epoch: int64 [n]; 0 for a stand-in."""
+        """The index of each example of `batch` within the epoch: int64 [n]; 0 for a stand-in."""
         if self._filled_index is not None:
             return self._filled_index
         if self.counts_something is None:
@@ -69,7 +80,7 @@ class Replica:
         return tf.cond(self.counts_something, lambda: self.rows.index, lambda: tf.zeros([self._stand_ins], tf.int64))
 
     def fill_up(self, rows: int) -> None:
-        """Repeats the last row of `batch`, so that there are so many."""
+        """Repeats the last row of `batch`, until it has so many rows."""
 
         def filled(tensor: tf.Tensor) -> tf.Tensor:
             return tf.gather(tensor, tf.minimum(tf.range(rows), tf.shape(tensor)[0] - 1))
@@ -80,8 +91,8 @@ class Replica:
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum over all replicas, through which gradients flow.
 
-        Each replica differentiates its own part of the loss. What another replica's part says of this replica's tensor
-        arrives by summing the gradients of all.
+        Each replica differentiates its own part of the loss. The parts of the other replicas depend on this replica's
+        tensor, too: so its gradient is the sum of all replicas' gradients.
         """
         if not self.collective:
             raise self._noted(CollectiveNeededError())
@@ -103,11 +114,11 @@ class Replica:
         return summed(tensor)
 
     def _noted(self, problem: Exception) -> Exception:
-        self.problem = problem  # because a function in between may turn it into an error of its own
+        self.problem = problem  # a function that calls `compute` may replace the error by one of its own
         return problem
 
     def check_draws(self) -> None:
-        """Refuses random numbers by row in what XLA is to compile: it makes other numbers of the same bits.
+        """Refuses random numbers by row with XLA, which derives other numbers from the same bits.
 
         Raises:
             UsageError: `compile="xla"` on several replicas.
@@ -122,7 +133,7 @@ class Replica:
             )
 
     def seed_of_draw(self) -> tf.Tensor:
-        """A seed for the next random operation of this trace: int64 [2], from run seed, epoch, batch and place."""
+        """A seed for the next random operation of this trace: int64 [2], from run seed, epoch, batch and its number."""
         self._draws += 1
         return tf.stack([(self.seed << 32) + self.rows.epoch, self.rows.number * (1 << 16) + self._draws])
 
@@ -131,31 +142,31 @@ class Replica:
         own = tf.one_hot(tf.cast(self.backend.replica(), tf.int32), self.backend.replicas, dtype=row.dtype)
         return self.sum(own[:, tf.newaxis] * row[tf.newaxis, :])
 
+    @functools.cached_property
     def counts(self) -> tf.Tensor:
-        """How many rows each replica has, int64 [replicas]; where none has any, one stand-in each."""
-        if self._table is None:
-            counts = self.table(tf.cast(self.count, tf.int64)[tf.newaxis])[:, 0]
-            self._table = tf.where(tf.reduce_sum(counts) == 0, tf.ones_like(counts), counts)
-        return self._table
+        """How many rows each replica has, int64 [replicas]; if none has any, one stand-in each. A collective."""
+        counts = self.table(tf.cast(self.count, tf.int64)[tf.newaxis])[:, 0]
+        return tf.where(tf.reduce_sum(counts) == 0, tf.ones_like(counts), counts)
 
     def first(self) -> tf.Tensor:
-        """The place of this replica's first row in the gathered batch: int64."""
-        counts = self.counts()
+        """The index of this replica's first row in the gathered batch: int64."""
+        counts = self.counts
         before = tf.reduce_sum(counts[: tf.cast(self.backend.replica(), tf.int32)])
-        return tf.minimum(before, tf.reduce_sum(counts) - 1)  # that of a stand-in lies within the batch too
+        return tf.minimum(before, tf.reduce_sum(counts) - 1)  # a stand-in's index must lie within the batch, too
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """The rows of all replicas, in order."""
-        counts = self.counts()
+        counts = self.counts
         rank = tf.cast(self.backend.replica(), tf.int32)
-        own, before = counts[rank], tf.reduce_sum(counts[:rank])
+        own = counts[rank]
+        before = tf.reduce_sum(counts[:rank])
         fits = tf.debugging.assert_equal(
             count(tensor), count(self.batch), "loop.all_gather(x): x must have shape [n, ...]"
         )
         with tf.control_dependencies([fits]):
-            tensor = tensor[:own]  # nothing of a stand-in
-        # Between zeros, a sum is a concatenation: one collective serves for all that an engine must have. It has the
-        # same shape at every step, as TensorFlow's collectives between workers demand.
+            tensor = tensor[:own]  # without a stand-in
+        # With zeros around each replica's rows, a sum is a concatenation: backends need no other collective. Its shape
+        # is the same at every step, as TensorFlow's collectives between workers require.
         after = self._room - before - own
         padding = tf.concat([[[before, after]], tf.zeros([tensor.shape.rank - 1, 2], tf.int64)], 0)
         padded = tf.ensure_shape(tf.pad(tensor, padding), [self._room, *tensor.shape[1:]])
@@ -202,7 +213,7 @@ def all_gather(x: Any) -> tf.Tensor:
         A tensor of the same dtype and of shape [rows of all replicas, ...], in the order of the global batch.
 
     Raises:
-        UsageError: `x` is a scalar, or no numbers; or this is within a `tf.function` or `tf.cond` of the model's own.
+        UsageError: `x` is a scalar, or no numbers; or it is called in a `tf.function` or `tf.cond` of the model's own.
     """
     x = tf.convert_to_tensor(x)
     if x.shape.rank == 0 or x.dtype in (tf.bool, tf.string):
@@ -215,7 +226,8 @@ def all_gather(x: Any) -> tf.Tensor:
 @tf.autograph.experimental.do_not_convert
 def sum_over_batch(x: tf.Tensor) -> tf.Tensor:
     """The sum over the rows of the whole global batch, of shape x.shape[1:]; not differentiated."""
-    replica, own = current(), tf.reduce_sum(tf.stop_gradient(x), 0)
+    replica = current()
+    own = tf.reduce_sum(tf.stop_gradient(x), 0)
     if replica is None or replica.backend.replicas == 1:
         return own
     if replica.counts_something is not None:
@@ -230,7 +242,7 @@ def all_gathers() -> int:
 
 @tf.autograph.experimental.do_not_convert
 def first_row() -> tf.Tensor:
-    """The place of this replica's first row in what `all_gather` returns: int64; 0 on one replica."""
+    """The index of this replica's first row in what `all_gather` returns: int64; 0 on one replica."""
     replica = current()
     return tf.constant(0, tf.int64) if replica is None or replica.backend.replicas == 1 else replica.first()
 
@@ -255,7 +267,7 @@ def example_seed(salt: int = 0) -> tf.Tensor:
         epochs have the same.
 
     Raises:
-        UsageError: the salt is no such number, or this isn't within `compute`.
+        UsageError: the salt is no such number, or it isn't called within `compute`.
     """
     if not 0 <= salt < 1 << 16:
         raise UsageError(f"loop.example_seed({salt}): give a salt from 0 to 65535")
@@ -266,14 +278,14 @@ def example_seed(salt: int = 0) -> tf.Tensor:
             raise UsageError("loop.example_seed() belongs into compute(): elsewhere there are no examples")
         return tf.zeros([tried, 2], tf.int64)
     index = replica.index
-    # Pairs that differ are all it takes: TensorFlow scrambles them.
+    # The pairs need only be different: TensorFlow scrambles them.
     epoch = tf.fill(tf.shape(index), (replica.seed << 32) + replica.rows.epoch)
     return tf.stack([epoch, index * (1 << 16) + salt], 1)
 
 
 @contextlib.contextmanager
 def probing(examples: int) -> Iterator[None]:
-    """While `compute` is tried on so many examples, outside of any step."""
+    """Within it, `compute` is tried on so many examples, outside of any step."""
     _here.tried = examples
     try:
         yield

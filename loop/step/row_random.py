@@ -1,8 +1,8 @@
-"""Random numbers that don't know how many replicas there are: each replica draws those of its own rows.
+"""Random numbers that don't depend on the number of replicas: each replica draws those of its own rows.
 
-TensorFlow's stateless operations read a stream of numbers (Philox, which is counter-based) from its beginning: every
-replica would draw the same ones, and make the same dropout mask. Here a replica whose rows start at row k of the batch
-starts that many numbers later. So replicas differ, and together they draw what one replica alone would.
+TensorFlow's stateless operations read a stream of numbers (Philox, which is counter-based) from its beginning: each
+replica would draw the same numbers, and make the same dropout mask. Here a replica whose rows start at row k of the
+batch starts k rows later in the stream. So together the replicas draw what one replica alone would draw.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PHILOX = 1
 def by_row() -> None:
     """Lets `tf.random.stateless_uniform`, `stateless_normal` and stateless dropout draw by row within `compute`.
 
-    Keras's layers draw with them. Elsewhere, and for a shape that is known while tracing, they are as they were: what
-    has an unknown size is taken to have the batch as its first axis, whose size isn't known then. Where the model
-    takes batches of one size alone, an axis of that size is the batch's, too.
+    Keras's layers draw with them. Elsewhere they don't change, nor for a shape that is known while tracing: the size of
+    the batch isn't known then, so a shape of unknown size is taken to have the batch as its first axis. If the model
+    takes batches of one size alone, a first axis of that size is taken for the batch, too.
     """
-    for space in (tf, tf.compat.v2):  # Keras 3 knows them by the one name, tf_keras by the other
+    for space in (tf, tf.compat.v2):  # Keras 3 uses the first module, tf_keras the second
         if not hasattr(space.random.stateless_uniform, "by_row"):
             space.random.stateless_uniform = _by_row(space.random.stateless_uniform, uniform)
             space.random.stateless_normal = _by_row(space.random.stateless_normal, normal)
@@ -33,10 +33,9 @@ def by_row() -> None:
 
 
 def reseed(model: Any) -> None:
-    """Gives the random layers of a `tf_keras` model seeds of the run's within `compute`: see `Replica.seed_of_draw`.
+    """Gives the random layers of a `tf_keras` model seeds of the run within `compute`: see `Replica.seed_of_draw`.
 
-    Their own come from generators that no checkpoint holds, and that each replica has for itself. Elsewhere they are as
-    they were.
+    Their own seeds come from generators that aren't in checkpoints, and of which each replica has its own.
     """
     for layer in layers(model):
         generator: Any = getattr(layer, "_random_generator", None)
@@ -46,11 +45,13 @@ def reseed(model: Any) -> None:
 
 
 def _with_our_seed(generator: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    draw, replica = getattr(type(generator), name), current()
+    draw = getattr(type(generator), name)
+    replica = current()
     if replica is None:
         return draw(generator, *args, **kwargs)
     kind = generator._rng_type
-    generator._rng_type, generator.make_seed_for_stateless_op = generator.RNG_STATELESS, replica.seed_of_draw
+    generator._rng_type = generator.RNG_STATELESS
+    generator.make_seed_for_stateless_op = replica.seed_of_draw
     try:
         return draw(generator, *args, **kwargs)
     finally:
@@ -93,11 +94,13 @@ def uniform(
     """`tf.random.stateless_uniform` by row; see `by_row`."""
     dtype = tf.as_dtype(dtype)
     if dtype.is_floating:
-        low, high = tf.cast(minval, dtype), tf.cast(1 if maxval is None else maxval, dtype)
+        low = tf.cast(minval, dtype)
+        high = tf.cast(1 if maxval is None else maxval, dtype)
         return _draw(tf.raw_ops.StatelessRandomUniformV2, shape, seed, dtype.size, dtype=dtype) * (high - low) + low
     if maxval is None:
         return _draw(tf.raw_ops.StatelessRandomUniformFullIntV2, shape, seed, dtype.size, dtype=dtype)
-    low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
+    low = tf.cast(minval, dtype)
+    high = tf.cast(maxval, dtype)
     return _draw(tf.raw_ops.StatelessRandomUniformIntV2, shape, seed, dtype.size, minval=low, maxval=high)
 
 
@@ -111,17 +114,17 @@ def normal(
 
 
 def _draw(operation: Any, shape: Any, seed: Any, bytes_each: int, **arguments: Any) -> tf.Tensor:
-    """The replica's share of one draw; the batch is the outermost axis."""
+    """The replica's share of one draw: its rows are a part of the stream, since the batch is the outermost axis."""
     replica = current()
     assert replica is not None
     shape = tf.cast(shape, tf.int64)
     size = tf.reduce_prod(shape)
-    first = (
-        size // tf.maximum(tf.shape(tf.nest.flatten(replica.batch)[0], out_type=tf.int64)[0], 1) * replica.rows.first
-    )
-    at_once = 2 if bytes_each == 8 else 4  # numbers that one state of the counter gives
+    rows = tf.shape(tf.nest.flatten(replica.batch)[0], out_type=tf.int64)[0]
+    first = size // tf.maximum(rows, 1) * replica.rows.first
+    per_state = 2 if bytes_each == 8 else 4  # how many numbers a state of the counter gives
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    counter += tf.cast(tf.stack([first // at_once, 0]), tf.uint64)
-    ahead = first % at_once
+    counter += tf.cast(tf.stack([first // per_state, 0]), tf.uint64)
+    # The first number may lie within a state: those before it are drawn, too, and dropped.
+    ahead = first % per_state
     drawn = operation(shape=[size + ahead], key=key, counter=counter, alg=_PHILOX, **arguments)
     return tf.reshape(drawn[ahead:], shape)

@@ -2,8 +2,8 @@
 
 Per replica, S = sum(loss * weight) and W = sum(weight). The gradients of S + W * sum(model.losses), and S, W and the
 sums of every other value, travel in one fused all-reduce(SUM). Then: divide by the global W, check finiteness, clip,
-apply; once, on reduced values. A replica without data contributes zeros. The result doesn't depend on how many
-replicas made it, but for the order in which floats are added.
+apply; once, on reduced values. A replica without data contributes zeros. The result depends on the number of replicas
+only by the order in which floats are added.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class LoopState(NamedTuple):
     """The state of the loop over the steps of a compiled call.
 
     Attributes:
-        step: the step after the last one made, within the epoch; that one may have been worth nothing; int64.
+        step: the step after the last one, within the epoch; int64. The last one counts also if it changed nothing.
         going: whether there is no reason to end the call.
         ended: whether the last step found the data at its end.
         before: the totals before the last step, without states; float64.
         totals: the totals, without states.
         states: of metrics, in each replica; float64.
-        finite: what was finite in the last step; see `StepContext.checked`.
+        finite: which numbers were finite in the last step; see `StepContext.checked`.
     """
 
     step: tf.Tensor
@@ -46,7 +46,7 @@ class LoopState(NamedTuple):
 
 
 class StepTrace:
-    """One step while it is traced; what `TrainTask.train_step` is handed as `step`.
+    """One step while it is traced: the argument `step` of `TrainTask.train_step`.
 
     It is made anew for each trace, in the graph of the loop's body.
 
@@ -54,7 +54,7 @@ class StepTrace:
         context: what all traces share.
         feed: epoch, step, and what was read for the step.
         state: the state of the loop before the step.
-        counted: whether the loop makes a fixed number of steps. Those behind one that ends the call then come to
+        counted: whether the loop makes a fixed number of steps. The steps after one that ends the call then change
             nothing.
     """
 
@@ -87,20 +87,21 @@ class StepTrace:
 
         Args:
             values: a function of a batch, which returns what `compute` would.
-            optimizer: the name of the one of several optimizers that is to make the step; "" is all, each for its
+            optimizer: the name of the optimizer that makes the step, of several; "": all make it, each for its
                 variables.
 
         Returns:
             The values' means over the global batch, by name: scalar tensors.
         """
-        plan, backend = self._context.plan, self._context.backend
+        plan = self._context.plan
+        backend = self._context.backend
         self._check_graph()
         forward = ForwardPass(self._context, values, optimizer, self._feed, self._minimizes, self._by_lookup)
         self._minimizes += 1
 
         def reduced_to_clipped(gradients: list[Any], sums: tf.Tensor) -> tuple[list[Any], tf.Tensor, Any]:
             gradients, sums = self._reduced(forward, gradients, sums)
-            # A sum over the batch is checked before it is divided: a weight of 0 must not hide that it is infinite.
+            # Checked before it is divided: with a weight of 0, the quotient wouldn't show that the sum is infinite.
             checked = self._checked(forward, optimizer, gradients, sums[SUMS], sums[WEIGHT])
             if plan.divides_gradients:
                 gradients = self._divided(gradients, sums)
@@ -115,10 +116,11 @@ class StepTrace:
         # Reduce, check, divide, clip: each replica, with the same numbers.
         self._marker.at(ALL_REDUCE, backend.first(gradients))
         gradients, sums, checked = backend.run(reduced_to_clipped, gradients, sums)
-        sums, (applies, finite) = backend.first(sums), backend.first(checked)
+        sums = backend.first(sums)
+        applies, finite = backend.first(checked)
         self._marker.at(COMPUTE, sums)
 
-        # Apply, unless something isn't finite, or there is nothing to learn from.
+        # Apply, unless a number isn't finite, or all weights are 0.
         self._when(
             self._still_applies(applies),
             lambda: backend.run(lambda gradients: self._apply(forward, optimizer, gradients), gradients),
@@ -140,7 +142,8 @@ class StepTrace:
 
     def _reduced(self, forward: ForwardPass, gradients: list[Any], sums: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
         """The gradients of the global batch, and its sums."""
-        plan, backend = self._context.plan, self._context.backend
+        plan = self._context.plan
+        backend = self._context.backend
         if plan.adasum:
             gradients = backend.adasum(self._divided(gradients, sums))
             sums = backend.all_reduce([sums])[0]
@@ -156,8 +159,9 @@ class StepTrace:
         return whole, sums
 
     def _added_up(self, forward: ForwardPass, gradients: list[Any], sums: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
-        """Gradients and sums, added up over all replicas. Those by lookup, whose size varies, travel by themselves."""
-        plan, backend = self._context.plan, self._context.backend
+        """Gradients and sums, added up over all replicas. Those by lookup have other sizes, and are sent separately."""
+        plan = self._context.plan
+        backend = self._context.backend
         by_index = dict(zip(forward.connected, gradients, strict=True))
         dense = [index for index in forward.connected if index not in self._by_lookup]
         sent, sums = communication.reduced(
@@ -169,14 +173,16 @@ class StepTrace:
             headroom=1 if plan.loss_scaled else plan.batch_size,
         )
         by_index |= zip(dense, sent, strict=True)
+        # In the order of variables: all workers must enter the collectives in one order.
         for index in forward.connected:
             if index in self._by_lookup:
                 by_index[index] = backend.all_reduce([by_index[index]])[0]
         return list(by_index.values()), sums
 
     def _divided(self, gradients: list[Any], sums: tf.Tensor) -> list[Any]:
-        """Gradients of a sum as those of a mean, if it is a mean that is minimized; and without the loss scale."""
-        plan, scale = self._context.plan, self._context.scale
+        """Gradients without the loss scale; and, if the loss is a mean, those of the mean instead of the sum."""
+        plan = self._context.plan
+        scale = self._context.scale
         divisor = tf.ones([], plan.dtype) if plan.summed_loss else weight_or_one(sums[WEIGHT])
         if scale is not None:
             divisor *= scale.scale
@@ -188,7 +194,7 @@ class StepTrace:
         """Whether the step is to be applied; and whether the loss and each gradient are finite."""
         by_index = dict(zip(forward.connected, gradients, strict=True))
         finite = are_finite(loss, by_index, self._context.trained_by(optimizer))
-        # A batch whose weights sum to zero says nothing: the step changes nothing.
+        # A batch whose weights sum to zero has no mean: the step changes nothing.
         return tf.reduce_all(finite) & (weight != 0.0), finite
 
     def _apply(self, forward: ForwardPass, optimizer: str, gradients: list[Any]) -> None:
@@ -204,12 +210,13 @@ class StepTrace:
                 context.backend.apply(instance, own_gradients, [context.variables[index] for index in own])
             except UsageError as problem:
                 raise context.computing.fail(problem) from None
+        # After the optimizers: the averages follow the new weights.
         context.averages.follow(context.trained_by(optimizer))
 
     # In cross-replica context
 
     def _still_applies(self, applies: tf.Tensor) -> tf.Tensor:
-        """Whether a `minimize` is to be applied: not after one of this step, or a step of this call, that wasn't."""
+        """Whether a `minimize` is applied: not after one in this step, or a step in this call, that was bad."""
         plan = self._context.plan
         if plan.stops_at_bad_step and not plan.loss_scaled:
             for earlier in self._finite.values():
@@ -219,7 +226,7 @@ class StepTrace:
         return applies
 
     def _counted_in(self, optimizer: str, sums: tf.Tensor, states: Any, finite: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Adds what a `minimize` has computed to what the step has; the means of its values."""
+        """Adds the totals of a `minimize` to those of the step; returns the means of its values."""
         context = self._context
         means = totals.batch_means(sums)
         if optimizer in self._sums:
@@ -243,12 +250,14 @@ class StepTrace:
 
     def _finish(self) -> LoopState:
         """Ends the trace: the state of the loop after the step."""
-        context, plan, before = self._context, self._context.plan, self._state
+        context = self._context
+        plan = context.plan
         layout = context.layout
+        before = self._state
         each_finite = totals.joined([self._finite[name] for name in layout.minimized])
         finite = tf.reduce_all(each_finite)
         step_totals = layout.joined(self._sums)
-        any_sums = self._sums[next(iter(layout.minimized))]  # all have seen the same examples
+        any_sums = self._sums[next(iter(layout.minimized))]  # each `minimize` has seen the same examples
         examples = any_sums[EXAMPLES]
         seen = any_sums[EXAMPLES] != 0.0
         if self._counted:
@@ -257,6 +266,7 @@ class StepTrace:
         going, ended = self._goes_on(finite, examples, seen)
         if not plan.stops_at_bad_step or plan.loss_scaled:
             step_totals = tf.where(finite, step_totals, totals.as_skipped(step_totals))
+        # A step after one that has ended the call is no good one, whatever it has computed.
         good = finite & before.going if self._counted else finite
         self._take_back_model_state(good)
         states = self._added_states(good)
@@ -267,7 +277,9 @@ class StepTrace:
 
     def _goes_on(self, finite: tf.Tensor, examples: tf.Tensor, seen: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Whether the call goes on after the step; and whether the data is at its end."""
-        context, plan, scale = self._context, self._context.plan, self._context.scale
+        context = self._context
+        plan = context.plan
+        scale = context.scale
         going = finite
         ended = self._state.ended
         if context.kept_batch is not None:
@@ -276,15 +288,15 @@ class StepTrace:
             tf.cond(finite, lambda: ended, lambda: keep(self._feed[-1]))
             going &= ~ended
         if scale is not None:
-            # Not a sign of anything wrong: the step is skipped, and the next one is made with half the scale.
+            # An overflow in float16 is no error: the step is skipped, and the next one is made with half the scale.
             self._when(seen, lambda: context.backend.run(lambda: scale.update(finite)), scale.variables)
             going |= (not plan.stops_at_bad_step or ~scale.exhausted()) & ~ended
         if context.backend.asynchronous and not plan.stops_at_bad_step:
-            going = tf.constant(True)  # no other worker makes the steps that a part of a call leaves out
+            going = tf.constant(True)  # no other worker would make the steps after a bad one in this part of a call
         return going, ended
 
     def _take_back_model_state(self, good: tf.Tensor) -> None:
-        """Takes back what the forward pass has changed, before it was known that the step is worth nothing."""
+        """Undoes the changes of the forward pass if the step turns out to be bad."""
         context = self._context
         if not context.state:
             return
@@ -308,7 +320,7 @@ class StepTrace:
         return self._context.backend.run(added, self._state.states, *parts)
 
     def _unless_over(self, after: LoopState) -> LoopState:
-        """The state after the step; that before it, if an earlier step has ended the call."""
+        """The state after the step; or the state before it, if an earlier step has ended the call."""
         changed = {}
         for name in ("step", "going", "before", "totals", "finite"):
             changed[name] = tf.where(self._state.going, getattr(after, name), getattr(self._state, name))
@@ -316,11 +328,11 @@ class StepTrace:
 
 
 class BlockStepTrace(StepTrace):
-    """A step of a block that is one program of XLA's.
+    """A step of a block that is one XLA program.
 
-    To XLA a look at each gradient costs as much as its update, and a branch copies what goes in and out. So each step
-    selects between old and new values as part of the update, and adds up the difference of each gradient with itself:
-    that is 0 unless it isn't finite. The block looks at the sums of all steps, and is taken back as a whole.
+    In XLA, a check of each gradient costs as much as its update, and a branch copies its inputs and outputs. So each
+    step selects between old and new values as part of the update, and adds up the difference of each gradient with
+    itself: that is 0 if it is finite, else nan. The block checks the sums of all steps, and is undone as a whole.
 
     Args:
         context: what all traces share.
@@ -333,28 +345,30 @@ class BlockStepTrace(StepTrace):
 
     def __init__(self, context: StepContext, feed: Any, state: LoopState) -> None:
         super().__init__(context, feed, state, counted=False)
-        self._marker = PhaseMarker(noted=False, timed=False, replicas=1)  # a program of XLA's can't be watched
+        self._marker = PhaseMarker(noted=False, timed=False, replicas=1)  # an XLA program can't note its phases
         self.signs: dict[int, tf.Tensor] = {}
 
     def _checked(
         self, forward: ForwardPass, optimizer: str, gradients: list[Any], loss: tf.Tensor, weight: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Notes the signs instead of looking at the gradients."""
-        looked_at = {0: loss} | {1 + index: each for index, each in zip(forward.connected, gradients, strict=True)}
-        for place, tensor in looked_at.items():
+        """Notes the signs, for the block to check them at its end."""
+        tensors = {0: loss}
+        for index, gradient in zip(forward.connected, gradients, strict=True):
+            tensors[1 + index] = gradient
+        for index, tensor in tensors.items():
             numbers = content(tensor)
             sign = numbers - numbers
             if isinstance(tensor, tf.IndexedSlices):
                 sign = tf.reduce_sum(sign)
-            self.signs[place] = self.signs[place] + sign if place in self.signs else sign
+            self.signs[index] = self.signs[index] + sign if index in self.signs else sign
         return weight != 0.0, tf.ones([1 + len(self._context.trained_by(optimizer))], tf.bool)
 
     def _when(self, condition: tf.Tensor, act: Callable[[], Any], variables: list[tf.Variable]) -> None:
-        """Acts, and selects between the new and the old values."""
+        """Acts in any case, and then selects between the new and the old values."""
         before = [variable.read_value() for variable in variables]
         act()
         for variable, value in zip(variables, before, strict=True):
             variable.assign(tf.where(condition, variable, value))
 
     def _take_back_model_state(self, good: tf.Tensor) -> None:
-        """The block takes it back."""
+        """Does nothing: the block undoes the changes."""

@@ -1,4 +1,4 @@
-"""The vectors in which a compiled call returns what it has counted: their layout, written and read in this file alone.
+"""The layout of totals: the vectors in which a compiled call returns its counts and sums. No other file knows it.
 
 A vector of totals is
 
@@ -19,15 +19,15 @@ import tensorflow as tf
 from loop.step.metric_sums import MetricSums
 
 EXAMPLES = 0
-"""The place of the number of examples in a vector of totals."""
+"""The index of the number of examples in a vector of totals."""
 SKIPPED = 1
-"""In training: the place of the number of skipped steps."""
+"""In training: the index of the number of skipped steps."""
 HAVE_MORE = 1
-"""In the vector that one compiled call of an evaluation returns: the place of the number of workers with more data."""
+"""In the vector that one compiled call of an evaluation returns: the index of the number of workers with more data."""
 SUMS = 2
-"""Where sums begin: the weighted sum of the loss, then its weight."""
+"""The index of the first sum, the weighted sum of the loss."""
 WEIGHT = SUMS + 1
-"""The place of the weight of the loss."""
+"""The index of the weight of the loss."""
 
 GOING = 0
 """A compiled call has made all of its steps."""
@@ -71,7 +71,7 @@ class TotalsLayout:
         sums_at = SUMS
         states_at = self.sums_width
         for name, values in self.minimized.items():
-            parts[name] = totals[sums_at:][: values.width], totals[states_at:][: values.state_width]
+            parts[name] = (totals[sums_at:][: values.width], totals[states_at:][: values.state_width])
             sums_at += values.width
             states_at += values.state_width
         return parts
@@ -112,7 +112,7 @@ class CallLayout:
         """While tracing: the vector of a call.
 
         Args:
-            finite: what was finite in the last step.
+            finite: which numbers were finite in the last step; see `checked`.
             counts: how many steps were made, and how the call ended.
             totals: the totals, without states.
             states: of metrics.
@@ -120,31 +120,33 @@ class CallLayout:
         return tf.concat([tf.cast(finite, tf.float64), counts, totals, states], 0)
 
     def join(self, parts: Sequence[tuple[int, np.ndarray]], step: int) -> np.ndarray:
-        """The vector of a call from those of its parts; a step that isn't finite counts as the last one.
+        """The vector of a call, from those of its parts. A part with a bad step decides how the call has ended.
 
         Args:
             parts: the first step of each part, and its vector.
             step: the first step of the call.
         """
-        start, first_bad = min(parts, key=lambda part: (part[1][self._ending] != NOT_FINITE, part[0]))
+        # The first part with a bad step; without one, the first part.
+        start, decisive = min(parts, key=lambda part: (part[1][self._ending] != NOT_FINITE, part[0]))
         packed: np.ndarray = np.sum([vector for _, vector in parts], 0)
-        packed[: self._made] = first_bad[: self._made]
-        packed[self._ending] = first_bad[self._ending]
+        packed[: self._made] = decisive[: self._made]
+        packed[self._ending] = decisive[self._ending]
         if packed[self._ending] == NOT_FINITE:
-            packed[self._made] = start - step + first_bad[self._made]
+            # Only the steps before the bad one count, although other parts may have made later ones.
+            packed[self._made] = start - step + decisive[self._made]
         return packed
 
     def result(self, packed: np.ndarray) -> CallResult:
-        """What the vector of a call says."""
+        """Reads the vector of a call."""
         return CallResult(int(packed[self._made]), int(packed[self._ending]), packed[self._totals :])
 
     def not_finite(self, packed: np.ndarray) -> list[str]:
-        """The names of what was not finite in the last step."""
+        """The names of the numbers that were not finite in the last step."""
         return [name for name, finite in zip(self.checked, packed[: self._made], strict=True) if not finite]
 
 
 def joined(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The vectors, one behind the other."""
+    """The concatenation of the vectors."""
     return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
 
 
@@ -159,7 +161,7 @@ def as_skipped(totals: tf.Tensor) -> tf.Tensor:
 
 
 def weighed_by_rows(totals: tf.Tensor) -> tf.Tensor:
-    """A batch's totals, with a summed loss such that the mean over batches weighs each by its rows, as Keras's does."""
+    """The totals of a batch with a summed loss, whose mean over batches weighs each by its rows, as Keras does."""
     rows = totals[EXAMPLES]
     return tf.concat([totals[:SUMS], [totals[SUMS] * rows, rows], totals[SUMS + 2 :]], 0)
 

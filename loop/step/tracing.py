@@ -1,4 +1,4 @@
-"""How Python becomes a graph: the task's own functions by AutoGraph, ours as they stand."""
+"""How Python becomes a graph: the task's own functions are converted by AutoGraph, those of tfloop aren't."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import tensorflow as tf
 
 from loop.errors import UsageError
 
-_autograph = tf.__internal__.autograph  # what Keras uses to the same end; there is no other way in
+_autograph = tf.__internal__.autograph  # Keras uses it, too: there is no public interface
 _OUTSIDE = _autograph.control_status_ctx()
 
 
 def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the task's, in which `if`, `for` and `while` over tensors become operations of the graph.
+    """A function of the task, in which `if`, `for` and `while` over tensors become operations of the graph.
 
-    What the loop calls between is not: to convert some fifty functions took four seconds of each start.
+    tfloop's own functions aren't converted: some fifty of them took four seconds of each start.
     """
     converted = _autograph.tf_convert(function, _OUTSIDE)
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         try:
-            with _OUTSIDE:  # also within what is called by a function that isn't converted
+            with _OUTSIDE:  # converts also within a function that isn't converted itself
                 return converted(*arguments, **named)
         except Exception as error:
-            # AutoGraph puts another error, which shows the task's lines, in front of the one that was raised. Ours say
-            # what to do by themselves.
+            # AutoGraph replaces an error by another one, which shows the task's lines. A `UsageError` says what to do
+            # without them.
             raised = error.__context__
             if isinstance(raised, UsageError) and isinstance(error, UsageError):
                 raise raised from None
@@ -38,8 +38,8 @@ def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def repeated(more: Callable[..., tf.Tensor], body: Callable[..., Any], *start: Any) -> Any:
-    """`body`, from `start` on, again and again while there is `more` to do: a loop of the graph.
+    """A loop of the graph: `body` from `start` on, while `more` is true.
 
-    One round after the other: memory for one is enough, and the collectives of two must not overtake each other.
+    Its rounds must not overlap: memory is there for one, and collectives must be entered in one order by all replicas.
     """
     return tf.while_loop(more, body, start, parallel_iterations=1)

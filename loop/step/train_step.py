@@ -41,7 +41,7 @@ from loop.task import TrainTask
 __all__ = ["EPOCH_ENDED", "GOING", "LAST_SKIPPED", "NOT_FINITE", "CallResult", "TrainStep", "not_finite"]
 
 Parts = list[tuple[int, np.ndarray]]
-"""What a backend's call returns: the first step of each part of the call, and the vector of that part."""
+"""The first step of each part of a call, and the vector that this part has returned; see `Backend.call`."""
 
 
 class TrainStep:
@@ -53,11 +53,11 @@ class TrainStep:
         backend: the backend.
         data: the sources, sharded.
         options: the options of `fit`.
-        observer: is shown what each step computes.
+        observer: is called with what each step computes.
 
     Attributes:
         traces: how often training was traced.
-        not_finite: what was not finite in the last step that wasn't, by name.
+        not_finite: the names of what was not finite in the last bad step.
         averages: the moving averages of the weights.
         scale: the loss scale, with float16.
         phase_marker: what this worker does within a compiled call.
@@ -73,44 +73,15 @@ class TrainStep:
         options: dict[str, Any],
         observer: StepObserver | None = None,
     ) -> None:
-        summed_loss = task.loss_reduction == "sum"
         self.built = built
-        self.model = built.model
         self.backend = backend
         self.data = data
         self.traces = 0
         self.not_finite: list[str] = []
-
-        check_plan(built, backend, data, options, summed_loss)
-        plan = make_plan(built, backend, data, options, summed_loss)
-        compiled = data.train if options["compile"] == "xla" else None
-        computing = Computing(backend, data, options["seed"], compiled, built.fixed_rows)
-        _prepare_model(built.model, backend, data, computing, options["sync_batch_norm"], plan)
-        with backend.scope():
-            self.scale = LossScale(options["batch_size"]) if plan.loss_scaled else None
-        self.averages = Averages(trainable_variables(built.model), options["ema"], backend)
-        # A single worker that reads arrays never waits, so that it marks nothing.
-        waits = backend.workers > 1 or any(isinstance(source, StreamSource) for source in (data.train, data.eval))
-        self.phase_marker = PhaseMarker(waits, bool(options["profile"]), backend.replicas)
-
-        layout = TotalsLayout({name: MetricSums(names, built.metrics) for name, names in built.minimized.items()})
-        self._context = StepContext(
-            plan=plan,
-            task=task,
-            built=built,
-            backend=backend,
-            source=data.train,
-            computing=computing,
-            layout=layout,
-            marker=self.phase_marker,
-            scale=self.scale,
-            averages=self.averages,
-            # What is carried from row to row must not see a stand-in; it is for one replica, which needs none.
-            state=state(built.model) + carried_variables(built.model),
-            statistics=statistics(built.model) if backend.replicas > 1 else [],
-            kept_batch=KeptBatch(data.train) if isinstance(data.train, StreamSource) else None,
-            observer=observer,
-        )
+        self._context = _make_context(task, built, backend, data, options, observer)
+        self.scale = self._context.scale
+        self.averages = self._context.averages
+        self.phase_marker = self._context.marker
         self._layout = CallLayout(self._context.checked())
         self.evaluation = Evaluation(self._context, data.eval, self.average_statistics)
         self._blocks = BlockLoop(self._context)
@@ -152,13 +123,13 @@ class TrainStep:
         return self._train.get_concrete_function(iterator, number, number, number).graph
 
     def bad_batch(self, epoch: int, step: int) -> Rows:
-        """The worker's part of the batch that wasn't finite, after a call that ended with it: NumPy arrays.
+        """The worker's part of the batch that wasn't finite, as NumPy arrays, after a call that it has ended.
 
         Args:
             epoch: the epoch, from 0.
             step: the step within the epoch, from 0.
         """
-        address = tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)
+        address = (tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
         if self._context.kept_batch is not None:
             rows = self._context.kept_batch.rows(*address)
         else:
@@ -185,7 +156,7 @@ class TrainStep:
     def average_statistics(self) -> None:
         """Gives all replicas the mean of their statistics. All workers must call it.
 
-        Synchronized ones are equal, and stay as they are to the bit.
+        Synchronized statistics are equal already, and stay as they are, to the bit.
         """
         if self._context.statistics:
             self._average()
@@ -202,9 +173,9 @@ class TrainStep:
         return self._context.computing.call(lambda: self._train, iterator, *numbers, compile=self._compile)
 
     def _try_block(self, iterator: Any, epoch: int, step: int, steps: int) -> Parts:
-        """Makes the steps of a block; where XLA can't compile it, says why, and leaves the task to the graph.
+        """Makes the steps of a block. If XLA can't compile it, warns with the reason, and uses the graph from then on.
 
-        A program that isn't compiled has changed nothing.
+        A program that can't be compiled has changed nothing, so that the steps can be made again.
         """
         try:
             parts = self._call(iterator, epoch, step, steps)
@@ -222,7 +193,8 @@ class TrainStep:
     def _train_steps(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         """The steps of one call; the vector that it returns: see `CallLayout`."""
         self.traces += 1
-        context, backend = self._context, self.backend
+        context = self._context
+        backend = self.backend
         state = self._start(step)
         end = step + steps
         if self._blocks.active:
@@ -267,12 +239,51 @@ class TrainStep:
         backend.run(lambda variables: communication.average(backend, variables), self._context.statistics)
 
 
+def _make_context(
+    task: TrainTask,
+    built: BuiltModel,
+    backend: Backend,
+    data: Data,
+    options: dict[str, Any],
+    observer: StepObserver | None,
+) -> StepContext:
+    """The objects that all traces of a step share; see `TrainStep` for the arguments."""
+    summed_loss = task.loss_reduction == "sum"
+    check_plan(built, backend, data, options, summed_loss)
+    plan = make_plan(built, backend, data, options, summed_loss)
+    compiled = data.train if options["compile"] == "xla" else None
+    computing = Computing(backend, data, options["seed"], compiled, built.fixed_rows)
+    _prepare_model(built.model, backend, data, computing, options["sync_batch_norm"], plan)
+    with backend.scope():
+        scale = LossScale(options["batch_size"]) if plan.loss_scaled else None
+    averages = Averages(trainable_variables(built.model), options["ema"], backend)
+    # A single worker that reads arrays never waits for anything, so it needn't note what it waits for.
+    waits = backend.workers > 1 or any(isinstance(source, StreamSource) for source in (data.train, data.eval))
+    return StepContext(
+        plan=plan,
+        task=task,
+        built=built,
+        backend=backend,
+        source=data.train,
+        computing=computing,
+        layout=TotalsLayout({name: MetricSums(names, built.metrics) for name, names in built.minimized.items()}),
+        marker=PhaseMarker(waits, bool(options["profile"]), backend.replicas),
+        scale=scale,
+        averages=averages,
+        state=state(built.model) + carried_variables(built.model),
+        statistics=statistics(built.model) if backend.replicas > 1 else [],
+        kept_batch=KeptBatch(data.train) if isinstance(data.train, StreamSource) else None,
+        observer=observer,
+    )
+
+
 def _prepare_model(
     model: Any, backend: Backend, data: Data, computing: Computing, sync_batch_norm: bool, plan: StepPlan
 ) -> None:
-    """Has the layers of a model take their statistics and random numbers as the number of replicas asks."""
+    """Has the layers of a model compute statistics and random numbers as several replicas need it."""
     share(model, sync_batch_norm and plan.local_steps == 1)
     row_random.reseed(model)
+    # State that is carried from row to row must not see a stand-in. It is for one replica, which needs none.
     if has_own_state(model) and not carried_variables(model):
         computing.everyone |= {data.train, data.eval}
     if plan.lookups and backend.replicas * plan.accumulate > 1:
@@ -282,7 +293,14 @@ def _prepare_model(
 
 
 def not_finite(step: int, epoch: int, names: list[str], kept: str = "") -> TrainingError:
-    """The error for a loss or gradient that is nan or infinite at `step`; `names` says which; `kept` where to look."""
+    """The error for a loss or gradient that is nan or infinite.
+
+    Args:
+        step: the step, from 1.
+        epoch: the epoch, from 1.
+        names: of what wasn't finite.
+        kept: a note that says where the batch is kept, or "".
+    """
     what = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return TrainingError(
         f"step {step} (epoch {epoch}): not finite (nan or inf): {what}; nothing was applied from there on. Lower the "

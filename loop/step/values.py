@@ -1,4 +1,4 @@
-"""What `compute` returns: its reserved names, values without a weight, and checks that name a mistake with its fix."""
+"""The values that `compute` returns: reserved names, unweighted values, and checks whose messages show the fix."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import tensorflow as tf
 from loop.errors import UsageError
 
 RESERVED = ("loss", "weight", "loss_count")
-"""The keys of what `compute` returns that have a meaning of their own."""
+"""The names of values that have a meaning of their own."""
 
 
 class Unweighted(NamedTuple):
-    """A value of `compute` that the weights don't weigh; see `unweighted`."""
+    """A value of `compute` to which the weights don't apply; see `unweighted`."""
 
     value: Any
 
 
 def unweighted(value: Any) -> Any:
-    """Marks a value of `compute` as one that counts examples, whatever they weigh; to be used in `compute`.
+    """Marks a value of `compute` to which the weights don't apply; to be used in `compute`.
 
     With class weights, this counts each true positive once:
 
@@ -45,13 +45,13 @@ Shapes = Mapping[str, tf.TensorShape]
 
 
 def check(values: Any, n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()) -> list[str]:
-    """Checks what `compute` returned for n examples; gives the names of its values, the loss first.
+    """Checks the values that `compute` has returned for n examples; returns their names, the loss first.
 
     Args:
-        values: what it returned.
+        values: the values.
         n: the number of examples; None while tracing, when it isn't known.
-        names: the values that it returned before, and must return again.
-        metrics: the values that a Keras metric is updated with: of any shape, or tuples of arguments.
+        names: the names of the values that it has returned before, and must return again.
+        metrics: the names of values for a Keras metric: those may have any shape, or be tuples.
 
     Raises:
         UsageError: no loss, a mean instead of values, or shapes that don't fit; with the fix.
@@ -80,7 +80,7 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
 
 
 def _check_names(values: Any) -> None:
-    """Refuses what is no dict with a loss, and names that the loop needs itself."""
+    """Refuses an object that is no dict with a loss, and names that the loop itself uses."""
     if not isinstance(values, dict) or "loss" not in values:
         got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
@@ -99,7 +99,7 @@ def _check_names(values: Any) -> None:
 
 
 def _check_dtypes(tensors: Mapping[str, tf.Tensor]) -> None:
-    """Refuses values without a mean, such as text."""
+    """Refuses values that have no mean, such as text."""
     for name, tensor in tensors.items():
         if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
             raise UsageError(
@@ -108,7 +108,7 @@ def _check_dtypes(tensors: Mapping[str, tf.Tensor]) -> None:
 
 
 def _check_one_value_per_example(shapes: Shapes, n: int | None) -> None:
-    """Refuses means: the mean of a replica's rows can't be put together with those of others."""
+    """Refuses means: those of several replicas' rows don't add up to the mean of the global batch."""
     for name, shape in shapes.items():
         if shape.rank == 0:
             raise UsageError(
@@ -124,7 +124,7 @@ def _check_one_value_per_example(shapes: Shapes, n: int | None) -> None:
 
 
 def _check_weight(shapes: Shapes, unweighted: set[str]) -> None:
-    """Refuses a weight that isn't of the loss's shape, or that can't weigh another value."""
+    """Refuses a weight that has another shape than the loss, or doesn't fit another value."""
     weight = shapes["weight"]
     if weight != shapes["loss"]:
         raise UsageError(
@@ -142,7 +142,7 @@ def _check_weight(shapes: Shapes, unweighted: set[str]) -> None:
 
 
 def _check_loss_count(shapes: Shapes) -> None:
-    """Refuses a divisor that has neither the loss's shape nor one number for each example."""
+    """Refuses a divisor that has neither the shape of the loss nor one number for each example."""
     loss = shapes["loss"]
     if shapes["loss_count"] not in (loss, loss[:1]):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Moving averages of the weights: followed in each step, exchanged for the weights while they are evaluated."""
+"""Moving averages of the weights: updated in each step, and swapped with the weights for an evaluation."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from loop.model.variables import as_tf
 
 
 class Averages:
-    """Exponential moving averages of a model's trainable variables; none of them without a decay.
+    """Exponential moving averages of a model's trainable variables; without a decay there are none.
 
     Args:
         variables: the trainable variables.
-        decay: the weight of the past at each step, in (0, 1); None: no averages.
-        backend: the engine.
+        decay: the weight of the old average at each step, in (0, 1); None: no averages.
+        backend: the backend.
     """
 
     def __init__(self, variables: Sequence[Any], decay: float | None, backend: Backend) -> None:
-        self._weights, self._decay, self._backend = as_tf(variables) if decay else [], decay or 0.0, backend
+        self._weights = as_tf(variables) if decay else []
+        self._decay = decay or 0.0
+        self._backend = backend
+        self.variables: list[tf.Variable] = []
         with backend.scope():
-            self.variables = [
-                tf.Variable(each.numpy(), trainable=False, name="average", dtype=each.dtype) for each in self._weights
-            ]
+            for weight in self._weights:
+                average = tf.Variable(weight.numpy(), trainable=False, name="average", dtype=weight.dtype)
+                self.variables.append(average)
 
     def follow(self, indices: Sequence[int]) -> None:
         """In a step, in each replica: average += (1 - decay) * (weight - average), of the variables at `indices`."""
@@ -36,7 +39,7 @@ class Averages:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it, the model has the averages as its weights."""
+        """Within it, the weights of the model are the averages."""
         self._swap()
         try:
             yield
@@ -44,16 +47,17 @@ class Averages:
             self._swap()
 
     def take(self) -> None:
-        """Gives them to the model, for good."""
+        """Makes the averages the weights of the model, for good."""
         for weight, average in zip(self._weights, self.variables, strict=True):
             weight.assign(self._backend.local_values(average)[0])
 
     def forget(self) -> None:
-        """There are none from now on: the model has been given other weights for good."""
-        self.variables, self._weights = [], []
+        """Drops the averages: the model has been given other weights for good."""
+        self.variables = []
+        self._weights = []
 
     def _swap(self) -> None:
         for weight, average in zip(self._weights, self.variables, strict=True):
-            own, other = self._backend.local_values(weight)[0], self._backend.local_values(average)[0]
-            weight.assign(other)
-            average.assign(own)
+            weight_value = self._backend.local_values(weight)[0]
+            weight.assign(self._backend.local_values(average)[0])
+            average.assign(weight_value)

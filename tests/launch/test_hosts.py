@@ -26,6 +26,7 @@ from loop import UsageError
 from loop.launch import host_agent, machine, schedulers
 from loop.launch import hosts as hosts_
 from loop.launch.environment import read_tf_config, tf_cluster
+from loop.launch.host_slots import read_hosts
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
 
@@ -349,7 +350,7 @@ def test_task_counts(counts):
 @settings(max_examples=30, deadline=None)
 def test_hosts_are_read(places):
     text = ",".join(f"{name}:{slots}" if slots > 1 else name for name, slots in places.items())
-    assert hosts_.read(text, None, "auto", None, None) == places
+    assert read_hosts(text, None, "auto", None, None) == places
 
 
 @pytest.mark.parametrize(
@@ -465,7 +466,7 @@ def test_scripts_for_two_hosts_type_what_tfloop_knows(script, tmp_path):
     check_command(words)
     assert words[-2:] == ["--epochs", "3"]
     if script == "two-hosts.sh":
-        assert hosts_.read(words[words.index("--hosts") + 1], None, "auto", None, None) == {"h1": 1, "h2": 1}
+        assert read_hosts(words[words.index("--hosts") + 1], None, "auto", None, None) == {"h1": 1, "h2": 1}
     else:
         task = {"type": "worker", "index": 1}
         assert json.loads(variable) == {"cluster": {"worker": ["h1:2222", "h2:2222"]}, "task": task}

@@ -38,7 +38,7 @@ def tiny(**more):
 
 def prepare(directory, resume="auto"):
     """What a run does first in a directory."""
-    return run_directory._prepare(tiny(), directory, resume, kept=False)
+    return run_directory._prepare(tiny(), directory, resume, in_memory=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,116 @@
+"""Collectives between the steps, on the host. All of them are derived from one, `HostCollectives.sum_on_host`."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.backends import devices
+
+
+class HostCollectives:
+    """The workers of a job, and what they exchange between the steps.
+
+    A *worker* is a process, a *replica* is a copy of the model that computes on a share of each global batch. A worker
+    has one or more replicas. The replicas of worker w are numbered from `w * local_replicas`.
+
+    Every method that says so is a collective: a worker that leaves it out blocks the others.
+
+    Attributes:
+        rank: this worker's index; rank 0 is the chief.
+        workers: the number of processes.
+        local_replicas: replicas in this process.
+    """
+
+    rank: int = 0
+    workers: int = 1
+    local_replicas: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Replicas in all."""
+        return self.workers * self.local_replicas
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    # What a backend overrides where it differs from one worker with one replica
+
+    def sum_on_host(self, array: np.ndarray) -> np.ndarray:
+        """The sum over all workers of an int64 array of the same shape on each. All workers must call it."""
+        return array
+
+    def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
+        """The value of a variable in each replica of this worker."""
+        return [variable.numpy()]
+
+    def broadcast_variables(self, variables: Sequence[tf.Variable]) -> None:
+        """Gives all workers the chief's values, bit for bit. All workers must call it."""
+        if self.workers == 1:
+            return
+        for variable in variables:
+            value = variable.numpy()
+            # As integers: a sum of floats, with zeros from the others, would lose the sign of -0.0 and change nan.
+            words = np.frombuffer(value.tobytes().ljust(-(-value.nbytes // 4) * 4, b"\0"), np.int32).astype(np.int64)
+            words = self.sum_on_host(words if self.is_chief else np.zeros_like(words))
+            data = words.astype(np.int32).tobytes()[: value.nbytes]
+            variable.assign(np.frombuffer(data, value.dtype).reshape(value.shape))
+
+    # The same on every backend
+
+    def exchange(self, *numbers: int) -> np.ndarray:
+        """The numbers of every worker, int64 of shape [workers, len(numbers)]. All workers must call it."""
+        table = np.zeros((self.workers, len(numbers)), np.int64)
+        table[self.rank] = numbers
+        return self.sum_on_host(table)
+
+    def gather_bytes(self, array: np.ndarray) -> list[np.ndarray]:
+        """The uint8 array of every worker, of any length, by rank. All workers must call it."""
+        lengths = self.exchange(len(array))[:, 0]
+        words = -(-int(lengths.max()) // 8)
+        table = np.zeros((self.workers, words), np.int64)
+        table[self.rank] = np.frombuffer(array.tobytes().ljust(8 * words, b"\0"), np.int64)
+        # All other workers add zeros, so that all 64 bits of a number can be used.
+        table = self.sum_on_host(table)
+        return [row.view(np.uint8)[:length] for row, length in zip(table, lengths, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The JSON value of every worker, by rank. All workers must call it."""
+        texts = self.gather_bytes(np.frombuffer(json.dumps(value).encode(), np.uint8))
+        return [json.loads(text.tobytes()) for text in texts]
+
+    def broadcast_json(self, value: Any) -> Any:
+        """The chief's JSON value. All workers must call it."""
+        return self.gather_json(value if self.is_chief else None)[0]
+
+    def fingerprints(self, variables: Sequence[tf.Variable]) -> dict[int, list[str]]:
+        """A hash of each variable in each replica, by replica. All workers must call it."""
+        hashes: list[list[str]] = [[] for _ in range(self.local_replicas)]
+        for variable in variables:
+            for replica, value in enumerate(self.local_values(variable)):
+                hashes[replica].append(fingerprint(value))
+        return dict(enumerate(itertools.chain.from_iterable(self.gather_json(hashes))))
+
+    def refuse_shared_gpus(self, gpus: Sequence[Any]) -> None:
+        """Refuses workers that have the same GPU; `gpus` are those of this one. All workers must call it."""
+        devices.refuse_sharing(self.exchange(devices.gpu_identity(gpus))[:, 0].tolist())
+
+
+def fingerprint(*arrays: np.ndarray) -> str:
+    """SHA-256 over dtype, shape and little-endian bytes of arrays, in order.
+
+    For each array: the name of its dtype and its shape as text (`float32[64,10]`), then its bytes in C order.
+    """
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype.name}[{','.join(map(str, array.shape))}]".encode())
+        digest.update(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes())
+    return digest.hexdigest()
