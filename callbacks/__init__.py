@@ -63,7 +63,7 @@ __all__ = [
 
 
 class StandardSet(list[Callback]):
-    """A whole set of callbacks, as `standard` builds it: `fit` adds nothing to it. `+` adds callbacks of your own."""
+    """A complete set of callbacks, as `standard` returns it: `fit` adds nothing to it. `+` adds your own callbacks."""
 
     def __add__(self, other: Iterable[Callback]) -> StandardSet:  # type: ignore[override]
         return StandardSet([*self, *other])
@@ -90,11 +90,11 @@ def standard(**changes: Callback | None) -> StandardSet:
 
 
 def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ()) -> list[Callback]:
-    """The callbacks of a run, from what was handed to `fit`, and the task's own.
+    """The callbacks of a run, from those given to `fit` and the task's own.
 
-    None is the standard set; a `StandardSet` is taken as it is; other callbacks are added to the standard set, in which
-    each takes the place of the callback of its own kind. So do the task's, in either; what was handed to `fit` wins.
-    The report is made from the journal, and MLflow comes last: what others write at the end is delivered.
+    None is the standard set, and a `StandardSet` is used unchanged. Other callbacks are added to the standard set, in
+    which each replaces the callback of its own class. The task's own do the same, in either set; a callback given to
+    `fit` wins. MLflow comes last, so that what the others write at the end is delivered.
     """
     if isinstance(callbacks, StandardSet):
         return sorted(_with(callbacks, own), key=_last)
@@ -102,12 +102,15 @@ def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ())
 
 
 def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callback]:
-    added, kinds, whole = list(added), [type(each) for each in standard()], list[Callback]()
-    for each in present:
-        kind = next((kind for kind in kinds if isinstance(each, kind)), ())
-        instead = [callback for callback in added if isinstance(callback, kind)] or [each]
-        whole += [callback for callback in instead if callback not in whole]
-    return whole + [callback for callback in added if callback not in whole]
+    """The callbacks in `present`, each replaced by those in `added` of the same standard class; then the others."""
+    added = list(added)
+    standard_classes = [type(callback) for callback in standard()]
+    callbacks: list[Callback] = []
+    for callback in present:
+        own_class = next((kind for kind in standard_classes if isinstance(callback, kind)), ())
+        replacements = [other for other in added if isinstance(other, own_class)]
+        callbacks += [other for other in replacements or [callback] if other not in callbacks]
+    return callbacks + [other for other in added if other not in callbacks]
 
 
 def _last(callback: Callback) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of what a callback is made with: an error names the callback, the argument, its value and the fix."""
+"""Checks of a callback's arguments: an error names the callback, the argument, its value and the fix."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 
 def is_whole(value: Any, least: int, most: float = math.inf) -> bool:
-    """Whether it is a whole number, of any kind but bool, within these bounds."""
+    """Whether it is a whole number of any type but bool, within these bounds."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 def is_number(value: Any, least: float, most: float = math.inf) -> bool:
-    """Whether it is a finite number, of any kind but bool, within these bounds."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return real and math.isfinite(value) and least <= value <= most
+    """Whether it is a finite number of any type but bool, within these bounds."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and math.isfinite(value) and least <= value <= most
 
 
-def check(callback: object, good: bool, fix: str, **given: Any) -> None:
-    """Refuses an argument that isn't good.
+def check(callback: object, is_valid: bool, fix: str, **given: Any) -> None:
+    """Refuses an invalid argument of a callback.
 
     Args:
-        callback: whose.
-        good: whether it is.
+        callback: the callback.
+        is_valid: whether the argument is valid.
         fix: what to give instead.
-        **given: the argument, or those that don't fit together, by name.
+        **given: the argument, or arguments that don't fit together, by name.
 
     Raises:
-        ValueError: it isn't.
+        ValueError: it isn't valid.
     """
-    if not good:
-        what = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise ValueError(f"{type(callback).__name__}({what}): {fix}")
+    if not is_valid:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"{type(callback).__name__}({arguments}): {fix}")

@@ -1,4 +1,4 @@
-"""BroadcastVariables: every replica starts from the chief's weights, and that is checked."""
+"""BroadcastVariables: every replica starts from the chief's variables, which is checked."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from callbacks.base import Callback, Run
 class BroadcastVariables(Callback):
     """Before the first step, gives every worker the chief's variables, and compares a hash of them.
 
-    All of them: weights, BatchNorm statistics, seeds, optimizer slots and counters. Initial values that differ (random
-    ones without a seed, a restore from a disk that only the chief has) are thereby the same everywhere.
+    These are all variables: weights, BatchNorm statistics, seeds, optimizer slots and counters. So initial values that
+    differ (random ones without a seed, a restore from a disk that only the chief has) become the same everywhere.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
     def on_fit_start(self, run: Run) -> None:
-        forms = run.backend.gather_json([f"{v.dtype.name}{list(v.shape)} {v.name}" for v in run.variables])
-        for rank, form in enumerate(forms):
-            if [each.split(" ")[0] for each in form] != [each.split(" ")[0] for each in forms[0]]:
-                pairs = zip_longest(forms[0], form, fillvalue="nothing")
-                own, other = next(pair for pair in pairs if pair[0].split(" ")[0] != pair[1].split(" ")[0])
-                raise RuntimeError(
-                    f"rank {rank} has built another model than the chief: {other} where the chief has {own}; "
-                    "look for code that depends on the rank"
-                )
+        own = [f"{variable.dtype.name}{list(variable.shape)} {variable.name}" for variable in run.variables]
+        # Compared first: a broadcast of variables of other shapes would hang or fail without saying why.
+        models = run.backend.gather_json(own)
+        for rank, model in enumerate(models):
+            for of_chief, of_rank in zip_longest(models[0], model, fillvalue="nothing"):
+                if _form(of_chief) != _form(of_rank):
+                    raise RuntimeError(
+                        f"rank {rank} has built another model than the chief: {of_rank} where the chief has "
+                        f"{of_chief}; look for code that depends on the rank"
+                    )
         run.backend.broadcast_variables(run.variables)
         run.check_replicas()
+
+
+def _form(variable: str) -> str:
+    """Dtype and shape; names may differ, since Keras counts them in each process."""
+    return variable.split(" ")[0]

@@ -1,4 +1,4 @@
-"""Checkpoint: when to save, and which checkpoints to keep. How one is written is the loop's business."""
+"""Checkpoint: when to save, and which checkpoints to keep. `loop.checkpoint` writes them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.run_record.redaction import tell
 
 DEFAULT = "eval_loss"
-"""The metric by which the best checkpoint is kept, where no other is given."""
+"""The metric by which the best checkpoint is kept, if no other is given."""
 
 PAUSE = 10.0
-"""At the ends of short epochs, a checkpoint is written at most once in so many seconds."""
+"""The shortest time between checkpoints at the ends of epochs, in seconds."""
 
 
 class Checkpoint(Callback):
@@ -24,13 +24,13 @@ class Checkpoint(Callback):
 
     Args:
         every: `"auto"`: at the ends of epochs, but at most once in 10 seconds; `"epoch"`: at the end of each epoch; or
-            a number of steps or a time (`"10m"`), see `Callback`, and as `"auto"` besides. The end of the run is
-            always saved, and so is a stop. The chief's clock counts.
+            a number of steps or a time (`"10m"`), see `Callback`, and also as `"auto"`. The end of the run is always
+            saved, and so is a stop. Times are by the chief's clock.
         keep_last: how many of the newest checkpoints are kept, >= 1.
-        best: the metric by which the best checkpoint is kept too; None keeps only the last ones. A run without an
-            evaluation has no `eval_loss`, the default, which then has no effect; another one must be there. Where it is
-            too early to write it, it stays in memory until the next checkpoint is written.
-        mode: `"min"` or `"max"`: which value of `best` is better; or `"auto"`: by its name, where that tells.
+        best: the metric by which the best checkpoint is also kept; None keeps only the last ones. The default,
+            `eval_loss`, has no effect in a run without an evaluation; another metric must exist. A best checkpoint that
+            comes too soon after another one stays in memory until the next checkpoint is written.
+        mode: `"min"` or `"max"`: which value of `best` is better; or `"auto"`: by the metric's name.
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
         on_error: `"stop"`: the run fails when a checkpoint can't be written, because the disk is full, say; `"warn"`:
             it goes on with a warning, except at its end. Earlier checkpoints are kept in any case.
@@ -60,8 +60,8 @@ class Checkpoint(Callback):
         self.on_error = on_error
         self.best_value: float | None = None
         self.best_step: int | None = None
-        self._best_saved: int | None = None
-        self._result_saved: int | None = None
+        self._best_saved: int | None = None  # the step of the best one on disk
+        self._result_saved: int | None = None  # that of the one with the run's result; see `Run.best`
         self._due = -math.inf
 
     def on_setup(self, run: Run) -> None:
@@ -69,8 +69,9 @@ class Checkpoint(Callback):
         run.save_on_stop = True
         run.save_in_background = self.background
         run.save_must_succeed = self.on_error == "stop"
-        self.best, self.best_value, self.best_step = self._asked, None, None
-        self._best_saved, self._result_saved = None, None
+        self.best = self._asked
+        self.best_value = self.best_step = None
+        self._best_saved = self._result_saved = None
 
     def on_data(self, run: Run, data: Any) -> Any:
         if run.options["keep"] == "best" and self._asked in (None, DEFAULT):
@@ -90,14 +91,14 @@ class Checkpoint(Callback):
             self._save(run, "epoch")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
-        there = [step_of(each) for each in run.checkpoints()]
-        if self.best_step in there:
+        steps_on_disk = [step_of(path) for path in run.checkpoints()]
+        if self.best_step in steps_on_disk:
             self._best_saved = self.best_step
         if run.options["keep"] == "best" and self.best is not None and self.best_step is not None:
             assert self.best_value is not None
-            if self.best_step in there:
+            if self.best_step in steps_on_disk:
                 run.keep_best(self.best, self.best_value, self.best_step)
-            else:  # of another run directory, or removed
+            else:  # it is in another run directory, or was removed
                 tell_lost_best(self.best_step)
                 self.best_value = self.best_step = None
 
@@ -112,8 +113,8 @@ class Checkpoint(Callback):
         result = run.best["step"] if run.best is not None else None
         if step == result:
             self._result_saved = step
-        # Later ones are of another attempt, and were passed over. Until the best one is written, the best one before
-        # it is kept.
+        # Later checkpoints are of an earlier attempt and damaged: they don't count. The previous best one is kept until
+        # the new one is on disk.
         paths = [path for path in run.checkpoints() if step_of(path) <= step]
         kept = (self.best_step, self._best_saved, result, self._result_saved)
         run.discard([path for path in paths[: -self.keep_last] if step_of(path) not in kept])
@@ -121,12 +122,13 @@ class Checkpoint(Callback):
     def _judge(self, run: Run, metrics: Metrics) -> None:
         value = metrics.get(self.best, math.nan) if self.best else math.nan
         if math.isfinite(value) and (self.best_value is None or self.sign * (value - self.best_value) < 0):
-            self.best_value, self.best_step = value, run.progress.step
+            self.best_value = value
+            self.best_step = run.progress.step
             if run.options["keep"] == "best" and self.best is not None:
                 run.keep_best(self.best, value, run.progress.step)
             if self._is_due():
                 self._save(run, "best")
-            elif not run.best_is_judged:  # memory holds one, which must be the result of the run
+            elif not run.best_is_judged:  # memory holds only one: that of the callback that judges
                 run.save("best", later=True)
 
     def _is_due(self) -> bool:
@@ -140,15 +142,16 @@ class Checkpoint(Callback):
         return {"best_value": self.best_value, "best_step": self.best_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best_value, self.best_step = state["best_value"], state["best_step"]
+        self.best_value = state["best_value"]
+        self.best_step = state["best_step"]
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint, by its name."""
+    """The step of a checkpoint, from its name."""
     return int(path.name.removeprefix("step-"))
 
 
 def tell_lost_best(step: int) -> None:
-    """Says that the best weights so far are those of another run directory, or were removed."""
+    """Notes on stderr that the best weights so far are in another run directory, or were removed."""
     where = "are not in this run directory, which keeps the best from here on"
     tell(f"note: the best weights so far, of step {step:,}, {where}")

@@ -13,9 +13,9 @@ from callbacks.run_record.redaction import redact
 
 
 class CSVLogger(Callback):
-    """Writes the metrics of each epoch to a CSV file, a column each, after `epoch`, `step` and `examples`.
+    """Writes the metrics of each epoch to a CSV file, in columns after `epoch`, `step` and `examples`.
 
-    The file is written whole each time, so that a resumed run has each epoch once.
+    Each time the whole file is written, so that a resumed run has each epoch once.
 
     Args:
         path: the file; a relative one lies in the run directory.
@@ -26,9 +26,10 @@ class CSVLogger(Callback):
         self.path = Path(path)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        target = run.directory / self.path
-        text, history = io.StringIO(newline=""), redact(run.history)
-        table = csv.DictWriter(text, dict.fromkeys(name for row in history for name in row))
+        history = redact(run.history)
+        columns = dict.fromkeys(name for row in history for name in row)  # a set in the order of the first occurrence
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, columns)
         table.writeheader()
         table.writerows(history)
-        write_text(target, text.getvalue())
+        write_text(run.directory / self.path, text.getvalue())

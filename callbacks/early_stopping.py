@@ -1,4 +1,4 @@
-"""EarlyStopping: stops when a metric has stopped getting better."""
+"""EarlyStopping: stops the run when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from callbacks.arguments import check
 from callbacks.base import Run
-from callbacks.checkpoint import tell_lost_best
+from callbacks.checkpoint import step_of, tell_lost_best
 from callbacks.patience import Patience
 
 
@@ -16,11 +16,11 @@ class EarlyStopping(Patience):
 
     Args:
         metric: a metric of the evaluation (`eval_...`) or of the training epoch.
-        patience: how many measurements without improvement are borne, >= 1.
+        patience: the number of measurements without improvement after which it stops, >= 1.
         min_delta: the least change that counts as an improvement, >= 0.
-        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
+        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric.
         restore_best: whether the run returns the weights of the best measurement, however it ends; `export` and
-            `evaluate` of the run take them, too. They come from a checkpoint, so that `Checkpoint` is needed.
+            `evaluate` of the run use them, too. They come from a checkpoint, so `Checkpoint` is needed.
 
     Raises:
         ValueError: before the first step, if the run has no such metric.
@@ -57,7 +57,7 @@ class EarlyStopping(Patience):
     def on_restore(self, run: Run, path: Path | None) -> None:
         if not self.restore_best or self.best is None or self.best_step is None:
             return
-        if any(each.name == f"step-{self.best_step:08d}" for each in run.checkpoints()):
+        if self.best_step in map(step_of, run.checkpoints()):
             run.keep_best(self.metric, self.best, self.best_step)
             return
         tell_lost_best(self.best_step)
@@ -77,4 +77,4 @@ class EarlyStopping(Patience):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.best_step = state.get("best_step")  # which older checkpoints don't have
+        self.best_step = state.get("best_step")  # older checkpoints don't have it

@@ -1,4 +1,4 @@
-"""EMA: switches on the moving average of the weights."""
+"""EMA: turns on the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callbacks.base import Callback, Run
 class EMA(Callback):
     """The same as `fit(ema=decay)`: what is evaluated, exported and returned is the moving average of the weights.
 
-    Training goes on from the weights themselves. The average is made in the compiled step, and is in each checkpoint.
+    Training continues with the weights themselves. The compiled step computes the average; each checkpoint holds it.
 
     Args:
         decay: how much of the average each step keeps, between 0 and 1.
@@ -23,12 +23,12 @@ class EMA(Callback):
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
     def __init__(self, decay: float = 0.999) -> None:
-        good = is_number(decay, 0, 1) and 0 < decay < 1
-        check(self, good, "give a number between 0 and 1, such as 0.999", decay=decay)
+        is_valid = is_number(decay, 0, 1) and 0 < decay < 1
+        check(self, is_valid, "give a number between 0 and 1, such as 0.999", decay=decay)
         self.decay = decay
 
     def on_setup(self, run: Run) -> None:
         if run.options["ema"] not in (None, self.decay):
             raise ValueError(f"EMA(decay={self.decay}), but fit has ema={run.options['ema']}: give one of the two")
-        # Before the step is compiled; and for those to whom the options have been told already.
+        # Set before the step is compiled, and also in `info`, which has a copy of the options by now.
         run.options["ema"] = run.info["options"]["ema"] = self.decay

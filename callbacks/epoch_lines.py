@@ -1,4 +1,4 @@
-"""The lines that tell of epochs: aligned, of whole words, the most important metrics first, and not too many."""
+"""The lines of epochs: aligned, without cut words, the most important metrics first, and not too many."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from callbacks.formats import number
 
 FEW_EPOCHS = 20
-"""A run of at most so many epochs has a line for each of them, however fast they are."""
+"""A run of at most this many epochs has a line for each of them, however fast they are."""
 _NARROWEST = 6  # characters of a value at least: most values have four digits and a point
 
 
 class EpochLines:
-    """Makes the line of an epoch from the state that `Progress` tells, and holds back those that come too fast.
+    """Makes the line of an epoch from a state of `Progress`, and holds lines back that come too fast.
 
     Args:
-        seconds: the time between two lines at least, in a run of many epochs. The first and the last one always come.
+        seconds: the shortest time between two lines, in a run of many epochs. The first and the last line always come.
     """
 
     def __init__(self, seconds: float = 3.0) -> None:
@@ -28,17 +28,19 @@ class EpochLines:
 
     def take(self, state: dict[str, Any], now: float) -> dict[str, Any] | None:
         """Takes the state at the end of an epoch. Returns it if its line is due at `now`, in monotonic seconds."""
-        few = state["epochs"] is not None and state["epochs"] <= FEW_EPOCHS
-        last = state["epoch"] == state["epochs"] or state["step"] == state["total"]
-        if few or last or now - self._last >= self._seconds:
-            self._last, self._held = now, None
+        has_few_epochs = state["epochs"] is not None and state["epochs"] <= FEW_EPOCHS
+        is_last = state["epoch"] == state["epochs"] or state["step"] == state["total"]
+        if has_few_epochs or is_last or now - self._last >= self._seconds:
+            self._last = now
+            self._held = None
             return state
         self._held = state
         return None
 
     def held(self) -> dict[str, Any] | None:
-        """The last epoch, if its line was held back."""
-        state, self._held = self._held, None
+        """The state of the last epoch, if its line was held back; then it is held no more."""
+        state = self._held
+        self._held = None
         return state
 
     def text(self, state: dict[str, Any], columns: int | None = None) -> str:
@@ -46,54 +48,54 @@ class EpochLines:
 
         Args:
             state: of the run at the end of the epoch.
-            columns: the width of a terminal, into which the line has to fit; None: all metrics.
+            columns: the width of the terminal, into which the line has to fit; None: all metrics.
         """
-        place = self._padded("epoch", epoch_of(state), epoch_of(state | {"epoch": state["epochs"] or 0}))
+        epoch = self._padded("epoch", epoch_of(state), epoch_of(state | {"epoch": state["epochs"] or 0}))
         step = self._padded("step", f"step {state['step']:,}", f"step {state['total'] or 0:,}")
         cells = [
             f"{name} {self._padded(f'metric {name}', number(value))}"
             for name, value in by_importance(state["metrics"]).items()
         ]
-        whole = "  ".join([place, step, *cells]).rstrip()
-        if columns is None or len(whole) <= columns:
-            return whole
-        return _fitted(place, cells, columns)
+        line = "  ".join([epoch, step, *cells]).rstrip()
+        if columns is None or len(line) <= columns:
+            return line
+        return _fitted(epoch, cells, columns)
 
     def _padded(self, column: str, text: str, longest: str = "") -> str:
-        """A text as wide as the widest of its column so far."""
+        """A text, padded to the greatest width of its column so far."""
         least = _NARROWEST if column.startswith("metric ") else 0
-        width = self._widths[column] = max(self._widths.get(column, least), len(text), len(longest))
-        return text.ljust(width)
+        self._widths[column] = max(self._widths.get(column, least), len(text), len(longest))
+        return text.ljust(self._widths[column])
 
 
-def _fitted(place: str, cells: list[str], columns: int) -> str:
-    """As many cells as fit into a line, and how many more there are."""
-    text = place
-    for taken, cell in enumerate(cells):
-        left = len(cells) - taken - 1
-        longer = f"{text}  {cell}"
-        if len(f"{longer}  +{left} more" if left else longer.rstrip()) > columns:
-            return f"{text}  +{len(cells) - taken} more"
-        text = longer
-    return text.rstrip()
+def _fitted(epoch: str, cells: list[str], columns: int) -> str:
+    """The epoch, as many cells as fit into the line, and how many more there are."""
+    line = epoch
+    for index, cell in enumerate(cells):
+        remaining = len(cells) - index - 1
+        longer_line = f"{line}  {cell}"
+        if len(f"{longer_line}  +{remaining} more" if remaining else longer_line.rstrip()) > columns:
+            return f"{line}  +{len(cells) - index} more"
+        line = longer_line
+    return line.rstrip()
 
 
 def by_importance(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The losses first, then the other metrics, each of the evaluation before that of the training."""
-    paired: dict[str, None] = {}
+    """The losses first, then the other metrics, each one of the evaluation before the same one of the training."""
+    order: dict[str, None] = {}
     for name in metrics:
         if name.endswith("loss"):
-            paired.setdefault(name)
-            paired.setdefault(f"eval_{name}")
+            order.setdefault(name)
+            order.setdefault(f"eval_{name}")
     for name in metrics:
         if not name.startswith("eval_"):
-            paired.setdefault(f"eval_{name}")
-            paired.setdefault(name)
-    return {name: metrics[name] for name in [*paired, *metrics] if name in metrics}
+            order.setdefault(f"eval_{name}")
+            order.setdefault(name)
+    return {name: metrics[name] for name in [*order, *metrics] if name in metrics}
 
 
 def epoch_of(state: Mapping[str, Any]) -> str:
-    """Which epoch of how many."""
+    """The number of the epoch, and of all epochs: "epoch 2/5"."""
     return f"epoch {state['epoch']}" + (f"/{state['epochs']}" if state["epochs"] else "")
 
 

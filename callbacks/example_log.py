@@ -1,4 +1,4 @@
-"""ExampleLog: writes down each example that a step was made of, so that two runs can be compared."""
+"""ExampleLog: records the examples of each step, so that the examples of two runs can be compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,21 +17,20 @@ from callbacks.base import Callback, Run
 
 
 class Example(NamedTuple):
-    """An example that was used: what tells it from all others of the epoch, and a hash of its content."""
+    """An example that was used: its address, unique within the epoch, and a hash of its content."""
 
     address: int
     content: str
 
 
 class ExampleLog(Callback):
-    """Writes a line for each (micro-)batch of each replica, at the time that it is taken; `used` reads them.
+    """Writes a line for each (micro-)batch of each replica when it is read; `used` reads the lines.
 
-    Each process has a file of its own, which begins with the position from which it goes on, and writes a line by one
-    call: what has been trained on is there even if the process is killed in the next moment. It comes behind
-    `ShardData`. All workers of an attempt give it the same number.
+    Each process writes its own file, which starts with the position from which the attempt continues. All workers of an
+    attempt number it alike. It must come after `ShardData` in the set.
 
     Args:
-        directory: where to; one for each run.
+        directory: where to write; one for each run.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
@@ -42,10 +41,9 @@ class ExampleLog(Callback):
 
     def on_data(self, run: Run, data: Any) -> Any:
         self.directory.mkdir(parents=True, exist_ok=True)
-        rank = run.backend.rank
-        before = max((int(path.name[:6]) for path in self.directory.glob("*-*.jsonl")), default=-1)
-        life = 1 + int(run.backend.exchange(before).max())
-        path = self.directory / f"{life:06d}-{rank}.jsonl"
+        newest = max((int(path.name[:6]) for path in self.directory.glob("*-*.jsonl")), default=-1)
+        attempt = 1 + int(run.backend.exchange(newest).max())
+        path = self.directory / f"{attempt:06d}-{run.backend.rank}.jsonl"
         self._close()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         data = copy.copy(data)
@@ -80,11 +78,12 @@ class ExampleLog(Callback):
             self._line(int(epoch), int(number), int(first), index.tolist(), contents)
 
     def _line(self, *values: Any) -> None:
+        # Unbuffered, in one call: the line is complete even if the process is killed in the next moment.
         os.write(self._file, json.dumps(values).encode() + b"\n")
 
 
 def _hash(parts: list[Any]) -> str:
-    """Of an example's content: 64 bits."""
+    """The hash of an example's content, of 64 bits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, bytes):
@@ -96,47 +95,64 @@ def _hash(parts: list[Any]) -> str:
     return digest.hexdigest()
 
 
-def used(directory: Path) -> dict[int, list[Example]]:
-    """The examples that a run was made of, in order, for each epoch.
+_BatchKey = tuple[int, int, int, str]
+"""Of a replica's batch: epoch, number in the epoch, first row, and the file that has it."""
 
-    Steps of an attempt after the position from which the next one goes on are lost, and don't count.
+
+def used(directory: Path) -> dict[int, list[Example]]:
+    """The examples that a run used, in order, for each epoch.
+
+    Steps of an attempt after the position from which the next attempt continues are lost, and don't count.
     """
-    batches: dict[tuple[int, int, int, str], list[Example]] = {}
+    batches: dict[_BatchKey, list[Example]] = {}
     for _, paths in itertools.groupby(sorted(directory.glob("*.jsonl")), lambda path: path.name[:6]):
-        lines = []
-        for path in paths:
-            for line in path.read_bytes().splitlines():
-                with contextlib.suppress(ValueError):  # the process was killed within it
-                    lines.append((path.name, *json.loads(line)))
-        for _, epoch, number, *_ in (line for line in lines if len(line) == 3):
-            for key in [key for key in batches if key[:2] >= (epoch, number)]:
-                del batches[key]
-        for name, epoch, number, first, *pairs in (line for line in lines if len(line) > 3):
-            batches[epoch, number, first, name] = [Example(*pair) for pair in zip(*pairs, strict=True)]
-    found: dict[int, list[Example]] = {}
+        _add_attempt(batches, list(paths))
+    epochs: dict[int, list[Example]] = {}
     for key, examples in sorted(batches.items()):
-        found.setdefault(key[0], []).extend(examples)
-    return found
+        epochs.setdefault(key[0], []).extend(examples)
+    return epochs
+
+
+def _add_attempt(batches: dict[_BatchKey, list[Example]], paths: Sequence[Path]) -> None:
+    """Adds what the files of an attempt say; removes the batches after the position from which it continued."""
+    lines = [(path.name, line) for path in paths for line in _lines(path)]
+    for _, line in lines:
+        if len(line) == 2:
+            for key in [key for key in batches if [*key[:2]] >= line]:
+                del batches[key]
+    for name, line in lines:
+        if len(line) > 2:
+            epoch, number, first, addresses, contents = line
+            batches[epoch, number, first, name] = list(map(Example, addresses, contents))
+
+
+def _lines(path: Path) -> Iterator[list[Any]]:
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):  # the process was killed while it wrote the line
+            yield json.loads(line)
 
 
 def differences(expected: Mapping[int, list[Example]], found: Mapping[int, list[Example]]) -> Iterator[str]:
-    """In what two runs differ by the examples that they used; and whether one used an example twice in an epoch."""
+    """How two runs differ in the examples that they used, and whether one used an example twice in an epoch."""
     for epoch in sorted({*expected, *found}):
-        one, other = expected.get(epoch, []), found.get(epoch, [])
-        times, usual = (Counter(example.address for example in examples) for examples in (other, one))
-        yield from (f"epoch {epoch + 1}: example {i} was used {n} times" for i, n in times.items() if n > 1)
-        yield from (f"epoch {epoch + 1}: example {i} was not used" for i in usual if i not in times)
-        yield from (f"epoch {epoch + 1}: example {i} was used, but not without kills" for i in times if i not in usual)
-        contents = dict(one)
-        yield from (
-            f"epoch {epoch + 1}: example {i} had another content"
-            for i, content in other
-            if i in contents and contents[i] != content
-        )
-        if times == usual and (place := _first_difference(one, other)) is not None:
-            yield f"epoch {epoch + 1}: another order from place {place} on"
+        for text in _differences_of_epoch(expected.get(epoch, []), found.get(epoch, [])):
+            yield f"epoch {epoch + 1}: {text}"
 
 
-def _first_difference(one: list[Example], other: list[Example]) -> int | None:
-    pairs = enumerate(zip(one, other, strict=True))
-    return next((place for place, (mine, yours) in pairs if mine.address != yours.address), None)
+def _differences_of_epoch(expected: list[Example], found: list[Example]) -> Iterator[str]:
+    expected_counts = Counter(example.address for example in expected)
+    counts = Counter(example.address for example in found)
+    yield from (f"example {address} was used {count} times" for address, count in counts.items() if count > 1)
+    yield from (f"example {address} was not used" for address in expected_counts if address not in counts)
+    yield from (
+        f"example {address} was used, but not without kills" for address in counts if address not in expected_counts
+    )
+    contents = dict(expected)
+    for address, content in found:
+        if address in contents and contents[address] != content:
+            yield f"example {address} had another content"
+    if counts == expected_counts:
+        for place, (one, other) in enumerate(zip(expected, found, strict=True)):
+            if one.address != other.address:
+                yield f"another order from place {place} on"
+                return

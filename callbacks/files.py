@@ -1,7 +1,7 @@
-"""Files of a run directory: opened where they are, read up to a bound, written whole under another name.
+"""Files of a run directory: opened without following links, read up to a limit, and replaced as a whole.
 
-A run directory may come from a stranger. A link, a pipe or a device in the place of one of its files must neither hang
-a command nor lead it to a file elsewhere. So only the functions here open files in a run directory.
+A run directory may have been prepared by an attacker. A link, a pipe or a device in the place of one of its files must
+neither hang a command nor lead it to a file elsewhere. So only the functions here open files in a run directory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from urllib.parse import unquote
 ROOT = Path(__file__).resolve().parent.parent
 """The directory that holds the packages `loop` and `callbacks`, and `cli.py`."""
 SQLITE = "sqlite:///"
-"""How the address of a store in a sqlite file begins."""
+"""The start of the URI of a store in a sqlite file."""
 LONGEST = 1 << 26
-"""Bytes of a JSON file, or of a line of a journal, that are read: a longer one is none."""
+"""The most bytes of a JSON file, or of a line of a journal: a longer one is not read."""
 
 
 class FileError(OSError):
@@ -49,11 +49,11 @@ class MovedError(FileError):
 
 
 class Anchor:
-    """A directory as it was when this was made: tells when its path leads elsewhere."""
+    """Remembers a directory, and notices when its path leads to another one, or to none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # While it is open, no other directory can have its number.
+        # While it is open, the system gives its inode number to no other directory.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -68,7 +68,7 @@ class Anchor:
 
 
 def is_same(path: Path, descriptor: int) -> bool:
-    """Whether what is open still has this name."""
+    """Whether the open file or directory still has this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -76,13 +76,13 @@ def is_same(path: Path, descriptor: int) -> bool:
 
 
 def opened(path: Path, flags: int = os.O_RDONLY, shared: bool = False) -> int:
-    """Opens a regular file where it is: no link is followed, and no pipe waited for.
+    """Opens a regular file. Follows no link, and waits for no pipe.
 
     Args:
         path: the file.
-        flags: as for `os.open`; a file that is created can be read and written as the umask allows.
-        shared: whether the file may have several names. What is written in place may not: the other name may be of a
-            file that has nothing to do with the run.
+        flags: as for `os.open`; a new file has the permissions that the umask allows.
+        shared: whether the file may have several hard links. A file that is written in place must not have them:
+            another link may be that of a file that has nothing to do with the run.
 
     Returns:
         The file descriptor, which the caller closes.
@@ -104,17 +104,17 @@ def opened(path: Path, flags: int = os.O_RDONLY, shared: bool = False) -> int:
 
 
 def reading(path: Path, shared: bool = False) -> BufferedReader:
-    """Opens a file to be read: see `opened`."""
+    """Opens a file for reading: see `opened`."""
     return os.fdopen(opened(path, shared=shared), "rb")
 
 
 def appending(path: Path) -> IO[bytes]:
-    """Opens a file, which is made if it isn't there, to be added to without a buffer: see `opened`."""
+    """Opens a file for appending without a buffer; creates it if it doesn't exist: see `opened`."""
     return os.fdopen(opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
 def check(path: Path, shared: bool = False) -> None:
-    """Refuses what `opened` would refuse; that there is no file is in order.
+    """Refuses what `opened` would refuse. A missing file is accepted.
 
     Raises:
         UnsafeFileError: it is a link, or no regular file.
@@ -128,7 +128,7 @@ def check(path: Path, shared: bool = False) -> None:
 
 
 def is_plain(path: Path, shared: bool = False) -> bool:
-    """Whether there is a regular file that `opened` would open."""
+    """Whether there is a file that `opened` accepts."""
     try:
         return not _problem(path.lstat(), shared)
     except OSError:
@@ -136,6 +136,7 @@ def is_plain(path: Path, shared: bool = False) -> bool:
 
 
 def _problem(about: os.stat_result, shared: bool) -> str:
+    """Why `opened` refuses a file; "" if it doesn't."""
     kinds = {stat.S_IFLNK: "it is a symbolic link", stat.S_IFDIR: "it is a directory", stat.S_IFIFO: "it is a pipe"}
     kind = stat.S_IFMT(about.st_mode)
     if kind != stat.S_IFREG:
@@ -159,7 +160,7 @@ def read(path: Path, most: int = LONGEST, shared: bool = False) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; an empty one where there is none that can be read."""
+    """A JSON object from a file; {} if there is none, or it can't be read."""
     try:
         value = json.loads(read(path))
     except (OSError, ValueError, RecursionError):
@@ -168,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file from where it stands; it ends before one that is longer than any line of a journal."""
+    """The lines of a file from its position on; ends before a line that is longer than any of a journal."""
     while line := file.readline(LONGEST):
         if len(line) == LONGEST:
             return
@@ -176,10 +177,10 @@ def lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def created(path: Path) -> IO[bytes]:
-    """Opens a new file to be written.
+    """Opens a new file for writing.
 
     Raises:
-        FileExistsError: there is something of that name, be it a link.
+        FileExistsError: the name exists, be it as a link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
@@ -187,7 +188,7 @@ def created(path: Path) -> IO[bytes]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within it, an error of a file that is open, such as a full disk, names the file: the system's own doesn't."""
+    """Adds the file's name to errors within it: the system's error for a full disk names no file."""
     try:
         yield
     except OSError as error:
@@ -198,18 +199,18 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> Iterator[IO[bytes]]:
-    """Writes a file whole: who reads sees the old one, or the new one when the block has ended.
+    """Replaces a file as a whole: readers see the old content until the block has ended, and then the new one.
 
     Args:
         path: the file.
-        durable: whether the file is on the disk when the block has ended, whatever happens then.
-        aside: the other name under which it is written; `*.tmp` beside it, which is ours in a run directory.
+        durable: whether the content survives a power failure after the block.
+        aside: the name under which it is written first; by default PATH.tmp, which is reserved in a run directory.
 
     Yields:
-        The file, to be written to. After an error nothing of it is left.
+        The file to write to. After an error, nothing of it is left.
     """
     partial = aside or path.with_name(path.name + ".tmp")
-    partial.unlink(missing_ok=True)  # what a kill has left; a link there isn't followed
+    partial.unlink(missing_ok=True)  # left over by a kill; a link is removed, not followed
     try:
         with naming(path), created(partial) as file:
             yield file
@@ -226,18 +227,18 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
 
 
 def hidden_name(path: Path) -> Path:
-    """Another name beside a file outside of run directories, where `*.tmp` may be a user's own file."""
+    """A temporary name for a file outside of run directories, where PATH.tmp may be a file of the user."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text whole: see `replacing`."""
+    """Writes a text: see `replacing`."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON whole and durably: see `replacing`."""
+    """Writes JSON durably: see `replacing`."""
     with replacing(path, durable=True) as file:
         file.write(json.dumps(value, indent=1, allow_nan=False).encode())
 
@@ -252,10 +253,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> Path:
-    """Makes a directory within one that is there, unless it is there.
+    """Makes a directory, unless it exists; its parent must exist.
 
     Raises:
-        UnsafeFileError: a link or a file stands there.
+        UnsafeFileError: the path is a link or a file.
     """
     try:
         path.mkdir()
@@ -266,23 +267,23 @@ def make_directory(path: Path) -> Path:
 
 
 def sqlite_uri(path: Path) -> str:
-    """The address of a sqlite file, with what has a meaning in an address escaped."""
-    return SQLITE + re.sub(r"[?#%]", lambda found: f"%{ord(found[0]):02X}", str(path.absolute()))
+    """The URI of a sqlite file, with the characters escaped that have a meaning in URIs."""
+    return SQLITE + re.sub(r"[?#%]", lambda character: f"%{ord(character[0]):02X}", str(path.absolute()))
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The sqlite file that an address means; None if it means something else."""
-    return _parts(uri)[0] if uri.startswith(SQLITE) else None
+    """The sqlite file of a URI; None if it is another kind of URI."""
+    return _path_and_query(uri)[0] if uri.startswith(SQLITE) else None
 
 
 def absolute_sqlite(uri: str) -> str:
-    """The same address, whatever the working directory and the characters of the path; its options stay."""
-    path, query = _parts(uri)
+    """The same URI with an absolute, escaped path and the same options, so that it is valid in any directory."""
+    path, query = _path_and_query(uri)
     return sqlite_uri(path) + query if uri.startswith(SQLITE) else uri
 
 
-def _parts(uri: str) -> tuple[Path, str]:
-    """Path and query of an address. A ? that no options follow is one of the path."""
+def _path_and_query(uri: str) -> tuple[Path, str]:
+    """The path and the query of a URI. A ? without options after it belongs to the path."""
     text = uri.removeprefix(SQLITE)
     query = re.search(r"\?\w+=[^/?]*$", text)
     return Path(unquote(text[: query.start()] if query else text)), query[0] if query else ""

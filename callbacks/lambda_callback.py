@@ -1,4 +1,4 @@
-"""LambdaCallback: a callback of functions."""
+"""LambdaCallback: a callback made of functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from callbacks.nearest import nearest
 
 
 class LambdaCallback(Callback):
-    """Calls a function at each event that it is given for, with what the hook of this event receives.
+    """Calls functions at the events for which they are given, with what the hook of the event receives.
 
     `LambdaCallback(epoch_end=lambda run, metrics: print(metrics))`.
 
@@ -37,4 +37,7 @@ class LambdaCallback(Callback):
                 raise ValueError(f"LambdaCallback({event}={hook!r}): give a function, such as lambda run, *more: ...")
         if not hooks:
             raise ValueError("LambdaCallback(): give at least one event, such as epoch_end=lambda run, metrics: ...")
-        vars(self).update(runs_on=runs_on, every=every, **{f"on_{event}": hook for event, hook in hooks.items()})
+        self.every = every
+        vars(self)["runs_on"] = runs_on
+        for event, hook in hooks.items():
+            vars(self)[f"on_{event}"] = hook  # hides the method of the class; the function gets no `self`

@@ -1,4 +1,4 @@
-"""LearningRateScaling: fits the learning rate to the global batch, with a warm-up."""
+"""LearningRateScaling: scales the learning rate to the global batch, with a warm-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LearningRateScaling(Callback):
     its rate by `hvd.size()` does the same as `batch_size=N*b`, `reference_batch_size=b` here.
 
     The rate is computed within the compiled step, from the optimizer's own count of steps: it costs the host nothing,
-    and a resumed run has the right rate by itself. A schedule that the optimizer already has is multiplied.
+    and a resumed run has the right rate without further state. A schedule that the optimizer has is multiplied.
 
     Args:
         reference_batch_size: the global batch for which the task's learning rate was chosen, >= 1.
@@ -37,12 +37,12 @@ class LearningRateScaling(Callback):
         warmup_epochs: float = 5.0,
         warmup_steps: int | None = None,
     ) -> None:
-        whole = is_whole(reference_batch_size, 1)
-        check(self, whole, "give a whole number >= 1", reference_batch_size=reference_batch_size)
+        is_size = is_whole(reference_batch_size, 1)
+        check(self, is_size, "give a whole number >= 1", reference_batch_size=reference_batch_size)
         check(self, rule in ("linear", "sqrt"), "give linear or sqrt", rule=rule)
         check(self, is_number(warmup_epochs, 0), "give a number >= 0", warmup_epochs=warmup_epochs)
-        whole = warmup_steps is None or is_whole(warmup_steps, 0)
-        check(self, whole, "give a whole number >= 0, or None", warmup_steps=warmup_steps)
+        is_length = warmup_steps is None or is_whole(warmup_steps, 0)
+        check(self, is_length, "give a whole number >= 0, or None", warmup_steps=warmup_steps)
         self.reference_batch_size = reference_batch_size
         self.rule = rule
         self.warmup_epochs = warmup_epochs
@@ -57,6 +57,7 @@ class LearningRateScaling(Callback):
         k = run.options["batch_size"] / self.reference_batch_size
         scale = k if self.rule == "linear" else math.sqrt(k)
         for optimizer in optimizers_of(run).values():
+            # Keras 3's `learning_rate` is the value of a schedule, and `_learning_rate` the schedule itself.
             rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
             if not callable(rate):
                 rate = rate_of(optimizer)
@@ -91,10 +92,10 @@ def optimizers_of(run: Run) -> dict[str, Any]:
 
 
 def rate_of(optimizer: Any) -> float:
-    """The learning rate of the step that comes next."""
+    """The learning rate of the next step."""
     import numpy as np
 
     rate = optimizer.learning_rate
     if type(optimizer).__module__.startswith("tf_keras") and callable(optimizer._learning_rate):
-        rate = optimizer._learning_rate(optimizer.iterations)  # else it is that of the step before
+        rate = optimizer._learning_rate(optimizer.iterations)  # `learning_rate` is that of the step before
     return float(np.asarray(rate))  # `float` doesn't take variables of several replicas

@@ -1,4 +1,4 @@
-"""LearningRateMonitor: makes the learning rate a metric."""
+"""LearningRateMonitor: reports the learning rate as a metric."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _RATE = "learning_rate"
 class LearningRateMonitor(Callback):
     """Adds the learning rate to the metrics of steps and epochs: to journal, MLflow, TensorBoard, tables, history.
 
-    It is the rate of the step that comes next, whether it is a number or a schedule says it: `learning_rate`; where
-    there are several optimizers, `NAME_learning_rate`.
+    It is the rate of the next step, be it a number or given by a schedule. Its name is `learning_rate`; with several
+    optimizers, `NAME_learning_rate`.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
@@ -28,7 +28,7 @@ class LearningRateMonitor(Callback):
         self._watch(run)
 
     def on_fit_start(self, run: Run) -> None:
-        self._watch(run)  # a run that goes on may be in a later phase, with other optimizers
+        self._watch(run)  # a resumed run may be in a later phase, with other optimizers
 
     def on_phase_start(self, run: Run) -> None:
         self._watch(run)

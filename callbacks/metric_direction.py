@@ -1,4 +1,4 @@
-"""Which way a metric gets better, by its name: the one rule for the best checkpoint, patience, tables and sweeps."""
+"""Whether lower or higher values of a metric are better, by its name. Everything that ranks values uses this rule."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ _MORE_WORDS = re.compile(
 
 
 def lower_is_better(metric: str) -> bool | None:
-    """Whether a metric of this name is to be made small; None where the name doesn't tell."""
+    """Whether lower values of a metric of this name are better; None if the name doesn't say."""
     name = metric.lower().replace("io_u", "iou")  # as Keras writes it
     words = re.findall(r"[a-z][a-z0-9]*", name)
     words += [word.rstrip("0123456789") for word in words]  # bleu4, map50
     if _LESS.search(name) or any(map(_LESS_WORDS.fullmatch, words)):
         return True
-    return False if _MORE.search(name) or any(map(_MORE_WORDS.fullmatch, words)) else None
+    if _MORE.search(name) or any(map(_MORE_WORDS.fullmatch, words)):
+        return False
+    return None
 
 
 def sign(callback: object, argument: str, metric: str, mode: str) -> int:
-    """1 if the metric is to be made small, else -1.
+    """1 if lower values of the metric are better, else -1.
 
     Args:
-        callback: who asks.
-        argument: of the callback, that names the metric.
-        metric: its name.
+        callback: the callback that ranks values.
+        argument: its argument that names the metric.
+        metric: the metric's name.
         mode: `"min"`, `"max"`, or `"auto"`: by the name.
 
     Raises:
-        ValueError: there is no such mode, or the name doesn't tell.
+        ValueError: there is no such mode, or the name doesn't say which values are better.
     """
     check(callback, mode in ("auto", "min", "max"), "give auto, min or max", mode=mode)
-    less = mode == "min" if mode != "auto" else lower_is_better(metric)
-    check(
-        callback, less is not None, "the name doesn't say what is better: check it, or give mode", **{argument: metric}
-    )
-    return 1 if less else -1
+    lower = lower_is_better(metric) if mode == "auto" else mode == "min"
+    fix = "the name doesn't say what is better: check it, or give mode"
+    check(callback, lower is not None, fix, **{argument: metric})
+    return 1 if lower else -1

@@ -26,8 +26,8 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        good = stream is None or hasattr(stream, "write")
-        check(self, good, "give a stream that can be written to, or None", stream=stream)
+        is_stream = stream is None or hasattr(stream, "write")
+        check(self, is_stream, "give a stream that can be written to, or None", stream=stream)
         self.stream = stream
 
     def on_setup(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Notify: tells a webhook how the run goes, in the background."""
+"""Notify: posts the state of the run to a webhook, in the background."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from urllib.parse import unquote, urlsplit
 
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Run, shown_status
+from callbacks.formats import number
 from callbacks.nearest import nearest
 from callbacks.run_record import redaction
+from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.journal import jsonable
 
 KINDS = ("end", "failure", "checkpoint")
-"""The events of which a message can be sent."""
+"""The events for which a message can be sent."""
 MOST = 8
-"""So many messages are under way at most: while a server takes none, no more messages about checkpoints are sent."""
+"""The most messages under way: while a server takes none, no more messages about checkpoints are sent."""
 
 _under_way: dict[threading.Thread, float] = {}
-"""The threads of messages, and until when the process may wait for each at its end."""
+"""The threads that send messages, and until when the process waits for each at its end."""
 
 
 class Notify(Callback):
     """Posts a JSON object to a webhook: at the end of the run, when it fails, at each checkpoint.
 
     It has `text` (a line for people, which Slack and Mattermost show), `event` (see `on`), `task`, `run_directory`,
-    `status`, `step`, `epoch`, `metrics`, `time`; and `reason`, or `error`. A server that is slow, down or unwilling is
-    told once on stderr, and neither delays the run nor fails it; the process, at its end, waits for it for `timeout`
-    at most. Redirects are not followed: the credentials go to the host of `url` and to no other. The URL is taken for
-    a secret: nothing that is written shows more of it than its host.
+    `status`, `step`, `epoch`, `metrics`, `time`; and `reason`, or `error`. A server that is slow, down or refuses a
+    message is reported once on stderr, and neither delays the run nor fails it; at its end, the process waits at most
+    `timeout` for it. Redirects are not followed: the credentials go to the host of `url` and to no other. The URL is
+    treated as a secret: no output shows more of it than its host.
 
     Args:
         url: where to post, http or https; a user and password in it are sent by basic authentication.
-        on: of what messages are sent: `"end"`, `"failure"` and `"checkpoint"`.
+        on: the events for which messages are sent: `"end"`, `"failure"` and `"checkpoint"`.
         timeout: seconds to wait for an answer.
 
     Raises:
@@ -53,10 +55,10 @@ class Notify(Callback):
                 raise ValueError(f"Notify(on={kind!r}): no such message{nearest(str(kind), KINDS)}")
         if not self.on:
             raise ValueError(f"Notify(on=()): give at least one of {', '.join(KINDS)}")
-        good = is_number(timeout, 0, 3600) and timeout > 0
-        check(self, good, "give seconds > 0, at most 3600", timeout=timeout)
+        is_time = is_number(timeout, 0, 3600) and timeout > 0
+        check(self, is_time, "give seconds > 0, at most 3600", timeout=timeout)
         self.timeout = timeout
-        self.place = _place(url)
+        self.server = _server(url)
         parts = urlsplit(url)
         user, at, host = parts.netloc.rpartition("@")
         self._url = parts._replace(netloc=host).geturl()
@@ -64,10 +66,10 @@ class Notify(Callback):
         self._headers = {"Content-Type": "application/json", "User-Agent": "tfloop"}
         if at:
             self._headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
-        self._told = False
+        self._has_warned = False
 
     def on_setup(self, run: Run) -> None:
-        self._told = False
+        self._has_warned = False
 
     def on_checkpoint(self, run: Run, reason: str) -> None:
         self._tell(run, "checkpoint", "running", reason)
@@ -85,9 +87,11 @@ class Notify(Callback):
         metrics = run.history[-1] if run.history else {}
         what = kind if kind == "checkpoint" else shown_status(status)
         text = f"{run.info['task']}: {what} at step {run.progress.step:,}"
-        text += f" ({why})" * bool(why) + "".join(
-            f", {name} {value:.4g}" for name, value in metrics.items() if name not in ("epoch", "step", "examples")
-        )
+        if why:
+            text += f" ({why})"
+        for name, value in metrics.items():
+            if name not in COUNTERS:
+                text += f", {name} {number(value)}"
         message = {
             "text": text, "event": kind, "task": run.info["task"], "run_directory": str(run.directory),
             "status": status, "step": run.progress.step, "epoch": run.progress.epoch, "metrics": metrics,
@@ -100,7 +104,7 @@ class Notify(Callback):
             thread.start()
         except RuntimeError as error:
             del _under_way[thread]
-            self._trouble(str(error))
+            self._warn(str(error))
 
     def _post(self, body: bytes) -> None:
         import http.client
@@ -113,23 +117,23 @@ class Notify(Callback):
                 pass
         except urllib.error.HTTPError as error:
             error.close()
-            redirects = 300 <= error.code < 400
-            self._trouble(f"it answered {error.code}" + ", a redirect, which is never followed" * redirects)
+            is_redirect = 300 <= error.code < 400
+            self._warn(f"it answered {error.code}" + ", a redirect, which is never followed" * is_redirect)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            why = getattr(error, "reason", error)
-            text = getattr(why, "strerror", None) or type(why).__name__  # not all of it, which may hold the URL
-            self._trouble(f"no answer within {self.timeout:g} s" if isinstance(why, TimeoutError) else text)
+            cause = getattr(error, "reason", error)
+            text = getattr(cause, "strerror", None) or type(cause).__name__  # the whole text may hold the URL
+            self._warn(f"no answer within {self.timeout:g} s" if isinstance(cause, TimeoutError) else text)
         finally:
             del _under_way[threading.current_thread()]
 
-    def _trouble(self, reason: str) -> None:
-        if not self._told:
-            self._told = True
-            redaction.tell(f"warning: the webhook at {self.place} was not told ({reason})")
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            redaction.tell(f"warning: the webhook at {self.server} was not told ({reason})")
 
 
 def _opener() -> Any:
-    """What posts. It hands a redirect back as an error: another host must not get the credentials."""
+    """Opens requests. A redirect is an error: another host must not get the credentials."""
     import urllib.request
 
     class Refusing(urllib.request.HTTPRedirectHandler):
@@ -139,11 +143,11 @@ def _opener() -> Any:
     return urllib.request.build_opener(Refusing)
 
 
-def _place(url: str) -> str:
-    """The part of a URL that may be shown.
+def _server(url: str) -> str:
+    """The part of a URL that may be shown: scheme, host and port.
 
     Raises:
-        ValueError: it is none to which one can post.
+        ValueError: it isn't a URL for HTTP.
     """
     with contextlib.suppress(ValueError, AttributeError, TypeError):
         parts = urlsplit(url)
@@ -154,6 +158,6 @@ def _place(url: str) -> str:
 
 @atexit.register
 def _wait() -> None:
-    """Gives messages under way their time, when everything else is over."""
+    """Waits for the messages under way when the process ends."""
     for thread, until in list(_under_way.items()):
         thread.join(max(0.0, until - time.monotonic()))

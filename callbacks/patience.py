@@ -1,4 +1,4 @@
-"""Patience: what EarlyStopping and ReduceOnPlateau share, a metric that is waited for to get better."""
+"""Patience: waits for a metric to improve; the base of EarlyStopping and ReduceOnPlateau."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Patience(Callback):
 
     Args:
         metric: a metric of the evaluation (`eval_...`) or of the training epoch.
-        patience: how many measurements without improvement are borne, >= 1.
+        patience: the number of measurements without improvement after which it acts, >= 1.
         min_delta: the least change that counts as an improvement, >= 0.
-        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
+        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric.
 
     Raises:
         ValueError: before the first step, if the run has no such metric.
@@ -36,14 +36,15 @@ class Patience(Callback):
         self.waited = 0
 
     def act(self, run: Run) -> None:
-        """Called at each measurement at which the patience is at its end."""
+        """Called at each measurement when the patience is exhausted."""
         raise NotImplementedError
 
     def improved(self, run: Run, value: float) -> None:
-        """Called at each measurement that is the best so far."""
+        """Called at each measurement that is better than all before."""
 
     def on_setup(self, run: Run) -> None:
-        self.best, self.waited = None, 0
+        self.best = None
+        self.waited = 0
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
         if self.metric.startswith("eval_"):
@@ -54,12 +55,14 @@ class Patience(Callback):
             self.judge(run, metrics)
 
     def judge(self, run: Run, metrics: Metrics) -> None:
-        """Takes in a measurement."""
+        """Compares a measurement with the best one so far."""
         if self.metric not in metrics:
             raise ValueError(f"{type(self).__name__}(metric={self.metric!r}): this run has only {', '.join(metrics)}")
         value = metrics[self.metric]
+        # A value that is not finite is no improvement, and can't be the best one, with which none compares.
         if math.isfinite(value) and (self.best is None or self.sign * (value - self.best) < -self.min_delta):
-            self.best, self.waited = value, 0
+            self.best = value
+            self.waited = 0
             self.improved(run, value)
             return
         self.waited += 1
@@ -70,4 +73,5 @@ class Patience(Callback):
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.waited = state["best"], state["waited"]
+        self.best = state["best"]
+        self.waited = state["waited"]

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, plain lines in a log; one display, from the chief."""
+"""Progress: a bar on a terminal, plain lines in a log. Only the chief shows it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from callbacks.formats import number, plural
 from callbacks.run_record.redaction import mask, shown
 
 RELAY = "TFLOOP_PROGRESS"
-"""Environment variable: "relay" makes a worker write its progress as marked lines, for its launcher to draw."""
+"""Environment variable: "relay" makes a worker write its progress as marked lines, which its launcher draws."""
 MARK = "\x1e"
 """Starts a relayed line (ASCII record separator)."""
-_BAR_WIDTH = 34  # columns of the shortest useful bar, with all that stands beside it but the epoch and the numbers
-
-
+_BAR_WIDTH = 34  # columns of the shortest useful bar and of the text beside it, without epoch and metrics
 _SHOWN = ("task", "parameters", "backend", "replicas", "workers", "batch_size")
-"""What of `run.info` is shown."""
+"""The entries of `run.info` that are shown."""
 
 
 class Progress(Callback):
-    """Shows step, loss and other metrics, examples per second and the time that is left.
+    """Shows step, loss and other metrics, examples per second and the remaining time.
 
     Args:
-        every: how often the bar is drawn; see `Callback`. A line tells of each epoch; of more than 20, of
-            one each three seconds, and of the last one. In a log, a line also appears each `log_seconds`.
+        every: how often the bar is drawn; see `Callback`. Each epoch has a line; if there are more than 20, at most one
+            in three seconds has, and the last one. In a log, there is also a line every `log_seconds`.
         log_seconds: the time between two lines of a log within an epoch, in seconds.
     """
 
@@ -54,9 +52,9 @@ class Progress(Callback):
         self._update(self._state(run, "epoch", metrics))
 
     def on_fit_end(self, run: Run, status: str) -> None:
-        if not self._started:  # the run ended before it began
+        if not self._started:  # the run failed before `on_fit_start`
             return
-        # The epoch that the run is in: the next one begins with its first step.
+        # The number of the current epoch, from 1: after the last step of an epoch, the next one has not started.
         epoch = max(1, run.progress.epoch + (run.progress.step_in_epoch > 0))
         self._update(self._state(run, "end", {}) | {"epoch": epoch, "status": status, "why": run.stop_reason})
 
@@ -81,7 +79,7 @@ class Progress(Callback):
 
 
 class Relay:
-    """Passes states on as marked lines on stderr."""
+    """Writes states as marked lines on stderr."""
 
     def update(self, state: dict[str, Any]) -> None:
         print(MARK + json.dumps(state), file=sys.stderr, flush=True)
@@ -93,7 +91,7 @@ class Display:
     Args:
         stream: where to draw; stderr if None.
         log_seconds: seconds between two plain lines within an epoch.
-        epoch_seconds: seconds between the lines of two epochs at least, in a run of many epochs.
+        epoch_seconds: the shortest time between the lines of two epochs, in a run of many epochs.
     """
 
     def __init__(self, stream: TextIO | None = None, log_seconds: float = 10.0, epoch_seconds: float = 3.0) -> None:
@@ -112,7 +110,8 @@ class Display:
         if self._bar is not None:  # the workers of an elastic job have formed anew
             self._bar.close()
             self._bar = None
-        run, workers = state["run"], state["run"]["workers"]
+        run = state["run"]
+        workers = run["workers"]
         replicas = plural(run["replicas"], "replica")
         where = f"{run['backend']}, {replicas}" + (f" on {workers} workers" if workers > 1 else "")
         self.line(f"{run['task']}: {run['parameters']:,} parameters, {where}, global batch {run['batch_size']}")
@@ -153,9 +152,9 @@ class Display:
         self.line(f"{shown_status(state['status'])} at step {state['step']:,}{why}, {state['speed']:,.0f} examples/s")
 
     def _tell_bar(self, state: dict[str, Any]) -> None:
-        """Gives the bar the epoch and the numbers of a state; it draws them when it is drawn next."""
+        """Gives the bar the epoch and the metrics of a state, without drawing it."""
         self._bar.set_description_str(epoch_of(state) + " ", refresh=False)
-        if state["metrics"]:  # else those of before are the last ones that there are
+        if state["metrics"]:  # else the bar keeps the last ones
             room = self._columns() - len(epoch_of(state)) - 2 * len(f"{state['total'] or 0}") - _BAR_WIDTH
             self._bar.set_postfix_str(_beside_bar(state, room), refresh=False)
 
@@ -164,13 +163,13 @@ class Display:
             self.line(self._epochs.text(state, self._columns() if self.terminal else None))
 
     def _columns(self) -> int:
-        """The width of the terminal, which the user may change at any time."""
+        """The width of the terminal; asked each time, since the user may change it."""
         with contextlib.suppress(OSError, ValueError):
             return os.get_terminal_size(self.stream.fileno()).columns or 80
         return 80
 
     def line(self, text: str) -> None:
-        """One whole line, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         self._last_line = time.monotonic()
         text = mask(text)
         if self._bar is not None:
@@ -180,9 +179,9 @@ class Display:
 
 
 def _beside_bar(state: Mapping[str, Any], room: int) -> str:
-    """What stands beside the bar: the first metric, and as much of the speed and a second metric as there is room for.
+    """The text beside the bar: the first metric, and the speed and a second metric if there is room for them.
 
-    Those of the evaluation stand in the line of the epoch.
+    The metrics of the evaluation are in the line of the epoch.
     """
     of_training = ((name, value) for name, value in state["metrics"].items() if not name.startswith("eval_"))
     first, *others = [f"{name} {number(value)}" for name, value in itertools.islice(of_training, 2)]
@@ -196,15 +195,16 @@ def _beside_bar(state: Mapping[str, Any], room: int) -> str:
 
 
 class Stages:
-    """Shows which of a command's stages it is at: as a bar on a terminal, as a line each elsewhere.
+    """Shows the current stage of a command: with a bar on a terminal, with a line for each stage elsewhere.
 
     Args:
-        total: how many there are.
+        total: the number of stages.
         stream: where to draw.
     """
 
     def __init__(self, total: int, stream: TextIO) -> None:
-        self._stream, self._bar = stream, None
+        self._stream = stream
+        self._bar = None
         if stream.isatty():
             from tqdm import tqdm
 
@@ -213,7 +213,7 @@ class Stages:
         self._begun = False
 
     def next(self, text: str) -> None:
-        """The next stage begins."""
+        """Shows that the next stage starts."""
         text = shown(text)
         if self._bar is None:
             print(text, file=self._stream, flush=True)
@@ -224,14 +224,14 @@ class Stages:
         self._bar.set_description_str(text)
 
     def close(self) -> None:
-        """All is done, or given up."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 @contextlib.contextmanager
 def counted(total: int, unit: str, stream: TextIO) -> Iterator[Callable[[int], Any]]:
-    """Yields a function to call after each piece of work: it moves a bar on a terminal, and does nothing elsewhere."""
+    """Yields a function that takes the number of pieces done: on a terminal it moves a bar, else it does nothing."""
     if not stream.isatty():
         yield lambda count: None
         return

@@ -1,15 +1,15 @@
-"""Pruning: ends a run that `tfloop sweep` has found not worth going on with."""
+"""Pruning: ends a run of `tfloop sweep` that is too bad to continue."""
 
 from __future__ import annotations
 
 from callbacks.base import Callback, Metrics, Run
 
 NAME = "prune"
-"""The file in the run directory that asks for the end. How good the run is, its journal says."""
+"""The file in the run directory that requests the end. The sweep reads the run's metrics from its journal."""
 
 
 class Pruning(Callback):
-    """Stops the run when the file `prune` is in its directory; it ends as after any stop, with a checkpoint."""
+    """Stops the run when its directory has a file `prune`. It ends with a checkpoint, as after any stop."""
 
     every = "1s"
 

@@ -1,4 +1,4 @@
-"""ReduceOnPlateau: lowers the learning rate when a metric has stopped getting better."""
+"""ReduceOnPlateau: lowers the learning rate when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from callbacks.run_record.redaction import tell
 class ReduceOnPlateau(Patience):
     """Multiplies the learning rate by `factor` when `metric` has not improved for `patience` of its measurements.
 
-    All optimizers of the task are meant. The chief's metric decides, and all replicas have the new rate from the same
-    step on. It is a variable of the optimizer, so that a resumed run has it.
+    This is done for all optimizers of the task. The chief's metric decides, and all replicas get the new rate at the
+    same step. The rate is a variable of the optimizer, so that a resumed run has it.
 
     Args:
         metric: a metric of the evaluation (`eval_...`) or of the training epoch.
         factor: what the rate is multiplied by, between 0 and 1.
-        patience: how many measurements without improvement are borne, >= 1.
+        patience: the number of measurements without improvement after which the rate is lowered, >= 1.
         min_delta: the least change that counts as an improvement, >= 0.
         cooldown: how many measurements after a reduction don't count against the patience, >= 0.
-        min_lr: the rate isn't made lower than this, >= 0.
-        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric, where that tells.
+        min_lr: the lowest rate, >= 0.
+        mode: `"min"`, `"max"`, or `"auto"`: by the name of the metric.
 
     Raises:
         ValueError: before the first step, if an optimizer has a schedule, or the run has no such metric.
@@ -65,18 +65,19 @@ class ReduceOnPlateau(Patience):
         for name, optimizer in optimizers_of(run).items():
             rate = getattr(optimizer, "_learning_rate", optimizer.learning_rate)
             if callable(rate):
+                which = f"{type(optimizer).__name__} ({name!r})" if name else type(optimizer).__name__
                 raise ValueError(
-                    f"ReduceOnPlateau: the learning rate of {type(optimizer).__name__}{f' ({name!r})' * bool(name)} is "
+                    f"ReduceOnPlateau: the learning rate of {which} is "
                     f"a schedule, {type(rate).__name__}, which says at each step what it is: leave one of the two out "
                     "(LearningRateScaling makes a schedule, too)"
                 )
 
     def judge(self, run: Run, metrics: Metrics) -> None:
-        # The chief's, since a callback that runs there alone may have changed them.
+        # The chief's, so that all ranks act alike: a callback that runs only there may have changed them.
         metrics = run.backend.broadcast_json({name: float(value) for name, value in metrics.items()})
         if self._cooling:
             self._cooling -= 1
-            self.waited = -1
+            self.waited = -1  # 0 after this measurement
         super().judge(run, metrics)
 
     def act(self, run: Run) -> None:
@@ -90,7 +91,8 @@ class ReduceOnPlateau(Patience):
                 f"step {run.progress.step:,}: {self.metric} has not improved on {self.best} for {self.waited} "
                 f"measurements: the learning rate is now {', '.join(f'{rate:.4g}' for rate in rates)}"
             )
-        self.waited, self._cooling = 0, self.cooldown
+        self.waited = 0
+        self._cooling = self.cooldown
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"cooling": self._cooling}

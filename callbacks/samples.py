@@ -1,4 +1,4 @@
-"""SamplePredictions: what the model makes of a few examples, as pictures or text, as the training goes on."""
+"""SamplePredictions: shows the predictions for a few examples during the training, as pictures or text."""
 
 from __future__ import annotations
 
@@ -8,30 +8,35 @@ from typing import Any
 from callbacks import files
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
+from callbacks.formats import number
 from callbacks.run_record import journal
 
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ-+.,:>/_%? "
-# Three pixels wide, five high: a row is an octal digit. Enough for labels.
+# Three pixels wide, five high: each octal digit is a row. That is enough for labels.
 _GLYPHS = (
     "75557 26227 71747 71717 55711 74717 74757 71244 75757 75717 25755 65656 34443 65556 74647 74644 34553 55755 72227 "
     "11152 55655 44447 57755 65555 25552 65644 25573 65655 34216 72222 55557 55552 55775 55255 55222 71247 00700 02720 "
     "00002 00024 02020 42124 11244 00007 51245 71202 00000"
 )
-_SCALE, _SMALLEST = 2, 64  # pixels of a picture for one of the font's; so wide is a tile at least
-_RIGHT, _WRONG, _PLAIN = (90, 200, 120), (255, 110, 100), (220, 220, 220)
+_SCALE = 2  # pixels of the sheet for one of the font
+_SMALLEST = 64  # the least width of a picture in the sheet
+_BORDER = 4  # pixels between pictures
+_RIGHT = (90, 200, 120)
+_WRONG = (255, 110, 100)
+_PLAIN = (220, 220, 220)
 
 
 class SamplePredictions(Callback):
-    """After each evaluation (of a run without any: each epoch), shows what the model makes of the same few examples.
+    """After each evaluation (without evaluations: after each epoch), shows the predictions for the same few examples.
 
-    What is shown says the task's method `sample`. Pictures become a grid, `samples/step-<8 digits>.png`, with the
-    prediction below each, green; or `label>prediction`, red, where they differ. All else becomes lines of a text,
-    `samples/step-<8 digits>.txt`. Both are among the run's artifacts in MLflow, too. With `ema`, they are of the
-    weights and not of their averages.
+    The task's method `sample` returns what is shown. Pictures become a grid, `samples/step-<8 digits>.png`; below each
+    is the prediction, in green, or `label>prediction`, in red, if they differ. Anything else becomes the lines of a
+    text, `samples/step-<8 digits>.txt`. Both become artifacts of the run in MLflow. With `ema`, predictions are those
+    of the weights, not of their average.
 
     Args:
-        examples: how many, from the start of the evaluation data (else of the training data); of a `tf.data.Dataset`,
-            three at most.
+        examples: how many, from the start of the evaluation data (without it, of the training data); of a
+            `tf.data.Dataset`, at most three.
     """
 
     def __init__(self, examples: int = 16) -> None:
@@ -55,18 +60,18 @@ class SamplePredictions(Callback):
     def _show(self, run: Run) -> None:
         import numpy as np
 
-        found = run.task.sample(run.model, self._batch)
-        if isinstance(found, Mapping):
-            values = {name: np.asarray(value) for name, value in found.items()}
-            values["prediction"] = _classes(values)
-            pictures = [name for name, value in values.items() if value.ndim == 4 or (value.ndim == 3)]
-            captions = {name: value for name, value in values.items() if name not in pictures and value.ndim <= 2}
+        shown = run.task.sample(run.model, self._batch)
+        if isinstance(shown, Mapping):
+            values = {name: np.asarray(value) for name, value in shown.items()}
+            if "prediction" in values:
+                values["prediction"] = _classes(values["prediction"], values.get("label"))
+            pictures = [value for value in values.values() if value.ndim in (3, 4)]
+            captions = {name: value for name, value in values.items() if value.ndim <= 2}
             if pictures:
-                self._write(run, "png", grid(values[pictures[0]], captions.get("label"), captions.get("prediction")))
+                self._write(run, "png", grid(pictures[0], captions.get("label"), captions.get("prediction")))
                 return
-            count = min(map(len, captions.values()), default=0)
-            found = ["  ".join(f"{name} {_text(value[i])}" for name, value in captions.items()) for i in range(count)]
-        self._write(run, "txt", ("\n".join(map(_text, found)) + "\n").encode())
+            shown = _lines(captions)
+        self._write(run, "txt", ("\n".join(map(_text, shown)) + "\n").encode())
 
     def _write(self, run: Run, kind: str, content: bytes) -> None:
         path = run.directory / "samples" / f"step-{run.progress.step:08d}.{kind}"
@@ -76,13 +81,18 @@ class SamplePredictions(Callback):
         journal.artifact(run, path)
 
 
-def _classes(values: Mapping[str, Any]) -> Any:
-    """The predictions; where they are a value for each class, and labels are classes, the greatest one's class."""
-    predictions, labels = values.get("prediction"), values.get("label")
-    if predictions is None:
-        return ()
-    several = predictions.ndim == 2 and predictions.shape[1] > 1
-    return predictions.argmax(-1) if several and (labels is None or labels.ndim == 1) else predictions
+def _classes(predictions: Any, labels: Any) -> Any:
+    """The predictions; if they are a value for each class, and labels are classes, the class of the greatest value."""
+    has_classes = predictions.ndim == 2 and predictions.shape[1] > 1
+    return predictions.argmax(-1) if has_classes and (labels is None or labels.ndim == 1) else predictions
+
+
+def _lines(captions: Mapping[str, Any]) -> list[str]:
+    """A line for each example: names and values."""
+    lines = []
+    for index in range(min(map(len, captions.values()), default=0)):
+        lines.append("  ".join(f"{name} {_text(value[index])}" for name, value in captions.items()))
+    return lines
 
 
 def _text(value: Any) -> str:
@@ -93,49 +103,69 @@ def _text(value: Any) -> str:
         return _text(value[0]) if len(value) == 1 else " ".join(map(_text, value))
     if isinstance(value, bytes):
         return value.decode(errors="replace")
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return number(value) if isinstance(value, float) else str(value)
 
 
 def grid(pictures: Any, labels: Any = None, predictions: Any = None) -> bytes:
-    """A PNG with all pictures in rows, and what was found below each.
+    """A PNG with all pictures in rows, and a caption below each.
 
     Args:
-        pictures: [n, height, width] or [n, height, width, channels]; uint8, or numbers from 0 to 1, or any.
-        labels: what they are, [n], or None.
-        predictions: what the model takes them for, [n], or None.
+        pictures: [n, height, width] or [n, height, width, channels]; uint8, numbers from 0 to 1, or any numbers.
+        labels: the true values, [n], or None.
+        predictions: the model's predictions, [n], or None.
     """
     import numpy as np
     import tensorflow as tf
 
-    shown = pictures[..., None] if pictures.ndim == 3 else pictures
-    shown = np.repeat(shown[..., :1], 3, -1) if shown.shape[-1] < 3 else shown[..., :3]
-    if shown.dtype != np.uint8:
-        shown = np.nan_to_num(shown.astype("float32"))
-        low, high = (0.0, 1.0) if shown.min() >= 0 and 0.5 < shown.max() <= 1 else (shown.min(), shown.max())
-        shown = ((shown - low) / max(high - low, 1e-12) * 255).round().astype("uint8")
-    factor = max(1, -(-_SMALLEST // shown.shape[2]))
-    shown = shown.repeat(factor, 1).repeat(factor, 2)
-    count, height, width, _ = shown.shape
-    line, columns = (5 + 3) * _SCALE, max(1, round(count**0.5))
+    tiles = _as_rgb(pictures)
+    factor = max(1, -(-_SMALLEST // tiles.shape[2]))
+    tiles = tiles.repeat(factor, 1).repeat(factor, 2)
+    count, height, width, _ = tiles.shape
+    caption_height = (5 + 3) * _SCALE
+    row_height = height + caption_height + _BORDER
+    column_width = width + _BORDER
+    columns = max(1, round(count**0.5))
     rows = -(-count // columns)
-    sheet = np.full((rows * (height + line + 4), columns * (width + 4), 3), 24, np.uint8)
-    for i, picture in enumerate(shown):
-        top, left = i // columns * (height + line + 4) + 2, i % columns * (width + 4) + 2
-        sheet[top : top + height, left : left + width] = picture
-        text, colour = _caption(labels, predictions, i)
+    sheet = np.full((rows * row_height, columns * column_width, 3), 24, np.uint8)
+    for index, tile in enumerate(tiles):
+        row, column = divmod(index, columns)
+        top = row * row_height + 2
+        left = column * column_width + 2
+        sheet[top : top + height, left : left + width] = tile
+        text, color = _caption(labels, predictions, index)
         letters = _letters(text)[:, :width]
-        below = sheet[top + height + 3 : top + height + 3 + len(letters), left : left + letters.shape[1]]
-        below[letters] = colour
+        below = top + height + 3
+        # A view of the sheet: what is written to it is written to the sheet.
+        area = sheet[below : below + len(letters), left : left + letters.shape[1]]
+        area[letters] = color
     return bytes(tf.io.encode_png(sheet).numpy())
 
 
-def _caption(labels: Any, predictions: Any, i: int) -> tuple[str, tuple[int, int, int]]:
-    label, prediction = (
-        None if values is None or not len(values) else _text(values[i]) for values in (labels, predictions)
-    )
+def _as_rgb(pictures: Any) -> Any:
+    """Pictures of any kind as uint8 with three channels."""
+    import numpy as np
+
+    tiles = pictures[..., None] if pictures.ndim == 3 else pictures
+    tiles = np.repeat(tiles[..., :1], 3, -1) if tiles.shape[-1] < 3 else tiles[..., :3]
+    if tiles.dtype == np.uint8:
+        return tiles
+    tiles = np.nan_to_num(tiles.astype("float32"))
+    is_unit = tiles.min() >= 0 and 0.5 < tiles.max() <= 1  # numbers from 0 to 1 keep their brightness
+    low, high = (0.0, 1.0) if is_unit else (tiles.min(), tiles.max())
+    return ((tiles - low) / max(high - low, 1e-12) * 255).round().astype("uint8")
+
+
+def _caption(labels: Any, predictions: Any, index: int) -> tuple[str, tuple[int, int, int]]:
+    """The text below a picture, and its color."""
+    label = _text_at(labels, index)
+    prediction = _text_at(predictions, index)
     if label is None or prediction is None:
         return label or prediction or "", _PLAIN
     return (prediction, _RIGHT) if label == prediction else (f"{label}>{prediction}", _WRONG)
+
+
+def _text_at(values: Any, index: int) -> str | None:
+    return None if values is None or not len(values) else _text(values[index])
 
 
 def _letters(text: str) -> Any:
@@ -143,6 +173,10 @@ def _letters(text: str) -> Any:
     import numpy as np
 
     font = dict(zip(_LETTERS, _GLYPHS.split(), strict=True))
-    glyphs = [font.get(letter, font["?"]) for letter in text.upper() or " "]
-    bits = [[[int(row) >> (2 - x) & 1 if x < 3 else 0 for x in range(4)] for row in glyph] for glyph in glyphs]
-    return np.concatenate(np.array(bits, bool), 1).repeat(_SCALE, 0).repeat(_SCALE, 1)
+    glyphs = [_pixels(font.get(letter, font["?"])) for letter in text.upper() or " "]
+    return np.concatenate(np.array(glyphs, bool), 1).repeat(_SCALE, 0).repeat(_SCALE, 1)
+
+
+def _pixels(glyph: str) -> list[list[int]]:
+    """A letter as rows of pixels. The last pixel of each row is the gap to the next letter."""
+    return [[int(bit) for bit in f"{int(row):03b}0"] for row in glyph]

@@ -1,4 +1,4 @@
-"""Sentinel: stops the run when replicas have drifted apart."""
+"""Sentinel: stops the run when replicas differ."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from callbacks.base import Callback, Metrics, Run
 class Sentinel(Callback):
     """Compares a hash of every variable across all replicas, before each checkpoint is written.
 
-    Replicas that make the same updates to the same values are equal to the bit. Where they aren't, the hardware, an
-    engine or code that depends on the rank has gone wrong, and everything after it is worthless: the run fails, and
-    names the first variable and the replicas that differ. The last checkpoint is then one from before.
+    Replicas that make the same updates to the same values are equal to the bit. If they aren't, the cause is the
+    hardware, a backend, or code that depends on the rank, and further training is worthless: the run fails, and names
+    the first variable that differs and the replicas. The last checkpoint is then one from before.
 
     Args:
-        every: `"checkpoint"`, or a number of steps, after which to look as well.
+        every: `"checkpoint"`, or a number of steps after which replicas are compared, too.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
     def __init__(self, every: int | str = "checkpoint") -> None:
-        good = every == "checkpoint" or is_whole(every, 1)
-        check(self, good, 'give "checkpoint" or a number of steps >= 1', every=every)
+        is_schedule = every == "checkpoint" or is_whole(every, 1)
+        check(self, is_schedule, 'give "checkpoint" or a number of steps >= 1', every=every)
         self.steps = None if every == "checkpoint" else every
         self.every = self.steps or "epoch"
 

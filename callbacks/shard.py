@@ -1,4 +1,4 @@
-"""ShardData: every replica gets its own share of each global batch."""
+"""ShardData: every replica gets its part of each global batch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from callbacks.base import Callback, Run
 
 
 class ShardData(Callback):
-    """Gives each replica its share of the data, so that together they use each example once.
+    """Gives each replica its part of the data, so that together they use each example once.
 
-    Addressed data (`ArrayData`) is always shared out by example: replica r of R takes rows `r*n//R .. (r+1)*n//R` of
-    each global batch of n examples. For a `tf.data.Dataset`:
+    Array data (`ArrayData`) is always split by example: replica r of R takes rows `r*n//R .. (r+1)*n//R` of each global
+    batch of n examples. For a `tf.data.Dataset`:
 
     - `"example"` (what `"auto"` chooses): every worker reads the whole stream and keeps its rows of each global batch.
-      Exact with any number of workers; the reading is repeated on each. The stream must be the same on all of them.
-    - `"file"`: each worker reads its own files (the data set must start from a list of files). Nothing is read twice;
-      which examples meet in a batch then depends on the number of workers.
-    - `"none"`: each worker reads the whole stream and trains on all of it. Right for a stream that is random, or that
-      the task has already split by worker.
+      Exact with any number of workers, but each of them reads everything. The stream must be the same on all of them.
+    - `"file"`: each worker reads its own files (the data set must start from a list of files). Nothing is read twice,
+      but which examples form a batch depends on the number of workers.
+    - `"none"`: each worker reads the whole stream and trains on all of it. For a stream that is random, or that the
+      task has already split by worker.
 
     Args:
         policy: `"auto"`, `"example"`, `"file"` or `"none"`.

@@ -1,4 +1,4 @@
-"""SystemMetrics: what each process and its machine are at, beside the training, in a thread."""
+"""SystemMetrics: measures the load of each process and its machine, in a thread beside the training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from callbacks.arguments import check, is_number
@@ -23,8 +24,8 @@ class SystemMetrics(Callback):
     `free_memory_mb`, `free_disk_mb` (where the run directory is), `received_mb_per_s` and `sent_mb_per_s` (of the
     machine); of each GPU that this process may see, by NVML, `gpu0/use` (percent), `gpu0/memory_mb`, `gpu0/watts`.
 
-    The chief's samples are written at once. Other ranks' travel at the end of each epoch; what they have seen after the
-    last one stays there.
+    The chief's samples are written at once. Those of other ranks are sent at the end of each epoch; their samples after
+    the last epoch are lost.
 
     Args:
         interval: seconds between two samples.
@@ -37,11 +38,11 @@ class SystemMetrics(Callback):
         self.interval = interval
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        self._lock = threading.Lock()  # the last sample is taken by another thread
+        self._lock = threading.Lock()  # two threads use `_samples`: the one that measures, and the one that trains
         self._samples: list[dict[str, Any]] = []
 
     def on_fit_start(self, run: Run) -> None:
-        self._stop()  # where the workers of an elastic job form anew, with other ranks
+        self._stop()  # the workers of an elastic job may have formed anew, with other ranks
         self._meter = _Meter(run)
         self._thread = threading.Thread(target=self._follow, args=(run,), name="system metrics", daemon=True)
         self._ended.clear()
@@ -49,7 +50,8 @@ class SystemMetrics(Callback):
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         with self._lock:
-            own, self._samples = self._samples, []
+            own = self._samples
+            self._samples = []
         for samples in run.backend.gather_json(own):
             for sample in samples if run.backend.is_chief else ():
                 journal.append(run, "system", **sample)
@@ -70,47 +72,55 @@ class SystemMetrics(Callback):
             self._sample(run)
 
     def _sample(self, run: Run) -> None:
-        done, prefix = run.progress, f"system/rank{run.backend.rank}/"
+        prefix = f"system/rank{run.backend.rank}/"
         metrics = {prefix + name: value for name, value in self._meter.read().items()}
         if run.backend.is_chief:
             journal.append(run, "system", metrics=metrics)
             return
+        position = {"step": run.progress.step, "epoch": run.progress.epoch}
         with self._lock:
-            self._samples.append({"time": time.time(), "step": done.step, "epoch": done.epoch, "metrics": metrics})
+            self._samples.append({"time": time.time(), **position, "metrics": metrics})
 
 
 class _Meter:
-    """Reads the instruments."""
+    """Reads the values of the machine and of this process."""
 
     def __init__(self, run: Run) -> None:
         import psutil
 
-        self._psutil, self._process, self._directory = psutil, psutil.Process(), run.directory
-        psutil.cpu_percent()  # the next one tells of the time from here on
-        self._then, self._network = time.monotonic(), psutil.net_io_counters()
+        self._psutil = psutil
+        self._process = psutil.Process()
+        self._directory = run.directory
+        psutil.cpu_percent()  # the next call measures the time from here on
+        self._then = time.monotonic()
+        self._network = psutil.net_io_counters()
         self._gpus = _gpus()
 
     def read(self) -> dict[str, float]:
-        """The values of now, or since the last time; what can't be read is left out."""
-        found = {"cpu": self._psutil.cpu_percent()}
-        found["rss_mb"] = self._process.memory_info().rss / _MEGA
-        found["free_memory_mb"] = self._psutil.virtual_memory().available / _MEGA
+        """The current values, and rates since the last reading; what can't be read is left out."""
+        values = {
+            "cpu": self._psutil.cpu_percent(),
+            "rss_mb": self._process.memory_info().rss / _MEGA,
+            "free_memory_mb": self._psutil.virtual_memory().available / _MEGA,
+        }
         with contextlib.suppress(OSError):
-            found["free_disk_mb"] = shutil.disk_usage(self._directory).free / _MEGA
-        now, network = time.monotonic(), self._psutil.net_io_counters()
+            values["free_disk_mb"] = shutil.disk_usage(self._directory).free / _MEGA
+        now = time.monotonic()
+        network = self._psutil.net_io_counters()
         if network is not None and self._network is not None:
             seconds = max(now - self._then, 1e-3)
-            found["received_mb_per_s"] = (network.bytes_recv - self._network.bytes_recv) / _MEGA / seconds
-            found["sent_mb_per_s"] = (network.bytes_sent - self._network.bytes_sent) / _MEGA / seconds
-        self._then, self._network = now, network
+            values["received_mb_per_s"] = (network.bytes_recv - self._network.bytes_recv) / _MEGA / seconds
+            values["sent_mb_per_s"] = (network.bytes_sent - self._network.bytes_sent) / _MEGA / seconds
+        self._then = now
+        self._network = network
         for name, read in self._gpus.items():
-            with contextlib.suppress(Exception):  # each driver has its own gaps
-                found[name] = float(read())
-        return found
+            with contextlib.suppress(Exception):  # a driver may lack any of these values
+                values[name] = float(read())
+        return values
 
 
-def _gpus() -> dict[str, Any]:
-    """By the names of values of GPUs that this process may see, what reads them; nothing where there is no NVML."""
+def _gpus() -> dict[str, Callable[[], float]]:
+    """The functions that read the values of the visible GPUs, by the names of the values; {} without NVML."""
     try:
         import pynvml
 
@@ -123,9 +133,15 @@ def _gpus() -> dict[str, Any]:
                 handles[f"gpu{index}"] = handle
     except Exception:  # not installed, no driver, or no access to it
         return {}
-    found: dict[str, Any] = {}
+    readers: dict[str, Callable[[], float]] = {}
     for name, handle in handles.items():
-        found[f"{name}/use"] = lambda handle=handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-        found[f"{name}/memory_mb"] = lambda handle=handle: pynvml.nvmlDeviceGetMemoryInfo(handle).used / _MEGA
-        found[f"{name}/watts"] = lambda handle=handle: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-    return found
+        readers |= _readers(pynvml, name, handle)
+    return readers
+
+
+def _readers(pynvml: Any, name: str, handle: Any) -> dict[str, Callable[[], float]]:
+    return {
+        f"{name}/use": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        f"{name}/memory_mb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / _MEGA,
+        f"{name}/watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+    }

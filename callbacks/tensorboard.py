@@ -11,18 +11,17 @@ from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
 
 BUCKETS = 30
-"""Of a histogram: as many as TensorBoard's own have."""
+"""The buckets of a histogram: as many as TensorBoard's own histograms have."""
 
 
 class TensorBoard(Callback):
-    """Writes what `tensorboard --logdir DIR` shows; TensorBoard itself isn't needed for that.
+    """Writes the files that `tensorboard --logdir DIR` shows, without needing TensorBoard.
 
-    Metrics of an epoch and of an evaluation bear their plain names, those within an epoch are named `step/...`, and
-    histograms of the trained variables `weights/...`. A resumed run adds to what is there: of each of them, the points
-    that lie behind those before.
+    Metrics of an epoch and of an evaluation have their plain names, those within an epoch are named `step/...`, and
+    histograms of the trained variables `weights/...`. A resumed run adds points of later steps than those in the files.
 
     Args:
-        directory: where to; a relative one lies in the run directory.
+        directory: where to write; a relative path is in the run directory.
         every: how often metrics within an epoch are written; see `Callback`.
         histograms: after how many epochs to write histograms; 0: none.
         graph: whether to write the graph of the compiled training, once.
@@ -44,20 +43,21 @@ class TensorBoard(Callback):
         self._writer: Any = None
         self._written: dict[str, int] = {}  # the last step of each tag
         self._graph_written = False
-        self._last = 0  # the step at which metrics were last on offer
+        self._last = 0  # the step at which `on_steps_end` was last called
 
     def on_restore(self, run: Run, path: Path | None) -> None:
         import tensorflow as tf
 
         self._close()
-        place = run.directory / self.directory
-        self._written, self._graph_written = _written(place)
-        self._writer = tf.summary.create_file_writer(str(place))
+        directory = run.directory / self.directory
+        self._written, self._graph_written = _written(directory)
+        self._writer = tf.summary.create_file_writer(str(directory))
         self._last = run.progress.step
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         self._write_graph(run)
-        last, self._last = self._last, run.progress.step
+        last = self._last
+        self._last = run.progress.step
         if last >= run.progress.step - run.progress.step_in_epoch:  # else it is a mean over two epochs
             metrics = {**metrics, "examples_per_second": run.examples_per_second}
             self._write(run, "scalars", {f"step/{name}": value for name, value in metrics.items()})
@@ -70,18 +70,19 @@ class TensorBoard(Callback):
         own = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
         self._write(run, "scalars", own)
         if self.histograms and (run.progress.epoch + 1) % self.histograms == 0:
-            local = run.backend.local_values
-            tables = {f"weights/{name}": _histogram(local(v)[0]) for name, v, trained in run.weights if trained}
+            trained = [(name, variable) for name, variable, is_trained in run.weights if is_trained]
+            values = run.backend.local_values
+            tables = {f"weights/{name}": _histogram(values(variable)[0]) for name, variable in trained}
             self._write(run, "histograms", tables)
 
     def on_fit_end(self, run: Run, status: str) -> None:
         self._close()
 
     def _write(self, run: Run, plugin: str, values: Mapping[str, Any]) -> None:
-        """Writes what isn't there yet, and sees to it that it is in the file."""
+        """Writes the points that aren't in the files yet, and flushes them."""
         import tensorflow as tf
 
-        # As `tf.summary.scalar` and `histogram` do it, for which TensorBoard would have to be installed.
+        # This is what `tf.summary.scalar` and `histogram` do, but these need TensorBoard to be installed.
         about = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": plugin})
         step = run.progress.step
         with self._writer.as_default(step):
@@ -109,13 +110,13 @@ class TensorBoard(Callback):
 
 
 def _written(directory: Path) -> tuple[dict[str, int], bool]:
-    """What is in the event files of a directory: the last step of each tag, and whether there is a graph."""
+    """The last step of each tag in the event files of a directory, and whether they hold a graph."""
     import tensorflow as tf
 
     last: dict[str, int] = {}
     graph = False
     for path in directory.glob("events.out.tfevents.*"):
-        with contextlib.suppress(tf.errors.DataLossError):  # a kill has torn its end
+        with contextlib.suppress(tf.errors.DataLossError):  # a kill has torn the end of the file
             for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
                 event = tf.compat.v1.Event.FromString(record)
                 graph |= bool(event.graph_def)

@@ -1,8 +1,9 @@
-"""ThroughputProbe: measures for some seconds how fast training is, and ends it; for `tfloop tune`."""
+"""ThroughputProbe: measures the speed of training for some seconds, and ends it; for `tfloop tune`."""
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -12,28 +13,30 @@ from callbacks.base import Callback, Metrics, Run
 from callbacks.files import write_text
 
 CALLS = 3
-"""So many compiled calls at least aren't counted: the first is traced and compiled, then their length is found."""
+"""The calls that aren't measured: the first one is compiled, and then the loop finds the length of calls."""
 
 
 class ThroughputProbe(Callback):
-    """Measures by the clock on the wall, so that what is between the calls counts, too.
+    """Measures wall-clock time, so that the time between calls counts, too.
 
-    At the end each worker writes `trial-<rank>.json` in the run directory: examples per second (the chief), the most
-    memory that it had, in bytes, on the host and on a GPU, how many examples there are, and whether they are a stream.
+    At the end, each worker writes `trial-<rank>.json` in the run directory: examples per second (the chief), its peak
+    memory in bytes, on the host and on a GPU, the number of examples, and whether they are a stream.
 
     Args:
-        seconds: how long it measures, when it has trained for half of that.
+        seconds: how long it measures, after a warm-up of half that time.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
     every = "call"
-    alone = True  # what is saved, shown or delivered would be measured, too
+    alone = True  # other callbacks would be measured, too
 
     def __init__(self, seconds: float | str) -> None:
         self.seconds = float(seconds)
         self.about: dict[str, Any] = {"examples_per_second": None}
-        self._calls = self._examples = 0
-        self._warm = self._begun = float("inf")
+        self._calls = 0
+        self._warm_at = math.inf
+        self._measured_from = math.inf
+        self._examples_before = 0
 
     def on_data(self, run: Run, data: Any) -> Any:
         train = data.train
@@ -46,11 +49,13 @@ class ThroughputProbe(Callback):
         now = time.monotonic()
         self._calls += 1
         if self._calls == 1:
-            self._warm = now + self.seconds / 2
-        elif self._calls >= CALLS and self._begun > now >= self._warm:
-            self._begun, self._examples = now, run.progress.examples
-        elif now >= self._begun + self.seconds and self.about["examples_per_second"] is None:
-            self.about["examples_per_second"] = (run.progress.examples - self._examples) / (now - self._begun)
+            self._warm_at = now + self.seconds / 2
+        elif self._calls >= CALLS and self._measured_from > now >= self._warm_at:
+            self._measured_from = now
+            self._examples_before = run.progress.examples
+        elif now >= self._measured_from + self.seconds and self.about["examples_per_second"] is None:
+            examples = run.progress.examples - self._examples_before
+            self.about["examples_per_second"] = examples / (now - self._measured_from)
             run.stop("measured")
 
     def on_fit_end(self, run: Run, status: str) -> None:
@@ -60,9 +65,10 @@ class ThroughputProbe(Callback):
 
 
 def peak_memory() -> tuple[int, int]:
-    """The most memory that this process has had, in bytes: on the host, and on one GPU."""
+    """The peak memory of this process, in bytes: on the host, and on one GPU."""
     import tensorflow as tf
 
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     gpus = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices("GPU")]
-    return own, max((tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus), default=0)
+    return host, max((tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus), default=0)

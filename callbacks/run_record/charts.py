@@ -1,30 +1,35 @@
-"""Charts: where the curves of the report stand in a picture. `templates/chart.html` draws them."""
+"""Charts: the geometry of the curves in the report. `templates/chart.html` draws them."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 
 from callbacks.formats import number, round_number
 
-HEIGHT, TOP, BOTTOM = 200, 10, 174  # pixels: of a chart, and of the plot within it
-_POINTS = 360  # of a line, at most: more than a chart has pixels for
-_HOVERS = 180  # positions of a chart at which its values can be read
-_DOTTED = 40  # a line of at most so many points has a dot at each
-_GAPS = 40  # values of a line that are not finite and are marked, at most
-_HUGE, _TINY = 1e100, 1e-100  # values beyond are not drawn
+HEIGHT = 200  # of a chart, in pixels
+TOP = 10  # of the plot within the chart
+BOTTOM = 174
+_POINTS = 360  # the most points of a line: a chart has no pixels for more
+_HOVERS = 180  # the most positions of a chart at which the pointer shows values
+_DOTTED = 40  # the most points of a line that has a dot at each point
+_GAPS = 40  # the most values of a line that are marked because they are not finite
+_HUGE = 1e100  # greater values are not drawn
+_TINY = 1e-100  # a logarithmic scale starts above this
 
 Point = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A curve to be drawn.
+    """A curve as it is given.
 
     Attributes:
-        name: what the legend calls it.
+        name: its name in the legend.
         kind: its class in the style sheet: `train`, `within` or `held`.
         points: (step, value), by step.
     """
@@ -45,7 +50,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Tick:
-    """A label of an axis: at which pixel (values) or percentage (steps)."""
+    """A label of an axis, and its position: a pixel (values) or a percentage (steps)."""
 
     at: float
     label: str
@@ -54,7 +59,7 @@ class Tick:
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """A value that is not finite: at which percentage, and what the pointer shows there."""
+    """A value that is not finite: its percentage of the width, and what the pointer shows there."""
 
     at: float
     label: str
@@ -62,7 +67,7 @@ class Gap:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A line as it is drawn: its SVG path, dots (percentage, pixel), and values that are not finite."""
+    """A curve as it is drawn: its SVG path, its dots (percentage, pixel), and values that are not finite."""
 
     kind: str
     dense: bool
@@ -76,15 +81,15 @@ class Chart:
     """A picture of lines over steps.
 
     Attributes:
-        title: what the values are.
+        title: the name of the values.
         log: whether the scale of the values is logarithmic.
         last_step: the last step that a line has.
         keys: the legend.
         value_ticks: labels of the vertical axis.
         step_ticks: labels of the horizontal axis.
-        marks: percentages at which there is a dashed line.
+        marks: the percentages of dashed lines.
         curves: the lines, in the order in which they are drawn.
-        rows: what the script shows where: the percentage, and the texts for step and lines.
+        rows: what the script shows at a percentage: the texts for the step and each line.
     """
 
     title: str
@@ -102,15 +107,16 @@ class Chart:
 
 
 class _Axes:
-    """Where steps and values stand: steps at a percentage of the width, values at a pixel of the height."""
+    """The scales: a step is a percentage of the width, a value is a pixel of the height."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
-        steps = [step for line in lines for step, _ in line.points]
-        values = [value for line in lines for _, value in line.points if _is_drawn(value)] or [0.0]
+        points = [point for line in lines for point in line.points]
+        steps = [step for step, _ in points]
+        values = [value for _, value in points if _is_drawn(value)] or [0.0]
         self.first = min(steps, default=0)
         self.last = max(steps, default=0)
         self.log = _looks_flat(values)
-        self._low, self._high = _range([math.log10(value) for value in values] if self.log else values)
+        self._low, self._high = _range(list(map(math.log10, values)) if self.log else values)
 
     def x(self, step: float) -> float:
         if self.first == self.last:
@@ -134,8 +140,8 @@ def chart(title: str, lines: Sequence[Line], marks: Sequence[int]) -> Chart:
     """A picture of lines, with a dashed line at each step of `marks`; a value that is not finite is a gap."""
     thinned = [dataclasses.replace(line, points=_thinned(line.points)) for line in lines if line.points]
     axes = _Axes(thinned)
-    # A line within epochs is pale and has the most points: the others are drawn over it.
-    drawn = sorted(thinned, key=lambda line: line.kind != "within")
+    # The line within epochs is pale and has the most points, so the others are drawn over it.
+    in_drawing_order = sorted(thinned, key=lambda line: line.kind != "within")
     return Chart(
         title=title,
         log=axes.log,
@@ -144,25 +150,32 @@ def chart(title: str, lines: Sequence[Line], marks: Sequence[int]) -> Chart:
         value_ticks=axes.value_ticks(),
         step_ticks=axes.step_ticks(),
         marks=[axes.x(step) for step in marks if axes.first <= step <= axes.last],
-        curves=[_curve(line, axes) for line in drawn],
+        curves=[_curve(line, axes) for line in in_drawing_order],
         rows=_hovers(thinned, axes),
     )
 
 
 def _curve(line: Line, axes: _Axes) -> Curve:
-    path = _path((10 * axes.x(step), axes.y(value) if _is_drawn(value) else math.nan) for step, value in line.points)
+    path_points: list[Point] = []
     dots: list[Point] = []
-    if len(line.points) <= _DOTTED:
-        dots = [(axes.x(step), axes.y(value)) for step, value in line.points if _is_drawn(value)]
-    not_finite = [point for point in line.points if not _is_drawn(point[1])][:_GAPS]
-    gaps = [Gap(axes.x(step), f"{line.name}: {value} at step {step:,}") for step, value in not_finite]
-    return Curve(line.kind, len(line.points) > _POINTS // 2, path, dots, gaps)
+    gaps: list[Gap] = []
+    for step, value in line.points:
+        x = axes.x(step)
+        if _is_drawn(value):
+            path_points.append((10 * x, axes.y(value)))  # the picture is 1000 units wide
+            dots.append((x, axes.y(value)))
+        else:
+            path_points.append((10 * x, math.nan))
+            gaps.append(Gap(x, f"{line.name}: {value} at step {step:,}"))
+    has_dots = len(line.points) <= _DOTTED
+    is_dense = len(line.points) > _POINTS // 2
+    return Curve(line.kind, is_dense, _path(path_points), dots if has_dots else [], gaps[:_GAPS])
 
 
 def _hovers(lines: Sequence[Line], axes: _Axes) -> list[tuple[float, list[str]]]:
-    """What the script shows where the pointer is: of each line, the last value up to that step."""
-    steps = sorted({step for line in lines for step, _ in line.points})
-    steps_of_lines = [[step for step, _ in line.points] for line in lines]
+    """What the script shows at the pointer: of each line, the last value up to that step."""
+    steps_of_lines = [list(map(operator.itemgetter(0), line.points)) for line in lines]
+    steps = sorted(set(itertools.chain.from_iterable(steps_of_lines)))
     stride = math.ceil(len(steps) / _HOVERS) or 1
 
     rows = []
@@ -176,18 +189,18 @@ def _hovers(lines: Sequence[Line], axes: _Axes) -> list[tuple[float, list[str]]]
 
 
 def _looks_flat(values: Sequence[float]) -> bool:
-    """Whether most of these values would lie flat at the bottom if the scale were linear."""
+    """Whether most of these values would be flat at the bottom of a linear scale."""
     low, *_, high = values = sorted([*values, values[0]])
     return low > _TINY and high / low >= 10 and values[len(values) // 2] - low < 0.15 * (high - low)
 
 
 def _is_drawn(value: float) -> bool:
-    """Whether a value is drawn: not nan, and not huge."""
+    """Whether a value is drawn: it is neither nan nor huge."""
     return abs(value) < _HUGE
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """A line that looks the same with fewer points: of each stretch the lowest, the highest, and one that is a gap."""
+    """Fewer points that look the same: of each stretch the lowest, the highest, and one that isn't drawn."""
     width = math.ceil(3 * len(points) / _POINTS) if len(points) > _POINTS else 1
     kept: list[Point] = []
     for start in range(0, len(points), width):
@@ -199,21 +212,22 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _range(values: Sequence[float]) -> Point:
-    """The lowest and the highest value, with some room."""
-    low, high = min(values), max(values)
+    """The lowest and the highest value, with a margin."""
+    low = min(values)
+    high = max(values)
     room = max(0.04 * (high - low), 5e-4 * max(abs(low), abs(high)), 1e-12)
     return low - room, high + room
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Four or fewer round numbers between two."""
+    """At most four round numbers between two numbers."""
     unit = 10.0 ** math.floor(math.log10((high - low) / 4))
     unit *= next(times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= 4)
     return [unit * count for count in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Round numbers whose logarithms are between two."""
+    """Round numbers whose logarithms are between two numbers."""
     every = max(1, math.ceil((high - low) / 4))
     decades = [decade for decade in range(math.floor(low), math.ceil(high) + 1) if decade % every == 0]
     values: list[float] = []
@@ -226,14 +240,14 @@ def _powers(low: float, high: float) -> list[float]:
 
 
 def _anchor(percent: float) -> str:
-    """How a label stands at its position, so that it does not leave the chart."""
+    """The alignment of a label that keeps it within the chart."""
     if percent < 8:
         return "start"
     return "end" if percent > 92 else "middle"
 
 
 def _path(points: Iterable[Point]) -> str:
-    """An SVG path through points; nan is a gap, and a point between two gaps is a dot."""
+    """An SVG path through points. A nan is a gap; a point between two gaps becomes a dot."""
     parts = []
     pen = "M"
     for x, y in points:
