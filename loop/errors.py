@@ -12,15 +12,15 @@ FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 
 
 class UsageError(ValueError):
-    """Something handed in is wrong: the message names the thing, the value and the fix. Exit code 2."""
+    """An argument, an option or an input is wrong. The message names it, its value and the fix. Exit code 2."""
 
 
 class TrainingError(RuntimeError):
-    """Training, or a tool, could not go on, for a reason in the data, the numbers, or outside. Exit code 1."""
+    """Training, or a command, can't continue, because of the data, the numbers, or the environment. Exit code 1."""
 
 
 class RegroupError(Exception):
-    """In an elastic job, workers have come or are to go, and all have agreed to form anew: no failure."""
+    """The workers of an elastic job form anew, because some have joined or leave. It isn't a failure."""
 
 
 class PeerError(TrainingError):
@@ -29,18 +29,18 @@ class PeerError(TrainingError):
 
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
-    """Within it, `sys.exit` is an error: a run would look finished that isn't, and other workers would wait for it.
+    """Makes `sys.exit` an error: the run would look finished, and other workers would wait for this one.
 
     Raises:
-        TrainingError: something within has called it; where.
+        TrainingError: code within has called it; the message says where.
     """
     try:
         yield
     except SystemExit as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        if "typer" in Path(place.filename).parts:  # which answers a shell so, and minds a pipe that is closed
+        caller = traceback.extract_tb(error.__traceback__)[-1]
+        if "typer" in Path(caller.filename).parts:  # it exits after completing a shell's words, or for a closed pipe
             raise
         raise TrainingError(
-            f"{Path(place.filename).name}, line {place.lineno}, in {place.name}: sys.exit({error.code!r}) can't end a "
-            "run: raise an error; or, in a callback, call run.stop(reason)"
+            f"{Path(caller.filename).name}, line {caller.lineno}, in {caller.name}: sys.exit({error.code!r}) can't end "
+            "a run: raise an error; or, in a callback, call run.stop(reason)"
         ) from error

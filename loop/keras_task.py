@@ -1,7 +1,8 @@
-"""KerasTask: a Keras model with what `compile` and `fit` take, as a task that does what `fit` does."""
+"""KerasTask: a Keras model with the arguments of `compile` and `fit`, as a task that trains as `fit` does."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,30 +17,37 @@ from loop.model.variables import keras_models, layers
 from loop.step import keras_compile
 from loop.task import TrainTask
 
-_OWN_STEPS = ("train_step", "test_step", "compute_loss", "compute_metrics")
-"""Methods that `fit` would call, and that `compute` takes the place of."""
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """The arguments of `compile`, but for the optimizer."""
+
+    loss: Any = None
+    loss_weights: Any = None
+    metrics: Any = None
+    weighted_metrics: Any = None
 
 
 class KerasTask(TrainTask):
-    """A Keras model, with what `compile` and `fit` take: trains on any number of replicas as `fit` does on one.
+    """A Keras model with the arguments of `compile` and `fit`: trains on any number of replicas as `fit` does on one.
 
     Args:
-        model_fn: returns the model. A compiled one, if `optimizer_fn` and `loss_fn` are left out.
+        model_fn: returns the model; a compiled one if `optimizer_fn` and `loss_fn` are left out.
         optimizer_fn: returns the optimizer; or its name, such as "adam".
         loss_fn: as in `compile`: a Keras loss, its name, or a function of (labels, predictions) that returns one value
-            per element; for several outputs a list or dict of them. Its reduction is what it is in Keras.
+            per element; for several outputs a list or dict of them. Its reduction is the same as in Keras.
         train: the training data, of pairs (inputs, labels) or triples (inputs, labels, weights): `ArrayData`, an
             unbatched `tf.data.Dataset`, or a tuple of arrays as `fit` takes them.
         eval: the evaluation data, or None.
         metrics: as in `compile`: names, functions or `keras.metrics`, for several outputs a list or dict of them; or a
-            dict of functions and metrics by the names to report. Weights don't weigh them.
-        weighted_metrics: the same, weighed by the weights.
+            dict of functions and metrics by the names to report. They ignore the weights of examples.
+        weighted_metrics: the same, but they use the weights.
         loss_weights: a factor for the loss of each output, as in `compile`.
-        class_weight: a weight for each class, by its number, as in `fit`: for training alone.
+        class_weight: a weight for each class, by its number, as in `fit`: only for training.
 
     Class attributes:
-        repeated_rows: "squared_each", as in `fit`: see `TrainTask`. "summed" is the mathematical gradient, of which
-            less travels between replicas where a batch looks up more rows than the table has.
+        repeated_rows: "squared_each", as in `fit`: see `TrainTask`. "summed" is the mathematical gradient. It needs
+            less communication if a batch looks up more rows than the table has.
     """
 
     repeated_rows = "squared_each"
@@ -62,13 +70,13 @@ class KerasTask(TrainTask):
             _check_makes("optimizer_fn", optimizer_fn, "keras.optimizers.Adam(1e-3)")
         if train is None:
             raise UsageError("KerasTask(train=None): give the training data, such as ArrayData(inputs, labels)")
-        self._model_fn, self._optimizer_fn = model_fn, optimizer_fn
-        self._loss, self._loss_weights = loss_fn, loss_weights
-        self._metrics, self._weighted_metrics = metrics, weighted_metrics
+        self._model_fn = model_fn
+        self._optimizer_fn = optimizer_fn
+        self._compiled = _Compiled(loss_fn, loss_weights, metrics, weighted_metrics)
         self._class_weight = dict(class_weight) if class_weight else None
-        self._train, self._eval = train, eval
-        self._is_compiled = optimizer_fn is None
-        if self._is_compiled and not all(given is None for given in (loss_fn, metrics, weighted_metrics, loss_weights)):
+        self._train = train
+        self._eval = eval
+        if optimizer_fn is None and any(value is not None for value in vars(self._compiled).values()):
             raise UsageError(
                 "KerasTask(optimizer_fn=None): without an optimizer, model_fn returns a compiled model, from which "
                 "loss and metrics are taken too: give an optimizer, or leave out the others"
@@ -88,51 +96,54 @@ class KerasTask(TrainTask):
         *,
         class_weight: Mapping[int, float] | None = None,
     ) -> KerasTask:
-        """The task of a compiled model: optimizer, losses and metrics are those that it was compiled with.
+        """The task of a compiled model, with the optimizer, the losses and the metrics that it was compiled with.
 
         Args:
-            model_fn: makes the model and compiles it.
+            model_fn: makes and compiles the model.
             train: as for `KerasTask`.
             eval: as for `KerasTask`.
             class_weight: as in `fit`.
         """
-        task = cls.__new__(cls)
+        task = cls.__new__(cls)  # a subclass may have an __init__ with other arguments
         KerasTask.__init__(task, model_fn, train=train, eval=eval, class_weight=class_weight)
         return task
 
     def build_model(self) -> Any:
         model = self._model_fn()
         _check_no_own_step(model)
-        if self._is_compiled:
+        if self._optimizer_fn is None:
             self._take_compiled(model)
         return model
 
     def _take_compiled(self, model: Any) -> None:
-        """Takes what a compiled model was compiled with."""
+        """Reads the arguments with which a model was compiled."""
         if not getattr(model, "compiled", False):
             raise UsageError(
                 "KerasTask without optimizer_fn: model_fn returned a model that isn't compiled: call "
                 "model.compile(optimizer, loss, ...) in it, or give optimizer_fn and loss_fn"
             )
-        losses, metrics = model._compile_loss, model._compile_metrics
         optimizer = model.optimizer
-        if model.dtype_policy.name == "mixed_float16":  # `compile` has put a loss scale around it: ours is exact
+        if model.dtype_policy.name == "mixed_float16":  # `compile` has wrapped it in a loss scale; tfloop has its own
             optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._compiled_optimizer = optimizer
-        self._loss = losses and losses._user_loss
-        self._loss_weights = losses and losses._user_loss_weights
-        self._metrics = metrics and metrics._user_metrics
-        self._weighted_metrics = metrics and metrics._user_weighted_metrics
+        losses = model._compile_loss
+        metrics = model._compile_metrics
+        self._compiled = _Compiled(
+            losses and losses._user_loss,
+            losses and losses._user_loss_weights,
+            metrics and metrics._user_metrics,
+            metrics and metrics._user_weighted_metrics,
+        )
 
     def build_optimizer(self) -> Any:
-        if self._is_compiled:
+        if self._optimizer_fn is None:
             if self._compiled_optimizer is None:
                 self.build_model()
-            optimizer, self._compiled_optimizer = self._compiled_optimizer, None
+            optimizer = self._compiled_optimizer
+            self._compiled_optimizer = None  # used once: a later phase needs a new one, without slots
         elif isinstance(self._optimizer_fn, str):
             optimizer = _named_optimizer(self._optimizer_fn)
         else:
-            assert self._optimizer_fn is not None
             optimizer = self._optimizer_fn()
         if getattr(optimizer, "use_ema", False):
             raise UsageError(
@@ -166,17 +177,18 @@ class KerasTask(TrainTask):
             ) from error
 
     def _resolve(self, names: Any, labels: Any, predictions: Any, weights: Any) -> None:
-        """Has Keras match losses and metrics with the outputs, on a few examples."""
+        """Has Keras match losses and metrics with the outputs, by means of a few examples."""
         self._losses = self._compiled_metrics = None
         self._built_metrics = {}
-        if self._loss is not None:
-            self._losses = keras_compile.Losses(self._loss, self._loss_weights, names)
+        compiled = self._compiled
+        if compiled.loss is not None:
+            self._losses = keras_compile.Losses(compiled.loss, compiled.loss_weights, names)
             losses = self._losses.of(labels, predictions, weights)
-            self.loss_reduction = "sum" if all(each.summed for each in losses) else "mean"
+            self.loss_reduction = "sum" if all(loss.summed for loss in losses) else "mean"
             self._built_metrics |= keras_compile.reported_metrics(losses)
-        if self._metrics or self._weighted_metrics:
+        if compiled.metrics or compiled.weighted_metrics:
             self._compiled_metrics = keras_compile.Metrics(
-                self._metrics, self._weighted_metrics, names, labels, predictions
+                compiled.metrics, compiled.weighted_metrics, names, labels, predictions
             )
             self._compiled_metrics.check(labels, predictions, weights)
             self._built_metrics |= self._compiled_metrics.by_name()
@@ -187,12 +199,12 @@ class KerasTask(TrainTask):
         return self._values(model, labels, predictions, weights)
 
     def _predictions(self, model: Any, inputs: Any, training: bool) -> Any:
-        # As `fit` does: a model without the argument is called without it, and its layers are in inference mode.
+        # As in `fit`: a model without the argument is called without it, and its layers run in inference mode.
         return model(inputs, training=training) if self._takes_training else model(inputs)
 
     @tf.autograph.experimental.do_not_convert
     def _values(self, model: Any, labels: Any, predictions: Any, weights: Any) -> dict[str, Any]:
-        """What `compute` returns, of the model's predictions."""
+        """The values that `compute` returns, from the model's predictions."""
         if self._losses is None:
             values = keras_compile.added(model, predictions)
         else:
@@ -204,12 +216,13 @@ class KerasTask(TrainTask):
 
     @tf.autograph.experimental.do_not_convert
     def _parts(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
-        """Inputs, labels, and weights or None."""
-        known = isinstance(batch, tuple | list) and len(batch) in (1, 2, 3)
-        if not known or (len(batch) == 1 and self._loss is not None):
-            of = f"{len(batch)} part(s)" if isinstance(batch, tuple | list) else f"one {type(batch).__name__}"
-            if self._loss is None and not isinstance(batch, tuple | list):
-                return batch, None, None
+        """Inputs, labels (or None), and weights (or None)."""
+        is_tuple = isinstance(batch, tuple | list)
+        needs_labels = self._compiled.loss is not None
+        if not is_tuple and not needs_labels:
+            return batch, None, None
+        if not is_tuple or len(batch) not in ((2, 3) if needs_labels else (1, 2, 3)):
+            of = f"{len(batch)} part(s)" if is_tuple else f"one {type(batch).__name__}"
             raise UsageError(
                 f"KerasTask takes examples of (inputs, labels) or (inputs, labels, weights); these are of {of}: give "
                 "ArrayData(inputs, labels), where the inputs are the labels too ArrayData(inputs, inputs)"
@@ -223,54 +236,56 @@ class KerasTask(TrainTask):
 
 
 def _check_makes(name: str, function: Any, example: str) -> None:
-    """Refuses what isn't a function that makes something: a resumed run, and each replica, make it again."""
-    made = hasattr(function, "variables") and not isinstance(function, type)
-    if made or not callable(function):
+    """Refuses a model or optimizer instead of a function that makes it: a resumed run has to make it again."""
+    is_object = hasattr(function, "variables") and not isinstance(function, type)
+    if is_object or not callable(function):
         raise UsageError(
             f"KerasTask({name}={type(function).__name__}): give a function that makes it, such as lambda: {example}"
         )
 
 
+_PORTS = {
+    "train_step": "a TrainTask: what stands within its tape goes into compute(), and returns one value per "
+    "example; several optimizers go into train_step(), a step.minimize(...) for each",
+    "test_step": "a TrainTask: its values go into compute(), which evaluation calls with training=False",
+    "compute_loss": "a TrainTask: its loss goes into compute(), as one value per example",
+    "compute_metrics": "a TrainTask: its metrics go into build_metrics(), their arguments into compute()",
+}
+"""Methods that `fit` would call, and what to do instead of overriding them."""
+
+
 def _check_no_own_step(model: Any) -> None:
-    """Refuses a model whose own methods `fit` would call instead of Keras's."""
+    """Refuses a model with a method of its own that `fit` would call, and this task would not."""
     if not isinstance(model, keras_models()):
         return
     family = keras.Model if isinstance(model, keras.Model) else keras_models()[-1]
-    for name in _OWN_STEPS:
-        plain = getattr(family, name, None)
-        if name in vars(model) or getattr(type(model), name, None) is not plain:
-            kind = type(model).__name__
-            port = {
-                "train_step": "a TrainTask: what stands within its tape goes into compute(), and returns one value per "
-                "example; several optimizers go into train_step(), a step.minimize(...) for each",
-                "test_step": "a TrainTask: its values go into compute(), which evaluation calls with training=False",
-                "compute_loss": "a TrainTask: its loss goes into compute(), as one value per example",
-                "compute_metrics": "a TrainTask: its metrics go into build_metrics(), their arguments into compute()",
-            }[name]
+    for name, port in _PORTS.items():
+        if name in vars(model) or getattr(type(model), name, None) is not getattr(family, name, None):
             raise UsageError(
-                f"{kind} has a {name}() of its own, which KerasTask would not call: port the model to {port}; see "
-                "docs/coming-from/keras-fit.md"
+                f"{type(model).__name__} has a {name}() of its own, which KerasTask would not call: port the model to "
+                f"{port}; see docs/coming-from/keras-fit.md"
             )
 
 
 def _warn_of_modes(model: Any) -> None:
-    """Warns of layers that never train, because the model's `call` can't tell them to."""
-    found = [
-        layer.name
-        for layer in layers(model)
-        if layer is not model
-        and type(layer).__module__.startswith(("keras.", "tf_keras."))
-        and "training" in inspect.signature(layer.call).parameters
-        and any(word in type(layer).__name__ for word in ("Dropout", "Normalization", "Noise", "Random"))
-    ]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    """Warns of layers that stay in inference mode, because the model's `call` has no argument to pass on."""
+    names = [layer.name for layer in layers(model) if layer is not model and _has_modes(layer)]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
             f"{type(model).__name__}.call() has no argument `training`: as in Keras's fit, "
-            f"{', '.join(found[:3])}{more} run in inference mode while it trains (no dropout, no batch statistics). "
+            f"{', '.join(names[:3])}{more} run in inference mode while it trains (no dropout, no batch statistics). "
             "Write call(self, x, training=False), and hand it to these layers",
             stacklevel=2,
         )
+
+
+def _has_modes(layer: Any) -> bool:
+    """Whether a layer of Keras differs between training and inference."""
+    is_of_keras = type(layer).__module__.startswith(("keras.", "tf_keras."))
+    if not is_of_keras or "training" not in inspect.signature(layer.call).parameters:
+        return False
+    return any(word in type(layer).__name__ for word in ("Dropout", "Normalization", "Noise", "Random"))
 
 
 def _named_optimizer(name: str) -> Any:
@@ -281,5 +296,5 @@ def _named_optimizer(name: str) -> Any:
 
 
 def _as_data(data: Any) -> Any:
-    """Data as a task returns it: a tuple or list of arrays, or of nests of them, is what `fit` takes."""
+    """The data as a task returns it: a tuple or list of arrays, as `fit` takes it, becomes `ArrayData`."""
     return ArrayData.of(data) if isinstance(data, tuple | list) else data

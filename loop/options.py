@@ -1,6 +1,6 @@
-"""The options of `fit`: one record each, from which defaults, checks and what a resumed run keeps are derived.
+"""The options of `fit`: one record each, from which the defaults, the checks and what a resumed run keeps are derived.
 
-Imports no TensorFlow, so that mistakes are reported at once.
+Imports no TensorFlow, so that errors are reported at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "
 PLUGIN_GROUP = "tfloop.backends"
 """The entry-point group of backends of other packages."""
 
-_LARGEST = 2**53  # steps, examples and the like are counted in 64 bits, and multiplied
+_LARGEST = 2**53  # steps and examples are counted in 64 bits, and multiplied with each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Option:
 
     Attributes:
         name: the argument's name.
-        default: its value where neither the caller nor the task gives one.
-        is_valid: whether it can have a value.
-        fix: what to give instead of a value that it can't have.
-        is_kept: whether a resumed run must keep it: with another value it would be a different run.
+        default: its value if neither the caller nor the task gives one.
+        is_valid: whether a value is valid.
+        fix: what to give instead of an invalid value.
+        is_kept: whether a resumed run must keep it, since another value would make it a different run.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Option:
     is_kept: bool = False
 
     def check(self, value: Any) -> None:
-        """Refuses a value that it can't have.
+        """Refuses an invalid value.
 
         Raises:
-            UsageError: the option, the value, and what to give instead.
+            UsageError: names the option, the value, and what to give instead.
         """
         if isinstance(value, int) and value >= _LARGEST:
             raise UsageError(f"{self.name}={reprlib.repr(value)}: give a smaller number")
@@ -63,7 +63,7 @@ def _is_int(minimum: int, *others: Any) -> Callable[[Any], bool]:
 
 
 def _is_one_of(*values: Any) -> Callable[[Any], bool]:
-    # The type too: 1 is equal to True.
+    # The type is compared too, since 1 equals True.
     return lambda value: isinstance(value, type(values[0])) and value in values
 
 
@@ -72,14 +72,14 @@ def _is_backend(value: Any) -> bool:
 
 
 def plugin_entry_points() -> dict[str, EntryPoint]:
-    """The backends of other packages that are installed, by their names for `--backend`; none is loaded."""
+    """The installed backends of other packages, by their names for `--backend`. None is loaded."""
     plugins = sorted(entry_points(group=PLUGIN_GROUP), key=lambda plugin: plugin.name)
     return {plugin.name: plugin for plugin in plugins}
 
 
 def _is_positive(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (number and 0 < value < float("inf"))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and 0 < value < float("inf"))
 
 
 def _is_decay(value: Any) -> bool:
@@ -157,12 +157,14 @@ KEPT = tuple(option.name for option in OPTIONS if option.is_kept)
 
 
 def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run: what was given (not None), else the task's own default, else ours; all checked.
+    """The options of a run: the given values (not None), else the task's own defaults, else ours; all are checked.
 
-    The task is None while it isn't loaded yet.
+    Args:
+        task: the task; None if it isn't loaded yet.
+        given: the options that were passed or typed.
 
     Raises:
-        UsageError: an option that doesn't exist, or a value that it can't have.
+        UsageError: an option that doesn't exist, or an invalid value.
     """
     own = {} if task is None else dict(task.defaults)
     for name in own:
@@ -174,22 +176,26 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     phases = [] if task is None else phases_of(task)
     _refuse_two_lengths(task, phases, own, passed)
     if "epochs" in passed:
-        own.pop("steps", None)  # epochs that are asked for aren't overruled by steps that aren't
+        own.pop("steps", None)  # epochs that the caller gives win over steps that the task gives
     options = {**DEFAULTS, **own, **passed}
     if options["overfit"] is not None:
-        # A few batches are to be learned by heart: the task's own default for shuffle doesn't count.
+        # A few batches are to be memorized: the task's own default for shuffle doesn't count.
         options["shuffle"] = passed.get("shuffle", False)
     for option in OPTIONS:
         option.check(options[option.name])
+    _refuse_two_clips(options)
+    return options | _lengths(phases)
+
+
+def _refuse_two_clips(options: Mapping[str, Any]) -> None:
     if options["clip_norm"] is not None and options["clip_value"] is not None:
         raise UsageError(
             f"clip_norm={options['clip_norm']} and clip_value={options['clip_value']}: give one of the two"
         )
-    return options | _lengths(phases)
 
 
 def _refuse_two_lengths(task: Any, phases: list[Phase], own: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
-    """Refuses a length beside that of the phases, and one in epochs beside one in steps."""
+    """Refuses a length in addition to that of the phases, and epochs in addition to steps."""
     for name in ("epochs", "steps") if phases else ():
         if name in passed or name in own:
             names = ", ".join(phase.name for phase in phases)
@@ -202,25 +208,25 @@ def _refuse_two_lengths(task: Any, phases: list[Phase], own: Mapping[str, Any], 
 
 
 def _lengths(phases: list[Phase]) -> dict[str, int | None]:
-    """The options that say how long a run of these phases is, as far as that is known; none without phases."""
-    found: dict[str, int | None] = {}
+    """The options for the length of a run of these phases: None if it isn't known; {} without phases."""
+    total: dict[str, int | None] = {}
     for name in ("epochs", "steps") if phases else ():
         lengths = [getattr(phase, name) for phase in phases]
-        found[name] = None if None in lengths else sum(lengths)
-    return found
+        total[name] = None if None in lengths else sum(lengths)
+    return total
 
 
 def whole(value: Any) -> Any:
-    """Whole numbers of other kinds, such as NumPy's, as Python's; all else as it is."""
+    """A whole number of another type, such as NumPy's, as a Python int; any other value unchanged."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a training, such as that of the head alone, and then of all layers; see `TrainTask.phases`.
+    """A part of a training, such as that of the head, which that of all layers follows; see `TrainTask.phases`.
 
     Attributes:
-        name: what it is called in the task, the journal and messages.
+        name: its name in the task, the journal and messages.
         epochs: its length in epochs.
         steps: its length in steps instead.
         batch_size: its global batch; None: that of the run.
@@ -233,32 +239,36 @@ class Phase:
 
 
 def phases_of(task: Any) -> list[Phase]:
-    """The phases of a task, checked; none where it has none.
+    """The phases of a task, checked; [] if it has none.
 
     Raises:
-        UsageError: something that is no phase, two of one name, a length that is missing or makes no sense.
+        UsageError: an object that isn't a phase, two phases of one name, an invalid or missing length.
     """
     method = getattr(task, "phases", None)
-    if not callable(method):  # a field of that name
+    if not callable(method):  # the task has a field of that name
         return []
-    kind, found = type(task).__name__, method()
-    if not isinstance(found, list | tuple) or not all(isinstance(each, Phase) for each in found):
+    task_name = type(task).__name__
+    phases = method()
+    if not isinstance(phases, list | tuple) or not all(isinstance(phase, Phase) for phase in phases):
         raise UsageError(
-            f'{kind}.phases() returned {found!r:.99}: return a list of loop.Phase, such as [Phase("head", epochs=3)]'
+            f"{task_name}.phases() returned {phases!r:.99}: return a list of loop.Phase, such as "
+            '[Phase("head", epochs=3)]'
         )
-    names = [phase.name for phase in found]
-    for phase in found:
-        _check_phase(kind, phase, names)
-    if found and dataclasses.is_dataclass(task) and "phase" in [field.name for field in dataclasses.fields(task)]:
-        raise UsageError(f"{kind} has phases(), and a field named phase, which is where the phase stands: rename it")
-    return list(found)
+    names = [phase.name for phase in phases]
+    for phase in phases:
+        _check_phase(task_name, phase, names)
+    if phases and dataclasses.is_dataclass(task) and "phase" in [field.name for field in dataclasses.fields(task)]:
+        raise UsageError(
+            f"{task_name} has phases(), and a field named phase, which is where the phase stands: rename it"
+        )
+    return list(phases)
 
 
-def _check_phase(kind: str, phase: Phase, names: list[str]) -> None:
-    """Refuses a phase that can't be."""
+def _check_phase(task_name: str, phase: Phase, names: list[str]) -> None:
+    """Refuses an invalid phase."""
     if not isinstance(phase.name, str) or not phase.name:
-        raise UsageError(f"{kind}.phases(): Phase({phase.name!r}): give it a name")
-    what = f"{kind}.phases(): Phase({phase.name!r})"
+        raise UsageError(f"{task_name}.phases(): Phase({phase.name!r}): give it a name")
+    what = f"{task_name}.phases(): Phase({phase.name!r})"
     if names.count(phase.name) > 1:
         raise UsageError(f"{what} is there twice: give each a name of its own")
     if (phase.epochs is None) == (phase.steps is None):
