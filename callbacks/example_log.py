@@ -74,7 +74,7 @@ class ExampleLog(Callback):
 
     def _write(self, first: Any, epoch: Any, number: Any, index: Any, *parts: Any) -> None:
         if len(index):
-            contents = [_hash([part[row] for part in parts]) for row in range(len(index))]
+            contents = [_hash(example) for example in zip(*parts, strict=True)]
             self._line(int(epoch), int(number), int(first), index.tolist(), contents)
 
     def _line(self, *values: Any) -> None:
@@ -82,7 +82,7 @@ class ExampleLog(Callback):
         os.write(self._file, json.dumps(values).encode() + b"\n")
 
 
-def _hash(parts: list[Any]) -> str:
+def _hash(parts: Sequence[Any]) -> str:
     """The hash of an example's content, of 64 bits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:

@@ -1,13 +1,17 @@
-"""Points: the metrics in a journal's lines, with names and times as MLflow takes them."""
+"""Points: the metrics in a journal's lines, and names, values and times as MLflow takes them."""
 
 from __future__ import annotations
 
 import hashlib
 import posixpath
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from callbacks.run_record.redaction import mask, redact
+
 _KEY_LENGTH = 250
+_VALUE_LENGTH = 6000  # of the 1 MB of a request: parameters are sent by tens, and may be \u escapes
 
 
 def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:
@@ -45,3 +49,29 @@ def milliseconds(entry: dict[str, Any]) -> int:
         return int(entry["time"] * 1000)
     except (KeyError, TypeError, ValueError, OverflowError):
         return 0
+
+
+class Names:
+    """Names and values as MLflow takes them. Remembers which ones it had to change."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, str] = {}
+        self._cut: dict[str, None] = {}
+
+    def key(self, name: str) -> str:
+        """The name that a metric or parameter has in MLflow; see `key`."""
+        if name not in self._keys:
+            self._keys[name] = key(name)
+        return self._keys[name]
+
+    def texts(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Names with their values as texts, without secrets."""
+        for name, value in redact(values).items():
+            text = mask(str(value))
+            if len(text) > _VALUE_LENGTH:
+                self._cut[name] = None
+            yield self.key(name), text[:_VALUE_LENGTH]
+
+    def changed(self) -> list[str]:
+        """The names that had to be changed, or whose values were cut. Another thread may add names meanwhile."""
+        return [name for name, key in list(self._keys.items()) if name != key] + list(self._cut)

@@ -151,6 +151,7 @@ def under_way(path: Path) -> bool:
     except OSError:
         return False
     try:
+        # Shared: commands that look at the same moment must not take each other for the run.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

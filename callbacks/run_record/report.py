@@ -1,6 +1,6 @@
-"""Report: the story of a run as one page of HTML, `report.html`, which needs nothing but itself.
+"""Report: a run as one self-contained HTML page, `report.html`.
 
-The page is made by the templates in `templates/`; this file says what stands in it.
+The templates in `templates/` make the page; this file prepares its content.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 _MARK = '<meta name="generator" content="tfloop">'
 
-_CHARTS = 24  # curves that are drawn, at most; a table has the others
-_ROWS = 400  # of a table, at most
+# The most of each on a page, so that a browser can show the page of any run:
+_CHARTS = 24  # the curves of other metrics are rows of a table
+_ROWS = 400  # of a table
 _LONGEST = 2000  # characters of a text
-_MARKS = 40  # dashed lines in a chart, at most
-_RANKS = 64  # whose time is shown, at most
+_MARKS = 40  # dashed lines in a chart
+_RANKS = 64  # whose time is shown
 _PARTS = (
     "data", "compute", "training", "all_reduce", "evaluation", "callbacks", "saving", "waiting", "other", "starting",
     "compiling",
@@ -43,10 +44,10 @@ _PARTS = (
 
 
 class Report(Callback):
-    """Writes `report.html` into the run directory when the run ends, however it ends.
+    """Writes `report.html` into the run directory at the end of the run, however it ends.
 
-    It comes behind `Journal`, whose last line it reads, and before `MLflowTracker`, which delivers it. If it can't be
-    written, that is a warning.
+    It must come after `Journal`, whose last line it reads, and before `MLflowTracker`, which delivers it. If it can't
+    be written, there is a warning.
     """
 
     def on_fit_end(self, run: Run, status: str) -> None:
@@ -63,7 +64,7 @@ class Report(Callback):
 
 
 def write(path: Path, of: Record) -> None:
-    """Writes the page of a run, whole."""
+    """Writes the page of a run."""
     files.write_text(path, html(of))
 
 
@@ -74,7 +75,7 @@ def is_report(path: Path) -> bool:
 
 
 def html(of: Record) -> str:
-    """The page of a run. Every text in it is escaped, and has no secrets; it loads nothing, and holds for file://."""
+    """The page of a run. All texts are escaped and without secrets; it loads nothing, and works from file://."""
     style = _asset("report.css")
     script = _asset("report.js")
     policy = (
@@ -111,8 +112,8 @@ def html(of: Record) -> str:
 
 @functools.cache
 def _environment() -> Environment:
-    """The templates; all that they print is redacted, cut and escaped, but for what they mark as `safe`."""
-    import jinja2  # here: no command and no training needs it before a report is made
+    """The templates. All that they print is redacted, cut and escaped, except what they mark as `safe`."""
+    import jinja2  # here, since only a report needs it
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -130,7 +131,7 @@ def _environment() -> Environment:
 
 
 def _printed(value: Any) -> Any:
-    """What a template prints of a value, before it is escaped: no secret, not too long, and valid as UTF-8."""
+    """A value as a template prints it, before it is escaped: without secrets, not too long, and valid UTF-8."""
     if hasattr(value, "__html__"):  # a part of the page, from a macro or marked as safe
         return value
     text = str(redact(str(value)))
@@ -141,18 +142,18 @@ def _printed(value: Any) -> Any:
 
 @functools.cache
 def _asset(name: str) -> str:
-    """The style sheet or the script, as it stands in the page."""
+    """The style sheet or the script, exactly as in the page: the policy has its hash."""
     return "\n" + (TEMPLATES / name).read_text()
 
 
 def _sha(text: str) -> str:
-    """How a Content-Security-Policy names a style or a script that it allows."""
+    """The hash by which a Content-Security-Policy allows a style or a script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """One of the numbers that matter most."""
+    """One of the main numbers."""
 
     name: str
     value: str
@@ -161,7 +162,7 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """A table, and how many rows it leaves out."""
+    """A table, and the number of rows that it leaves out."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -170,7 +171,7 @@ class _Table:
 
 @dataclasses.dataclass(frozen=True)
 class _Pairs:
-    """Names with their values as texts, and how many are left out."""
+    """Names with their values as texts, and the number of those left out."""
 
     items: list[tuple[str, str]]
     left_out: int
@@ -187,7 +188,7 @@ class _Curves:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A piece of a bar: its class, its position and size in percent, and what the pointer shows."""
+    """A part of a bar: its class, its position and size in percent, and what the pointer shows."""
 
     kind: str
     at: float
@@ -207,13 +208,13 @@ class _Bar:
 
 @dataclasses.dataclass(frozen=True)
 class _Times:
-    """The section of where the time went.
+    """The section about the time.
 
     Attributes:
-        parts: those of which there is any time.
+        parts: the parts that took any time.
         bars: of the chief, and of each rank of a profiled run.
         verdict: what holds a profiled run back, in lines.
-        can_be_split: whether a profile would tell more.
+        can_be_split: whether a profile would show more parts.
     """
 
     parts: list[str]
@@ -223,7 +224,7 @@ class _Times:
 
 
 def _facts(of: Record) -> Iterator[str]:
-    """What the run was, in one line."""
+    """The facts about the run, for one line."""
     yield of.backend
     if of.replicas:
         workers = f" on {of.workers} workers" if (of.workers or 1) > 1 else ""
@@ -237,7 +238,7 @@ def _facts(of: Record) -> Iterator[str]:
 
 
 def _tiles(of: Record) -> Iterator[_Tile]:
-    """What matters most: progress, duration, speed, and three metrics."""
+    """The main numbers: progress, duration, speed, and three metrics."""
     epochs = plural(of.epochs, "epoch") if of.epochs else ""
     total = f"of {of.total_steps:,}" if of.total_steps not in (None, of.steps) else ""
     yield _Tile("steps", f"{of.steps:,}", ", ".join(filter(None, (total, epochs))))
@@ -252,7 +253,7 @@ def _tiles(of: Record) -> Iterator[_Tile]:
 
 
 def _metric_tile(of: Record, name: str) -> _Tile:
-    """A metric's best value; its last one, if it is not known which way the metric gets better."""
+    """A metric's best value; its last one if the name doesn't say which values are better."""
     best = of.best(name)
     last = of.last(name)
     if best is None:
@@ -279,8 +280,9 @@ def _lines(of: Record, base: str) -> list[Line]:
     """The lines of a metric's chart."""
     within = of.curves.get(STEP + base, [])
     train = of.curves.get(base, [])
-    if not train:  # a run without epochs: its means within them are all that there is
-        within, train = [], within
+    if not train:  # a run without epochs has only means within them
+        train = within
+        within = []
     held_out = of.curves.get("eval_" + base, [])
     return [
         Line("training", "train", train),
@@ -290,7 +292,7 @@ def _lines(of: Record, base: str) -> list[Line]:
 
 
 def _marks(of: Record) -> list[int]:
-    """The steps at which a chart has a dashed line."""
+    """The steps of the dashed lines in charts."""
     return sorted({fault.step for fault in of.faults})[:_MARKS]
 
 
@@ -300,7 +302,7 @@ def _best(of: Record, name: str) -> str:
 
 
 def _speeds(of: Record) -> list[Chart]:
-    """How fast it was: while it trained, and by the clock."""
+    """The charts of the speed: while it trained, and in wall-clock time."""
     lines = [
         ("examples per second, while training", Line("mean since its process began", "train", of.speed)),
         ("steps per second, by the clock", Line("evaluation and all else included", "train", list(_pace(of.clock)))),
@@ -310,31 +312,32 @@ def _speeds(of: Record) -> list[Chart]:
 
 
 def _pace(clock: Sequence[Point]) -> Iterator[tuple[int, float]]:
-    """Steps per second between points (step, seconds), over a hundredth of the time at least."""
+    """Steps per second between points (step, seconds), each over at least a hundredth of the time."""
     if not clock:
         return
-    least = max((clock[-1][1] - clock[0][1]) / 100, 0.05)
-    step, then = clock[0]
-    for now_at, now in clock[1:]:
-        if now_at < step:  # an attempt that went on from an earlier step
-            step, then = now_at, now
-        elif now - then >= least:
-            if now_at > step:
-                yield int(now_at), (now_at - step) / (now - then)
-            step, then = now_at, now
+    shortest = max((clock[-1][1] - clock[0][1]) / 100, 0.05)
+    last_step, last_time = clock[0]
+    for step, time_ in clock[1:]:
+        went_back = step < last_step  # an attempt continued from an earlier step
+        if not went_back and time_ - last_time < shortest:
+            continue
+        if step > last_step:
+            yield int(step), (step - last_step) / (time_ - last_time)
+        last_step = step
+        last_time = time_
 
 
 def _times(of: Record) -> _Times:
-    """Where the time of the chief went; and that of each rank, of a run that was profiled."""
-    titled = [("the chief, all attempts" if of.lives > 1 else "the chief", of.split)]
+    """The time of the chief by part, and that of each rank of a profiled run."""
+    rows = [("the chief, all attempts" if of.lives > 1 else "the chief", of.split)]
     for rank, seconds in enumerate(of.ranks[:_RANKS]):
-        titled.append((f"rank {rank}, without its start and compiling", seconds))
-    bars = [_bar(title, seconds) for title, seconds in titled if 0 < sum(seconds.values()) < math.inf]
+        rows.append((f"rank {rank}, without its start and compiling", seconds))
+    bars = [_bar(title, seconds) for title, seconds in rows if 0 < sum(seconds.values()) < math.inf]
 
-    known = {part for seconds in (of.split, *of.ranks) for part, some in seconds.items() if some > 0}
+    used = {part for seconds in (of.split, *of.ranks) for part, duration in seconds.items() if duration > 0}
     has_verdict = len(of.verdict) > 2
     return _Times(
-        parts=[part for part in _PARTS if part in known],
+        parts=[part for part in _PARTS if part in used],
         bars=bars,
         verdict=[mask(line) for line in of.verdict[-2:]] if has_verdict else [],
         can_be_split="training" in of.split and not of.ranks,
@@ -342,7 +345,7 @@ def _times(of: Record) -> _Times:
 
 
 def _bar(title: str, seconds: Mapping[str, float]) -> _Bar:
-    """Seconds by part, as a bar, with the shares written below."""
+    """Seconds by part, as a bar with the shares below."""
     total = sum(seconds.values())
     parts: list[_Part] = []
     at = 0.0
@@ -352,8 +355,9 @@ def _bar(title: str, seconds: Mapping[str, float]) -> _Bar:
             label = f"{part_name(name)}: {lasting(seconds[name])}, {share:.0f}%"
             parts.append(_Part(name, at, share, label))
             at += share
-    written = sorted(((part.share, f"{part_name(part.kind)} {part.share:.0f}%") for part in parts), reverse=True)
-    return _Bar(title, total, parts, " · ".join(text for share, text in written if share >= 0.5))
+    largest = sorted(parts, key=lambda part: -part.share)
+    shares = [f"{part_name(part.kind)} {part.share:.0f}%" for part in largest if part.share >= 0.5]
+    return _Bar(title, total, parts, " · ".join(shares))
 
 
 def _fault_rows(of: Record) -> list[tuple[str, ...]]:
@@ -376,18 +380,18 @@ def _topology(of: Record) -> dict[str, Any]:
 
 
 def _table(heads: Iterable[str], rows: Sequence[Sequence[str]]) -> _Table:
-    """A table of the last rows."""
+    """A table of at most the last `_ROWS` rows."""
     return _Table(list(heads), rows[-_ROWS:], len(rows) - _ROWS)
 
 
 def _pairs(values: Mapping[str, Any]) -> _Pairs:
-    """Names and values, without secrets: redacted as a whole, since a name may say that its value is one."""
+    """Names and values, without secrets. They are redacted together, since the name says what is a secret."""
     shown = list(redact(dict(values)).items())[:_ROWS]
     return _Pairs([(name, _value(value)) for name, value in shown], len(values) - len(shown))
 
 
 def _value(value: Any) -> str:
-    """A value as a text; "" for none."""
+    """A value as a text; "" for None."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)

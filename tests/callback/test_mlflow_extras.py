@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 from callbacks import MLflowTracker, SamplePredictions, SystemMetrics
-from callbacks.mlflow.delivery import ID, PARENT, SENT
+from callbacks.mlflow.delivery import SENT
+from callbacks.mlflow.mlflow_run import ID, PARENT
 from callbacks.mlflow.points import points
 from callbacks.mlflow.tracker import write_state
 from callbacks.run_record import journal

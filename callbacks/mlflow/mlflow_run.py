@@ -1,0 +1,186 @@
+"""MLflow run: finds the MLflow run of a run directory, or creates it, and describes it with parameters and tags."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from callbacks.files import LONGEST, read_json, reading, sqlite_path
+from callbacks.mlflow.points import Names, milliseconds
+from callbacks.mlflow.tracker import STATE
+from callbacks.run_record import journal
+from callbacks.run_record.redaction import redact
+
+ID = "tfloop.id"
+"""The tag by which a run is found again in its experiment."""
+DIRECTORY = "tfloop.run_directory"
+"""The tag with the path of the run directory."""
+PARENT = "mlflow.parentRunId"
+"""MLflow's tag for a run within another."""
+_PARAMS_AT_ONCE = 10  # MLflow takes 100 parameters and 1 MB in a request
+
+
+class MLflowRun:
+    """The MLflow run of a run directory.
+
+    Args:
+        directory: the run directory.
+        uri: the tracking store.
+        experiment: the experiment's name.
+        names: names and values as MLflow takes them.
+    """
+
+    def __init__(self, directory: Path, uri: str, experiment: str, names: Names) -> None:
+        self.directory = directory
+        self.uri = uri
+        self._experiment = experiment
+        self._names = names
+        self._about = read_json(directory / "run.json")
+        self._state = read_json(directory / STATE)
+
+    def is_ours(self, run_id: str) -> bool:
+        """Whether tfloop made the MLflow run of this id, and not the user."""
+        return run_id != self._state.get("given")
+
+    def find(self, client: Any, parent_id: str | None) -> Any:
+        """The MLflow run, which is created if there is none.
+
+        Args:
+            client: MLflow's client.
+            parent_id: the MLflow run of the sweep of which this run is a trial; None if it is none.
+        """
+        state = self._state_of_store()
+        own_id = self._own_id()
+        parent_id = parent_id or state.get("parent")
+        parent = None
+        if state.get("given"):
+            parent = client.get_run(state["given"])
+            if parent.data.tags.get(ID, own_id) == own_id:
+                return parent  # else it has the points of another training, and can't hold those of two
+        elif state.get("run_id"):
+            run = _existing_run(client, state["run_id"])
+            if run is not None and not self._is_of_original(run):
+                return run
+            if run is not None:
+                own_id = self._own_id(self.directory)
+        if parent_id:
+            parent = client.get_run(parent_id)
+        experiment = parent.info.experiment_id if parent else self._experiment_id(client)
+        runs = client.search_runs([experiment], f"tags.`{ID}` = '{own_id}'", max_results=1)
+        if runs:
+            return runs[0]
+        tags = {ID: own_id}
+        if parent:
+            tags[PARENT] = parent.info.run_id
+        return client.create_run(experiment, self._start(), tags=tags, run_name=self._run_name())
+
+    def _state_of_store(self) -> dict[str, Any]:
+        """What `mlflow.json` says, if it is of this store."""
+        return self._state if self._state.get("uri") == redact(self.uri) else {}
+
+    def _run_name(self) -> str:
+        about = self._about
+        if "sweep" in about:
+            return self.directory.name
+        # What tells runs apart comes first: MLflow's tables cut the end.
+        return f"{about['backend']}-{about['replicas']} {self.directory.name.removeprefix(about['task'] + '-')}"
+
+    def _is_of_original(self, run: Any) -> bool:
+        """Whether a run belongs to another directory that still exists, of which this one is a copy."""
+        other = Path(run.data.tags.get(DIRECTORY, self.directory))
+        return other != self.directory and read_json(other / STATE).get("run_id") == run.info.run_id
+
+    def _own_id(self, name: Path | str = "") -> str:
+        """The id by which the run is found in its experiment.
+
+        It is made of what the run directory has anyway: the first line of its journal, and its name. So a kill between
+        creating an MLflow run and noting it leaves no run that isn't found again.
+        """
+        with reading(self.directory / journal.NAME) as file:
+            first_line = file.readline(LONGEST)
+        return hashlib.sha256(first_line + os.fsencode(name or self.directory.name)).hexdigest()[:32]
+
+    def _start(self) -> int | None:
+        """The time of the first line of the journal, in ms."""
+        entries = (entry for entry, _ in journal.read(self.directory / journal.NAME))
+        return milliseconds(next(entries, {})) or None
+
+    def describe(self, client: Any, run: Any) -> None:
+        """Sends the parameters and tags that the run doesn't have. A parameter never changes: MLflow's rule."""
+        from mlflow.entities import Param, RunTag
+
+        params = [Param(*pair) for pair in self._names.texts(self._params()) if pair[0] not in run.data.params]
+        tags = [
+            RunTag(name, value)
+            for name, value in self._names.texts(self._tags(run))
+            if run.data.tags.get(name) != value
+        ]
+        for start in range(0, len(params), _PARAMS_AT_ONCE):
+            client.log_batch(run.info.run_id, params=params[start : start + _PARAMS_AT_ONCE])
+        for start in range(0, len(tags), _PARAMS_AT_ONCE):
+            client.log_batch(run.info.run_id, tags=tags[start : start + _PARAMS_AT_ONCE])
+        if self.is_ours(run.info.run_id) and self._about["status"] == "running" and run.info.status != "RUNNING":
+            client.update_run(run.info.run_id, status="RUNNING")
+
+    def _params(self) -> dict[str, Any]:
+        """The options of `fit` and the fields of the task; where both have a name, the field bears it."""
+        options = self._about["options"]
+        fields = self._about["hyperparameters"]
+        clashes = {f"option.{name}": options[name] for name in options if name in fields}
+        return {name: value for name, value in (options | fields | clashes).items() if value is not None}
+
+    def _tags(self, run: Any) -> dict[str, Any]:
+        about = self._about
+        tags = {
+            "mlflow.user": _user(),
+            "mlflow.source.type": "LOCAL",
+            "mlflow.source.name": about["target"],
+            DIRECTORY: self.directory,
+            "tfloop.parameters": about.get("parameters"),
+            **{f"version.{name}": version for name, version in about["versions"].items()},
+            **{name: about.get(name) for name in ("backend", "replicas", "workers")},
+        }
+        tags = {name: value for name, value in tags.items() if value is not None}  # a sweep has fewer than a run
+        if not self.is_ours(run.info.run_id):  # the tags that the user gave the run stay
+            tags = {ID: self._own_id(), **{name: value for name, value in tags.items() if name not in run.data.tags}}
+        return tags | self._state.get("tags", {})
+
+    def _experiment_id(self, client: Any) -> str:
+        from mlflow.exceptions import MlflowException
+
+        experiment = client.get_experiment_by_name(self._experiment)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        location = None
+        if path := sqlite_path(self.uri):
+            location = (path.parent / "mlartifacts").resolve().as_uri()
+        try:
+            kind = {"mlflow.experimentKind": "custom_model_development"}
+            return str(client.create_experiment(self._experiment, artifact_location=location, tags=kind))
+        except MlflowException:  # another run may have created it in the meantime
+            experiment = client.get_experiment_by_name(self._experiment)
+            if experiment is None:
+                raise
+            return str(experiment.experiment_id)
+
+
+def _existing_run(client: Any, run_id: str) -> Any:
+    """The MLflow run of this id; None if it was deleted."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return "unknown"
