@@ -9,6 +9,7 @@ from typing import Any
 
 def is_whole(value: Any, least: int, most: float = math.inf) -> bool:
     """Whether it is a whole number of any type but bool, within these bounds."""
+    # NumPy's integers are Integral, too; and so is bool, but `patience=True` is a mistake.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
+# A new event needs its name here, a hook in `Callback`, and a place in the loop that fires it.
 EVENTS = (
     "setup",
     "data",
@@ -228,6 +229,7 @@ class Schedule:
 
     def due(self, step: int, now: float, epoch_ended: bool) -> bool:
         """Whether the callback is called now, after `step` steps, at `now` seconds."""
+        # Only a schedule by time has state. The others depend on the step alone, so a resumed run makes the same calls.
         if self.seconds is not None and now - self._last >= self.seconds:
             self._last = now
             return True

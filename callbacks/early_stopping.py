@@ -42,7 +42,7 @@ class EarlyStopping(Patience):
     def on_setup(self, run: Run) -> None:
         super().on_setup(run)
         self.best_step = None
-        run.best_is_judged |= self.restore_best
+        run.best_is_judged |= self.restore_best  # else `Checkpoint` would choose the result by its own metric
 
     def on_data(self, run: Run, data: Any) -> Any:
         if self.restore_best and run.options["keep"] == "best":

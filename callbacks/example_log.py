@@ -46,7 +46,7 @@ class ExampleLog(Callback):
         path = self.directory / f"{attempt:06d}-{run.backend.rank}.jsonl"
         self._close()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        data = copy.copy(data)
+        data = copy.copy(data)  # other callbacks may hold the original
         train = data.train = copy.copy(data.train)
         replica_rows = train.replica_rows
 
@@ -74,7 +74,7 @@ class ExampleLog(Callback):
 
     def _write(self, first: Any, epoch: Any, number: Any, index: Any, *parts: Any) -> None:
         if len(index):
-            contents = [_hash(example) for example in zip(*parts, strict=True)]
+            contents = [_hash(parts, row) for row in range(len(index))]
             self._line(int(epoch), int(number), int(first), index.tolist(), contents)
 
     def _line(self, *values: Any) -> None:
@@ -82,14 +82,15 @@ class ExampleLog(Callback):
         os.write(self._file, json.dumps(values).encode() + b"\n")
 
 
-def _hash(parts: Sequence[Any]) -> str:
-    """The hash of an example's content, of 64 bits."""
+def _hash(parts: Sequence[Any], row: int) -> str:
+    """The hash of the content of an example, a row of each part of the batch; 64 bits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        if isinstance(part, bytes):
-            texts = [part]
+        value = part[row]
+        if isinstance(value, bytes):
+            texts = [value]
         else:
-            texts = part.ravel().tolist() if part.dtype.kind == "O" else [part.tobytes()]
+            texts = value.ravel().tolist() if value.dtype.kind == "O" else [value.tobytes()]
         for text in texts:
             digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()

@@ -92,10 +92,12 @@ def opened(path: Path, flags: int = os.O_RDONLY, shared: bool = False) -> int:
         OSError: it can't be opened.
     """
     try:
+        # O_NONBLOCK: without it, opening a pipe waits for a process at its other end.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError:
-        check(path, shared)
+        check(path, shared)  # says that it is a link, where the system's error doesn't
         raise
+    # Of the open file, not of the path, which may have been replaced in the meantime.
     problem = _problem(os.fstat(descriptor), shared)
     if problem:
         os.close(descriptor)
@@ -154,7 +156,7 @@ def read(path: Path, most: int = LONGEST, shared: bool = False) -> bytes:
     """
     with reading(path, shared) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
+        if size > most:  # a sparse file of any size costs an attacker nothing
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {most:,} are read", str(path))
         return file.read(most)
 
@@ -215,7 +217,7 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
         with naming(path), created(partial) as file:
             yield file
             file.flush()
-            if durable:
+            if durable:  # before the rename: after a power failure, the new name must not stand for an empty file
                 os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:

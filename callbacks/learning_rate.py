@@ -76,6 +76,7 @@ def _schedule(optimizer: Any, rate: Any, scale: float, warmup: int) -> Any:
 
     class ScaledRate(LearningRateSchedule):
         def __call__(self, step: Any) -> Any:
+            # `step` is the optimizer's own counter, which a checkpoint holds.
             done = tf.minimum(tf.cast(step, tf.float32) / float(max(warmup, 1)), 1.0) if warmup else 1.0
             base = rate(step) if callable(rate) else rate
             return base * (1.0 + (scale - 1.0) * done)

@@ -25,6 +25,7 @@ def lower_is_better(metric: str) -> bool | None:
     name = metric.lower().replace("io_u", "iou")  # as Keras writes it
     words = re.findall(r"[a-z][a-z0-9]*", name)
     words += [word.rstrip("0123456789") for word in words]  # bleu4, map50
+    # Lower first: `neg_log_likelihood` ends in `likelihood`, of which a higher value is better.
     if _LESS.search(name) or any(map(_LESS_WORDS.fullmatch, words)):
         return True
     if _MORE.search(name) or any(map(_MORE_WORDS.fullmatch, words)):

@@ -64,6 +64,7 @@ def summary(run: Run) -> str:
 
     rows: list[tuple[str, ...]] = [_HEAD]
     in_layers: set[int] = set()
+    # The variables of an inner layer count in the rows of both layers; the total is made of each variable once.
     for name, layer in _layers(run.model, ""):
         count = _Count()
         for variable in layer.variables:

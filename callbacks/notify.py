@@ -62,7 +62,7 @@ class Notify(Callback):
         parts = urlsplit(url)
         user, at, host = parts.netloc.rpartition("@")
         self._url = parts._replace(netloc=host).geturl()
-        redaction.hidden |= {url, self._url}
+        redaction.hidden |= {url, self._url}  # before anything can fail and print it
         self._headers = {"Content-Type": "application/json", "User-Agent": "tfloop"}
         if at:
             self._headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
@@ -98,6 +98,7 @@ class Notify(Callback):
             "time": time.time(), "error" if kind == "failure" else "reason": why,
         }  # fmt: skip
         body = json.dumps(jsonable(redaction.redact(message)), allow_nan=False).encode()
+        # A daemon, so that a server that never answers can't keep the process alive: `_wait` limits the time.
         thread = threading.Thread(target=self._post, args=(body,), name="notify", daemon=True)
         _under_way[thread] = time.monotonic() + self.timeout
         try:

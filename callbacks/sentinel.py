@@ -25,7 +25,7 @@ class Sentinel(Callback):
         is_schedule = every == "checkpoint" or is_whole(every, 1)
         check(self, is_schedule, 'give "checkpoint" or a number of steps >= 1', every=every)
         self.steps = None if every == "checkpoint" else every
-        self.every = self.steps or "epoch"
+        self.every = self.steps or "epoch"  # without steps, the hook does nothing
 
     def on_setup(self, run: Run) -> None:
         run.check_on_save = True

@@ -87,7 +87,7 @@ class TensorBoard(Callback):
         step = run.progress.step
         with self._writer.as_default(step):
             for tag, value in values.items():
-                if step > self._written.get(tag, -1):
+                if step > self._written.get(tag, -1):  # a resumed run makes steps again that the files have
                     self._written[tag] = step
                     dtype = tf.float32 if plugin == "scalars" else tf.float64
                     tf.summary.write(tag, tf.constant(value, dtype), metadata=about)

@@ -163,6 +163,7 @@ class KerasTask(TrainTask):
         return dict(self._built_metrics)
 
     def _prepare(self, model: Any, example: Any) -> None:
+        # `compute` is traced with these values, so they are found before.
         self._takes_training = "training" in inspect.signature(model.call).parameters
         if not self._takes_training:
             _warn_of_modes(model)
@@ -178,7 +179,7 @@ class KerasTask(TrainTask):
 
     def _resolve(self, names: Any, labels: Any, predictions: Any, weights: Any) -> None:
         """Has Keras match losses and metrics with the outputs, by means of a few examples."""
-        self._losses = self._compiled_metrics = None
+        self._losses = self._compiled_metrics = None  # a later phase, or a resumed run, resolves them anew
         self._built_metrics = {}
         compiled = self._compiled
         if compiled.loss is not None:
@@ -258,6 +259,7 @@ def _check_no_own_step(model: Any) -> None:
     """Refuses a model with a method of its own that `fit` would call, and this task would not."""
     if not isinstance(model, keras_models()):
         return
+    # Compared with the class of its own family: Keras 3 and tf_keras have different methods of the same name.
     family = keras.Model if isinstance(model, keras.Model) else keras_models()[-1]
     for name, port in _PORTS.items():
         if name in vars(model) or getattr(type(model), name, None) is not getattr(family, name, None):

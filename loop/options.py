@@ -50,7 +50,7 @@ class Option:
         Raises:
             UsageError: names the option, the value, and what to give instead.
         """
-        if isinstance(value, int) and value >= _LARGEST:
+        if isinstance(value, int) and value >= _LARGEST:  # `repr` would print all its digits
             raise UsageError(f"{self.name}={reprlib.repr(value)}: give a smaller number")
         if not self.is_valid(value):
             raise UsageError(f"{self.name}={value!r}: {self.fix}")
@@ -73,6 +73,7 @@ def _is_backend(value: Any) -> bool:
 
 def plugin_entry_points() -> dict[str, EntryPoint]:
     """The installed backends of other packages, by their names for `--backend`. None is loaded."""
+    # None is imported: a plug-in may import TensorFlow, and a broken one must not break the others.
     plugins = sorted(entry_points(group=PLUGIN_GROUP), key=lambda plugin: plugin.name)
     return {plugin.name: plugin for plugin in plugins}
 

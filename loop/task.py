@@ -191,6 +191,7 @@ def hyperparameters(task: TrainTask) -> dict[str, Any]:
 
 def target_of(task: TrainTask) -> str | None:
     """The TARGET that names the task's class on a command line; None if its class isn't in a file."""
+    # A resume and `tfloop export` find the task by it, so it must name a file that can be imported again.
     try:
         path = inspect.getsourcefile(type(task))
     except (TypeError, OSError):  # OSError: of a notebook, or of a `__main__` without a file

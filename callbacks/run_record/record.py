@@ -224,7 +224,7 @@ def _read_story(path: Path, options: Any, whole: bool, quick: bool) -> Story:
                 story.pass_time(float(frequent[1]))
                 continue
         story.take(line)
-    story.end()
+    story.end()  # reads the line that was skipped last
     return story
 
 

@@ -184,13 +184,14 @@ class Story:
         self.timeline.now = max(self.timeline.now, time)
 
     def _read_skipped(self) -> None:
-        if self.skipped:
+        if self.skipped:  # its time and step are those at which the attempt ended
             self._read(parsed(self.skipped))
             self.skipped = b""
 
     def _read(self, entry: dict[str, Any]) -> None:
         event = entry.get("event")
         time = as_number(entry.get("time"))
+        # Anyone can write a journal: a time in the far future would make the run last for ages.
         if not isinstance(event, str) or time is None or not 0 <= time < 1e11:
             return
         if event == "restore":
@@ -209,7 +210,7 @@ class Story:
             self.fault(f"killed at step {self.step:,}")
         self.timeline.begin_attempt(time)
         self.split.has_calls = False
-        self.status = ""
+        self.status = ""  # that of the attempt before says nothing about this one
         self._end_is_known = False
 
     def _measured(self, event: str, metrics: dict[str, Any]) -> None:

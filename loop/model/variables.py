@@ -13,7 +13,7 @@ import tensorflow as tf
 
 def keras_models() -> tuple[type, ...]:
     """The model classes of the Keras families that are loaded."""
-    legacy = sys.modules.get("tf_keras")
+    legacy = sys.modules.get("tf_keras")  # not imported: that takes seconds, and only its users have such models
     return (keras.Model, legacy.Model) if legacy else (keras.Model,)
 
 
@@ -39,6 +39,7 @@ def layers(model: Any) -> list[Any]:
     """All layers of a model, also those within other layers and within a plain tf.Module; each once."""
     unique: dict[int, Any] = {}
     outer_layers: list[Any] = [model] if isinstance(model, keras_models()) else keras_layers(model)
+    # By identity: a layer that is shared has its place only once.
     for outer in outer_layers:
         for layer in outer._flatten_layers(include_self=True, recursive=True):
             unique[id(layer)] = layer
@@ -47,6 +48,7 @@ def layers(model: Any) -> list[Any]:
 
 def trainable_variables(model: Any) -> list[Any]:
     """The model's trainable variables, in its own order; of a tf.Module also those of its Keras layers."""
+    # The order is that of gradients, slots and checkpoints: it must not change.
     variables = list(model.trainable_variables)
     for layer in keras_layers(model):
         variables += layer.trainable_variables

@@ -124,6 +124,7 @@ def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     steps = ranks[0]["done"].get("steps", 0)
     seconds = [_by_part(total) for total in ranks]
+    # All ranks wait for the slowest one, so its work is what a step takes.
     slowest = max(range(len(ranks)), key=lambda rank: _work(seconds[rank]))
     if not steps:
         text = "profile: no step after the first call, which is traced and compiled: make more, to see what takes time"
