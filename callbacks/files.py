@@ -182,7 +182,7 @@ def created(path: Path) -> IO[bytes]:
     """Opens a new file for writing.
 
     Raises:
-        FileExistsError: the name exists, be it as a link.
+        FileExistsError: the name exists, if only as a link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")

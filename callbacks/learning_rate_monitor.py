@@ -14,7 +14,7 @@ _RATE = "learning_rate"
 class LearningRateMonitor(Callback):
     """Adds the learning rate to the metrics of steps and epochs: to journal, MLflow, TensorBoard, tables, history.
 
-    It is the rate of the next step, be it a number or given by a schedule. Its name is `learning_rate`; with several
+    It is the rate of the next step, whether a number or a schedule gives it. Its name is `learning_rate`; with several
     optimizers, `NAME_learning_rate`.
     """
 

@@ -21,7 +21,7 @@ def of_entries(entries: Iterable[tuple[dict[str, Any], int]], end: int | None = 
     holds the whole history if the lines before it don't give it. A malformed line is passed over.
 
     Args:
-        entries: the lines, each with the offset behind it; see `journal.read`.
+        entries: the lines, each with the offset of its end; see `journal.read`.
         end: bytes of the journal that count; None: all.
     """
     rows: dict[float, Row] = {}

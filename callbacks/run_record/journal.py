@@ -178,7 +178,7 @@ def read_history(path: Path, end: int | None = None) -> list[history.Row]:
 
 
 def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tuple[dict[str, Any], int]]:
-    """The complete lines of a journal from byte `offset` on, each with the offset behind it.
+    """The complete lines of a journal from byte `offset` on, each with the offset of its end.
 
     A last line that is incomplete, because it is being written or a kill has torn it, is not read. A line that is no
     JSON object is passed over.

@@ -239,7 +239,7 @@ def _status(path: Path, recorded: str, story: Story) -> str:
 
 
 def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """The complete lines of a run's journal from byte `offset` on, parsed, each with the offset behind it."""
+    """The complete lines of a run's journal from byte `offset` on, parsed, each with the offset of its end."""
     for line, end in _lines(path / journal.NAME, offset):
         yield parsed(line), end
 
@@ -264,7 +264,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
-    """The complete lines of a file from byte `offset` on, each with the offset behind it."""
+    """The complete lines of a file from byte `offset` on, each with the offset of its end."""
     try:
         with files.reading(path) as file:
             file.seek(offset)

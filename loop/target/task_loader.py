@@ -36,15 +36,15 @@ def check(target: str) -> None:
     """
     if target in SHIPPED:
         return
-    place, colon, name = target.partition(":")
+    origin, colon, name = target.partition(":")
     if not colon or not name.isidentifier():
-        candidates = [f"{place}:{kind}" for kind in task_file.classes(Path(place))]
+        candidates = [f"{origin}:{kind}" for kind in task_file.classes(Path(origin))]
         raise UsageError(
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
             f"{nearest(target, candidates or SHIPPED)}"
         )
-    if place.endswith(".py"):
-        path = Path(place)
+    if origin.endswith(".py"):
+        path = Path(origin)
         if not path.is_file():
             raise UsageError(f"TARGET {target!r}: there is no file {path}{near_file(path)}")
         check_shadows(path.resolve().parent)
@@ -161,8 +161,8 @@ def _tasks_in(module: ModuleType) -> list[str]:
 
 def absolute(target: str) -> str:
     """The same target with an absolute path, so that it is valid in any working directory."""
-    place, colon, name = target.rpartition(":")
-    return f"{Path(place).resolve()}{colon}{name}" if place.endswith(".py") else target
+    origin, colon, name = target.rpartition(":")
+    return f"{Path(origin).resolve()}{colon}{name}" if origin.endswith(".py") else target
 
 
 def shipped_path(name: str) -> Path:
