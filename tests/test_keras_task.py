@@ -10,10 +10,10 @@ from loop.backends.base import Backend
 from loop.model.precision import keras_precision
 
 ROWS, BATCH = 21, 8
-"""The last batch of an epoch has 5 examples: on 3 replicas, shares of 1, 2 and 2."""
+"""The last batch of an epoch has 5 examples: on 3 replicas, 1, 2 and 2 of them."""
 
 BOUND = 1e-12
-"""Of differences between weights in float64, which are about 1: sums are made in another order."""
+"""The tolerance for weights in float64, which are about 1: sums are computed in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_what_compile_takes_trains_as_in_fit(case, engines, quiet):
 
 
 def test_one_task_trains_on_one_backend_after_the_other(engines, quiet):
-    """Its metrics are made anew for each: those of another strategy can't be read."""
+    """Its metrics are made again for each engine: those of another strategy can't be read."""
     make, data, options = cases()["names"]
     task = KerasTask.from_compiled(make, data, **options)
     found = [by_task(task, quiet, engines[replicas]).metrics for replicas in (2, 3, 1, 2)]

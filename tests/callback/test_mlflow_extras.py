@@ -1,4 +1,4 @@
-"""What MLflow gets beside metrics: artifacts, models, tags; runs within runs, and runs that others have begun."""
+"""What MLflow gets besides metrics: artifacts, models, tags; runs within runs, and runs that the user has started."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_artifacts_arrive_once_and_a_bad_one_holds_nothing_up(database, tmp_path
     assert run.data.tags[SENT] == "6"
     assert command("sync", directory)[1].startswith("delivered 0 points to")
 
-    # What is noted again is sent again; where files can't be written, metrics go on, and the file waits.
+    # An artifact that is noted again is sent again. While files can't be written, metrics are sent.
     (directory / "report.html").write_text("the second")
     root = tmp_path / "mlartifacts"
     root.rename(tmp_path / "away")
@@ -126,7 +126,7 @@ def test_model_is_logged_registered_and_the_same_in_a_new_process(database, tmp_
     images = Conv().train_data().arrays[0][:6]
     np.savez("one.npz", inputs=images)
     np.savez("two.npz", a_b=inputs, mask=inputs)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # nothing of ours
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # without tfloop
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOAD, "models:/digits/1", "one.npz", f"runs:/{two_id}/model", "two.npz"],
         capture_output=True, text=True, timeout=240, env={**environment, "MLFLOW_TRACKING_URI": uri}, cwd=tmp_path,
@@ -205,7 +205,7 @@ class Told(Conv):
 
 
 class Bare(Plain):
-    """Its examples are no pairs."""
+    """Its examples aren't pairs."""
 
     def sample(self, model, batch):
         return TrainTask.sample(self, model, {"a": batch[0]})
@@ -230,7 +230,7 @@ def test_samples_as_pictures_and_text_and_what_the_machine_is_at(quiet, tmp_path
     assert ("system/rank0/cpu", last["step"]) in {(name, step) for name, _, _, step in points(last)}
     assert system._thread is None
 
-    # Another rank's samples travel with the end of an epoch, and keep their time and step.
+    # Samples of other ranks are sent at the end of an epoch, and keep their time and step.
     progress = types.SimpleNamespace(step=9, epoch=0)
     other = types.SimpleNamespace(directory=tmp_path / "run", progress=progress, phase=None)
     other.backend = types.SimpleNamespace(rank=1, is_chief=False, gather_json=lambda own: [[], own])

@@ -65,7 +65,7 @@ MADE = {
     "TensorBoard": lambda: TensorBoard(every=2, histograms=1),
     "Timer": lambda: Timer("99h"),
 }
-"""The callbacks that need arguments, or have others here than by themselves."""
+"""Arguments of callbacks that need some, or get other ones than their defaults here."""
 TRAINS_OTHERWISE = {"EMA", "LearningRateScaling"}
 NOT_HERE = {"MLflowTracker": "test_callbacks.py resumes it against a real store"}
 KINDS = [
@@ -76,7 +76,7 @@ KINDS = [
 
 
 REPLICAS = {"EMA", "LearningRateMonitor", "LearningRateScaling", "ModelSummary", "ReduceOnPlateau", "TensorBoard"}
-"""Those that look at variables, or change them, are tried on two replicas."""
+"""Callbacks that read or change variables are tested on two replicas."""
 
 
 def engine(name):
@@ -206,7 +206,7 @@ def test_learning_rates_of_two_optimizers(quiet):
 
 
 def plateau():
-    """Never content after the first measurement."""
+    """Its metric never improves after the first measurement."""
     return ReduceOnPlateau(factor=0.5, patience=1, min_delta=99.0, cooldown=1, min_lr=0.02)
 
 
@@ -238,7 +238,7 @@ def test_reduce_on_plateau_is_the_same_on_all_replicas_and_after_a_resume(kind, 
     # Measurements: the first is the best; the second reduces; the third doesn't count; the fourth, ...
     expected = [start, start, start / 2, start / 2, *[max(start / 4, min(0.02, start / 2))] * 2]
     if start < 0.02:
-        expected = [start] * 6  # below the floor nothing is done, and above all nothing is raised
+        expected = [start] * 6  # a rate below `min_lr` stays; it must not be raised to it
     assert rates.seen == [[round(rate, 6)] * 2 for rate in expected for _ in range(6)]
     train("b", 3)  # within a cooldown
     assert train("b", 6).weights_sha256 == whole.weights_sha256
@@ -337,7 +337,7 @@ def test_timer_counts_earlier_lives_and_ends_politely(quiet, tmp_path):
     assert (stopped.status, stopped.epochs) == (
         "stopped",
         2,
-    )  # its clock is looked at once a second, and after evaluations
+    )  # it checks its clock once a second, and after evaluations
     assert 3600 <= first.elapsed < 7200
     [end] = entries(stopped, "fit_end")
     assert end["reason"] == "the run has taken its max_duration of 1h"
@@ -358,7 +358,7 @@ def test_times_of_a_timer(text, seconds):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A real server on loopback: what it was sent, how it answers, and what lets it answer."""
+    """A real server on loopback: the requests it got, its answers, and an event that lets it answer."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     about = SimpleNamespace(got=[], status=200, answers=threading.Event(), arrived=threading.Event())
     about.answers.set()
@@ -440,7 +440,7 @@ def test_notify_bears_a_server_that_hangs_and_delays_nothing(quiet, server, caps
     result = fit(Plain(), callbacks=quiet() + [Notify(server.url, on=("checkpoint", "end"), timeout=3600)])
     assert result.status == "finished"
     assert server.arrived.wait(60)
-    assert notify._under_way  # nobody has waited for it
+    assert notify._under_way  # the run has not waited for it
     server.answers.set()
     all_told()
 

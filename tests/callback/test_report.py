@@ -1,4 +1,4 @@
-"""The report: all that it should tell is in it, nothing else can get in, and browsers show it."""
+"""The report: it has all that it should show, nothing foreign can get into it, and browsers show it."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ ATTRIBUTES = set(
 
 
 class Page(HTMLParser):
-    """What a browser makes of a page: its texts; anything in it that isn't ours is an error."""
+    """The texts of a page as a browser shows them; any element that isn't ours is an error."""
 
     def __init__(self, text):
         super().__init__()
@@ -126,14 +126,14 @@ def test_the_page_of_a_run_has_its_numbers_and_is_in_mlflow(lived, tmp_path, com
     assert {"data", "callbacks", "saving"} <= {each for text in page.texts for each in re.findall(r"[a-z-]+", text)}
     assert artifacts(database, tmp_path) == text  # it was delivered, and after the last line of the journal
     last = {f"step {result.steps:,}", f"{result.metrics['loss']:.4g}", f"{result.metrics['eval_loss']:.4g}"}
-    assert any(last <= set(rows[-1][1]) for rows in page.rows)  # what shows where the pointer is
+    assert any(last <= set(rows[-1][1]) for rows in page.rows)  # the values at the pointer
 
     (result.run_dir / report.NAME).unlink()
     code, output = command("report", result.run_dir)
     assert (code, output.splitlines()[-1]) == (0, f"wrote {result.run_dir / report.NAME}")
     again = (result.run_dir / report.NAME).read_text()
     assert again.partition("<footer>")[0] == text.partition("<footer>")[0]
-    # As if that store had been down, and the run had not reached it.
+    # As if the store had been down when the run ended.
     other = shutil.copy(empty_store, tmp_path / "other.db")
     for _ in range(2):
         assert command("sync", result.run_dir, "--track", f"sqlite:///{other}")[0] == 0
@@ -275,7 +275,7 @@ def test_bad_input_is_one_line(lived, tmp_path, command):
         assert told in output
     assert (tmp_path / "notes.html").read_text() == "mine"
     assert command("report", directory, tmp_path / "out.html")[0] == 0
-    assert command("report", directory, tmp_path / "out.html")[0] == 0  # it may write over its own
+    assert command("report", directory, tmp_path / "out.html")[0] == 0  # a report may be overwritten
 
 
 def screenshots():
@@ -320,7 +320,7 @@ def test_chromium_shows_it_in_light_and_dark_without_an_error(lived, tmp_path):
                 assert seen == ["rgb(245, 246, 248)", "rgb(13, 16, 22)", "rgb(13, 16, 22)"] * 2
                 assert tab.errors == []
                 await tab.value("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/'}))")
-                async with asyncio.timeout(60):  # it is refused, and what is refused is heard of
+                async with asyncio.timeout(60):  # it is refused, and the browser reports that
                     while not any("Content Security Policy" in error for error in tab.errors):
                         await tab.value("1")
 

@@ -1,4 +1,4 @@
-"""Secrets: what nothing may write, show or send, whichever way it goes."""
+"""Secrets: no output may write, show or send them."""
 
 import ast
 import io
@@ -46,7 +46,7 @@ PUBLIC = (
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    """What a test has redact know is forgotten when it is over."""
+    """Forgets the secrets of a test when it ends."""
     monkeypatch.setattr(redaction, "hidden", set())
     monkeypatch.setattr(redaction, "as_typed", [])
 
@@ -98,24 +98,24 @@ def test_what_is_too_short_is_hidden_behind_its_name_alone():
 
 
 def test_hostile_texts_take_no_long_time():
-    """Linear: what is quadratic would take hours."""
+    """Masking takes linear time: quadratic time would be hours here."""
     for part in ("a://", "a=", '"a":', "?a=", "://a@", '"a":"', "'", "authorization:", "?a%", "[", "a"):
         redaction.mask(part * (400_000 // len(part)) + "=@:")
 
 
-# All ways out
+# All outputs
 
 
 @dataclass
 class Fields:
-    """Stands for a task, whose fields alone are looked at."""
+    """Replaces a task, of which only the fields are used."""
 
     db_password: str = ""
     x: float = 0.0
 
 
 def ways_out(secret):
-    """All that this process writes, shows or sends of a secret, whose field it knows: texts by where they come from."""
+    """The texts of all outputs that could show a secret, by the name of the output."""
     told = f"no answer to {secret} from mysql://me:{secret}@host/?password={quote(secret)}"
     error = KeyError(told, {"cause": [secret]})
     run = SimpleNamespace(
@@ -175,7 +175,7 @@ def test_no_way_out_tells_a_secret(secret):
 
 
 def test_one_function_prints_all_that_is_told():
-    """What goes to stderr goes through `redact.tell`, but for a worker's word to its launcher, and a fixed text."""
+    """All output on stderr goes through `redaction.tell`, except a worker's messages, and a fixed text."""
     found = []
     files = {*(ROOT / "loop").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")} - {
         ROOT / "callbacks" / "run_record" / "redaction.py"
@@ -194,7 +194,7 @@ def test_one_function_prints_all_that_is_told():
 
 @dataclass
 class Connected(Plain):
-    """Has secrets of its own, as class defaults: no command line, no environment holds them."""
+    """Has secrets as defaults of its fields: neither command line nor environment holds them."""
 
     db_password: str = "tr0ub4dor&3"
     hf_token: str = "hf_abcdefghijklmnop"
@@ -216,7 +216,7 @@ def test_no_file_of_a_run_tells_a_secret_and_it_goes_on_with_another(quiet, tmp_
 
     task = Connected()
     given = [*quiet(), LambdaCallback(epoch_end=fail)]
-    with pytest.raises(KeyError, match="tr0ub4dor"):  # what Python code gets is its own
+    with pytest.raises(KeyError, match="tr0ub4dor"):  # Python code sees the value
         fit(task, callbacks=given, run_dir=tmp_path / "run", epochs=1)
     other = Connected(db_password="c0rrecthorse", hf_token="hf_other_other_other")
     result = fit(other, epochs=2, callbacks=quiet(), run_dir=tmp_path / "run")
@@ -237,13 +237,13 @@ def test_no_file_of_a_run_tells_a_secret_and_it_goes_on_with_another(quiet, tmp_
 
 
 def test_what_is_hidden_can_not_differ():
-    """A value may be hidden in one attempt alone: because it holds what only that one knows for a secret."""
+    """A value may be hidden in only one attempt: because it contains a secret that only this attempt knows."""
     pairs = {"a": ("***", "relu"), "b": (["x", "u:***@h"], ["x", "y"]), "c": ("relu", "tanh"), "d": (1, 1)}
     assert differences(pairs) == ["c was 'relu', now 'tanh'"]
 
 
 def test_a_run_of_an_older_version_shows_no_secret_and_goes_on(quiet, tmp_path):
-    """It has `hf_token` in its manifest and journal as it was given."""
+    """Its manifest and journal have `hf_token` unhidden."""
     result = fit(Connected(), epochs=1, callbacks=quiet(), run_dir=tmp_path / "run")
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     about["hyperparameters"]["hf_token"] = "hf_abcdefghijklmnop"
@@ -292,7 +292,7 @@ def test_a_sweep_over_a_secret_trains_with_it_and_tells_its_number(monkeypatch):
     found = sweep.sweep(plan, Fields, 2, 2, Path("swept"), shown)
     given = [json.loads(path.read_text()) for path in sorted(Path("swept").glob("*/lives"))]
     assert [dict(fields)["db_password"] for _, fields in given] == ["first-secret", "second-secret"]
-    for path in Path("swept").glob("*/lives"):  # the trainer that stands for ours has written it
+    for path in Path("swept").glob("*/lives"):  # written by the trainer that replaces ours
         path.unlink()
     written = all_bytes(Path("swept")).decode(errors="replace")
     told = shown.getvalue() + json.dumps(found.as_json()) + "\n".join(found.lines())
@@ -319,7 +319,7 @@ def test_an_error_of_a_command_tells_no_secret(capsys, monkeypatch):
 
 @contextmanager
 def listening(answer):
-    """A real server on loopback, and the requests that it has had; `answer` gives status and headers."""
+    """A real server on loopback, and the requests that it got; `answer` returns status and headers."""
     got = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Delivery to MLflow: nothing is lost, nothing comes twice, and nobody waits, whatever dies when."""
+"""Delivery to MLflow: no point is lost or sent twice, and training never waits, whichever process is killed."""
 
 import contextlib
 import fcntl
@@ -74,7 +74,7 @@ def database(empty_store, tmp_path):
 @pytest.fixture
 def command(command, monkeypatch):
     """Runs a command line without MLflow's retries."""
-    for name, value in (("MAX_RETRIES", "0"), ("TIMEOUT", "60")):  # what `sync` sets is taken back
+    for name, value in (("MAX_RETRIES", "0"), ("TIMEOUT", "60")):  # restores what `sync` sets
         monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", value)
     return command
 
@@ -104,7 +104,7 @@ def write(directory, lines):
 
 
 def journaled(directory):
-    """What the store should have: of each metric, in the order of lines, the points behind those before."""
+    """What the store should have: of each metric, in the order of lines, the points of later steps than before."""
     found = {}
     for text in (directory / "journal.jsonl").read_text().splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -122,7 +122,7 @@ def journaled(directory):
 
 
 def stored(database):
-    """What the store has, row by row, so that doubles show."""
+    """The rows in the store, so that duplicates show."""
     with contextlib.closing(sqlite3.connect(database)) as connection:
         rows = connection.execute("SELECT key, step, value, is_nan FROM metrics ORDER BY key, step").fetchall()
     found = {}
@@ -168,7 +168,9 @@ def test_server_down_killed_and_back_and_both_sides_agree(database, tmp_path, co
     server = Server(database)
     lines = [line("steps_end", step, loss=step / 7, **{f"m{each}": each for each in range(40)}) for step in range(100)]
     directory = run_directory(tmp_path / "run", lines[:1])
-    with socket.create_server(("127.0.0.1", server.port)) as closing:  # takes the first call, and dies in its answer
+    with socket.create_server(
+        ("127.0.0.1", server.port)
+    ) as closing:  # accepts the first request, and dies while it answers
         courier = Courier(Delivery(directory, server.uri), longest_pause=1.0)
         courier.start()
         closing.settimeout(60)
@@ -176,7 +178,7 @@ def test_server_down_killed_and_back_and_both_sides_agree(database, tmp_path, co
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
         connection.close()
     server.start()
-    until(lambda: stored(database))  # it has gone on by itself
+    until(lambda: stored(database))  # it has tried again by itself
     write(directory, lines[1:])
     until(lambda: sum(map(len, stored(database).values())) > 1000)
     server.kill()
@@ -251,7 +253,7 @@ def test_killed_while_it_delivers_and_run_still_knows_where_it_is(database, tmp_
 
 def test_courier_ends_with_its_run(tmp_path):
     tracker, _ = tracking(run_directory(tmp_path / "run"), "http://127.0.0.1:9")
-    tracker._courier.communicate(timeout=60)  # closes its stdin without a word, as a kill does
+    tracker._courier.communicate(timeout=60)  # closes its stdin without a line, as a kill does
 
 
 def test_very_many_names_parameters_and_long_values(database, tmp_path, command):
@@ -266,7 +268,7 @@ def test_very_many_names_parameters_and_long_values(database, tmp_path, command)
     assert len(params) == len(fields) + 1
     assert (params["field299"], params["empty"], params["long"]) == ("299", "", "x" * 6000)
 
-    # Resumed with another value: MLflow lets nobody change it.
+    # Resumed with another value: MLflow lets no client change it.
     about = json.loads((directory / "run.json").read_text())
     (directory / "run.json").write_text(json.dumps(about | {"options": {"epochs": 9}}))
     assert command("sync", directory)[1].startswith("delivered 0 points")
@@ -307,9 +309,9 @@ def test_a_copy_is_a_run_of_its_own_and_what_was_moved_is_not(database, tmp_path
     own = only_run(uri).info.run_id
     (tmp_path / "elsewhere").mkdir()
     copies = [shutil.copytree(first, path) for path in (tmp_path / "second", tmp_path / "elsewhere" / "first")]
-    for step, directory in enumerate((first, *copies), 2):  # each goes on in its own way
+    for step, directory in enumerate((first, *copies), 2):  # each continues by itself
         write(directory, [line("epoch_end", 2, loss=step)])
-        assert command("sync", directory, "--trust")[0] == 0  # a copy isn't where the run was made
+        assert command("sync", directory, "--trust")[0] == 0  # a copy isn't in the directory in which the run was made
     client = mlflow.MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("Mine").experiment_id])
     found = {run.data.tags["tfloop.run_directory"]: client.get_metric_history(run.info.run_id, "loss") for run in runs}
@@ -328,7 +330,7 @@ def test_sync_of_a_sweep_delivers_its_trials(database, tmp_path, command):
     for number in range(3):
         run_directory(sweep / f"trial-{number:03d}", [line("epoch_end", 1, loss=number)])
     with (sweep / "trial-002" / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # lives on, though the sweep was killed
+        fcntl.flock(held, fcntl.LOCK_EX)  # still runs, though the sweep was killed
         code, told, error = command("sync", sweep, "--track", uri)
     assert code == 0
     assert "trial-002: the run is under way" in error
@@ -356,4 +358,4 @@ def test_a_store_lies_where_its_path_says_whatever_is_in_it(name, empty_store, t
     sent.close()
     with contextlib.closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT value FROM metrics").fetchall() == [(0.5,)]
-    assert {each.name for each in tmp_path.iterdir()} == {name, "run"}  # nothing lies elsewhere
+    assert {each.name for each in tmp_path.iterdir()} == {name, "run"}  # no file is anywhere else

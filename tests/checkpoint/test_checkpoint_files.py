@@ -1,4 +1,4 @@
-"""Checkpoint files: complete or not there, and never believed when they have changed."""
+"""Checkpoint files: complete or absent, and never accepted when they have changed."""
 
 import errno
 import inspect
@@ -107,7 +107,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
 
 
 def sign(path, **changes):
-    """Changes a checkpoint as somebody does who knows how to make its digests right."""
+    """Changes a checkpoint as an attacker would who computes its digests again."""
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["tensors.npz"] = checkpoint_files._describe(path / "tensors.npz")
     manifest = {name: value for name, value in {**manifest, **changes}.items() if name != "sha256"}
@@ -133,7 +133,7 @@ def zipped(compression, edit=lambda content: content, size=None):
         with zipfile.ZipFile(path, "w", compression) as after:
             for name, content in members.items():
                 after.writestr(name, edit(content))
-        if size:  # in the directory at the end, which nothing else contradicts
+        if size:  # in the central directory at the end of the file, which no other field contradicts
             content = bytearray(path.read_bytes())
             place = content.index(b"PK\x01\x02")
             content[place + 20 : place + 28] = struct.pack("<II", size, size)
@@ -297,13 +297,13 @@ POINTS = re.findall(r'fault_injection.reached\("(write-[a-z]+)"', inspect.getsou
 
 @pytest.mark.parametrize(("point", "before"), [*((p, b) for p in POINTS for b in ("1", "1 2")), ("write-manifest", "")])
 def test_a_kill_at_any_stage_loses_nothing(point, before, tmp_path):
-    """`before`: the checkpoints that are there; the one of step 2 is damaged."""
+    """`before`: the existing checkpoints; the one of step 2 is damaged."""
     for step in before.split():
         written = writer.write(tmp_path, int(step))
         if step == "2":
             (written / "tensors.npz").write_bytes(b"garbage")
     if point == "write-aside" and before == "1":
-        return  # nothing is in the way
+        return  # no checkpoint is replaced
     environment = os.environ | {fault_injection.VARIABLE: f"{point}:0:2:kill"}
     command = [sys.executable, "-P", "-m", "tests.campaigns.writer", tmp_path, "2"]
     assert subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode == -signal.SIGKILL

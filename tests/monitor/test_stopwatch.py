@@ -1,4 +1,4 @@
-"""Profiling: what the shares of time say, what a real run says of itself, the trace, and nothing of it unless asked."""
+"""Profiling: the verdict from the shares of time, a real run, the trace, and no cost without a profile."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def rank(**seconds):
         ([rank(compute=2.0, saving=3.0)], "host-bound", 0, "most of it saving, 60%\n-> save less often"),
         ([rank(compute=1.0, evaluation=3.0)], "evaluation-bound", 0, "evaluation: 75% .*\n-> .*--eval-every"),
         ([rank(compute=1.0, all_reduce=3.0), rank(compute=2.0, all_reduce=2.5)], "communication-bound", 1, "on rank 1"),
-        # Those who wait in the all-reduce, or between calls, for a rank that is slow are not held up by the network.
+        # Ranks that wait for a slow rank, in the all-reduce or between calls, are not communication-bound.
         (
             [rank(compute=1.0, all_reduce=8.0), rank(compute=1.0, data=7.5, all_reduce=0.5)],
             "input-bound", 1, "slowest: rank 1, with 75 ms a step more than rank 0\ninput-bound on rank 1: data: 83%",
@@ -152,7 +152,7 @@ def test_a_trace_ends_with_the_run_and_a_run_beyond_it_has_none(quiet, capfd):
     assert "profile: the run ends at step 9, before 20: nothing will be traced" in err
     assert "profile: no step after the first call" in err
     assert len(traces(result)) == 1
-    # Of a run that fails, too; and the next one can be traced.
+    # Also of a run that fails; and the next run can be traced.
     with pytest.raises(KeyError, match="planted"):
         fit(Plain(), steps=20, profile="2:30", callbacks=quiet() + [Failing()], run_dir="failed")
     tf.profiler.experimental.start("another")

@@ -1,4 +1,4 @@
-"""Fields of tasks: what can be typed for which type, and what a run gives back of what it has recorded."""
+"""Fields of tasks: which texts each type takes, and the values that are restored from the record of a run."""
 
 import enum
 import json
@@ -148,7 +148,7 @@ def test_files_of_options_and_sweeps_have_such_values_too(tmp_path):
 
 @dataclass
 class Layered(Plain):
-    """Builds its model from fields of such types."""
+    """Builds its model from fields of these types."""
 
     act: Activation = Activation.RELU
     place: Path = Path("x")
