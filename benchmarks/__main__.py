@@ -31,6 +31,8 @@ def main() -> int:
     mode.add_argument("names", nargs="*", choices=[[], *WORKLOADS], metavar="WORKLOAD")
     for each in (modes.choices["run"], mode):
         each.add_argument("--only", help="contenders whose name has one of these in it, by commas; nothing is written")
+    mode = modes.add_parser("data", help="measures how many examples a second are read, beside other libraries")
+    mode.add_argument("rounds", nargs="?", type=at_least_one, default=5, help="5")
     modes.add_parser("report", help="writes Markdown and plots anew, from the JSON")
     given = parser.parse_args()
     return globals()[f"mode_{given.mode}"](given)
@@ -94,6 +96,14 @@ def mode_check(given: argparse.Namespace) -> int:
             bad += not trains
             print(f"{name}: {contender}: {first:.3f}, then {last:.3f}{'' if trains else ': not like the others'}")
     return min(bad, 1)
+
+
+def mode_data(given: argparse.Namespace) -> int:
+    """Measures reading alone."""
+    from benchmarks import data
+
+    data.measure(given.rounds)
+    return 0
 
 
 def mode_report(given: argparse.Namespace) -> int:

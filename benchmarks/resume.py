@@ -1,7 +1,7 @@
 """Measures how long a run takes to go on from step 1,000,000 of its data, and from step 10.
 
-Run it as `python -m benchmarks.resume [ROUNDS]`. Two checkpoints that differ in their position alone; from each, in
-turns, the time of a `fit` that makes one step. The goal: a ratio of at most 1.2.
+Run it as `python -m benchmarks.resume [ROUNDS] [indexed]`; `indexed` reads by `IndexedData`. Two checkpoints differ in
+their position alone; from each, in turns, the time of a `fit` that makes one step. The goal: a ratio of at most 1.2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 import callbacks
-from loop import ArrayData, TrainTask, fit
+from loop import ArrayData, IndexedData, TrainTask, fit
 from loop.checkpoint import checkpoint_files
 
 EXAMPLES = 2_000_000
@@ -33,8 +33,9 @@ class Long(TrainTask):
     def build_optimizer(self) -> keras.Optimizer:
         return keras.optimizers.Adam(1e-3)
 
-    def train_data(self) -> ArrayData:
-        return ArrayData(np.zeros((EXAMPLES, 4), "float32"))
+    def train_data(self) -> ArrayData | IndexedData:
+        kind = IndexedData if "indexed" in sys.argv else ArrayData
+        return kind(np.zeros((EXAMPLES, 4), "float32"))
 
     def compute(self, model: keras.Model, batch: np.ndarray, training: bool) -> dict:
         return {"loss": keras.ops.sum(model(batch, training=training) ** 2, -1)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from loop.data import ArraySource
+from loop.data import ArraySource, IndexedSource
 from loop.model.variables import as_tf
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA
 from loop.step import communication
@@ -66,7 +66,10 @@ class BatchLoop:
                 read = source.read_batch(self._iterator, self._epoch, number)
         marker.at(COMPUTE, read)
         state = StepTrace(context, (self._epoch, number, read), state, counted=source.reads_ahead).make()
-        marker.lap(DATA, state.totals)
+        if isinstance(source, IndexedSource):
+            marker.at(DATA, state.totals)  # until the next batch, which the host reads, is there
+        else:
+            marker.lap(DATA, state.totals)
         return number + 1, following, state
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import ArraySource, Data, Rows, StreamSource
+from loop.data import ArraySource, Data, IndexedSource, Rows, Source, StreamSource
 from loop.errors import TrainingError
 from loop.model.variables import carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
@@ -258,7 +258,7 @@ def _make_context(
         scale = LossScale(options["batch_size"]) if plan.loss_scaled else None
     averages = Averages(trainable_variables(built.model), options["ema"], backend)
     # A single worker that reads arrays never waits for anything, so it needn't note what it waits for.
-    waits = backend.workers > 1 or any(isinstance(source, StreamSource) for source in (data.train, data.eval))
+    waits = backend.workers > 1 or any(_waits_for(source) for source in (data.train, data.eval))
     return StepContext(
         plan=plan,
         task=task,
@@ -307,3 +307,8 @@ def not_finite(step: int, epoch: int, names: list[str], kept: str = "") -> Train
         "learning rate, set clip_norm, look for bad values in the data, or skip such steps with on_nonfinite='skip'"
         + (f"; {kept}" if kept else "")
     )
+
+
+def _waits_for(source: Source | None) -> bool:
+    """Whether a batch of a source may have to be waited for."""
+    return isinstance(source, StreamSource | IndexedSource)

@@ -1,0 +1,230 @@
+"""Measures how many examples a second are read: `python -m benchmarks data [ROUNDS]`.
+
+Three kinds of data, each shuffled globally and cut into batches: JPEG files that are decoded and augmented, records of
+1 kB, and sequences of tokens that are padded. All contenders do the same work on the same machine, in one process and
+in turns; nothing is trained. Prints the median of each, and its ratio to that of `IndexedData`.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BATCH = 64
+SECONDS = 3.0
+LENGTHS = np.random.default_rng(2).integers(10, 200, 20_000)
+TOKENS = np.random.default_rng(3).integers(0, 30_000, int(LENGTHS.sum())).astype(np.int32)
+FIRSTS = np.cumsum(LENGTHS) - LENGTHS
+
+
+class Files:
+    """JPEG files of 96 x 96 pixels."""
+
+    def __init__(self, directory: Path) -> None:
+        from PIL import Image
+
+        self.paths = [str(directory / f"{number}.jpg") for number in range(2000)]
+        random = np.random.default_rng(0)
+        for path in self.paths:
+            coarse = random.integers(0, 255, (12, 12, 3), dtype=np.uint8)
+            Image.fromarray(coarse).resize((96, 96)).save(path, quality=90)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> bytes:
+        return Path(self.paths[index]).read_bytes()
+
+
+class Records:
+    """Records of 1 kB in a memory map."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "records.npy"
+        np.save(path, np.random.default_rng(1).integers(0, 255, (100_000, 1024), dtype=np.uint8))
+        self.path = str(path)
+        self.rows = np.load(path, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.asarray(self.rows[index])
+
+
+class Sequences:
+    """Tokens of 10 to 200."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return TOKENS[FIRSTS[index] : FIRSTS[index] + LENGTHS[index]]
+
+
+def decoded(data: bytes, seed: np.ndarray) -> np.ndarray:
+    """A JPEG file as an array, cropped and flipped at random: float32 [88, 88, 3]."""
+    from PIL import Image
+
+    image = np.asarray(Image.open(io.BytesIO(data)))
+    random = np.random.default_rng(seed)
+    top, left = random.integers(0, 9, 2)
+    cropped = image[top : top + 88, left : left + 88]
+    if random.random() < 0.5:
+        cropped = cropped[:, ::-1]
+    return cropped.astype(np.float32) / 255
+
+
+def ours(data: Any) -> Iterator[Any]:
+    """The batches of `IndexedData`, as the compiled loop reads them."""
+    import tensorflow as tf
+
+    from loop.data import BatchOptions, source
+
+    made = source(data, BatchOptions(BATCH, shuffle=True, drop_remainder=True, prefetch=4), "train_data()")
+    for epoch in itertools.count():
+        for step in range(made.steps_per_epoch or 0):
+            yield made.read_batch((), tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
+
+
+def grains(data: Any, transformations: list[Any], workers: int) -> Iterator[Any]:
+    """The batches of Grain's own `DataLoader`."""
+    import grain
+
+    sampler = grain.samplers.IndexSampler(len(data), shuffle=True, seed=0, num_epochs=None)
+    loader = grain.DataLoader(
+        data_source=data, sampler=sampler, operations=transformations, worker_count=workers, worker_buffer_size=4
+    )
+    return iter(loader)
+
+
+def tf_datas(data: Any, make: Callable[[Any], Any], padded: bool = False) -> Iterator[Any]:
+    """The batches of a tuned `tf.data` pipeline."""
+    import tensorflow as tf
+
+    indices = tf.data.Dataset.range(len(data)).shuffle(len(data)).repeat()
+    examples = make(indices)
+    batched = examples.padded_batch(BATCH) if padded else examples.batch(BATCH, num_parallel_calls=tf.data.AUTOTUNE)
+    return iter(batched.prefetch(tf.data.AUTOTUNE))
+
+
+def keras_batches(data: Any, make: Callable[[int], Any], stack: Callable[[list[Any]], Any]) -> Iterator[Any]:
+    """The batches of a Keras `PyDataset`, as `fit` reads them with threads."""
+    import keras
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return len(data) // BATCH
+
+        def __getitem__(self, number: int) -> Any:
+            order = np.random.default_rng(number).integers(0, len(data), BATCH)
+            return (stack([make(int(index)) for index in order]),)
+
+    while True:
+        adapter = PyDatasetAdapter(Batches(workers=os.cpu_count() or 1, use_multiprocessing=False, max_queue_size=8))
+        adapter.on_epoch_begin()
+        yield from adapter.get_tf_dataset()
+
+
+def stacked(examples: list[np.ndarray]) -> np.ndarray:
+    """Examples of different lengths, with zeros behind them."""
+    batch = np.zeros((len(examples), max(map(len, examples))), np.int32)
+    for row, example in zip(batch, examples, strict=True):
+        row[: len(example)] = example
+    return batch
+
+
+def contenders(directory: Path) -> dict[str, dict[str, Callable[[], Iterator[Any]]]]:
+    """What is measured: by kind of data, how each contender's batches are begun."""
+    import grain
+    import tensorflow as tf
+
+    import loop
+
+    files, records, sequences = Files(directory), Records(directory), Sequences()
+    cores = os.cpu_count() or 1
+
+    class Decode(grain.transforms.RandomMap):
+        def random_map(self, data: bytes, rng: np.random.Generator) -> np.ndarray:
+            return decoded(data, rng.integers(0, 1 << 31, 2))
+
+    class Pad(grain.transforms.Map):
+        def map(self, tokens: np.ndarray) -> np.ndarray:
+            return np.pad(tokens, (0, 200 - len(tokens)))
+
+    def tf_decoded(index: Any) -> Any:
+        path = tf.gather(tf.constant(files.paths), index)
+        image = tf.image.decode_jpeg(tf.io.read_file(path), channels=3)
+        cropped = tf.image.random_crop(image, [88, 88, 3])
+        return tf.cast(tf.image.random_flip_left_right(cropped), tf.float32) / 255
+
+    parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
+    memory, tokens = tf.constant(np.asarray(records.rows)), tf.constant(TOKENS)
+    firsts, lengths = tf.constant(FIRSTS), tf.constant(LENGTHS)
+    batch = grain.transforms.Batch(BATCH, drop_remainder=True)
+    return {
+        "JPEG, decoded and augmented": {
+            "IndexedData, threads": lambda: ours(loop.IndexedData(files, map=decoded)),
+            "IndexedData, processes": lambda: ours(loop.IndexedData(files, map=decoded, readers="auto")),
+            "Grain, threads": lambda: grains(files, [Decode(), batch], 0),
+            "Grain, processes": lambda: grains(files, [Decode(), batch], cores),
+            "tf.data": lambda: tf_datas(files, lambda indices: indices.map(tf_decoded, **parallel)),
+            "PyDataset": lambda: keras_batches(files, lambda i: decoded(files[i], np.array([i, 1])), np.stack),
+        },
+        "records of 1 kB": {
+            "IndexedData": lambda: ours(loop.IndexedData(records.path)),
+            "Grain": lambda: grains(records, [batch], 0),
+            "tf.data, in memory": lambda: tf_datas(
+                records, lambda indices: indices.map(lambda index: tf.gather(memory, index), **parallel)
+            ),
+            "PyDataset": lambda: keras_batches(records, records.__getitem__, np.stack),
+        },
+        "token sequences, padded": {
+            "IndexedData": lambda: ours(loop.IndexedData(sequences, padding=loop.Padding(mask=False), lengths=LENGTHS)),
+            "Grain, to 200": lambda: grains(sequences, [Pad(), batch], 0),
+            "tf.data": lambda: tf_datas(
+                sequences,
+                lambda indices: indices.map(lambda i: tokens[firsts[i] : firsts[i] + lengths[i]], **parallel),
+                padded=True,
+            ),
+            "PyDataset": lambda: keras_batches(sequences, sequences.__getitem__, stacked),
+        },
+    }
+
+
+def rate(batches: Iterator[Any]) -> float:
+    """Examples a second."""
+    begun = time.perf_counter()
+    read = 0
+    while time.perf_counter() - begun < SECONDS:
+        next(batches)
+        read += BATCH
+    return read / (time.perf_counter() - begun)
+
+
+def measure(rounds: int) -> None:
+    """Prints the medians."""
+    with tempfile.TemporaryDirectory() as directory:
+        for kind, starts in contenders(Path(directory)).items():
+            live = {name: start() for name, start in starts.items()}
+            for batches in live.values():
+                rate(batches)  # warm: processes are started, and pipelines tuned
+            rates: dict[str, list[float]] = {name: [] for name in live}
+            for _ in range(rounds):
+                for name, batches in live.items():
+                    rates[name].append(rate(batches))
+            medians = {name: statistics.median(found) for name, found in rates.items()}
+            best = max(median for name, median in medians.items() if name.startswith("IndexedData"))
+            print(f"{kind}: examples a second, and the best of IndexedData as a multiple of it")
+            for name, median in sorted(medians.items(), key=lambda item: -item[1]):
+                print(f"  {name:<24} {median:>12,.0f}  {best / median:.2f}", flush=True)
