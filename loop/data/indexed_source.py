@@ -25,6 +25,9 @@ from loop.errors import TrainingError
 SKIPPED = -1
 """Stands for the index of an example that is left out."""
 
+_BLOCK = 64
+"""Of how many batches the order is worked out at once: a call of TensorFlow takes as long as reading a small batch."""
+
 _AHEAD = 4
 """How many batches are read ahead with `prefetch="auto"`."""
 
@@ -138,6 +141,7 @@ class IndexedSource(ArraySource):
         self._opening = threading.Lock()
         self._processes: ReaderProcesses | None = None
         self.failure: BaseException | None = None
+        self._block = functools.lru_cache(maxsize=4)(self._order_of_block)
         super().__init__(data, options)
         self.uniform = not (self._layout.padded or data.skips)
 
@@ -267,14 +271,20 @@ class IndexedSource(ArraySource):
     def _global_batch(self, position: Position) -> np.ndarray:
         """The indices of the examples of a global batch: int64 [n]."""
         epoch, step = position
+        if self._buckets is not None:
+            with tf.device("CPU:0"):
+                return np.asarray(self._buckets.batch(tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)))
+        block, place = divmod(step, _BLOCK)
+        first = place * self.options.batch_size
+        return self._block(epoch, block)[first : first + self.options.batch_size]
+
+    def _order_of_block(self, epoch: int, block: int) -> np.ndarray:
+        """The indices of the examples of `_BLOCK` global batches: int64 [n]."""
+        start = block * _BLOCK * self.options.batch_size
+        places = np.arange(start, min(start + _BLOCK * self.options.batch_size, self.size), dtype=np.int64)
+        if not self.options.shuffle:
+            return places
         with tf.device("CPU:0"):
-            if self._buckets is not None:
-                batch = self._buckets.batch(tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
-                return np.asarray(batch)
-            start = step * self.options.batch_size
-            places = np.arange(start, min(start + self.options.batch_size, self.size), dtype=np.int64)
-            if not self.options.shuffle:
-                return places
             seed = np.array([self.options.seed, epoch], np.int64)
             return np.asarray(tf.random.experimental.index_shuffle(places, seed=seed, max_index=self.size - 1))
 

@@ -11,6 +11,9 @@ import numpy as np
 
 from loop.errors import UsageError
 
+_AROUND = 1 << 16
+"""Bytes around a page that Linux maps with it, if they are in its cache."""
+
 _RELEASED = 1 << 27
 """Bytes that are read of a memory map before its pages are given back: they would count as memory of the process."""
 
@@ -94,7 +97,7 @@ class _Array:
     def read(self, indices: np.ndarray) -> np.ndarray:
         rows = self._array.take(indices, axis=0) if self._direct else self._array[indices]
         if self._map is not None:
-            self._touched += max(rows.nbytes, mmap.PAGESIZE * len(indices))
+            self._touched += rows.nbytes + _AROUND * len(indices)
             if self._touched >= _RELEASED:
                 self._touched = 0
                 self._map.madvise(mmap.MADV_DONTNEED)

@@ -70,6 +70,13 @@ class DataPosition:
                 ) from None
             self.iterator = source.start(*position)
 
+        if source.steps_per_epoch is None and not any(position):
+            _note(
+                run,
+                "train_data() is a stream, which shuffles within its buffer and is read in order: loop.IndexedData, or "
+                "loop.records for TFRecord files, shuffles all examples and goes on from any step at once",
+            )
+
         # Last, because reading a pipeline up to the position has drawn random numbers, too.
         if self.random_state is not None:
             set_random_state(self.random_state)
