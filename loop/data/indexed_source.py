@@ -202,8 +202,9 @@ class IndexedSource(ArraySource):
     def _from_host(self, fetch: Callable[..., list[np.ndarray]], epoch: tf.Tensor, step: tf.Tensor) -> Any:
         """The indices and the arrays that a function of the host reads."""
         specs = [tf.TensorSpec([None], tf.int64), *self._layout.tensor_specs()]
-        # It has no state: what it returns depends on the position alone.
-        tensors = tf.numpy_function(fetch, [epoch, step], [spec.dtype for spec in specs], stateful=False)
+        # It has no state: what it returns depends on the position alone. It is Python's, not to be made a graph.
+        on_host = tf.autograph.experimental.do_not_convert(fetch)
+        tensors = tf.numpy_function(on_host, [epoch, step], [spec.dtype for spec in specs], stateful=False)
         for tensor, spec in zip(tensors, specs, strict=True):
             tensor.set_shape(spec.shape)
         return tensors[0], self._layout.pack(tensors[1:])
