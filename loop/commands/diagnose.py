@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ from loop.task import TrainTask
 
 EXAMPLES = 6
 
-PLACES = (
+DEPENDS_ON_PLACE = (
     "random ops without our seeds: the loss of an example depends on its place in the batch, as it does where numbers "
     "are drawn with a seed of one's own, by every replica for its own rows. Use Keras's layers (Dropout, ...), or "
     "tf.random.stateless_* with loop.example_seed()"
@@ -39,14 +39,14 @@ def causes(task: TrainTask, options: dict[str, Any]) -> list[str]:
         options: the options of `fit`.
     """
     enter(task, options, 0)
-    found = list(_data(task, options))
+    mistakes = list(_data(task, options))
     if type(task).compute is TrainTask.compute:
-        return found  # a training step of its own, in which one loss may follow from another
+        return mistakes  # a training step of its own, in which one loss may follow from another
     try:
-        found += _compute(task, options, "float64")
+        mistakes += _compute(task, options, "float64")
     except Exception:  # such as a tf.Module of float32 tensors
-        found += _compute(task, options, "float32")
-    return found
+        mistakes += _compute(task, options, "float32")
+    return mistakes
 
 
 def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
@@ -89,8 +89,11 @@ class _Probe:
     """A built task, one batch of it, and the relative difference that is taken for rounding."""
 
     def __init__(self, task: TrainTask, built: BuiltModel, batch: Any, bound: float) -> None:
-        self.task, self.built, self.model, self.batch, self.bound = task, built, built.model, batch, bound
-        self.size = int(tf.shape(tf.nest.flatten(batch)[0])[0])
+        self.task = task
+        self.model = built.model
+        self.batch = batch
+        self.bound = bound
+        self.size = int(count(batch))
         self._start = [(variable, variable.numpy()) for variable in model_variables(built.model)]
         # As graphs that know no number of rows, as in training: random numbers are drawn by row there.
         rows = tf.nest.map_structure(lambda tensor: tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype), batch)
@@ -104,11 +107,10 @@ class _Probe:
         """The mistakes, the plainest first; what only follows from another one is left out."""
         gathers = all_gathers()
         evaluated = self.loss(self.batch, training=False)
-        again = self.loss(self.batch, training=False)
-        trained, trained_again = (self.loss(self.batch, training=True) for _ in range(2))
-        turned = tf.nest.map_structure(lambda tensor: tf.reverse(tensor, [0]), self.batch)
-        by_place = self.differ(evaluated, self.loss(turned, training=False)[::-1])
-        if self.differ(evaluated, again) or self.differ(trained, trained_again):
+        evaluated_again = self.loss(self.batch, training=False)
+        trained = self.loss(self.batch, training=True)
+        trained_again = self.loss(self.batch, training=True)
+        if self.differ(evaluated, evaluated_again) or self.differ(trained, trained_again):
             yield (
                 f"random ops without our seeds: {self.random_operations()} draws other numbers each time, and on each "
                 "replica. Use Keras's layers (Dropout, ...), keras.random with a SeedGenerator of the model, or "
@@ -117,36 +119,46 @@ class _Probe:
             return
         if all_gathers() != gathers or self.size < 2:
             return  # the loss is meant to look at the whole batch
-        ones = [tf.nest.map_structure(lambda tensor, i=i: tensor[i : i + 1], self.batch) for i in range(self.size)]
+
         dependent = list(self.dependent_layers())
+        norms = [layer.name for layer in batch_norms(self.model)]
         if dependent:
             yield (
                 f"batch-dependent layers: what {', '.join(dependent)} makes of an example depends on which others are "
-                "in its batch, and each replica has other ones. Normalise over features (LayerNormalization), use "
+                "in its batch, and each replica has other ones. Normalize over features (LayerNormalization), use "
                 "BatchNormalization, whose statistics are taken over all replicas, or loop.all_gather() in it"
             )
-        names = [layer.name for layer in batch_norms(self.model)]
-        for training, together in ((False, evaluated), (True, trained)):
-            if dependent or (training and names):
-                break  # BatchNorm's output depends on the batch, as it must
-            alone = np.concatenate([self.loss(one, training, first=i) for i, one in enumerate(ones)])
-            if self.differ(together, alone):
-                yield PLACES if by_place else self.mixing(together, training)
-                break
-        if names and not options["sync_batch_norm"]:
+        else:
+            # While training, the output of BatchNorm depends on the batch, as it must.
+            together = {False: evaluated} if norms else {False: evaluated, True: trained}
+            yield from self.dependent_losses(together)
+        if norms and not options["sync_batch_norm"]:
             yield (
-                f"an unsynchronised BatchNorm: {', '.join(names)} takes mean and variance over each replica's rows "
+                f"an unsynchronized BatchNorm: {', '.join(norms)} takes mean and variance over each replica's rows "
                 "alone, because of sync_batch_norm=False. Leave it at True"
             )
 
+    def dependent_losses(self, together: dict[bool, np.ndarray]) -> Iterator[str]:
+        """Why an example alone has another loss than in the batch: with `training` or without, the first that differs.
+
+        Args:
+            together: the losses of the whole batch, by `training`.
+        """
+        for training, losses in together.items():
+            alone = [self.loss(self.rows(i, i + 1), training, first=i) for i in range(self.size)]
+            if self.differ(losses, np.concatenate(alone)):
+                reversed_batch = tf.nest.map_structure(lambda tensor: tf.reverse(tensor, [0]), self.batch)
+                by_place = self.differ(together[False], self.loss(reversed_batch, training=False)[::-1])
+                yield DEPENDS_ON_PLACE if by_place else self.mixing(losses, training)
+                return
+
+    def rows(self, start: int, end: int) -> Any:
+        """Some examples of the batch, as a batch."""
+        return tf.nest.map_structure(lambda tensor: tensor[start:end], self.batch)
+
     def mixing(self, together: np.ndarray, training: bool) -> str:
         """How the loss of an example depends on its batch."""
-        first = tf.nest.map_structure(lambda tensor: tensor[:1], self.batch)
-        two, four = (
-            self.loss(tf.nest.map_structure(lambda tensor, n=n: tf.repeat(tensor, n, 0), first), training)[:1]
-            for n in (2, 4)
-        )
-        if self.differ(two, four):
+        if self.differ(self.loss_of_copies(2, training), self.loss_of_copies(4, training)):
             return (
                 "a loss that depends on the batch size: the same example has another loss in a batch of 2 than in one "
                 "of 4, so compute() divides by the number of rows, or adds over them. Return each example's own loss: "
@@ -163,6 +175,11 @@ class _Probe:
             "are in its batch, and each replica has other ones. Return each example's own loss; for a loss over the "
             "whole batch, compare with loop.all_gather(...)"
         )
+
+    def loss_of_copies(self, copies: int, training: bool) -> np.ndarray:
+        """The loss of the first example in a batch of copies of it."""
+        batch = tf.nest.map_structure(lambda tensor: tf.repeat(tensor, copies, 0), self.rows(0, 1))
+        return self.loss(batch, training)[:1]
 
     def loss(self, batch: Any, training: bool, first: int = 0) -> np.ndarray:
         """The loss of each row, one number each, where `first` is the place of the first one in the whole batch."""
@@ -181,16 +198,18 @@ class _Probe:
 
     def replica(self, batch: Any, first: Any) -> Replica:
         """The one replica, whose rows start at place `first`."""
-        zero, first = tf.constant(0, tf.int64), tf.cast(first, tf.int64)
+        zero = tf.constant(0, tf.int64)
+        first = tf.cast(first, tf.int64)
         return Replica(Backend(), Rows(batch, first, zero, zero, first + tf.range(count(batch))), 0, EXAMPLES)
 
     def differ(self, one: np.ndarray, other: np.ndarray) -> bool:
         """Whether two arrays differ by more than rounding."""
-        known = np.isfinite(one) & np.isfinite(other)
-        if (np.isfinite(one) != np.isfinite(other)).any():
+        finite = np.isfinite(one)
+        if (finite != np.isfinite(other)).any():
             return True
-        apart, scale = (np.abs(each[known]).max(initial=1e-12) for each in (one - other, one))
-        return bool(apart > max(1e-12, self.bound * scale))
+        distance = np.abs(one - other)[finite].max(initial=1e-12)
+        scale = np.abs(one[finite]).max(initial=1e-12)
+        return bool(distance > max(1e-12, self.bound * scale))
 
     def random_operations(self) -> str:
         """The names of the stateful random operations in `compute`, and of code of the host."""
@@ -201,62 +220,90 @@ class _Probe:
         names = {operation.type for operation in graph.get_operations()}
         for function in graph.as_graph_def().library.function:
             names |= {node.op for node in function.node_def}
-        random = {name for name in names if ("Random" in name and "Stateless" not in name) or "PyFunc" in name}
-        random |= {name for name in names if name.startswith(("Multinomial", "StatefulStandard", "StatefulUniform"))}
-        return ", ".join(sorted(random)) or "something in compute()"
+        return ", ".join(sorted(filter(_is_random, names))) or "something in compute()"
 
     def dependent_layers(self) -> Iterator[str]:
-        """The layers whose output for the first row changes with the others; synchronised BatchNorm aside."""
-        whole, seen = batch_norms(self.model), []
+        """The layers whose output for the first row changes with the others; synchronized BatchNorm aside."""
+        dependent: set[int] = set()
+        for layer_call in self.layer_calls():
+            layer = layer_call.layer
+            if id(layer) not in dependent and self.mixes_rows(layer_call):
+                dependent.add(id(layer))
+                yield layer.name
 
-        def watch(layer: Any, call: Any) -> Callable[..., Any]:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                seen.append((layer, call, args, kwargs))
+    def layer_calls(self) -> list[_LayerCall]:
+        """How `compute` calls each layer that has no layers in it; synchronized BatchNorm aside."""
+        seen: list[_LayerCall] = []
+
+        def watched(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+            def record(*args: Any, **kwargs: Any) -> Any:
+                seen.append(_LayerCall(layer, call, args, kwargs))
                 return call(*args, **kwargs)
 
-            return watched
+            return record
 
-        # A cell of a recurrent layer keeps what it was first called with (its masks): its layer is looked at instead.
-        leaves = [
-            layer
-            for layer in layers(self.model)
-            if not [inner for inner in layer._flatten_layers(include_self=False) if not is_cell(inner)]
-            and not is_cell(layer)
-        ]
-        calls = [(layer, layer.call) for layer in leaves if not any(layer is each for each in whole)]
-        for layer, call in calls:
-            object.__setattr__(layer, "call", watch(layer, call))
+        norms = {id(layer) for layer in batch_norms(self.model)}
+        watchable = [layer for layer in layers(self.model) if is_leaf(layer) and id(layer) not in norms]
+        for layer in watchable:
+            object.__setattr__(layer, "call", watched(layer, layer.call))
         try:
             self.reset()
             with within(self.replica(self.batch, 0)):
                 self.task.compute(self.model, self.batch, training=True)
         finally:
-            for layer, _ in calls:
+            for layer in watchable:
                 object.__delattr__(layer, "call")
-        told = set()
-        for layer, call, args, kwargs in list(seen):
-            tensors = [each for each in tf.nest.flatten((args, kwargs)) if isinstance(each, tf.Tensor)]
-            rows = [tensor for tensor in tensors if tensor.shape.rank and tensor.shape[0] == self.size]
-            if not rows or len(rows) != len([tensor for tensor in tensors if tensor.shape.rank]) or id(layer) in told:
-                continue
+        return seen
 
-            def first(value: Any) -> Any:
-                return value[:1] if isinstance(value, tf.Tensor) and value.shape.rank else value
+    def mixes_rows(self, layer_call: _LayerCall) -> bool:
+        """Whether a layer's output for the first row is another one without the other rows."""
+        inputs = layer_call.args, layer_call.kwargs
+        lengths = {leaf.shape[0] for leaf in tf.nest.flatten(inputs) if _has_rows(leaf)}
+        if lengths != {self.size}:
+            return False  # it isn't called with examples
+        first_row = tf.nest.map_structure(lambda leaf: leaf[:1] if _has_rows(leaf) else leaf, inputs)
+        of_all = self.output(layer_call, inputs, self.batch)
+        of_first = self.output(layer_call, first_row, self.rows(0, 1))
+        if of_all is None or of_first is None or of_all.shape[0] != self.size:
+            return False
+        return of_all[:1].shape != of_first.shape or self.differ(of_all[:1], of_first)
 
-            def output(args: Any, kwargs: Any, call: Any = call) -> np.ndarray | None:
-                self.reset()
-                made = tf.nest.flatten(call(*args, **kwargs))[0]
-                return tf.cast(made, tf.float64).numpy() if isinstance(made, tf.Tensor) and made.shape.rank else None
+    def output(self, layer_call: _LayerCall, inputs: tuple[Any, Any], batch: Any) -> np.ndarray | None:
+        """The first output of a layer that is called once more; None where it is no tensor with rows."""
+        args, kwargs = inputs
+        self.reset()
+        with within(self.replica(batch, 0)):
+            output = tf.nest.flatten(layer_call.call(*args, **kwargs))[0]
+            return tf.cast(output, tf.float64).numpy() if _has_rows(output) else None
 
-            with within(self.replica(self.batch, 0)):
-                all_rows = output(args, kwargs)
-            with within(self.replica(tf.nest.map_structure(first, self.batch), 0)):
-                one_row = output(*tf.nest.map_structure(first, (args, kwargs)))
-            if all_rows is None or one_row is None or all_rows.shape[0] != self.size:
-                continue
-            if all_rows[:1].shape != one_row.shape or self.differ(all_rows[:1], one_row):
-                told.add(id(layer))
-                yield layer.name
+
+class _LayerCall(NamedTuple):
+    """A call of a layer: the layer, its own `call`, and what it was called with."""
+
+    layer: Any
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a value is a tensor with at least one axis."""
+    return isinstance(value, tf.Tensor) and bool(value.shape.rank)
+
+
+def _is_random(operation: str) -> bool:
+    """Whether an operation of this type draws random numbers from a state of its own, or is code of the host."""
+    if "Random" in operation and "Stateless" not in operation:
+        return True
+    return "PyFunc" in operation or operation.startswith(("Multinomial", "StatefulStandard", "StatefulUniform"))
+
+
+def is_leaf(layer: Any) -> bool:
+    """Whether a layer has no other layers in it.
+
+    A recurrent layer counts as one in place of its cell, which keeps what it was first called with (its masks).
+    """
+    return not is_cell(layer) and all(map(is_cell, layer._flatten_layers(include_self=False)))
 
 
 def is_cell(layer: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from callbacks.example_log import Example, ExampleLog, _hash, differences, used
 from loop import ArrayData, backends, fit
-from loop.commands import chaos
+from loop.commands import chaos, killed_run
 from tests.campaigns import damage, syscalls
 from tests.conftest import ROOT, tfloop
 from tests.tasks import Plain, Streamed, Weighted
@@ -127,7 +127,7 @@ def test_another_content_is_found():
     ],
 )
 def test_chaos_finds_what_is_planted(fault, problem, tmp_path, monkeypatch):
-    monkeypatch.setattr(chaos, "_COMMAND", [sys.executable, "-P", "-m", "tests.campaigns.trainer"])
+    monkeypatch.setattr(killed_run, "_COMMAND", [sys.executable, "-P", "-m", "tests.campaigns.trainer"])
     monkeypatch.setattr(chaos, "_GONE", 1.0 if fault == "lingers" else 30.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     report = chaos.chaos([fault], 6 if fault == "none" else 3, tmp_path, seed=3, checkpoint_every="5")
@@ -135,7 +135,7 @@ def test_chaos_finds_what_is_planted(fault, problem, tmp_path, monkeypatch):
     if problem is None:
         assert sum(report.kills.values()) == 6
         assert report.kills[chaos.WRITING] > 0
-        assert report.lives == report.runs + 6
+        assert report.attempts == report.runs + 6
     else:
         assert any(problem in text for text in report.problems), report.problems
 

@@ -159,7 +159,7 @@ class Sized(Unweighted):
         return {"loss": loss / tf.cast(tf.shape(loss)[0], loss.dtype)}
 
 
-class Unsynchronised(Dropped):
+class Unsynchronized(Dropped):
     """Planted: BatchNorm with statistics of each replica."""
 
     defaults = {"batch_size": 8, "sync_batch_norm": False}
@@ -201,7 +201,7 @@ class HostRandom(Unweighted):
 MISTAKES = {
     MeanInside: "a mean inside the loss: all examples of a batch have the same loss",
     Sized: "a loss that depends on the batch size",
-    Unsynchronised: "an unsynchronised BatchNorm: batch_normalization",
+    Unsynchronized: "an unsynchronized BatchNorm: batch_normalization",
     Dependent: "batch-dependent layers: what centred makes of an example",
     Unseeded: "random ops without our seeds: RandomStandardNormal",
     HostRandom: r"host randomness in the data: train_data() gives other examples",

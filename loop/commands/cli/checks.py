@@ -133,5 +133,5 @@ def chaos(
         shown_stages(kills + 2) as progress,
     ):
         report = chaos_.chaos([target_, *arguments], kills, keep or Path(directory), seed, checkpoint_every, progress)
-    show(vars(report) | {"exact": report.exact}, chaos_.lines(report), as_json)
+    show(chaos_.as_json(report), chaos_.lines(report), as_json)
     raise typer.Exit(0 if report.exact else FAILED)
