@@ -24,7 +24,7 @@ from loop.errors import UsageError
 from loop.model.variables import learning_rates
 from loop.run.session import Session
 from loop.step import approximations
-from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
+from loop.step.train_step import NOT_FINITE
 from loop.task import TrainTask
 
 FORMS = (".json", ".png", ".svg")
@@ -35,8 +35,8 @@ _NOISE = 2.0  # a fall is one if it is so many standard deviations of a step's l
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What the test has found.
+class RangeTest:
+    """What a range test has found.
 
     Attributes:
         rates: the learning rate of each step; of the first optimizer, where there are several.
@@ -61,7 +61,8 @@ class Found:
 
         How fast is measured over a tenth of the steps. The first tenth, of which there is no average yet, is left out.
         """
-        smoothed, width = np.array(self.smoothed), max(2, len(self.losses) // 10)
+        smoothed = np.array(self.smoothed)
+        width = max(2, len(self.losses) // 10)
         end = width + int(np.argmin(smoothed[width:])) + 1 if len(smoothed) > width else 0
         if end <= 2 * width:
             return None
@@ -86,70 +87,60 @@ def find_lr(
     low: float,
     high: float,
     progress: Callable[[int], Any] = lambda count: None,
-) -> Found:
+) -> RangeTest:
     """Makes so many steps, with learning rates from `low` to `high`; stops where the loss diverges.
 
     Several optimizers keep the ratios of their rates: the first one has those from `low` to `high`.
 
     Args:
         task: the task.
-        engine: the engine, in one process.
+        engine: the backend, in one process.
         options: the options of `fit`.
         steps: how many.
         low: the first learning rate.
         high: the last one.
-        progress: is told of each step.
+        progress: is called with 1 after each step.
 
     Raises:
         UsageError: the task can't be trained, or its rates have no ratio.
     """
-    options = (
-        options | approximations.OFF | {"ema": None, "profile": None, "eval_every": "never", "on_nonfinite": "stop"}
-    )
+    options = options | approximations.OFF
+    options |= {"ema": None, "profile": None, "eval_every": "never", "on_nonfinite": "stop"}
     session = Session(task, engine, options)  # of a task with phases: the first one
-    built = session.built
     with engine.scope():
         rate = tf.Variable(low, trainable=False, dtype=tf.float64)
-    ratios = _ratios(built.optimizer)
+    optimizers = session.built.optimizer
+    ratios = _ratios(optimizers)
     for name, ratio in ratios.items():
-        optimizer = built.optimizer[name] if name else built.optimizer
+        optimizer = optimizers[name] if name else optimizers
         optimizer.learning_rate = _rate(optimizer, rate, ratio)
-    step = session.make_step()
+    session.make_step()
     losses: list[float] = []
-    rates = [float(each) for each in np.geomspace(low, high, steps)]
+    rates: list[float] = np.geomspace(low, high, steps).tolist()
     best = math.inf
-    for loss in _losses(step, rates, rate, list(built.minimized)):
+    for loss in _losses(session, rates, rate):
         losses.append(loss)
         progress(1)
-        now = _average(losses)[-1]
-        best = min(best, now)
-        if not math.isfinite(loss) or now > best + (_DIVERGED - 1) * abs(best):
+        smoothed = _average(losses)[-1]
+        best = min(best, smoothed)
+        if not math.isfinite(loss) or smoothed > best + (_DIVERGED - 1) * abs(best):
             finite = losses if math.isfinite(loss) else losses[:-1]
-            return Found(rates[: len(finite)], finite, True, ratios)
-    return Found(rates, losses, False, ratios)
+            return RangeTest(rates[: len(finite)], finite, True, ratios)
+    return RangeTest(rates, losses, False, ratios)
 
 
-def _losses(step: TrainStep, rates: Sequence[float], rate: tf.Variable, minimized: Sequence[str]) -> Iterator[float]:
+def _losses(session: Session, rates: Sequence[float], rate: tf.Variable) -> Iterator[float]:
     """Makes a step with each rate, and gives its loss: the sum of all, where a step has several."""
-    source = step.data.train
-    handle, epoch, at = source.start(0, 0), 0, 0
-    for each in rates:
-        rate.assign(each)
-        made = 0
-        while not made:
-            if at == source.steps_per_epoch:
-                handle, epoch, at = source.next_epoch(handle), epoch + 1, 0
-            made, ending, totals = step.train(handle, epoch, at, 1)
-            if ending == NOT_FINITE:
-                yield math.nan
-                return
-            if not made and not at:
-                raise UsageError("train_data() has no examples: there is nothing to train on")
-            at += made
-            if ending == EPOCH_ENDED:
-                handle, epoch, at = source.next_epoch(handle), epoch + 1, 0
-        means = step.means(totals)
-        yield sum(means[f"{name}_loss" if name else "loss"] for name in minimized)
+    names = [f"{name}_loss" if name else "loss" for name in session.built.minimized]
+    steps = session.steps()
+    for value in rates:
+        rate.assign(value)
+        ending, totals = next(steps)
+        if ending == NOT_FINITE:
+            yield math.nan
+            return
+        means = session.step.means(totals)
+        yield sum(means[name] for name in names)
 
 
 def _ratios(optimizer: Any) -> dict[str, float]:
@@ -157,14 +148,14 @@ def _ratios(optimizer: Any) -> dict[str, float]:
     if not isinstance(optimizer, Mapping):
         return {"": 1.0}
     rates = dict(zip(optimizer, learning_rates(optimizer), strict=True))
-    for name, each in rates.items():
-        if not each:
+    for name, rate in rates.items():
+        if not rate:
             raise UsageError(
-                f"build_optimizer()[{name!r}] has {'a schedule' if each is None else each} as its learning rate: rates "
+                f"build_optimizer()[{name!r}] has {'a schedule' if rate is None else rate} as its learning rate: rates "
                 "of several optimizers are scaled together, so give numbers > 0"
             )
     first = next(iter(rates.values()))
-    return {name: (each or 0.0) / (first or 1.0) for name, each in rates.items()}
+    return {name: (rate or 0.0) / (first or 1.0) for name, rate in rates.items()}
 
 
 def _rate(optimizer: Any, rate: tf.Variable, ratio: float) -> Any:
@@ -187,26 +178,26 @@ def _rate(optimizer: Any, rate: tf.Variable, ratio: float) -> Any:
 def _average(losses: Sequence[float]) -> list[float]:
     """An exponential moving average, without the weight of a beginning at 0."""
     sums = itertools.accumulate(losses, lambda sum_, loss: _MEMORY * sum_ + (1 - _MEMORY) * loss, initial=0.0)
-    return [each / (1 - _MEMORY**count) for count, each in enumerate(sums) if count]
+    return [total / (1 - _MEMORY**count) for count, total in enumerate(sums) if count]
 
 
-def lines(found: Found, width: int = 78) -> Iterator[str]:
+def lines(test: RangeTest, width: int = 78) -> Iterator[str]:
     """The test for people: a plot, and what it suggests."""
-    yield from plot(found, width)
-    if found.diverged:
-        yield f"the loss diverged at {found.rates[-1]:.1e}" if found.rates else "the loss is not finite from the start"
-    if (best := found.suggestion) is None:
+    yield from plot(test, width)
+    if test.diverged:
+        yield f"the loss diverged at {test.rates[-1]:.1e}" if test.rates else "the loss is not finite from the start"
+    if (best := test.suggestion) is None:
         yield "no suggestion: the loss falls nowhere; try other rates with --low and --high, or more --steps"
         return
     yield f"suggestion: {best:.1e}, where the loss falls fastest"
-    for name, ratio in found.scaled.items():
+    for name, ratio in test.scaled.items():
         if name:
             yield f"  {name}: {ratio * best:.1e}"
 
 
-def plot(found: Found, width: int, height: int = 16) -> list[str]:
+def plot(test: RangeTest, width: int, height: int = 16) -> list[str]:
     """The smoothed loss over the learning rate, for a terminal; a line where it falls fastest."""
-    if len(found.rates) < 2:
+    if len(test.rates) < 2:
         return []
     import plotext
 
@@ -214,48 +205,47 @@ def plot(found: Found, width: int, height: int = 16) -> list[str]:
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, height)
-    places = [math.log10(rate) for rate in found.rates]
-    smoothed = found.smoothed
-    shown = [(place, loss) for place, loss in zip(places, smoothed, strict=True) if loss <= found.top]
+    powers = [math.log10(rate) for rate in test.rates]
+    shown = [point for point in zip(powers, test.smoothed, strict=True) if point[1] <= test.top]
     figure.draw(figure.signal(*zip(*shown, strict=True), marker="braille").lines())
-    if found.suggestion is not None:
-        figure.line(math.log10(found.suggestion), "vertical", style="dotted")
-    ends = math.ceil(places[0]), math.floor(places[-1]) + 1
-    ticks = [float(each) for each in range(*ends)] or [places[0], places[-1]]
-    figure.ruler("x").lim(places[0], places[-1])
-    figure.ruler("x").ticks(ticks, [f"{10**each:.0e}" for each in ticks])
+    if test.suggestion is not None:
+        figure.line(math.log10(test.suggestion), "vertical", style="dotted")
+    whole_powers = range(math.ceil(powers[0]), math.floor(powers[-1]) + 1)
+    ticks = list(map(float, whole_powers)) or [powers[0], powers[-1]]
+    figure.ruler("x").lim(powers[0], powers[-1])
+    figure.ruler("x").ticks(ticks, [f"{10**tick:.0e}" for tick in ticks])
     return ["loss (smoothed) over learning rate", *figure.build().string(True).splitlines()]
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(test: RangeTest) -> dict[str, Any]:
     """The same for programs."""
-    about: dict[str, Any] = jsonable(dataclasses.asdict(found) | {"smoothed": found.smoothed})
-    return about | {"suggestion": found.suggestion}
+    about: dict[str, Any] = jsonable(dataclasses.asdict(test) | {"smoothed": test.smoothed})
+    return about | {"suggestion": test.suggestion}
 
 
-def write(path: Path, found: Found) -> None:
+def write(path: Path, test: RangeTest) -> None:
     """Writes the plot, or the numbers, whole or not at all."""
     try:
         with replacing(path, aside=hidden_name(path)) as file:
             if path.suffix == ".json":
-                file.write((json.dumps(as_json(found)) + "\n").encode())
+                file.write((json.dumps(as_json(test)) + "\n").encode())
             else:
-                _draw(file, path.suffix[1:], found)
+                _draw(file, path.suffix[1:], test)
     except OSError as error:
         raise UsageError(f"--out {path}: {error.strerror}") from None
 
 
-def _draw(file: IO[bytes], form: str, found: Found) -> None:
+def _draw(file: IO[bytes], form: str, test: RangeTest) -> None:
     from matplotlib.figure import Figure
 
-    if not found.losses:
+    if not test.losses:
         raise UsageError("the loss is not finite from the start: there is nothing to plot")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.semilogx(found.rates, found.losses, color="0.75", label="each step")
-    axes.semilogx(found.rates, found.smoothed, label="smoothed")
-    if found.suggestion is not None:
-        axes.axvline(found.suggestion, color="tab:red", linestyle=":", label=f"suggestion: {found.suggestion:.1e}")
-    axes.set(xlabel="learning rate", ylabel="loss", ylim=(None, found.top))
+    axes.semilogx(test.rates, test.losses, color="0.75", label="each step")
+    axes.semilogx(test.rates, test.smoothed, label="smoothed")
+    if test.suggestion is not None:
+        axes.axvline(test.suggestion, color="tab:red", linestyle=":", label=f"suggestion: {test.suggestion:.1e}")
+    axes.set(xlabel="learning rate", ylabel="loss", ylim=(None, test.top))
     axes.legend()
     figure.savefig(file, format=form, dpi=120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import re
 import tempfile
 import traceback
@@ -15,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from loop import backends
 from loop.backends import devices
 from loop.backends.base import Backend
 from loop.commands import diagnose, terminal
@@ -27,7 +29,7 @@ from loop.run.state import named_variables_of
 from loop.step import approximations
 from loop.step.batch_norm import statistics
 from loop.step.observer import GradientObserver
-from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
+from loop.step.train_step import NOT_FINITE
 from loop.task import TrainTask
 
 BOUNDS = {"float32": 1e-4, "float64": 1e-5}
@@ -51,7 +53,7 @@ class Comparison:
 
     Attributes:
         precision: of the layers.
-        engine: how it was trained.
+        engine: the backend that trained it.
         replicas: on how many.
         differences: the largest relative difference by kind; nan where there is nothing of it.
         first: what differs first, or "".
@@ -62,9 +64,9 @@ class Comparison:
     precision: str
     engine: str
     replicas: int
-    differences: dict[str, float]
-    first: str
-    same: bool
+    differences: dict[str, float] = dataclasses.field(default_factory=dict)
+    first: str = ""
+    same: bool = False
     note: str = ""
 
 
@@ -107,56 +109,63 @@ def verify(
         batch_size: the global batch; None: the task's own.
         replicas: on how many devices to train it, beside one: GPUs if there are enough, else logical CPU devices.
         job: records the task in real processes, into a directory; gives an error, or "". None: no processes.
-        job_engine: the engine of those.
+        job_engine: their backend.
         progress: is called with what is being done.
         compile: `graph` or `xla`; None: the task's own.
 
     Raises:
         UsageError: the task can't be trained at all.
     """
-    from loop import backends
-
-    where = devices.alike(max(replicas))
-    ways = [("single", 1, Backend()), *(("mirrored", n, backends.create("mirrored", n)) for n in replicas)]
-    comparisons, steps = [], 0
+    compared_on = devices.alike(max(replicas))
+    in_process = [Backend(), *(backends.create("mirrored", n) for n in replicas)]
+    comparisons: list[Comparison] = []
+    steps = 0
     with tempfile.TemporaryDirectory(prefix="tfloop-verify-") as directory:
         problem = ""
         if job is not None:
             progress(f"2 processes of {job_engine}")
             problem = job(Path(directory))
         for precision in BOUNDS:
+            options = options_of(task, precision, batch_size, compile)
             progress(f"{precision}: 1 replica")
-            try:
-                reference = record(task, Backend(), precision, batch_size, compile)
-            except Exception as error:
-                if precision == "float32" or isinstance(error, UsageError):
-                    raise
-                # Such as a tf.Module of float32 tensors: no mistake of the task.
-                comparisons.append(Comparison(precision, "single", 1, {}, "", True, _why_not(task, error)))
+            reference = _reference(task, options)
+            if isinstance(reference, str):
+                comparisons.append(Comparison(precision, "single", 1, same=True, note=reference))
                 continue
             steps = len({name.split("/")[1] for name in reference if name.startswith("gradients/")})
-            for engine, n, backend in ways:
-                progress(f"{precision}: {n} replica{'s' * (n > 1)}{' again' * (n == 1)}")
-                found = record(task, backend, precision, batch_size, compile)
-                comparisons.append(compare(precision, engine, n, reference, found))
-            if job is not None and not problem:
-                with np.load(Path(directory) / f"{precision}.npz", allow_pickle=False) as stored:
-                    found = {name: stored[name] for name in stored.files}
-                comparisons.append(compare(precision, job_engine, 2, reference, found))
+            for backend in in_process:
+                progress(f"{precision}: {_way(backend.name, backend.replicas)}")
+                numbers = record(task, backend, options)
+                comparisons.append(compare(precision, backend.name, backend.replicas, reference, numbers))
+            if problem:
+                comparisons.append(Comparison(precision, job_engine, 2, note=problem))
             elif job is not None:
-                comparisons.append(Comparison(precision, job_engine, 2, {}, "", False, problem))
+                comparisons.append(compare(precision, job_engine, 2, reference, _read(Path(directory), precision)))
     progress("looking for causes")
-    causes = diagnose.causes(task, options_of(task, "float32", batch_size))
-    same = all(comparison.same for comparison in comparisons) and not causes
-    if not same and not causes:
+    options = options_of(task, "float32", batch_size)
+    causes = diagnose.causes(task, options)
+    if not causes and not all(comparison.same for comparison in comparisons):
         causes = [UNKNOWN]
-    size = options_of(task, "float32", batch_size)["batch_size"]
-    return Report(type(task).__name__, size, steps, comparisons, causes, same, where)
+    return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, not causes, compared_on)
+
+
+def _reference(task: TrainTask, options: dict[str, Any]) -> Arrays | str:
+    """What one replica records; or why a task isn't compared in this precision."""
+    try:
+        return record(task, Backend(), options)
+    except UsageError:
+        raise
+    except Exception as error:
+        if options["precision"] == "float32":
+            raise
+        # Such as a tf.Module of float32 tensors: no mistake of the task.
+        return _why_not(task, error)
 
 
 def _why_not(task: TrainTask, error: Exception) -> str:
     """Why a task that can be computed in float32 can't be computed in float64."""
-    text, file = str(error), inspect.getsourcefile(type(task)) or "?"
+    text = str(error)
+    file = inspect.getsourcefile(type(task)) or "?"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     lines += [int(number) for number in re.findall(rf'File "{re.escape(file)}", line (\d+)', text)]  # of AutoGraph
     where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
@@ -183,61 +192,48 @@ def options_of(task: TrainTask, precision: str, batch_size: int | None, compile:
     return options | approximations.OFF
 
 
-def record(
-    task: TrainTask, backend: Backend, precision: str, batch_size: int | None, compile: str | None = None
-) -> Arrays:
-    """Trains for a few steps, and writes down every number by kind, step and name."""
+def record(task: TrainTask, backend: Backend, options: dict[str, Any]) -> Arrays:
+    """Trains for a few steps, and records every number by kind, step and name."""
     keras.utils.clear_session(free_memory=False)  # names of layers start anew, and are the same each time
-    found: Arrays = {}
-    session = Session(task, backend, options_of(task, precision, batch_size, compile), change=_few)
-    number = _train(session, 0, found)
+    numbers: Arrays = {}
+    session = Session(task, backend, options, change=_few)
+    steps = _train(session, 0, numbers)
     while session.index + 1 < len(phases_of(task)):
         session.enter_next_phase()
-        number = _train(session, number, found)
-    built = session.built
-    trained = {id(variable) for variable in as_tf(trainable_variables(built.model))}
-    gathered = {id(variable) for variable in statistics(built.model)}
-    for name, variable in named_variables_of(built).items():
-        if name.startswith("model/") and id(variable) in trained | gathered:
-            kind = "weights" if id(variable) in trained else "statistics"
-            found[f"{kind}/{name.removeprefix('model/')}"] = backend.local_values(variable)[0]
-    return found
+        steps = _train(session, steps, numbers)
+
+    model = session.built.model
+    kinds = {id(variable): "statistics" for variable in statistics(model)}
+    kinds |= {id(variable): "weights" for variable in as_tf(trainable_variables(model))}
+    for name, variable in named_variables_of(session.built).items():
+        if name.startswith("model/") and id(variable) in kinds:
+            kind = kinds[id(variable)]
+            numbers[f"{kind}/{name.removeprefix('model/')}"] = backend.local_values(variable)[0]
+    return numbers
 
 
-def _train(session: Session, number: int, found: Arrays) -> int:
-    """Trains for a phase, writes every number down in `found`, and returns how many steps have been made by then."""
+def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
+    """Trains for a phase, and records its numbers; returns how many steps have been made by then."""
     backend = session.backend
     gradients = GradientObserver(session.built.model, backend)
     step = session.make_step(observer=gradients)
     backend.broadcast_variables(step.built.variables + step.variables)
     names = variable_names(trainable_variables(step.built.model))
-    end = f"end-{number}" if number else "end"
-    for totals in _steps(step):
-        number += 1
+    steps = steps_before
+    for ending, totals in session.steps(EPOCHS):
+        if ending == NOT_FINITE:
+            raise UsageError(f"step {steps + 1}: not finite: {', '.join(step.not_finite)}: nothing can be compared")
+        steps += 1
         for index, (name, gradient) in enumerate(zip(names, gradients.last, strict=True)):
-            found[f"gradients/{number}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
+            numbers[f"gradients/{steps}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
         for name, value in step.means(totals).items():
-            found[f"metrics/{number}/{name}"] = np.array(value)
-    evaluated = step.evaluation.means(step.evaluation.whole()) if step.data.eval is not None else {}
-    found |= {f"metrics/{end}/{name}": np.array(value) for name, value in evaluated.items()}
+            numbers[f"metrics/{steps}/{name}"] = np.array(value)
+    if step.data.eval is not None:
+        end = f"end-{steps_before}" if steps_before else "end"
+        for name, value in step.evaluation.means(step.evaluation.whole()).items():
+            numbers[f"metrics/{end}/{name}"] = np.array(value)
     step.average_statistics()
-    return number
-
-
-def _steps(step: TrainStep) -> Iterator[np.ndarray]:
-    """Makes one step after the other; the totals of each."""
-    handle = step.data.train.start(0, 0)
-    for epoch in range(EPOCHS):
-        done = 0
-        while done != step.data.train.steps_per_epoch:
-            made, status, totals = step.train(handle, epoch, done, 1)
-            if status == NOT_FINITE:
-                raise UsageError(f"step {done + 1}: not finite: {', '.join(step.not_finite)}: nothing can be compared")
-            if status == EPOCH_ENDED:
-                break
-            done += made
-            yield totals
-        handle = step.data.train.next_epoch(handle)
+    return steps
 
 
 def _few(data: Any, options: dict[str, Any]) -> Any:
@@ -246,30 +242,31 @@ def _few(data: Any, options: dict[str, Any]) -> Any:
     return in_float64(few) if options["precision"] == "float64" else few
 
 
-def compare(precision: str, engine: str, replicas: int, reference: Arrays, found: Arrays) -> Comparison:
+def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbers: Arrays) -> Comparison:
     """Compares all that was recorded; see `difference` for what it is relative to."""
-    differences: dict[str, float] = {}
-    first = ""
+    comparison = Comparison(precision, engine, replicas)
+    only = [name for name in [*reference, *numbers] if name not in reference or name not in numbers]
+    if only:
+        comparison.note = f"only one of the two has {only[0]}"
+        return comparison
     judged = ("gradients/1/", "metrics/1/") if precision == "float32" else tuple(f"{kind}/" for kind in KINDS)
-    other = [name for name in [*reference, *found] if (name in reference) != (name in found)]
-    if other:
-        return Comparison(precision, engine, replicas, {}, "", False, f"only one of the two has {other[0]}")
     for kind in KINDS:
-        names = [name for name in reference if name.startswith(f"{kind}/")]
-        largest = max((difference(name, reference, found) for name in names), default=float("nan"))
-        differences[kind] = largest
-        beyond = [n for n in names if n.startswith(judged) and not difference(n, reference, found) <= BOUNDS[precision]]
-        first = first or (beyond[0] if beyond else "")
-    return Comparison(precision, engine, replicas, differences, first, not first)
+        apart = {name: difference(name, reference, numbers) for name in reference if name.startswith(f"{kind}/")}
+        comparison.differences[kind] = max(apart.values(), default=float("nan"))
+        beyond = [name for name, value in apart.items() if name.startswith(judged) and not value <= BOUNDS[precision]]
+        comparison.first = comparison.first or next(iter(beyond), "")
+    comparison.same = not comparison.first
+    return comparison
 
 
-def difference(name: str, reference: Arrays, found: Arrays) -> float:
+def difference(name: str, reference: Arrays, numbers: Arrays) -> float:
     """The largest absolute difference, relative to the largest number of its kind (and step) in the whole model.
 
     Not to that of the variable alone: where the gradient is 0 but for rounding, as that of a bias that a softmax or a
-    normalisation takes out again, rounding is all there is.
+    normalization takes out again, rounding is all there is.
     """
-    one, other = reference[name].astype("float64"), found[name].astype("float64")
+    one = reference[name].astype("float64")
+    other = numbers[name].astype("float64")
     if one.shape != other.shape:
         return float("inf")
     same = (one == other) | (np.isnan(one) & np.isnan(other))  # infinite ones too
@@ -280,32 +277,40 @@ def difference(name: str, reference: Arrays, found: Arrays) -> float:
     if kind == "metrics":
         return apart / max(1e-3, float(np.abs(one).max()))
     group = f"{kind}/{rest.partition('/')[0]}/" if kind == "gradients" else f"{kind}/"
-    sizes = [float(np.abs(each).max()) for key, each in reference.items() if key.startswith(group) and each.size]
-    scale = max((size for size in sizes if np.isfinite(size)), default=0.0)
+    arrays = [array for key, array in reference.items() if key.startswith(group) and array.size]
+    sizes = [float(np.abs(array).max()) for array in arrays]
+    scale = max(filter(np.isfinite, sizes), default=0.0)
     return apart / scale if scale else apart
 
 
 def write(
     directory: Path, task: TrainTask, backend: Backend, batch_size: int | None, compile: str | None = None
 ) -> None:
-    """Records a task in each precision as the worker of a job; the chief writes what was found."""
+    """Records a task in each precision as the worker of a job; the chief writes what was recorded."""
     for precision in BOUNDS:
         try:
-            found = record(task, backend, precision, batch_size, compile)
+            numbers = record(task, backend, options_of(task, precision, batch_size, compile))
         except Exception:
             if precision == "float32":
                 raise
             continue  # the reference can't be computed either
         if backend.is_chief:
             with (directory / f"{precision}.npz").open("wb") as file:
-                np.savez(file, allow_pickle=False, **found)
+                np.savez(file, allow_pickle=False, **numbers)
+
+
+def _read(directory: Path, precision: str) -> Arrays:
+    """What `write` has written."""
+    with np.load(directory / f"{precision}.npz", allow_pickle=False) as file:
+        return dict(file)
 
 
 def as_json(report: Report) -> str:
     """The report as one line of JSON."""
     fields = dataclasses.asdict(report)
     for comparison in fields["comparisons"]:
-        comparison["differences"] = {k: (None if v != v else v) for k, v in comparison["differences"].items()}
+        differences = comparison["differences"].items()
+        comparison["differences"] = {kind: None if math.isnan(value) else value for kind, value in differences}
     return json.dumps(fields)
 
 
@@ -315,37 +320,43 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     yield f"compared on {report.devices}", None
     yield "", None
     yield "largest relative difference from 1 replica:", None
-    size = max(len(_way(each)) for each in report.comparisons)
-    yield f"{'':9}{'':{size}}" + "".join(f"  {kind}" for kind in KINDS), None
-    for each in report.comparisons:
-        how = f"{each.precision:9}{_way(each):{size}}"
-        if each.differences:
-            numbers = "".join(f"{number(each.differences[kind]):>{len(kind) + 2}}" for kind in KINDS)
-            yield f"{how}{numbers}  {'same' if each.same else 'apart'}", each.same
-        else:
-            yield f"{how}  not compared", each.same
-        for text in filter(None, (each.note, each.first and f"first: {each.first}")):
-            for line in terminal.wrapped(text, indent=f"{'':9}"):
-                yield line, each.same
+    width = max(len(_way(comparison.engine, comparison.replicas)) for comparison in report.comparisons)
+    yield f"{'':9}{'':{width}}" + "".join(f"  {kind}" for kind in KINDS), None
+    for comparison in report.comparisons:
+        for text in _comparison_lines(comparison, width):
+            yield text, comparison.same
     yield "", None
     for cause in report.causes:
         for line in terminal.wrapped(f"why: {cause}"):
             yield line, False
     if report.same:
         yield "the same numbers everywhere", True
-    elif all(each.same for each in report.comparisons):
+    elif all(comparison.same for comparison in report.comparisons):
         yield "the numbers agree here by chance: with weights, or other data, they won't", False
     else:
         yield "not the same numbers", False
 
 
-def _way(comparison: Comparison) -> str:
+def _comparison_lines(comparison: Comparison, width: int) -> Iterator[str]:
+    """A row of the table, and below it what there is to say about it."""
+    result = "  not compared"
+    if comparison.differences:
+        result = "".join(f"{number(comparison.differences[kind]):>{len(kind) + 2}}" for kind in KINDS)
+        result += "  same" if comparison.same else "  apart"
+    yield f"{comparison.precision:9}{_way(comparison.engine, comparison.replicas):{width}}{result}"
+    if comparison.note:
+        yield from terminal.wrapped(comparison.note, indent=f"{'':9}")
+    if comparison.first:
+        yield from terminal.wrapped(f"first: {comparison.first}", indent=f"{'':9}")
+
+
+def _way(engine: str, replicas: int) -> str:
     """How something was trained, in a few words: 80 columns have room for no more."""
-    if comparison.replicas == 1:
-        return "1 replica, again"
-    return f"{comparison.engine}, {comparison.replicas} replicas"
+    return "1 replica, again" if replicas == 1 else f"{engine}, {replicas} replicas"
 
 
 def number(value: float) -> str:
     """A difference in few characters; "-" where there is nothing to compare."""
-    return "-" if value != value else "0" if value == 0 else f"{value:.0e}"
+    if math.isnan(value):
+        return "-"
+    return f"{value:.0e}" if value else "0"

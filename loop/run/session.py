@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from callbacks import ShardData
 from loop import backends
 from loop.backends.base import Backend
 from loop.data import Change, Data, RowCounts, likely_rows, open_data, unchanged
 from loop.data.host_random import random_state, set_random_state
+from loop.errors import UsageError
 from loop.launch.backend_choice import choose_backend
 from loop.model.variables import learning_rates, model_variables
 from loop.options import phases_of, with_defaults
 from loop.run.phases import PER_PHASE, options_of
 from loop.step.build import BuiltModel, build
 from loop.step.observer import StepObserver
-from loop.step.train_step import TrainStep
+from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
 from loop.task import TrainTask
 
 
@@ -107,6 +110,27 @@ class Session:
         own = {name: self.phase_options[name] for name in PER_PHASE}
         self.step = TrainStep(self.task, self.built, self.backend, data, {**self.options, **own}, observer)
         return self.step
+
+    def steps(self, epochs: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Makes one step after the other, from the start of the data on: how each ended, and its totals.
+
+        Args:
+            epochs: passes over the data; None: without end.
+        """
+        source = self.step.data.train
+        iterator = source.start(0, 0)
+        for epoch in itertools.count() if epochs is None else range(epochs):
+            step = 0
+            while step != source.steps_per_epoch:
+                made, ending, totals = self.step.train(iterator, epoch, step, 1)
+                if made or ending == NOT_FINITE:
+                    yield ending, totals
+                step += made
+                if ending == EPOCH_ENDED:
+                    break
+            if not step:
+                raise UsageError("train_data() has no examples: there is nothing to train on")
+            iterator = source.next_epoch(iterator)
 
     @property
     def has_step(self) -> bool:
