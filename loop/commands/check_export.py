@@ -2,7 +2,7 @@
 
     python -m loop.commands.check_export MODEL INPUTS.npz OUTPUTS.npz HOW
 
-HOW is JSON: `call`, for a Keras file, what the model is called with, with `{"input": name}` where an input stands;
+HOW is JSON: `call`, for a Keras file, what the model is called with, with `{"input": name}` in place of an input;
 `family`, keras or tf_keras; `target`, whose file has the classes of the model.
 """
 
@@ -47,8 +47,8 @@ def filled(call: Any, inputs: dict[str, Any]) -> Any:
     if isinstance(call, dict):
         if set(call) == {"input"} and isinstance(call["input"], str):
             return inputs[call["input"]]
-        return {name: filled(each, inputs) for name, each in call.items()}
-    return [filled(each, inputs) for each in call] if isinstance(call, list) else call
+        return {name: filled(part, inputs) for name, part in call.items()}
+    return [filled(part, inputs) for part in call] if isinstance(call, list) else call
 
 
 if __name__ == "__main__":

@@ -46,22 +46,20 @@ def evaluate(
     # The training data isn't used; and the checkpoint's moving averages are loaded as the weights.
     options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False, "overfit": None, "ema": None}
     options |= approximations.OFF
-    _, manifest = run_directory.locate_weights(Path(path))
+    weights, manifest = read_weights(Path(path))
     with run_directory.of_a_run(path):
         session = Session(task, backend, options, index_of(manifest, task), trained_on=backend.replicas)
     if session.data.eval is None:
         raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
-    load_weights(session.built.model, Path(path))
+    assign(numbered("model", all_variables(session.built.model)), weights)
     step = session.make_step()
     return step.evaluation.means(step.evaluation.whole())
 
 
-def load_weights(model: Any, path: Path) -> dict[str, Any]:
-    """Gives a model the weights of a checkpoint, or those that are the result of a run; returns the manifest.
+def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The model's variables of a checkpoint, or those that are the result of a run; and the manifest.
 
     Where the run kept moving averages of its weights, it is those.
     """
-    found, manifest = run_directory.locate_weights(path)
-    tensors: dict[str, np.ndarray] = checkpoint_files.read(found, manifest)
-    assign(numbered("model", all_variables(model)), averaged(tensors))
-    return manifest
+    checkpoint, manifest = run_directory.locate_weights(path)
+    return averaged(checkpoint_files.read(checkpoint, manifest)), manifest

@@ -18,15 +18,14 @@ import tensorflow as tf
 
 from callbacks.files import ROOT
 from loop.backends.base import Backend
-from loop.checkpoint import checkpoint_files
-from loop.commands.evaluate import load_weights
+from loop.commands.evaluate import read_weights
 from loop.data import Source
 from loop.errors import TrainingError, UsageError
+from loop.model.variables import all_variables
 from loop.options import with_defaults
-from loop.run import run_directory
 from loop.run.serving import Served, save, served_by
 from loop.run.session import Session, index_of
-from loop.run.state import averaged
+from loop.run.state import assign, numbered
 from loop.step.build import BuiltModel
 from loop.task import TrainTask, target_of
 
@@ -62,9 +61,8 @@ def export(
     shown = ""
     try:
         if out.suffix == ".npz":
-            found, manifest = run_directory.locate_weights(path)
-            tensors = checkpoint_files.read(found, manifest)
-            weights = {name.removeprefix("model/"): tensor for name, tensor in averaged(tensors).items()}
+            weights, _ = read_weights(path)
+            weights = {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
             with partial.open("wb") as file:
                 np.savez(file, allow_pickle=False, **weights)
         else:
@@ -92,31 +90,55 @@ def export(
 
 def rebuild(task: TrainTask, path: Path) -> tuple[BuiltModel, Source]:
     """What a task builds, with the weights of a checkpoint; and its evaluation data, or else its training data."""
-    _, manifest = run_directory.locate_weights(path)
+    weights, manifest = read_weights(path)
     about = manifest["run"]
     options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1, "drop_remainder": False}
     options |= {name: about["options"][name] for name in ("precision", "batch_size", "accumulate")}
     session = Session(task, Backend(), options, index_of(manifest, task), trained_on=about.get("replicas", 1))
-    load_weights(session.built.model, path)
+    assign(numbered("model", all_variables(session.built.model)), weights)
     return session.built, session.data.eval or session.data.train
 
 
 def compare(served: Served, partial: Path, out: Path, target: str | None) -> str:
-    """Has a new process load what was written, and compares the outputs for the examples; tells what that has shown."""
+    """Has a new process load what was written, and compares the outputs for the examples; says how far they differ."""
     is_keras = out.suffix == ".keras"
+    example = served.example()
+    inputs = example if isinstance(example, dict) else {next(iter(served._inputs.value)): example}
+    loaded = _loaded_outputs(served, inputs, partial, out, target)
+    returned = served.call(served._inputs.value) if is_keras else served.outputs()
+    if not isinstance(returned, dict):
+        returned = {"output_0": returned}
+    expected = {name: texts_as_bytes(np.asarray(value)) for name, value in returned.items()}
+    if _shapes(loaded) != _shapes(expected):
+        names = ", ".join(loaded)
+        raise TrainingError(f"{out} is not written: loaded in a new process, it has other outputs: {names}")
+    worst = max((distance(value, loaded[name]) for name, value in expected.items()), default=0.0)
+    examples = len(next(iter(inputs.values())))
+    result = f"loaded in a new process, its outputs for {examples} examples differ by {worst:.2g}"
+    if not worst <= TOLERANCE:
+        raise TrainingError(f"{out} is not written: {result}; give --no-check to have it all the same")
+    return result
+
+
+def _loaded_outputs(
+    served: Served, inputs: dict[str, np.ndarray], partial: Path, out: Path, target: str | None
+) -> dict[str, np.ndarray]:
+    """The outputs of the model that a new process has loaded."""
+    is_keras = out.suffix == ".keras"
+    family = type(served.model).__module__.split(".")[0]
+    how = {"call": served.skeleton() if is_keras else None, "family": family, "target": target}
+    search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="tfloop-export-") as directory:
-        question, answer = Path(directory, "inputs.npz"), Path(directory, "outputs.npz")
-        example = served.example()
-        inputs = example if isinstance(example, dict) else {next(iter(served._inputs.value)): example}
+        question = Path(directory, "inputs.npz")
+        answer = Path(directory, "outputs.npz")
         np.savez(question, allow_pickle=False, **{name: texts_as_bytes(value) for name, value in inputs.items()})
-        family = type(served.model).__module__.split(".")[0]
-        how = {"call": served.skeleton() if is_keras else None, "family": family, "target": target}
-        command = [sys.executable, "-P", "-m", "loop.commands.check_export", str(partial), str(question), str(answer)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        arguments = [str(partial), str(question), str(answer), json.dumps(how, default=str)]
         done = subprocess.run(
-            [*command, json.dumps(how, default=str)], capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "-1"},
-        )  # fmt: skip
+            [sys.executable, "-P", "-m", "loop.commands.check_export", *arguments],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": "-1"},
+        )
         if done.returncode:
             why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             hint = ": its classes need @keras.saving.register_keras_serializable()" if is_keras else ""
@@ -124,21 +146,12 @@ def compare(served: Served, partial: Path, out: Path, target: str | None) -> str
                 f"{out} is not written: a new process can't load it ({why}){hint}; export it to another format, or "
                 "give --no-check"
             )
-        with np.load(answer, allow_pickle=False) as found:
-            got = dict(found)
-    expected = served.call(served._inputs.value) if is_keras else served.outputs()
-    wanted = expected if isinstance(expected, dict) else {"output_0": expected}
-    wanted = {name: texts_as_bytes(np.asarray(value)) for name, value in wanted.items()}
-    if {name: each.shape for name, each in got.items()} != {name: each.shape for name, each in wanted.items()}:
-        raise TrainingError(f"{out} is not written: loaded in a new process, it has other outputs: {', '.join(got)}")
-    worst = max((distance(each, got[name]) for name, each in wanted.items()), default=0.0)
-    n = len(next(iter(inputs.values())))
-    if not worst <= TOLERANCE:
-        raise TrainingError(
-            f"{out} is not written: loaded in a new process, its outputs for {n} examples differ by {worst:.2g}; give "
-            "--no-check to have it all the same"
-        )
-    return f"loaded in a new process, its outputs for {n} examples differ by {worst:.2g}"
+        with np.load(answer, allow_pickle=False) as outputs:
+            return dict(outputs)
+
+
+def _shapes(arrays: dict[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
