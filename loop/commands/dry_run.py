@@ -6,6 +6,7 @@ What the launcher needs of it loads no TensorFlow.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,11 +31,11 @@ def dry_run(task: TrainTask, backend: Backend, options: Mapping[str, Any]) -> di
 
     Args:
         task: the task.
-        backend: the engine. All workers must call it.
+        backend: the backend. All workers must call it.
         options: those of `fit`. What is asked of the run directory, or of a checkpoint, doesn't count.
 
     Returns:
-        What there is to tell, as JSON values; see `lines`.
+        What is known of the task, as JSON values; see `lines`.
     """
     from loop.fit import fit
 
@@ -59,7 +60,8 @@ class _Look(Callback):
         self.about: dict[str, Any] = {}
 
     def on_data(self, run: Run, data: Any) -> Any:
-        size, example = run.options["batch_size"], data.train.example
+        size = run.options["batch_size"]
+        example = data.train.example
         self.about |= {"task": type(run.task).__name__, "batch": _shapes(example, example, size)}
         self.about["outputs"] = _shapes(_outputs(run, example), example, size)
         return data
@@ -67,16 +69,22 @@ class _Look(Callback):
     def on_fit_start(self, run: Run) -> None:
         from loop.model.variables import as_tf, model_variables, optimizer_variables, trainable_variables
 
-        size, parts = run.options["batch_size"], run.options["accumulate"]
-        replicas, micro = run.backend.replicas, -(-size // parts)
-        trained, all_ = as_tf(trainable_variables(run.model)), model_variables(run.model)
+        batch_size = run.options["batch_size"]
+        micro_batches = run.options["accumulate"]
+        micro_batch = math.ceil(batch_size / micro_batches)
+        replicas = run.backend.replicas
+        trained = as_tf(trainable_variables(run.model))
+        variables = model_variables(run.model)
         self.about |= {
-            "parameters": {"trained": _elements(trained), "all": _elements(all_)},
-            "memory": {"parameters": _bytes(all_), "optimizer": _bytes(optimizer_variables(run.optimizer))},
+            "parameters": {"trained": _elements(trained), "all": _elements(variables)},
+            "memory": {"parameters": _bytes(variables), "optimizer": _bytes(optimizer_variables(run.optimizer))},
             "learning_rates": _learning_rates(run.optimizer),
             "batch_size": {
-                "global": size, "replica": -(-size // replicas), "micro_batches": parts, "micro_batch": micro,
-                "micro_batch_replica": -(-micro // replicas),
+                "global": batch_size,
+                "replica": math.ceil(batch_size / replicas),
+                "micro_batches": micro_batches,
+                "micro_batch": micro_batch,
+                "micro_batch_replica": math.ceil(micro_batch / replicas),
             },
             "steps_per_epoch": run.step.data.train.steps_per_epoch,  # type: ignore[attr-defined]
             "total_steps": run.total_steps,
@@ -85,7 +93,7 @@ class _Look(Callback):
             "workers": run.backend.workers,
             "replicas": replicas,
             "metrics": {},
-        }  # fmt: skip
+        }
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         self.about["metrics"] = dict(metrics)
@@ -96,32 +104,32 @@ class _Look(Callback):
         self.about["metrics"] |= metrics
 
 
-class _Heard:
-    """A model whose outputs are heard, as `compute` calls it."""
+class _RecordedModel:
+    """A model that keeps its outputs as `compute` calls it."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._outputs: list[Any] = []
+        self.recorded: list[Any] = []
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        self._outputs.append(self._model(*inputs, **named))
-        return self._outputs[-1]
+        self.recorded.append(self._model(*inputs, **named))
+        return self.recorded[-1]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 
 def _outputs(run: Run, example: Any) -> list[Any]:
-    """What the model gives for a few examples; nothing where `compute` calls parts of it, or minds who listens."""
+    """The model's outputs for a few examples; none where `compute` calls parts of it, or takes no stand-in for it."""
     from loop.data import count
     from loop.model.precision import keras_precision
     from loop.step.replica import probing
 
-    heard = _Heard(run.model)
+    model = _RecordedModel(run.model)
     probe = probing(int(count(example)))
     with contextlib.suppress(Exception), run.backend.scope(), keras_precision(run.options["precision"]), probe:
-        run.task.compute(heard, example, training=False)
-    return heard._outputs
+        run.task.compute(model, example, training=False)
+    return model.recorded
 
 
 def _shapes(value: Any, example: Any, size: int, name: str = "") -> list[dict[str, Any]]:
@@ -129,73 +137,92 @@ def _shapes(value: Any, example: Any, size: int, name: str = "") -> list[dict[st
     from loop.data import count
 
     if isinstance(value, Mapping):
-        parts = [_shapes(each, example, size, f"{name}/{key}".lstrip("/")) for key, each in value.items()]
-        return [shape for part in parts for shape in part]
-    if isinstance(value, list | tuple):
-        return [shape for each in value for shape in _shapes(each, example, size, name)]
-    shape = [int(length) for length in getattr(value, "shape", ())]
-    if shape and shape[0] == int(count(example)):
-        shape[0] = size
-    return [{"name": name, "dtype": getattr(value.dtype, "name", str(value.dtype)), "shape": shape}]
+        parts = [(f"{name}/{key}".lstrip("/"), part) for key, part in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [(name, part) for part in value]
+    else:
+        shape = [int(length) for length in getattr(value, "shape", ())]
+        if shape and shape[0] == int(count(example)):
+            shape[0] = size
+        return [{"name": name, "dtype": getattr(value.dtype, "name", str(value.dtype)), "shape": shape}]
+    return [shape for part_name, part in parts for shape in _shapes(part, example, size, part_name)]
 
 
 def _learning_rates(optimizer: Any) -> list[dict[str, Any]]:
     import numpy as np
 
     rates = []
-    for name, each in optimizer.items() if isinstance(optimizer, Mapping) else [("", optimizer)]:
-        own, now = getattr(each, "_learning_rate", None), each.learning_rate
-        rate = float(np.asarray(now(each.iterations) if callable(now) else now))
-        schedule = type(own).__name__ if callable(own) else None
-        rates.append({"name": name, "optimizer": type(each).__name__, "rate": rate, "schedule": schedule})
+    for name, one in optimizer.items() if isinstance(optimizer, Mapping) else [("", optimizer)]:
+        given = getattr(one, "_learning_rate", None)
+        schedule = type(given).__name__ if callable(given) else None
+        now = one.learning_rate
+        rate = float(np.asarray(now(one.iterations) if callable(now) else now))
+        rates.append({"name": name, "optimizer": type(one).__name__, "rate": rate, "schedule": schedule})
     return rates
 
 
 def _elements(variables: list[Any]) -> int:
-    return sum(int(each.shape.num_elements()) for each in variables)
+    return sum(int(variable.shape.num_elements()) for variable in variables)
 
 
 def _bytes(variables: list[Any]) -> int:
-    return sum(int(each.shape.num_elements()) * each.dtype.size for each in variables)
+    return sum(int(variable.shape.num_elements()) * variable.dtype.size for variable in variables)
 
 
 def lines(about: Mapping[str, Any]) -> Iterator[str]:
-    """What there is to tell, for people; `about["why"]` is the reason for the engine."""
-    batch, memory, replicas = about["batch_size"], about["memory"], about["replicas"]
-    each = f", {batch['replica']:,} on each of {replicas} replicas" if replicas > 1 else ""
-    if batch["micro_batches"] > 1:
-        part = f" ({batch['micro_batch_replica']:,} on each replica)" if replicas > 1 else ""
-        each += f", in {batch['micro_batches']} micro-batches of {batch['micro_batch']:,}{part}"
-    rates = [
-        f"{rate['name']} {rate['rate']:.6g} ({', '.join(filter(None, [rate['optimizer'], rate['schedule']]))})"
-        for rate in about["learning_rates"]
-    ]
-    peak = f"peak {size(max(memory['peak']))}"
-    if about["workers"] > 1:
-        peak += f" in a worker, {size(sum(memory['peak']))} in all {about['workers']}"
-    if any(memory["gpu_peak"]):
-        peak += f", {size(max(memory['gpu_peak']))} on a GPU"
-    copies = " on each replica" if replicas > 1 else ""
-    total, per_epoch = about["total_steps"], about["steps_per_epoch"]
-    steps = f"{per_epoch:,} in an epoch" if per_epoch else "as many in an epoch as the stream has"
-    of = f"{replicas} replica{'s' * (replicas > 1)}"
-    where = f"{of} in {about['workers']} workers" if about["workers"] > 1 else of
-    told = {
-        "batch": _texts(about["batch"]),
-        "model's output": _texts(about["outputs"]) or "not called as a whole",
+    """The same for people; `about["why"]` is the reason for the backend."""
+    rows = {
+        "batch": _tensors(about["batch"]),
+        "model's output": _tensors(about["outputs"]) or "not called as a whole",
         "parameters": f"{about['parameters']['trained']:,} trained, {about['parameters']['all']:,} in all",
-        "memory": f"parameters {size(memory['parameters'])}, optimizer {size(memory['optimizer'])}{copies}; {peak}",
-        "learning rate": ", ".join(rates).strip(),
-        "batch size": f"{batch['global']:,}{each}",
-        "steps": steps + (f", {total:,} in all" if total else ""),
+        "memory": _memory(about["memory"], about["workers"], about["replicas"]),
+        "learning rate": ", ".join(map(_rate, about["learning_rates"])),
+        "batch size": _batch_size(about["batch_size"], about["replicas"]),
+        "steps": _steps(about["steps_per_epoch"], about["total_steps"]),
         "precision": about["precision"],
-        "engine": f"{about['backend']} ({about['why']}), {where}",
+        "engine": f"{about['backend']} ({about['why']}), {_topology(about['workers'], about['replicas'])}",
         f"after step {about['steps']}": numbers(about["metrics"]),
     }
     yield f"{about['task']}: a dry run; nothing of it is kept"
-    for name, text in told.items():
+    for name, text in rows.items():
         yield f"  {name:16}{text}"
 
 
-def _texts(shapes: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{each['name']} {each['dtype']} {each['shape']}".strip() for each in shapes)
+def _tensors(shapes: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{tensor['name']} {tensor['dtype']} {tensor['shape']}".strip() for tensor in shapes)
+
+
+def _memory(memory: Mapping[str, Any], workers: int, replicas: int) -> str:
+    copies = " on each replica" if replicas > 1 else ""
+    text = f"parameters {size(memory['parameters'])}, optimizer {size(memory['optimizer'])}{copies}"
+    text += f"; peak {size(max(memory['peak']))}"
+    if workers > 1:
+        text += f" in a worker, {size(sum(memory['peak']))} in all {workers}"
+    if any(memory["gpu_peak"]):
+        text += f", {size(max(memory['gpu_peak']))} on a GPU"
+    return text
+
+
+def _rate(rate: Mapping[str, Any]) -> str:
+    kinds = ", ".join(filter(None, [rate["optimizer"], rate["schedule"]]))
+    return f"{rate['name']} {rate['rate']:.6g} ({kinds})".strip()
+
+
+def _batch_size(batch: Mapping[str, int], replicas: int) -> str:
+    text = f"{batch['global']:,}"
+    if replicas > 1:
+        text += f", {batch['replica']:,} on each of {replicas} replicas"
+    if batch["micro_batches"] > 1:
+        text += f", in {batch['micro_batches']} micro-batches of {batch['micro_batch']:,}"
+        text += f" ({batch['micro_batch_replica']:,} on each replica)" if replicas > 1 else ""
+    return text
+
+
+def _steps(per_epoch: int | None, total: int | None) -> str:
+    text = f"{per_epoch:,} in an epoch" if per_epoch else "as many in an epoch as the stream has"
+    return f"{text}, {total:,} in all" if total else text
+
+
+def _topology(workers: int, replicas: int) -> str:
+    text = f"{replicas} replica{'s' * (replicas > 1)}"
+    return f"{text} in {workers} workers" if workers > 1 else text
