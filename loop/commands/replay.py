@@ -85,31 +85,39 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
         UsageError: there is no such step, or the task builds another model.
     """
     path, manifest = locate(Path(path))
-    bad, options = manifest["bad"], dict(manifest["run"]["options"])
-    options |= {"clip_norm": None, "clip_value": None, "compile": "graph", "ema": None, "on_nonfinite": "stop"}
-    options["profile"] = None
-    lengths = {name: options.pop(name) for name in ("epochs", "steps")}  # which a task with phases doesn't take
-    options = with_defaults(task, {name: each for name, each in options.items() if each is not None} | {"ema": None})
-    session = Session(task, Backend(), options | lengths, index_of(manifest, task), trained_on=1)
-    built = session.built
+    bad = manifest["bad"]
     tensors = checkpoint_files.read(path, manifest)
+    session = Session(task, Backend(), _options(task, manifest), index_of(manifest, task), trained_on=1)
+    model = session.built.model
     batch, index = unpacked(tensors, session.data.train.example)
-    data = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), session.phase_options["seed"]))
-    watch = _Watch(built.model, session.backend)
-    step = session.make_step(Data(data, None), watch)
-    variables = named_variables_of(built) | numbered("scale", step.scale.variables if step.scale else [])
-    variables |= numbered("carried", carried_variables(built.model))
+    source = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), session.phase_options["seed"]))
+    recorder = _Recorder(model, session.backend)
+    step = session.make_step(Data(source, None), recorder)
+
+    variables = named_variables_of(session.built) | numbered("scale", step.scale.variables if step.scale else [])
+    variables |= numbered("carried", carried_variables(model))
     kinds = {name.partition("/")[0] for name in variables}
-    assign(variables, {name: each for name, each in tensors.items() if name.partition("/")[0] in kinds})
-    weights = [variable.numpy() for variable in as_tf(trainable_variables(built.model))]
+    assign(variables, {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] in kinds})
+    trained = trainable_variables(model)
+    weights = [variable.numpy() for variable in as_tf(trained)]  # before the step
 
     step.train((), bad["epoch"], bad["step_in_epoch"], 1)
 
-    values = [show(name, np.concatenate(parts), index.numpy()) for name, parts in watch.seen.items()]
-    gradients = [show(name, each.numpy()) for name, each in zip(_names(built), watch.last, strict=True)]
-    for shown, weight in zip(gradients, weights, strict=True):
-        shown.weight = show("", weight).largest
+    values = [show(name, np.concatenate(parts), index.numpy()) for name, parts in recorder.recorded.items()]
+    gradients = []
+    for name, gradient, weight in zip(variable_names(trained), recorder.last, weights, strict=True):
+        largest_weight = show(name, weight).largest
+        gradients.append(dataclasses.replace(show(name, gradient.numpy()), weight=largest_weight))
     return Replay(bad["step"], bad["epoch"] + 1, len(index), bad["names"], step.not_finite, values, gradients)
+
+
+def _options(task: TrainTask, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The options of the run, but for those that would hide what wasn't finite."""
+    options = {name: value for name, value in manifest["run"]["options"].items() if value is not None}
+    lengths = {name: options.pop(name, None) for name in ("epochs", "steps")}  # which a task with phases doesn't take
+    options |= {"compile": "graph", "on_nonfinite": "stop"}
+    unused = dict.fromkeys(("clip_norm", "clip_value", "ema", "profile"))
+    return with_defaults(task, options | unused) | lengths | unused
 
 
 def locate(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -124,12 +132,8 @@ def locate(path: Path) -> tuple[Path, dict[str, Any]]:
     return path, manifest
 
 
-def _names(built: Any) -> list[str]:
-    return variable_names(trainable_variables(built.model))
-
-
 def show(name: str, array: np.ndarray, index: np.ndarray | None = None) -> Shown:
-    """What there is to tell about a tensor."""
+    """The numbers that describe a tensor; `index` holds its examples' indices in the data."""
     array = np.asarray(array, np.float64)
     bad = ~np.isfinite(array)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -139,27 +143,27 @@ def show(name: str, array: np.ndarray, index: np.ndarray | None = None) -> Shown
     return Shown(name, list(array.shape), largest, norm, int(bad.sum()), examples)
 
 
-class _Watch(GradientObserver):
+class _Recorder(GradientObserver):
     """Keeps the gradients of a step, and the values of its batch.
 
     Attributes:
-        seen: the values by name; of micro-batches, a part each.
+        recorded: the values by name; of micro-batches, one part for each of them.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
         super().__init__(model, backend)
-        self.seen: dict[str, list[np.ndarray]] = {}
+        self.recorded: dict[str, list[np.ndarray]] = {}
 
     def values(self, optimizer: str, values: Mapping[str, Any]) -> None:
         """See `StepObserver.values`."""
         for name, value in values.items():
-            for place, tensor in enumerate(tf.nest.flatten(value)):
-                key = f"{name}_{place}" if place else name
+            for number, tensor in enumerate(tf.nest.flatten(value)):
+                key = f"{name}_{number}" if number else name
                 self._keep(f"{optimizer}_{key}" if optimizer else key, tensor)
 
     def _keep(self, key: str, tensor: tf.Tensor) -> None:
         def keep(value: np.ndarray) -> None:
-            self.seen.setdefault(key, []).append(value)
+            self.recorded.setdefault(key, []).append(value)
 
         tf.numpy_function(keep, [tf.cast(tensor, tf.float64)], [])
 
@@ -168,10 +172,14 @@ class _OneBatch(ArraySource):
     """A source of one batch, at any address."""
 
     def __init__(self, batch: Any, index: tf.Tensor, options: BatchOptions) -> None:
-        self.options, self.size, self.endless, self.steps_per_epoch = options, options.batch_size, False, None
-        self.example, self._index = batch, index
+        self.options = options
+        self.size = options.batch_size
+        self.endless = False
+        self.steps_per_epoch = None
+        self.example = batch
+        self._index = index
 
-    def read_batch(self, handle: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
+    def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
         return self._index, self.example
 
     def batch_rows(self, feed: Any) -> tf.Tensor:
@@ -187,21 +195,20 @@ class _OneBatch(ArraySource):
 def lines(replayed: Replay) -> list[str]:
     """A replay as people read it."""
     again = f"not finite: {', '.join(replayed.again)}" if replayed.again else "all finite this time"
-    found = [
+    text = [
         f"step {replayed.step} (epoch {replayed.epoch}), {replayed.examples} examples; {again}",
         "",
         f"{'value':<40} {'shape':>14} {'largest':>11} {'not finite':>11}",
     ]
-    for each in replayed.values:
-        which = f"   example {', '.join(map(str, each.examples))}" if each.examples else ""
-        found.append(f"{each.name:<40} {_shape(each):>14} {each.largest:>11.4g} {each.not_finite or '':>11}{which}")
-    found += ["", f"{'variable':<40} {'shape':>14} {'weight':>11} {'gradient':>11} {'norm':>11} {'not finite':>11}"]
-    found += [
-        f"{each.name:<40} {_shape(each):>14} {each.weight:>11.4g} {each.largest:>11.4g} {each.norm:>11.4g} "
-        f"{each.not_finite or '':>11}".rstrip()
-        for each in replayed.gradients
-    ]
-    return found
+    for value in replayed.values:
+        which = f"   example {', '.join(map(str, value.examples))}" if value.examples else ""
+        text.append(f"{value.name:<40} {_shape(value):>14} {value.largest:>11.4g} {value.not_finite or '':>11}{which}")
+    text += ["", f"{'variable':<40} {'shape':>14} {'weight':>11} {'gradient':>11} {'norm':>11} {'not finite':>11}"]
+    for gradient in replayed.gradients:
+        numbers = f"{gradient.weight:>11.4g} {gradient.largest:>11.4g} {gradient.norm:>11.4g}"
+        row = f"{gradient.name:<40} {_shape(gradient):>14} {numbers} {gradient.not_finite or '':>11}"
+        text.append(row.rstrip())
+    return text
 
 
 def _shape(shown: Shown) -> str:
