@@ -107,6 +107,7 @@ def chaos(
     report = _report(arguments[0], reference)
     every = int(checkpoint_every) if checkpoint_every and checkpoint_every.isdecimal() else max(1, report.steps // 10)
     aim = _Aim(seed, kills, reference, every)
+    # An attempt may take longer than the undisturbed run: it reads a checkpoint, and the machine may be busier.
     patience = 120 + 10 * (time.monotonic() - begun)
     while aim.left and not report.problems:
         report.runs += 1
@@ -216,6 +217,7 @@ class _Aim:
     def done(self, hit: str) -> None:
         """The next one; or the same again, if it has hit nothing."""
         if hit:
+            # A kill that should hit a write and did not is made up for by the next one in training.
             if self.left.pop(0) == WRITING != hit and TRAINING in self.left:
                 self.left[self.left.index(TRAINING)] = WRITING
             self._misses = 0

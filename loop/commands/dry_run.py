@@ -41,6 +41,7 @@ def dry_run(task: TrainTask, backend: Backend, options: Mapping[str, Any]) -> di
 
     look = _Look()
     evaluates = with_defaults(task, options)["eval_every"] != "never"
+    # Without checkpoints there are no best weights to keep.
     changes = {"eval_every": STEPS if evaluates else "never", "resume": None, "profile": None, "keep": "last"}
     chosen = callbacks.standard(checkpoint=None, journal=None, mlflow=None, progress=None) + [look]
     with signals.temporary_directory("tfloop-dry-run-") as directory:

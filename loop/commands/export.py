@@ -76,7 +76,7 @@ def export(
             if check:
                 progress("loading it in a new process")
                 shown = compare(served, partial, out, target_of(task))
-        if out.is_dir():
+        if out.is_dir():  # `replace` would silently take the place of an empty one
             raise UsageError(f"{out} exists already: remove it, or give another name")
         partial.replace(out)
     except OSError as error:
@@ -92,6 +92,7 @@ def rebuild(task: TrainTask, path: Path) -> tuple[BuiltModel, Source]:
     """What a task builds, with the weights of a checkpoint; and its evaluation data, or else its training data."""
     weights, manifest = read_weights(path)
     about = manifest["run"]
+    # Nothing is trained: a length and a whole batch are asked of no data.
     options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1, "drop_remainder": False}
     options |= {name: about["options"][name] for name in ("precision", "batch_size", "accumulate")}
     session = Session(task, Backend(), options, index_of(manifest, task), trained_on=about.get("replicas", 1))
@@ -127,6 +128,7 @@ def _loaded_outputs(
     is_keras = out.suffix == ".keras"
     family = type(served.model).__module__.split(".")[0]
     how = {"call": served.skeleton() if is_keras else None, "family": family, "target": target}
+    # The new process imports this tfloop, and with -P nothing that lies in the working directory by chance.
     search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="tfloop-export-") as directory:
         question = Path(directory, "inputs.npz")

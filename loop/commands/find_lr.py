@@ -107,6 +107,7 @@ def find_lr(
     options = options | approximations.OFF
     options |= {"ema": None, "profile": None, "eval_every": "never", "on_nonfinite": "stop"}
     session = Session(task, engine, options)  # of a task with phases: the first one
+    # The compiled step reads a variable, so that another rate needs no other trace.
     with engine.scope():
         rate = tf.Variable(low, trainable=False, dtype=tf.float64)
     optimizers = session.built.optimizer

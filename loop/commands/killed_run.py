@@ -102,7 +102,7 @@ class Attempt:
         self._before = {path.name for path in run.examples.iterdir()}
         self._litter = run.writing().items()
         self._token = secrets.token_hex(8)
-        # What a launcher leaves behind that can't tidy up goes where all goes.
+        # A launcher that is killed can't remove its temporary files: they go where all goes.
         environment = {**os.environ, MARK: self._token, "TMPDIR": str(run.directory / "tmp")}
         self.process = subprocess.Popen(
             run.command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
@@ -133,6 +133,7 @@ class Attempt:
 
     def kill(self, draw: random.Random, chief: bool) -> None:
         """Kills one of launcher and workers, or the chief."""
+        # Launcher and workers run the same command; what they start beside it is no target.
         workers = [pid for pid, argv in self.processes().items() if argv[1:5] == self.run.command[1:5]]
         if chief:
             with contextlib.suppress(OSError, ValueError, KeyError):

@@ -96,6 +96,7 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
 
     variables = named_variables_of(session.built) | numbered("scale", step.scale.variables if step.scale else [])
     variables |= numbered("carried", carried_variables(model))
+    # A checkpoint also holds the batch, moving averages and iterators, which this step has no part in.
     kinds = {name.partition("/")[0] for name in variables}
     assign(variables, {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] in kinds})
     trained = trainable_variables(model)
@@ -117,6 +118,7 @@ def _options(task: TrainTask, manifest: dict[str, Any]) -> dict[str, Any]:
     lengths = {name: options.pop(name, None) for name in ("epochs", "steps")}  # which a task with phases doesn't take
     options |= {"compile": "graph", "on_nonfinite": "stop"}
     unused = dict.fromkeys(("clip_norm", "clip_value", "ema", "profile"))
+    # Once more behind it: where None is given, `with_defaults` takes the task's own default.
     return with_defaults(task, options | unused) | lengths | unused
 
 
@@ -175,7 +177,7 @@ class _OneBatch(ArraySource):
         self.options = options
         self.size = options.batch_size
         self.endless = False
-        self.steps_per_epoch = None
+        self.steps_per_epoch = None  # the step that is replayed may have any number
         self.example = batch
         self._index = index
 

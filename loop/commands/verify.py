@@ -143,6 +143,7 @@ def verify(
                 comparisons.append(compare(precision, job_engine, 2, reference, _read(Path(directory), precision)))
     progress("looking for causes")
     options = options_of(task, "float32", batch_size)
+    # Also where all numbers agree: a mistake may do no harm with this data.
     causes = diagnose.causes(task, options)
     if not causes and not all(comparison.same for comparison in comparisons):
         causes = [UNKNOWN]
@@ -252,6 +253,7 @@ def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbe
     judged = ("gradients/1/", "metrics/1/") if precision == "float32" else tuple(f"{kind}/" for kind in KINDS)
     for kind in KINDS:
         apart = {name: difference(name, reference, numbers) for name in reference if name.startswith(f"{kind}/")}
+        # A nan that comes later is lost in `max`; the comparison with the bound below finds it.
         comparison.differences[kind] = max(apart.values(), default=float("nan"))
         beyond = [name for name, value in apart.items() if name.startswith(judged) and not value <= BOUNDS[precision]]
         comparison.first = comparison.first or next(iter(beyond), "")

@@ -107,6 +107,7 @@ class Session:
         """
         if data is None:
             data = self.data.sharded(self.backend, ShardData().policy)
+        # Not `phase_options` alone: callbacks may have changed `options` in on_setup.
         own = {name: self.phase_options[name] for name in PER_PHASE}
         self.step = TrainStep(self.task, self.built, self.backend, data, {**self.options, **own}, observer)
         return self.step
@@ -123,6 +124,7 @@ class Session:
             step = 0
             while step != source.steps_per_epoch:
                 made, ending, totals = self.step.train(iterator, epoch, step, 1)
+                # The end of a stream is found by a call that makes no step.
                 if made or ending == NOT_FINITE:
                     yield ending, totals
                 step += made
