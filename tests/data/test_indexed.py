@@ -6,8 +6,11 @@ import dataclasses
 import time
 import warnings
 
+import h5py
 import keras
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
@@ -88,7 +91,6 @@ def _memory_map(directory):
 
 
 def _hdf5(directory):
-    h5py = pytest.importorskip("h5py")
     with h5py.File(directory / "data.h5", "w") as file:
         file["inputs"] = INPUTS
         file["labels"] = LABELS
@@ -97,10 +99,8 @@ def _hdf5(directory):
 
 
 def _parquet(directory):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"inputs": list(INPUTS), "labels": LABELS})
-    parquet.write_table(table, directory / "data.parquet", row_group_size=20)
+    pyarrow.parquet.write_table(table, directory / "data.parquet", row_group_size=20)
     return str(directory / "data.parquet")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datasets
+import grain
 import numpy as np
 import pytest
 import tensorflow as tf
+from array_record.python import array_record_module
 
 import loop
 from loop.data import BatchOptions, source
@@ -130,10 +133,8 @@ def test_what_is_no_records_is_refused(make, said, tmp_path):
 
 
 def test_array_records_of_grain_are_the_same_examples(tmp_path):
-    grain = pytest.importorskip("grain")
-    array_record = pytest.importorskip("array_record.python.array_record_module")
     path = str(tmp_path / "train.array_record")
-    writer = array_record.ArrayRecordWriter(path, "group_size:1")
+    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
     for image, label in zip(IMAGES, LABELS, strict=True):
         writer.write(_example(image, label))
     writer.close()
@@ -144,7 +145,6 @@ def test_array_records_of_grain_are_the_same_examples(tmp_path):
 
 
 def test_hugging_face_data_sets_are_the_same_examples():
-    datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"image": list(IMAGES), "label": LABELS}).with_format("numpy")
     data = loop.IndexedData(rows)
     expected = _batches(loop.ArrayData({"image": IMAGES, "label": LABELS}))
