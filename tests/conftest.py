@@ -1,6 +1,7 @@
 """What all tests share: four logical CPU devices, a clean directory for each test, and quick callbacks."""
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
@@ -23,6 +24,7 @@ import tensorflow as tf
 
 import callbacks
 from loop.launch import machine
+from tests import warm
 from tests import workers as workers_
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
@@ -33,6 +35,37 @@ needs_horovod = pytest.mark.skipif(machine.horovod_missing() is not None, reason
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
 )
+
+
+QUICK = (
+    "test_architecture", "test_cli", "test_fit", "test_options", "callback/test_secrets",
+    "checkpoint/test_checkpoint_files", "data/test_sources", "launch/test_launcher",
+    "monitor/test_stopwatch", "step/test_metric_sums", "step/test_step", "target/test_fields",
+)  # fmt: skip
+"""The files whose tests `-m quick` runs, but for those marked `slow`."""
+
+LONGEST = (
+    "launch/test_jobs", "launch/test_hosts", "test_same_numbers", "commands/test_chaos", "commands/test_sweep",
+    "backends/test_backends", "backends/test_conformance", "backends/test_parameter_server", "commands/test_verify",
+    "launch/test_failures", "launch/test_elastic", "commands/test_tune", "callback/test_mlflow_extras",
+    "callback/test_tracking", "test_first", "test_first_hour", "commands/test_export",
+)  # fmt: skip
+"""The files that come first, so that no worker of `-n 2` is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    names = {item: item.path.relative_to(ROOT / "tests").with_suffix("").as_posix() for item in items}
+    for item, name in names.items():
+        if name in QUICK and not item.get_closest_marker("slow"):
+            item.add_marker("quick")
+    items.sort(key=lambda item: LONGEST.index(names[item]) if names[item] in LONGEST else len(LONGEST))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_processes(request):
+    """In a module with `WARM`, processes of `tfloop` have TensorFlow imported already."""
+    with warm.processes() if getattr(request.module, "WARM", False) else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

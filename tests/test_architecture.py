@@ -102,6 +102,7 @@ def test_no_file_holds_a_registry_address():
         assert "://" not in line, line
 
 
+@pytest.mark.slow
 def test_wheel_has_three_names_and_the_shipped_examples(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],

@@ -228,6 +228,7 @@ def test_a_script_beside_a_shadowing_file_is_told(tmp_path):
     assert f"{tmp_path / 'callbacks.py'} hides tfloop's own package 'callbacks'" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_train_evaluate_export(command, tmp_path):
     """One run, and all that can be made of it."""
     code, out, err = command(
@@ -343,6 +344,7 @@ def test_what_is_typed_wins_over_files_and_a_later_file_over_an_earlier(command,
     assert mask("no hunter2hunter2 here") == "no *** here"
 
 
+@pytest.mark.slow
 def test_tune_writes_what_train_takes(command, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))

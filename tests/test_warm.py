@@ -1,0 +1,62 @@
+"""Processes that have TensorFlow imported already are what other processes are."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+WARM = True
+
+ABOUT = """
+import json, os, signal, sys
+about = {
+    "arguments": sys.argv, "all": sys.orig_argv, "path": sys.path, "directory": os.getcwd(), "parent": os.getppid(),
+    "group": os.getpgid(0) == os.getpid(), "session": os.getsid(0) == os.getpid(), "umask": os.umask(0),
+    "environment": dict(os.environ), "name": __name__, "file": globals().get("__file__"),
+    "signals": {each.name: str(signal.getsignal(each)) for each in signal.Signals}, "input": sys.stdin.read(),
+    "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    "heavy": sorted({"numpy", "tensorflow", "keras", "loop.fit"} & set(sys.modules)),
+    "streams": [(each.encoding, each.errors, each.line_buffering) for each in (sys.stdin, sys.stdout, sys.stderr)],
+    "shown": [each for each in open("/proc/self/cmdline").read().split(chr(0)) if each],
+}
+print(json.dumps(about))
+print("to stderr", file=sys.stderr)
+import tensorflow
+assert tensorflow.reduce_sum(tensorflow.ones([3])).numpy() == 3
+from loop import fit
+sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
+@pytest.mark.parametrize(
+    ("how", "new_session"), [(["-P", "-c", ABOUT], False), (["-c", ABOUT], True), (["script.py"], False)]
+)
+def test_a_warm_process_is_what_a_cold_one_is(how, new_session, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(ABOUT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = []
+    for cold in ({"TFLOOP_TESTS_COLD": "1"}, {"TFLOOP_TESTS_ELSE": "1"}):
+        done = subprocess.run(
+            [sys.executable, "-X", "warm", *how, "one", "größe"], env={**os.environ, **cold}, input="typed",
+            start_new_session=new_session, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 7, done.stderr
+        assert done.stderr.startswith("to stderr\n")  # behind it stands what TensorFlow says when it is loaded
+        about = json.loads(done.stdout)
+        del about["environment"][next(iter(cold))]
+        found.append(about)
+    assert found[0] == found[1]
+    assert found[1]["parent"] == os.getpid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
+def test_a_warm_process_is_killed_as_any_other():
+    code = "import time; print('there', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-X", "warm", "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"there\n"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
