@@ -126,10 +126,24 @@ class MixedReader:
 
 
 def _takes_seed(function: Callable[..., Any]) -> bool:
+    """Whether a map has a second argument named `seed`.
+
+    Raises:
+        UsageError: it needs other arguments.
+    """
     try:
-        return "seed" in inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C
         return False
+    draws = "seed" in signature.parameters
+    try:
+        signature.bind(None, seed=None) if draws else signature.bind(None)
+    except TypeError as error:
+        raise UsageError(
+            f"IndexedData(map=...): a function of {signature} ({error}): it is called as map(example), or as "
+            "map(example, seed) where an argument is named seed"
+        ) from None
+    return draws
 
 
 Arrays = tuple[np.ndarray, ...] | list[Any]
