@@ -64,7 +64,7 @@ def test_a_witness_sees_the_same_on_any_engine(task, tmp_path, quiet):
 def test_a_witness_sees_every_byte():
     strings = [np.array([b"ab", b"c"], object), np.array([b"a", b"bc"], object), np.array([b"ab", b"c\0"], object)]
     different = [[each] for each in strings] + [[b"a"], [b"a\0"], [b"", b"a"], [np.int32(1)], [np.zeros((0, 3))]]
-    assert len({_hash(parts) for parts in different}) == len(different)
+    assert len({_hash([[part] for part in parts], 0) for parts in different}) == len(different)
 
 
 # The comparison
