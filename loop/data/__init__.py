@@ -12,7 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loop.data.arrays import ArrayData, ArraySource
+    from loop.data.array_source import ArraySource
+    from loop.data.arrays import ArrayData
     from loop.data.batch import EVALUATION_EPOCH, BatchOptions, RowCounts, Rows, count, likely_rows, rows
     from loop.data.indexed import IndexedData
     from loop.data.indexed_source import IndexedSource
@@ -58,7 +59,7 @@ __all__ = [
 
 _HOMES = {
     "ArrayData": "arrays",
-    "ArraySource": "arrays",
+    "ArraySource": "array_source",
     "BatchOptions": "batch",
     "Change": "sources",
     "Data": "sources",

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import tensorflow as tf
 
-from loop.data.arrays import ArraySource
+from loop.data.array_source import ArraySource
 from loop.data.batch import EVALUATION_EPOCH, BatchOptions, Rows, rows
 from loop.data.buckets import LengthBuckets
 from loop.data.examples import Arrays, ArraySpec, BadExampleError, arrays_of, specs_of, unusable

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from loop.data.arrays import ArrayData, ArraySource, constant
+from loop.data.array_source import ArraySource, constant
+from loop.data.arrays import ArrayData
 from loop.data.batch import BatchOptions
 from loop.data.buckets import LengthBuckets
 from loop.data.padding import Padding, call_with, leaf_names, lengthened

@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data.arrays import ArrayData, ArraySource
+from loop.data.array_source import ArraySource
+from loop.data.arrays import ArrayData
 from loop.data.batch import BatchOptions, count
 from loop.data.batched import check_unbatched, warn_of_equal_sizes
 from loop.data.host_random import random_state, set_random_state

@@ -6,7 +6,6 @@ Outside of a training or evaluation step there is one replica, which has the who
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +52,7 @@ class Replica:
         self.backend = backend
         self.rows = rows
         self.seed = seed
+        self._counts: tf.Tensor | None = None
         self._draws = phase << 10  # each `minimize` has room for so many draws, with seeds of their own
         self._room = max(most, backend.replicas)  # if no replica has rows, each has a stand-in
         self.collective = True
@@ -142,11 +142,17 @@ class Replica:
         own = tf.one_hot(tf.cast(self.backend.replica(), tf.int32), self.backend.replicas, dtype=row.dtype)
         return self.sum(own[:, tf.newaxis] * row[tf.newaxis, :])
 
-    @functools.cached_property
+    @property
     def counts(self) -> tf.Tensor:
-        """How many rows each replica has, int64 [replicas]; if none has any, one stand-in each. A collective."""
-        counts = self.table(tf.cast(self.count, tf.int64)[tf.newaxis])[:, 0]
-        return tf.where(tf.reduce_sum(counts) == 0, tf.ones_like(counts), counts)
+        """How many rows each replica has, int64 [replicas]; if none has any, one stand-in each. A collective.
+
+        It is worked out once. `functools.cached_property` would not do: in Python 3.11 it holds one lock for all
+        replicas, which wait for each other in the collective.
+        """
+        if self._counts is None:
+            counts = self.table(tf.cast(self.count, tf.int64)[tf.newaxis])[:, 0]
+            self._counts = tf.where(tf.reduce_sum(counts) == 0, tf.ones_like(counts), counts)
+        return self._counts
 
     def first(self) -> tf.Tensor:
         """The index of this replica's first row in the gathered batch: int64."""
