@@ -20,6 +20,9 @@ REACHED = {
     "imports that run upward",
     "lines of code of the biggest class",
     "attributes of Run written from outside",
+    "lines of the longest file",
+    "functions above a complexity of 15",
+    "assignments of tuples per 1,000",
 }
 """Measures of `python -m tests.campaigns.house` whose goals are reached."""
 

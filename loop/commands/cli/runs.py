@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import typer
 
@@ -79,15 +80,20 @@ def remove_runs(
     for path in paths:
         runs.check_removable(path, folder)
     if not yes:
-        if not sys.stdin.isatty():
-            raise UsageError("runs rm asks first, and there is no terminal: give --yes")
-        for path in paths:
-            terminal.write([f"{printable(str(path))}  {size(runs.size(path))}"])
-        if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
-            raise typer.Exit(0)
+        _confirm_removal(paths)
     left = [text for path in paths for text in runs.remove(path)]
     if left:
         raise TrainingError(f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}")
+
+
+def _confirm_removal(paths: list[Path]) -> None:
+    """Shows what is to be removed, and asks; ends the command unless the answer is yes."""
+    if not sys.stdin.isatty():
+        raise UsageError("runs rm asks first, and there is no terminal: give --yes")
+    for path in paths:
+        terminal.write([f"{printable(str(path))}  {size(runs.size(path))}"])
+    if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
+        raise typer.Exit(0)
 
 
 def tail(
