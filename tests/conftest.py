@@ -73,6 +73,12 @@ def _directory_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE", "MLFLOW_TRACKING_URI", "TFLOOP_JOB"):
         monkeypatch.delenv(name, raising=False)
+    yield
+    # A task file of this test, such as `task.py`, would be the module `task` for all tests after it.
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(tmp_path):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")
