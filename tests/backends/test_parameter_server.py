@@ -148,7 +148,8 @@ def test_a_worker_that_is_killed_twice_costs_nothing_and_a_killed_server_is_name
     (tmp_path / "digits.py").write_text(task_loader.shipped_path("digits").read_text())
     (tmp_path / "held.py").write_text(HELD)
     command = ["train", "held.py:Held", "--backend", "parameter_server", "--workers", 2, "--ps", 1, "--run-dir", "run"]
-    command += ["--track", "off", "--json"]
+    # By steps: at the ends of epochs, how long the last one took would decide whether there is one.
+    command += ["--track", "off", "--json", "--checkpoint-every", 45]
     with (tmp_path / "stderr").open("w") as stderr:
         job = start(tmp_path, command, "--epochs", 6, stderr=stderr)
 
