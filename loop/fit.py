@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -193,8 +194,10 @@ def attempt(
     run_dir: str | Path | None,
 ) -> Run:
     """One attempt at a run, with the workers that are there at its start."""
-    session = Session(task, backend, options)
-    with run_directory.prepared(task, run_dir, options["resume"], backend) as directory:
+    with (
+        contextlib.closing(Session(task, backend, options)) as session,
+        run_directory.prepared(task, run_dir, options["resume"], backend) as directory,
+    ):
         run = Run(session, directory)
         bus = Bus(callbacks, run)
         with run.stops.handling_signals(run), run.watchdog.watching():

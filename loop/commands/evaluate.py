@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ def evaluate(
     if session.data.eval is None:
         raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
     assign(numbered("model", all_variables(session.built.model)), weights)
-    step = session.make_step()
-    return step.evaluation.means(step.evaluation.whole())
+    with contextlib.closing(session):
+        step = session.make_step()
+        return step.evaluation.means(step.evaluation.whole())
 
 
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

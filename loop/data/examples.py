@@ -30,7 +30,7 @@ class ArraySpec:
     padded: int = 0
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """For messages: which array it is."""
         return f"array {self.name!r}: "
 
@@ -108,10 +108,6 @@ class MixedReader:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def columns(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Not possible: sources may have a `map` of their own."""
-        raise NotImplementedError
-
     def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Any]:
         """See `ExampleReader.read`."""
         examples: list[Any] = [None] * len(ids)
@@ -161,7 +157,7 @@ def arrays_of(
         ids: of examples of the source: int64 [n].
         seeds: those of the examples: int64 [n, 2].
     """
-    if reader.by_column:
+    if isinstance(reader, ExampleReader) and reader.by_column:
         return tuple(reader.columns(ids))
     return [
         _checked(example, specs, index) for example, index in zip(reader.read(ids, seeds), ids.tolist(), strict=True)
@@ -258,12 +254,12 @@ def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarr
         array = array_of(part, spec.name, index)
         if _batch_dtype(array) != spec.dtype:
             raise BadExampleError(
-                f"example {index}: {spec.said}dtype {array.dtype} instead of {spec.dtype}, which the first example "
+                f"example {index}: {spec.label}dtype {array.dtype} instead of {spec.dtype}, which the first example "
                 "has: convert it in map"
             )
         if array.ndim != len(spec.shape) or array.shape[spec.padded :] != spec.shape[spec.padded :]:
             raise BadExampleError(
-                f"example {index}: {spec.said}shape {list(array.shape)} instead of {list(spec.shape)}, which the "
+                f"example {index}: {spec.label}shape {list(array.shape)} instead of {list(spec.shape)}, which the "
                 "first example has: make all of one shape in map, or give padding=loop.Padding() and lengths=..."
             )
         leaves.append(array)

@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from loop.data.examples import ExampleReader, MixedReader, array_of, name_of
+from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, name_of
 from loop.data.padding import as_padding
 from loop.data.random_access import flatten, reader_of
 from loop.errors import UsageError
 
 Resolve = Callable[[np.ndarray, int, int], np.ndarray]
 """Gives the examples of the source, int64 [n], from indices, int64 [n], the epoch and the seed of the run."""
+
+
+_LOOKED_AT = 64
+"""Among how many examples one of another length than the first is looked for."""
 
 
 class IndexedData:
@@ -36,11 +40,11 @@ class IndexedData:
             `loop.example_seed`.
         padding: how examples of different lengths become one batch: a `loop.Padding`, or the value that fills the
             gaps. `lengths` says how long each is.
-        lengths: the length of each example along its first axis, after `map`: an array [examples], or a function of
-            the index. If arrays of an example differ in length, a dict of these, by the names of the arrays.
+        lengths: the length of each example, after `map`: an array [examples], or a function of the index. It is that of
+            the arrays of an example whose first axis has it. If these differ in length, a dict, by their names.
         readers: how many processes read and map, beside the one that trains; "auto": one for each CPU core that this
-            worker may use. 0: threads do, which is best where reading and mapping is done by NumPy or by libraries
-            that let other threads run.
+            worker may use. 0: threads do, one for each core, which is best where reading and mapping is done by NumPy
+            or by libraries that let other threads run.
         on_bad_example: what becomes of an example that can't be read or mapped, or has another shape or dtype than the
             first: "stop" the run, or "skip" it: its batch has one example less, on any number of workers.
 
@@ -69,6 +73,11 @@ class IndexedData:
                 "that each worker knows how long a global batch is padded without reading all of it"
                 if lengths is None
                 else "IndexedData(lengths=...) without padding: give padding=loop.Padding()"
+            )
+        if self.padding is not None and callable(self.padding.bucket_by):
+            raise UsageError(
+                "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
+                "bucket_by=True, which sorts by lengths=..."
             )
         self.reader: ExampleReader | MixedReader = ExampleReader(reader_of(source), map)
         self.readers = _checked_readers(readers)
@@ -162,11 +171,38 @@ class IndexedData:
             )
         return known[ids].astype(np.int64)
 
-    def padded_names(self, names: list[str | int]) -> list[str | int]:
-        """Which of the arrays of these names are padded."""
+    def padded_names(self, specs: Sequence[ArraySpec]) -> list[str | int]:
+        """Which arrays are padded: those of which lengths are given by name, or whose first axis has the length.
+
+        Args:
+            specs: what the arrays of the first example are like.
+
+        Raises:
+            UsageError: `lengths` says of no array how long it is.
+        """
         if self.padding is None:
             return []
-        return [name for name in names if name in self._lengths] if isinstance(self._lengths, dict) else names
+        names = [spec.name for spec in specs]
+        if isinstance(self._lengths, dict):
+            if unknown := [name for name in self._lengths if name not in names]:
+                raise UsageError(f"IndexedData(lengths=...): there is no array {unknown[0]!r}, only {names}")
+            return [name for name in names if name in self._lengths]
+        ids = self.resolve(np.arange(min(self.size, _LOOKED_AT), dtype=np.int64), 0, 0)
+        lengths = self.lengths(ids, names[0])
+        shapes = {spec.name: spec.shape for spec in specs}
+        padded = [name for name in names if shapes[name][:1] == (lengths[0],)]
+        if not padded:
+            raise UsageError(
+                f"IndexedData(lengths=...): {lengths[0]} for example {ids[0]}, whose arrays have the shapes {shapes}: "
+                "give the length along the first axis that examples have after map"
+            )
+        # An array of a fixed size may have this length by chance.
+        others = np.flatnonzero(lengths != lengths[0])[:1]
+        for other in self.reader.read(ids[others], np.zeros([len(others), 2], np.int64)):
+            if not isinstance(other, Exception):
+                parts = {name_of(path): np.shape(part)[:1] for path, part in flatten(other)}
+                padded = [name for name in padded if parts.get(name) != shapes[name][:1]]
+        return padded
 
     def _stretch(self, start: int, stop: int) -> IndexedData:
         return self._narrowed(lambda indices: indices + start, stop - start)
@@ -187,9 +223,14 @@ class IndexedData:
         return changed
 
 
+def usable_cpus() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _checked_readers(readers: int | str) -> int:
     if readers == "auto":
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return usable_cpus()
     if not isinstance(readers, int) or isinstance(readers, bool) or readers < 0:
         raise UsageError(f"IndexedData(readers={readers!r}): give a number of processes, 0 for threads, or 'auto'")
     return readers
@@ -202,8 +243,8 @@ def _whole(count: int, what: str) -> int:
 
 
 def _hash(key: Any) -> int:
-    said = key if isinstance(key, bytes) else str(key).encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+    text = key if isinstance(key, bytes) else str(key).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def _scattered(numbers: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ class _Pattern(NamedTuple):
 
     Attributes:
         sources: which source each example of the pattern comes from: int64 [examples].
-        ranks: the how-manieth of its source it is, within the pattern: int64 [examples].
+        ranks: how many examples of its source the pattern has before it: int64 [examples].
         counts: how many examples of each source a pattern has: int64 [sources].
         blocks: how often it is repeated in an epoch.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.files import hidden_name, replacing
-from loop.data.cache import cached
+from loop.data.data_files import cached
 from loop.errors import UsageError
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from loop.data.data_files import DataFile
 from loop.errors import UsageError
 
 _AROUND = 1 << 16
@@ -87,6 +88,7 @@ class _Array:
         # `take` would first copy a whole array that doesn't lie row by row in memory, or in the machine's byte order.
         self._direct = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
         self._map = _shared_map(array)
+        self._file = _file_of(array)
         self._touched = 0
         if self._map is not None:
             self._map.madvise(mmap.MADV_RANDOM)  # rows are read in a shuffled order: reading ahead would read in vain
@@ -95,6 +97,8 @@ class _Array:
         return len(self._array)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
+        if self._file is not None:
+            self._file.check()  # the system would kill a process that reads behind the end of a file
         rows = self._array.take(indices, axis=0) if self._direct else self._array[indices]
         if self._map is not None:
             self._touched += rows.nbytes + _AROUND * len(indices)
@@ -108,6 +112,14 @@ def _shared_map(array: np.ndarray) -> mmap.mmap | None:
     """The memory map of an array whose pages can be given back; None: it lies in memory, or has pages of its own."""
     mapped = getattr(array, "_mmap", None)
     return mapped if isinstance(mapped, mmap.mmap) and getattr(array, "mode", "c") in ("r", "r+", "w+") else None
+
+
+def _file_of(array: np.ndarray) -> DataFile | None:
+    """The file of a memory map that isn't written to; None: there is none."""
+    if not isinstance(array, np.memmap) or array.mode != "r" or array.filename is None:
+        return None
+    path = Path(array.filename)
+    return DataFile(path) if path.is_file() else None
 
 
 class _Items:

@@ -21,7 +21,7 @@ class Position(NamedTuple):
     step: int
 
 
-class Filling:
+class PendingBatch:
     """A batch that several threads fill, each a stretch of its rows.
 
     Args:
@@ -36,7 +36,7 @@ class Filling:
         self.leaves = leaves
         self.error: BaseException | None = None
         self.cancelled = False
-        self.served = False
+        self.requested = False
         self._left = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -70,7 +70,7 @@ class Filling:
             raise self.error
 
 
-Fill = Callable[[Filling, slice, int], None]
+Fill = Callable[[PendingBatch, slice, int], None]
 """Reads a stretch of the rows of a batch, by the thread of this number."""
 
 
@@ -82,7 +82,7 @@ class ReadAhead:
 
     Args:
         plan: the batch at a position, to be filled.
-        fill: reads some of its rows.
+        fill: reads some of its rows; it must not hold what holds this object.
         following: the position after another one; None: nothing is to be read after it.
         depth: how many batches are read before they are asked for.
         threads: how many read.
@@ -90,7 +90,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        plan: Callable[[Position], Filling],
+        plan: Callable[[Position], PendingBatch],
         fill: Fill,
         following: Callable[[Position], Position | None],
         depth: int,
@@ -101,17 +101,18 @@ class ReadAhead:
         self._depth = depth
         self._threads = threads
         self._lock = threading.Lock()
-        self._batches: dict[Position, Filling] = {}
-        self._tasks: queue.SimpleQueue[tuple[Filling, slice] | None] = queue.SimpleQueue()
+        self._batches: dict[Position, PendingBatch] = {}
+        self._tasks: queue.SimpleQueue[tuple[PendingBatch, slice] | None] = queue.SimpleQueue()
         for number in range(threads):
             thread = threading.Thread(
                 target=_serve, args=(self._tasks, fill, number), name=f"tfloop-reader-{number}", daemon=True
             )
             thread.start()
-        # The threads hold the queue and not this object, which ends them when it is no longer used.
+        # The threads hold the queue and `fill`, and neither this object nor `plan`: so this one can be collected, which
+        # ends them.
         self._finalizer = weakref.finalize(self, _end, self._tasks, threads)
 
-    def get(self, position: Position) -> Filling:
+    def get(self, position: Position) -> PendingBatch:
         """The batch at a position, filled.
 
         Several threads may ask at once, and for a batch before the one that precedes it: the operations of a graph run
@@ -130,7 +131,7 @@ class ReadAhead:
                 if known not in self._batches:
                     self._begin(known)
             batch = self._batches[position]
-            batch.served = True
+            batch.requested = True
         batch.wait()
         return batch
 
@@ -151,7 +152,7 @@ class ReadAhead:
 
     def _drop(self, position: Position) -> None:
         batch = self._batches.pop(position)
-        batch.cancelled = not batch.served  # a batch that was asked for is waited for
+        batch.cancelled = not batch.requested  # a batch that was asked for is waited for
 
     def _begin(self, position: Position) -> None:
         batch = self._plan(position)
@@ -160,7 +161,7 @@ class ReadAhead:
             self._tasks.put((batch, rows))
 
 
-def _serve(tasks: queue.SimpleQueue[tuple[Filling, slice] | None], fill: Fill, number: int) -> None:
+def _serve(tasks: queue.SimpleQueue[tuple[PendingBatch, slice] | None], fill: Fill, number: int) -> None:
     """A thread: fills stretches of batches until the queue ends."""
     while (task := tasks.get()) is not None:
         batch, rows = task

@@ -51,6 +51,12 @@ class Data:
         """The same sources, shared out over the replicas of `backend`; see `callbacks.ShardData`."""
         return Data(self.train.sharded(backend, policy), self.eval and self.eval.sharded(backend, policy))
 
+    def close(self) -> None:
+        """Ends the threads and processes that read ahead. Sources that are read later start new ones."""
+        for each in (self.train, self.eval):
+            if isinstance(each, IndexedSource):
+                each.close()
+
 
 def open_data(task: TrainTask, options: dict[str, Any], change: Change = unchanged) -> Data:
     """Opens the data of a task, in the order that the options say; not yet shared out.

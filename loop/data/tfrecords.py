@@ -18,7 +18,7 @@ from tensorflow.python.lib.io import tf_record  # its random reader has no publi
 from tqdm import tqdm
 
 from callbacks.files import hidden_name, replacing
-from loop.data.cache import cached
+from loop.data.data_files import DataFile, cached
 from loop.errors import UsageError
 
 _LENGTH = struct.Struct("<Q")
@@ -40,11 +40,9 @@ class RecordSource:
     def __init__(self, paths: Sequence[Path], features: Mapping[str, tf.io.FixedLenFeature] | None) -> None:
         self.by_column = features is not None
         self._features = features
-        self._paths = list(paths)
-        self._states = [_state(path) for path in paths]
-        offsets = _offsets_of_all(self._paths)
-        self._offsets = offsets
-        self._ends = np.cumsum([len(of_file) for of_file in offsets])
+        self._files = [DataFile(path) for path in paths]
+        self._offsets = _offsets_of_all(paths)
+        self._ends = np.cumsum([len(offsets) for offsets in self._offsets])
         self._local = threading.local()  # a reader of TensorFlow's isn't for two threads
 
     def __len__(self) -> int:
@@ -59,9 +57,8 @@ class RecordSource:
         records = [b""] * len(wanted)
         files = np.searchsorted(self._ends, wanted, "right")
         for number in np.unique(files).tolist():
-            path = self._paths[number]
-            if _state(path) != self._states[number]:
-                raise UsageError(f"{path} has changed since the run began: leave data files as they are while it runs")
+            self._files[number].check()
+            path = self._files[number].path
             reader = self._reader(number)
             first = int(self._ends[number - 1]) if number else 0
             for row in np.flatnonzero(files == number).tolist():
@@ -70,7 +67,7 @@ class RecordSource:
                     records[row] = reader.read(offset)[0]
                 except (tf.errors.OpError, IndexError) as error:
                     raise UsageError(
-                        f"{path}: record {int(wanted[row]) - first}, at byte {offset}, is damaged ({_said(error)}): "
+                        f"{path}: record {int(wanted[row]) - first}, at byte {offset}, is damaged ({_message(error)}): "
                         "write the file anew, or leave such records out with on_bad_example='skip'"
                     ) from None
         return records
@@ -84,13 +81,13 @@ class RecordSource:
             try:
                 parsed = tf.io.parse_example(records, dict(self._features))
             except tf.errors.OpError as error:
-                raise UsageError(f"loop.records(features=...): a record can't be parsed ({_said(error)})") from None
+                raise UsageError(f"loop.records(features=...): a record can't be parsed ({_message(error)})") from None
         return {name: tensor.numpy() for name, tensor in parsed.items()}
 
     def _reader(self, number: int) -> Any:
         readers: dict[int, Any] = self._local.__dict__.setdefault("readers", {})
         if number not in readers:
-            readers[number] = tf_record.tf_record_random_reader(str(self._paths[number]))
+            readers[number] = tf_record.tf_record_random_reader(str(self._files[number].path))
         return readers[number]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,13 +184,8 @@ def _check_first(path: Path) -> None:
                 f"{path} is compressed, so that no record can be read by itself: write it without compression, as "
                 "tf.io.TFRecordWriter(path) does, or read it as a stream, with tf.data.TFRecordDataset"
             ) from None
-        raise UsageError(f"{path} is no TFRecord file, or its first record is damaged ({_said(error)})") from None
+        raise UsageError(f"{path} is no TFRecord file, or its first record is damaged ({_message(error)})") from None
 
 
-def _state(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(getattr(error, "message", error)).split("\n")[0]

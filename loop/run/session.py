@@ -80,6 +80,7 @@ class Session:
 
     def enter_next_phase(self) -> None:
         """Enters the next phase: the model goes on; data and optimizer are made anew."""
+        self.close()
         self._enter(self.index + 1, self.built.model)
 
     def _enter(self, index: int, model: Any) -> None:
@@ -133,6 +134,11 @@ class Session:
             if not step:
                 raise UsageError("train_data() has no examples: there is nothing to train on")
             iterator = source.next_epoch(iterator)
+
+    def close(self) -> None:
+        """Ends what reads the data ahead."""
+        if self.has_step:
+            self.step.data.close()
 
     @property
     def has_step(self) -> bool:

@@ -70,7 +70,8 @@ class Computing:
         try:
             return self._backend.call(function(), iterator, *numbers)
         except Exception as error:
-            problem = self._problem or self._reading_problem() or stacking_problem(error)
+            reading = self._reading_problem()
+            problem = self._problem or reading or stacking_problem(error)
             self._problem = None
             if problem is None:
                 raise
@@ -81,9 +82,8 @@ class Computing:
 
     def _reading_problem(self) -> Exception | None:
         """Why a source could not be read on the host, which TensorFlow wraps in a text of its own."""
-        failures = [
-            source.failure for source in (self._data.train, self._data.eval) if isinstance(source, IndexedSource)
-        ]
+        sources = [source for source in (self._data.train, self._data.eval) if isinstance(source, IndexedSource)]
+        failures = [source.take_failure() for source in sources]
         return next((failure for failure in failures if isinstance(failure, Exception)), None)
 
     def of_rows(self, source: Source, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:

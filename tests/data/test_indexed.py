@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import threading
 import time
 import warnings
 
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 import loop
 from loop.data import BatchOptions, source
 from loop.data.batch import EVALUATION_EPOCH
-from loop.data.read_ahead import Filling, Position, ReadAhead
+from loop.data.read_ahead import PendingBatch, Position, ReadAhead
 from loop.errors import TrainingError, UsageError
 
 _RANDOM = np.random.default_rng(7)
@@ -226,6 +228,40 @@ def test_each_worker_reads_its_own_rows_alone():
     assert len(items.read) <= 4 * (1 + 1)
 
 
+class Growing(Items):
+    """A source that has more examples each time it is asked."""
+
+    def __init__(self, growing):
+        super().__init__()
+        self.growing = growing
+        self.size = len(INPUTS)
+
+    def __len__(self):
+        self.size += self.growing and len(self.read) > 20
+        return self.size
+
+
+def test_a_source_whose_length_changes_is_named(quiet, tmp_path):
+    with pytest.raises(UsageError, match=r"the source has \d+ examples, and had 103 when the run began"):
+        _trained(quiet, loop.IndexedData(Growing(True)), run_dir=tmp_path / "run")
+    _trained(quiet, loop.IndexedData(Growing(False)), run_dir=tmp_path / "other")
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "gone"])
+def test_a_file_that_changes_under_a_run_is_named(change, tmp_path):
+    path = tmp_path / "inputs.npy"
+    np.save(path, INPUTS)
+    made = source(loop.IndexedData((path, LABELS)), BatchOptions(8, prefetch=1), "train_data()")
+    if change == "gone":
+        path.unlink()
+    else:
+        with path.open("r+b") as file:
+            file.truncate(100 if change == "shorter" else 10**5)
+    with pytest.raises(UsageError, match=r"inputs.npy (has changed since the run began|can't be read any more)"):
+        _read_epoch(made)
+    made.close()
+
+
 class Text:
     """Lines of different lengths."""
 
@@ -238,15 +274,17 @@ class Text:
         return {"tokens": np.arange(self.lengths[index], dtype=np.int32) + index, "label": index % 2}
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("bucket_by", [False, True])
-def test_padding_and_buckets_are_those_of_arrays(bucket_by):
+def test_padding_and_buckets_are_those_of_arrays(bucket_by, named):
     options = BatchOptions(4, seed=5, shuffle=True)
     padding = loop.Padding(bucket_by=bucket_by, multiple=2, buckets=2)
     text = Text()
     examples = [text[index] for index in range(len(text))]
     arrays = {"tokens": [each["tokens"] for each in examples], "label": [each["label"] for each in examples]}
     in_memory = source(loop.ArrayData(arrays, padding=padding), options, "train_data()")
-    data = loop.IndexedData(text, padding=padding, lengths={"tokens": text.lengths})
+    lengths = {"tokens": text.lengths} if named else text.lengths  # without a name: not of the label
+    data = loop.IndexedData(text, padding=padding, lengths=lengths)
     indexed = source(data, options, "train_data()")
     for rank in range(2):
         sources = [each.sharded(_Share(2, 2, rank), "example") for each in (in_memory, indexed)]
@@ -369,6 +407,10 @@ def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, 
     assert found.examples == 2 * (103 - 2)
 
 
+def _opened(data):
+    return source(data, BatchOptions(4), "train_data()")
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -383,6 +425,9 @@ def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, 
         (lambda: loop.IndexedData(INPUTS, on_bad_example="ignore"), "give 'stop' or 'skip'"),
         (lambda: loop.IndexedData(Text(), padding=0), "padding and lengths belong together"),
         (lambda: loop.IndexedData(Text(), lengths=[1]), "without padding"),
+        (lambda: loop.IndexedData(Text(), padding=loop.Padding(bucket_by=len), lengths=[1]), "give bucket_by=True"),
+        (lambda: _opened(loop.IndexedData(Text(), padding=0, lengths={"words": [1]})), "there is no array 'words'"),
+        (lambda: _opened(loop.IndexedData(Text(), padding=0, lengths=[7] * 15)), "7 for example 0, whose arrays have"),
         (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
         (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
         (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),
@@ -405,7 +450,7 @@ def _numbers(asked, depth, filled):
     """A reader of batches of two rows, which notes what it fills."""
 
     def plan(position):
-        return Filling(np.arange(2) + 2 * position.step, position.epoch, [np.zeros(2)])
+        return PendingBatch(np.arange(2) + 2 * position.step, position.epoch, [np.zeros(2)])
 
     def fill(batch, rows, thread):
         filled.append((batch.epoch, int(batch.index[0]) // 2))
@@ -437,13 +482,60 @@ def test_batches_that_are_asked_for_in_order_are_read_once():
     assert sorted(step for _, step in filled) == sorted([*range(10), *range(10)])  # two rows, by two threads
 
 
+def _readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tfloop-reader")]
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_what_reads_ahead_ends_with_its_source(close):
+    """The threads must not hold what holds them."""
+    before = len(_readers())
+    made = source(loop.IndexedData(Items()), BatchOptions(8), "train_data()")
+    position = tf.constant(0, tf.int64), tf.constant(0, tf.int64)
+    share = made.sharded(_Share(2, 2, 1), "example")
+    share.read_batch((), *position)
+    share.whole(*position)
+    threads = _readers()
+    assert len(threads) > before
+    if close:
+        share.close()
+        share.read_batch((), *position)  # a batch that is asked for later starts new ones
+        threads += _readers()
+        share.close()
+    else:
+        del made, share
+        gc.collect()
+    for thread in threads:
+        thread.join(20)
+    assert len(_readers()) == before
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_no_reader_outlives_a_run(held_out, quiet, tmp_path):
+    before = len(_readers())
+    data = loop.IndexedData(Items(bad=[50]))
+    with pytest.raises(TrainingError, match="example 50"):
+        _trained(quiet, data, run_dir=tmp_path / "failed")
+    held = loop.IndexedData((INPUTS, LABELS))
+    _trained(quiet, held, held if held_out else None, run_dir=tmp_path / "run")
+    deadline = time.monotonic() + 20
+    while len(_readers()) > before and time.monotonic() < deadline:  # each ends what it is reading
+        time.sleep(0.01)
+    assert len(_readers()) == before
+
+
+def _processes(made):
+    [(_, filler)] = made._reader._ahead.values()
+    return filler._processes
+
+
 def _read_by(readers, data_of, steps=20):
     """The first batches, with processes once they are ready."""
     made = source(data_of(readers), BatchOptions(8, seed=1, shuffle=True), "train_data()")
     if readers:
         made.read_batch((), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
         deadline = time.monotonic() + 100
-        while not all(made._processes.of_thread(thread) for thread in range(readers)):
+        while not all(_processes(made).of_thread(thread) for thread in range(readers)):
             assert time.monotonic() < deadline, "a reader process is not ready"
             time.sleep(0.05)
     numbers = [(step // 13, step % 13) for step in range(steps)]
@@ -473,7 +565,7 @@ def test_processes_read_what_threads_read(lengths):
     processes, found = _read_by(2, data_of)
     try:
         tf.nest.map_structure(np.testing.assert_array_equal, found, expected)
-        started = [process._process for process in processes._processes._processes]
+        started = [process._process for process in _processes(processes)._processes]
     finally:
         threads.close()
         processes.close()
@@ -485,14 +577,15 @@ def test_what_fails_in_a_process_is_named():
     try:
         with pytest.raises(TrainingError, match="example 3 can't be read: ValueError: broken file"):
             _read_epoch(made)
-        assert "example 3 can't be read" in str(made.failure)
+        assert "example 3 can't be read" in str(made.take_failure())
+        assert made.take_failure() is None  # it is told once
     finally:
         made.close()
 
 
 def test_a_process_that_is_killed_is_named():
     made, _ = _read_by(1, lambda readers: loop.IndexedData(Items(), readers=readers), steps=0)
-    made._processes.of_thread(0)._process.kill()
+    _processes(made).of_thread(0)._process.kill()
     try:
         with pytest.raises(TrainingError, match="reader process 0 has ended by signal SIGKILL"):
             _read_epoch(made)
@@ -501,8 +594,6 @@ def test_a_process_that_is_killed_is_named():
 
 
 def test_what_no_process_can_have_is_refused():
-    import threading
-
     lock = threading.Lock()
     data = loop.IndexedData(list(range(9)), map=lambda example: lock and example, readers=1)
     made = source(data, BatchOptions(8), "train_data()")

@@ -1,0 +1,82 @@
+"""Reads examples of indexed data into the rows of a batch."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from loop.data.batch_layout import BatchLayout
+from loop.data.examples import Arrays, BadExampleError, arrays_of
+from loop.data.indexed import IndexedData
+from loop.data.read_ahead import PendingBatch
+from loop.data.reader_process import ReaderProcesses, pickled
+from loop.errors import TrainingError
+
+SKIPPED = -1
+"""Stands for the index of an example that is left out."""
+
+
+class BatchFiller:
+    """Reads examples into the rows of batches, for several threads at once.
+
+    Args:
+        data: the data.
+        layout: of a batch.
+        seed: of the run.
+    """
+
+    def __init__(self, data: IndexedData, layout: BatchLayout, seed: int) -> None:
+        self._data = data
+        self._layout = layout
+        self._seed = seed
+        self._processes = ReaderProcesses(pickled(data.reader, layout.specs), data.readers) if data.readers else None
+
+    def fill(self, batch: PendingBatch, stretch: slice, thread: int) -> None:
+        """Reads a stretch of the rows of a batch.
+
+        Args:
+            batch: the batch.
+            stretch: which rows of it.
+            thread: the number of the thread that asks.
+
+        Raises:
+            BadExampleError: an example has other arrays than the first, if it isn't to be skipped.
+            TrainingError: an example can't be read, if it isn't to be skipped; a reader process has ended.
+        """
+        indices = batch.index[stretch]
+        ids = self._data.resolve(indices, batch.epoch, self._seed)
+        leaves = [leaf[stretch] for leaf in batch.leaves]
+        read = self._read_examples(ids, example_seeds(indices, batch.epoch, self._seed), thread)
+        if isinstance(read, tuple) and not self._layout.padded:
+            for leaf, column in zip(leaves, read, strict=True):
+                leaf[...] = column
+            return
+        examples = list(zip(*read, strict=True)) if isinstance(read, tuple) else read
+        for row, arrays in enumerate(examples):
+            try:
+                self._layout.fill(leaves, row, arrays, int(ids[row]))
+            except (BadExampleError, TrainingError) as error:
+                if not self._data.skips:
+                    raise
+                warnings.warn(f"{error}; it is left out (on_bad_example='skip')", stacklevel=2)
+                self._layout.clear(leaves, row)
+                batch.index[stretch.start + row] = SKIPPED
+
+    def close(self) -> None:
+        """Ends the processes that read."""
+        if self._processes is not None:
+            self._processes.close()
+
+    def _read_examples(self, ids: np.ndarray, seeds: np.ndarray, thread: int) -> Arrays:
+        """See `arrays_of`; by the process of this thread, once it is ready."""
+        process = self._processes and self._processes.of_thread(thread)
+        if process:
+            return process.read(ids, seeds)
+        return arrays_of(self._data.reader, self._layout.specs, ids, seeds)
+
+
+def example_seeds(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+    """The seeds that examples draw from, the same numbers as those of `loop.example_seed`: int64 [n, 2]."""
+    of_epoch = np.full_like(indices, (seed << 32) + epoch)
+    return np.stack([of_epoch, indices << 16], 1)

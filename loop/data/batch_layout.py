@@ -1,0 +1,107 @@
+"""The arrays of a batch of indexed data: shapes, dtypes, padding and masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.data.examples import ArraySpec, BadExampleError, specs_of
+from loop.data.indexed import IndexedData
+from loop.data.padding import Padding
+from loop.data.read_ahead import array_of_own
+
+
+class BatchLayout:
+    """The arrays of a batch of indexed data: their names, shapes and dtypes, and how they are padded.
+
+    Args:
+        data: the data.
+        example: its first example.
+    """
+
+    def __init__(self, data: IndexedData, example: Any) -> None:
+        found = specs_of(example, 0)
+        padded = data.padded_names(found)
+        self._padding = data.padding or Padding(mask=False)
+        self._masked = self._padding.masked(padded) if padded else []
+        self._structure = tf.nest.map_structure(lambda _: 0, example)
+        self.wide = data.wide
+        self.specs = [dataclasses.replace(spec, padded=int(spec.name in padded)) for spec in found]
+        self._gaps = [self._padding.value(spec.name, spec.dtype) if spec.padded else None for spec in self.specs]
+
+    @property
+    def padded(self) -> list[str | int]:
+        """The names of the arrays whose examples differ in length."""
+        return [spec.name for spec in self.specs if spec.padded]
+
+    @property
+    def example_bytes(self) -> int:
+        """About how many bytes an example has."""
+        return sum(int(np.prod(spec.shape)) * spec.dtype.itemsize for spec in self.specs)
+
+    def dtype(self, spec: ArraySpec) -> np.dtype:
+        """The dtype that an array has in a batch."""
+        return np.dtype("float64") if self.wide and spec.dtype.kind == "f" else spec.dtype
+
+    def new(self, count: int, lengths: dict[str | int, int]) -> list[np.ndarray]:
+        """The arrays of a batch of `count` examples, not yet filled; and the masks.
+
+        Args:
+            count: the number of examples.
+            lengths: to which the padded arrays are padded, by name.
+        """
+        leaves = []
+        for spec, gap in zip(self.specs, self._gaps, strict=True):
+            shape = (lengths[spec.name], *spec.shape[1:]) if spec.padded else spec.shape
+            leaf = array_of_own([count, *shape], self.dtype(spec))
+            if spec.padded:
+                leaf[...] = gap
+            leaves.append(leaf)
+        masks = [np.zeros([count, lengths[name]], bool) for name in self._masked]
+        return leaves + masks
+
+    def fill(self, batch: Sequence[np.ndarray], row: int, arrays: Sequence[np.ndarray] | Exception, index: int) -> None:
+        """Writes the arrays of an example into a row of a batch.
+
+        Raises:
+            BadExampleError: one is longer than its batch.
+            Exception: the one that stands in the place of the arrays.
+        """
+        if isinstance(arrays, Exception):
+            raise arrays
+        for leaf, spec, array in zip(batch, self.specs, arrays, strict=False):
+            if not spec.padded:
+                leaf[row] = array[()]  # a text, where it is one, and not an array of one
+                continue
+            if len(array) > leaf.shape[1]:
+                raise BadExampleError(
+                    f"example {index}: {spec.label}length {len(array)}, more than lengths=... say of any example of "
+                    f"its batch, {leaf.shape[1]}: give the lengths that examples have after map"
+                )
+            leaf[row, : len(array)] = array
+            if spec.name in self._masked:
+                mask = batch[len(self.specs) + self._masked.index(spec.name)]
+                mask[row, : len(array)] = True
+
+    def clear(self, batch: Sequence[np.ndarray], row: int) -> None:
+        """Empties a row whose example is left out."""
+        for leaf in batch:
+            leaf[row] = "" if leaf.dtype == object else np.zeros([], leaf.dtype)
+
+    def tensor_specs(self) -> list[tf.TensorSpec]:
+        """Those of a batch's arrays and masks; what is padded is open."""
+        specs = []
+        for spec in self.specs:
+            shape = (None, *spec.shape[1:]) if spec.padded else spec.shape
+            dtype = tf.string if spec.dtype == object else tf.as_dtype(self.dtype(spec))
+            specs.append(tf.TensorSpec([None, *shape], dtype))
+        return specs + [tf.TensorSpec([None, None], tf.bool) for _ in self._masked]
+
+    def pack(self, tensors: Sequence[Any]) -> Any:
+        """The structure of a batch, with its masks."""
+        batch = tf.nest.pack_sequence_as(self._structure, list(tensors[: len(self.specs)]))
+        return self._padding.with_masks(batch, dict(zip(self._masked, tensors[len(self.specs) :], strict=True)))

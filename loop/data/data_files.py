@@ -1,0 +1,53 @@
+"""Files of data: whether one has changed, and the cache of what is derived from them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from loop.errors import UsageError
+
+
+class DataFile:
+    """A file that must stay as it is while a run reads it.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._state = _state(path)
+
+    def check(self) -> None:
+        """Checks size and time of the file.
+
+        Raises:
+            UsageError: they have changed.
+        """
+        try:
+            changed = _state(self.path) != self._state
+        except OSError as error:
+            raise UsageError(f"{self.path} can't be read any more ({error.strerror}): leave it as it is") from None
+        if changed:
+            raise UsageError(f"{self.path} has changed since the run began: leave data files as they are while it runs")
+
+
+def cache_directory() -> Path:
+    """Where what is derived from data files is kept: `TFLOOP_CACHE`, or `tfloop` in the user's cache directory."""
+    own = os.environ.get("TFLOOP_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(own).expanduser() if own else Path(shared).expanduser() / "tfloop"
+
+
+def cached(kind: str, path: Path) -> Path:
+    """The file in the cache that is derived from a data file as it is now: by its path, size and time."""
+    status = path.stat()
+    known = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode()
+    return cache_directory() / kind / hashlib.blake2b(known, digest_size=16).hexdigest()
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

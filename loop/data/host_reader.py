@@ -1,0 +1,167 @@
+"""The batches of indexed data, read on the host: which examples each has, and the threads that read ahead."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from loop.data.batch import EVALUATION_EPOCH, BatchOptions, rows
+from loop.data.batch_filler import BatchFiller
+from loop.data.batch_layout import BatchLayout
+from loop.data.buckets import LengthBuckets
+from loop.data.indexed import IndexedData, usable_cpus
+from loop.data.read_ahead import PendingBatch, Position, ReadAhead
+from loop.errors import UsageError
+
+_BLOCK = 64
+"""Of how many batches the order is worked out at once: a call of TensorFlow takes as long as reading a small batch."""
+
+_AHEAD = 4
+"""How many batches are read ahead with `prefetch="auto"`."""
+
+
+class Share(NamedTuple):
+    """Which rows of a global batch one worker reads.
+
+    Attributes:
+        first: the number of its first replica.
+        local: how many replicas it has.
+        replicas: how many there are in all.
+        parts: into how many micro-batches a global batch is cut.
+    """
+
+    first: int
+    local: int
+    replicas: int
+    parts: int
+
+    def rows(self, count: int) -> np.ndarray:
+        """Its rows of a global batch of `count` rows, one micro-batch after the other: int64 [n]."""
+        stretches = []
+        for part in range(self.parts):
+            low, high = rows(count, part, self.parts)
+            first, _ = rows(high - low, self.first, self.replicas)
+            _, last = rows(high - low, self.first + self.local - 1, self.replicas)
+            stretches.append(np.arange(low + first, low + last))
+        return np.concatenate(stretches)
+
+
+class HostReader:
+    """Reads the batches of indexed data, each by its position, and those that follow ahead.
+
+    Args:
+        data: the data.
+        options: how it is cut into batches.
+        layout: of a batch.
+        steps_per_epoch: how many batches an epoch has.
+    """
+
+    def __init__(self, data: IndexedData, options: BatchOptions, layout: BatchLayout, steps_per_epoch: int) -> None:
+        self._data = data
+        self._options = options
+        self._layout = layout
+        self._steps_per_epoch = steps_per_epoch
+        self._source_size = len(data.reader)
+        self._block = functools.lru_cache(maxsize=4)(self._order_of_block)
+        self._buckets: LengthBuckets | None = None
+        if data.padding is not None and data.padding.bucket_by:
+            lengths = self._lengths(np.arange(data.size, dtype=np.int64), 0)
+            self._buckets = LengthBuckets(np.max(list(lengths.values()), axis=0), options, data.padding.buckets)
+        self._opening = threading.Lock()
+        self._ahead: dict[Share, tuple[ReadAhead, BatchFiller]] = {}
+        self._failure: BaseException | None = None
+
+    def batch(self, share: Share, position: Position) -> PendingBatch:
+        """A worker's rows of the global batch at a position, filled. Behind the end of the data it has none.
+
+        Raises:
+            BaseException: what reading an example has raised; see `take_failure`.
+        """
+        try:
+            if position.step >= self._steps_per_epoch:
+                # A compiled call reads one batch more than it makes steps.
+                return self.empty_batch(np.zeros([0], np.int64), np.zeros([1], np.int64), position.epoch)
+            return self._reader(share).get(position)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def take_failure(self) -> BaseException | None:
+        """Why the last batch could not be read, once: TensorFlow wraps it in a text of its own."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def close(self) -> None:
+        """Ends the threads and processes that read ahead. A batch that is asked for later starts new ones."""
+        with self._opening:
+            for ahead, filler in self._ahead.values():
+                ahead.close()
+                filler.close()
+            self._ahead.clear()
+
+    def empty_batch(self, own: np.ndarray, whole: np.ndarray, epoch: int) -> PendingBatch:
+        """A batch, to be filled, of the examples `own`, padded as the global batch `whole` is."""
+        lengths: dict[str | int, int] = {}
+        if self._layout.padded:
+            assert self._data.padding is not None
+            for name, known in self._lengths(whole, epoch).items():
+                lengths[name] = int(self._data.padding.length(known[:, np.newaxis])[0])
+        return PendingBatch(own.copy(), epoch, self._layout.new(len(own), lengths))
+
+    def _reader(self, share: Share) -> ReadAhead:
+        with self._opening:  # two operations of a graph may ask at once
+            if share not in self._ahead:
+                data = self._data
+                filler = BatchFiller(data, self._layout, self._options.seed)
+                depth = _AHEAD if self._options.prefetch == "auto" else int(self._options.prefetch)
+                threads = data.readers or (1 if data.reader.by_column else usable_cpus())
+                plan = functools.partial(self._plan, share)
+                self._ahead[share] = (ReadAhead(plan, filler.fill, self._following, depth, threads), filler)
+            return self._ahead[share][0]
+
+    def _following(self, position: Position) -> Position | None:
+        if position.step + 1 < self._steps_per_epoch:
+            return Position(position.epoch, position.step + 1)
+        # An evaluation has one epoch, and the next one begins at its start.
+        return None if position.epoch == EVALUATION_EPOCH else Position(position.epoch + 1, 0)
+
+    def _plan(self, share: Share, position: Position) -> PendingBatch:
+        size = len(self._data.reader)
+        if size != self._source_size:
+            raise UsageError(
+                f"IndexedData: the source has {size} examples, and had {self._source_size} when the run began: leave "
+                "it as it is while a run reads it"
+            )
+        whole = self._global_batch(position)
+        own = whole if share.replicas == 1 else whole[share.rows(len(whole))]
+        return self.empty_batch(own, whole, position.epoch)
+
+    def _global_batch(self, position: Position) -> np.ndarray:
+        """The indices of the examples of a global batch: int64 [n]."""
+        epoch, step = position
+        if self._buckets is not None:
+            with tf.device("CPU:0"):
+                return np.asarray(self._buckets.batch(tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)))
+        block, place = divmod(step, _BLOCK)
+        first = place * self._options.batch_size
+        return self._block(epoch, block)[first : first + self._options.batch_size]
+
+    def _order_of_block(self, epoch: int, block: int) -> np.ndarray:
+        """The indices of the examples of `_BLOCK` global batches: int64 [n]."""
+        size = self._data.size
+        start = block * _BLOCK * self._options.batch_size
+        places = np.arange(start, min(start + _BLOCK * self._options.batch_size, size), dtype=np.int64)
+        if not self._options.shuffle:
+            return places
+        with tf.device("CPU:0"):
+            seed = np.array([self._options.seed, epoch], np.int64)
+            return np.asarray(tf.random.experimental.index_shuffle(places, seed=seed, max_index=size - 1))
+
+    def _lengths(self, indices: np.ndarray, epoch: int) -> dict[str | int, np.ndarray]:
+        """How long each example is, by the names of the padded arrays."""
+        ids = self._data.resolve(indices, epoch, self._options.seed)
+        return {name: self._data.lengths(ids, name) for name in self._layout.padded}
