@@ -3,12 +3,16 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import callbacks
 from loop import UsageError, backends, fit
+from loop.commands.evaluate import read_weights
 from loop.target import task_loader
-from tests.conftest import ROOT
+from tests.conftest import ROOT, needs_horovod, tfloop
+
+WARM = True
 
 
 def quietly():
@@ -20,8 +24,6 @@ def test_charlm_learns_more_than_how_frequent_characters_are():
     result = fit(task, steps=60, callbacks=quietly())
     assert result.metrics["eval_loss"] < result.metrics["eval_unigram"] - 0.2
     # The unigram entropy is a property of the text: an independent count of it.
-    import numpy as np
-
     frequency = np.bincount(task.windows.reshape(-1)) / task.windows.size
     entropy = -(frequency[frequency > 0] * np.log(frequency[frequency > 0])).sum()
     assert result.metrics["eval_unigram"] == pytest.approx(entropy, rel=0.03)
@@ -36,7 +38,6 @@ def test_bring_your_keras_model():
 
 def test_keras_task_uses_names_functions_and_weights():
     import keras
-    import numpy as np
 
     from loop import ArrayData, KerasTask
 
@@ -92,6 +93,9 @@ class FirstSteps(callbacks.Callback):
         ("keras2", ["width=8"], 90, lambda m: m["eval_accuracy"] > 0.7),
         ("module", [], 96, lambda m: m["eval_loss"] < 1.25 and m["eval_r2"] > 0.35),
         ("custom_callback", ["width=32"], 100, lambda m: m["eval_loss"] < 2.9),
+        ("images", [], 46, lambda m: m["eval_accuracy"] > 0.7),
+        ("text", [], 50, lambda m: m["eval_accuracy"] > 0.5),
+        ("records", [], 46, lambda m: m["eval_accuracy"] > 0.8),
     ],
 )
 def test_example_learns_and_has_the_same_numbers_on_two_replicas(name, fields, steps, learns):
@@ -101,6 +105,25 @@ def test_example_learns_and_has_the_same_numbers_on_two_replicas(name, fields, s
     two = fit(task, steps=3, eval_every="never", backend=backends.create("mirrored", 2), callbacks=quietly())
     assert two.replicas == 2
     assert two.metrics == pytest.approx(dict(first.metrics), rel=1e-3, abs=1e-5)
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    ("name", "fields", "engine"),
+    [("images", ["readers=1"], "multiworker"), ("text", ["width=16"], "horovod"), ("records", [], "horovod")],
+)
+def test_two_workers_that_read_by_index_make_the_same_model(name, fields, engine, tmp_path):
+    settings = [f"--set={field}" for field in fields]
+    done = tfloop(
+        "train", name, *settings, "--backend", engine, "--workers", "2", "--steps", "40", "--run-dir", "two",
+        "--track", "off",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    fit(task_loader.load(name, fields), steps=40, backend="single", callbacks=quietly(), run_dir=tmp_path / "one")
+    (ours, _), (theirs, _) = (read_weights(tmp_path / run) for run in ("two", "one"))
+    # Numbered: Keras counts the layers of a process, and so names them otherwise.
+    for (mine, found), (_, expected) in zip(sorted(ours.items()), sorted(theirs.items()), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6, err_msg=mine)
 
 
 def test_workers_read_files_of_their_own_which_are_written_once(tmp_path):

@@ -23,7 +23,7 @@ OURS = ("loop", "callbacks", "cli")
 SHIPPED = {
     "digits": "Digits", "charlm": "CharLM", "gan": "DigitsGAN", "contrastive": "SimCLR", "tfrecords": "DigitFiles",
     "tabular": "Tumours", "transfer": "Transfer", "keras2": "Legacy", "module": "Diabetes", "custom_callback": "Names",
-    "bring_your_keras_model": "MyModel",
+    "bring_your_keras_model": "MyModel", "images": "Pictures", "text": "Functions", "records": "DigitRecords",
 }  # fmt: skip
 """The shipped examples, and the task class in each."""
 
