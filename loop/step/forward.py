@@ -115,6 +115,9 @@ class ForwardPass:
 
         # With blocks, XLA compiles many steps as a whole, and the steps outside of blocks are left to the graph.
         if context.computing.compiles(source) and not context.plan.block_steps:
+            if context.backend.replicas == 1:
+                # Not as an argument: how many numbers a random layer draws would depend on it, and XLA must know that.
+                rows = rows._replace(first=0)
             some = tf.function(some, jit_compile=True, autograph=False)
         elif context.computing.isolated and source not in context.computing.everyone:
             some = tf.function(some, autograph=False, experimental_attributes={"_noinline": True})

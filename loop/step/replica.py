@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -62,22 +62,19 @@ class Replica:
         self.count = count(rows.batch)
         self.batch = rows.batch
         self.counts_something: tf.Tensor | None = None
-        self._filled_index: tf.Tensor | None = None
         self.fixed_rows: int | None = None
-        self._stand_ins = 1
+        self._index: Callable[[], tf.Tensor] = lambda: rows.index  # most models don't ask for it
         if stand_in is not None:
-            self._stand_ins = tf.nest.flatten(stand_in)[0].shape[0] or 1
-            self.counts_something = self.count > 0
-            self.batch = tf.cond(self.counts_something, lambda: rows.batch, lambda: stand_in)
+            counts_something = self.count > 0
+            stand_ins = tf.nest.flatten(stand_in)[0].shape[0] or 1
+            self.counts_something = counts_something
+            self.batch = tf.cond(counts_something, lambda: rows.batch, lambda: stand_in)
+            self._index = lambda: tf.cond(counts_something, lambda: rows.index, lambda: tf.zeros([stand_ins], tf.int64))
 
     @property
     def index(self) -> tf.Tensor:
         """The index of each example of `batch` within the epoch: int64 [n]; 0 for a stand-in."""
-        if self._filled_index is not None:
-            return self._filled_index
-        if self.counts_something is None:
-            return self.rows.index
-        return tf.cond(self.counts_something, lambda: self.rows.index, lambda: tf.zeros([self._stand_ins], tf.int64))
+        return self._index()
 
     def fill_up(self, rows: int) -> None:
         """Repeats the last row of `batch`, until it has so many rows."""
@@ -85,7 +82,8 @@ class Replica:
         def filled(tensor: tf.Tensor) -> tf.Tensor:
             return tf.gather(tensor, tf.minimum(tf.range(rows), tf.shape(tensor)[0] - 1))
 
-        self._filled_index = filled(self.index)
+        index = filled(self.index)
+        self._index = lambda: index
         self.batch = tf.nest.map_structure(filled, self.batch)
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:

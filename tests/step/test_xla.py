@@ -15,6 +15,7 @@ from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
 from loop.commands.verify import verify
 from loop.model.variables import model_variables
+from loop.step.replica import current
 from tests.conftest import ROOT
 from tests.tasks import Conv, Weighted
 
@@ -119,6 +120,24 @@ fit(Weighted(), epochs=4, batch_size=8, compile="xla", callbacks=[*callbacks.sta
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Compilation of XLA executable time") == 1, done.stderr
+
+
+@dataclasses.dataclass
+class Noted(Weighted):
+    """Notes where the rows of its replica begin, as XLA sees it."""
+
+    def compute(self, model, batch, training):
+        if training:
+            self.first = current().rows.first
+        return super().compute(model, batch, training)
+
+
+def test_what_a_random_layer_draws_does_not_depend_on_an_argument_of_the_program():
+    """XLA must know how many numbers it draws; of an argument it knows that at times only."""
+    task = Noted()
+    trained(task, compile="xla", batch_size=1, accumulate=2, epochs=1)  # one part of two has no row
+    assert task.first == 0
+    assert not tf.is_tensor(task.first)
 
 
 def test_several_replicas_refuse_random_layers():
