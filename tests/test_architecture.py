@@ -23,6 +23,9 @@ REACHED = {
     "lines of the longest file",
     "functions above a complexity of 15",
     "assignments of tuples per 1,000",
+    "most attributes of a class",
+    "most methods of a class",
+    "greatest cyclomatic complexity",
 }
 """Measures of `python -m tests.campaigns.house` whose goals are reached."""
 

@@ -66,18 +66,23 @@ def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
         elif place.backend == "parameter_server" and job_rank():
             return _serve(typed.threads or 0)
         else:
-            if tracker is not None and job_rank() == 0 and not typed.dry_run_:
-                beginning.callback(tracker.close)
-                tracker.warm()  # while TensorFlow is loaded
             chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
+            if not typed.dry_run_:
+                _warm(tracker, beginning)
             code, problem, fields = _work(typed, given, place, chosen, beginning)
 
-    if fields is not None:
-        if typed.dry_run_:
-            fields["why"] = place.why
-        elif code == PREEMPTED:
-            _tell_how_to_go_on(typed, arguments, fields)
+    if fields is not None and typed.dry_run_:
+        fields["why"] = place.why
+    elif fields is not None and code == PREEMPTED:
+        _tell_how_to_go_on(typed, arguments, fields)
     return code, problem, fields
+
+
+def _warm(tracker: callbacks.MLflowTracker | None, beginning: contextlib.ExitStack) -> None:
+    """Has the chief's tracker begin, while TensorFlow is loaded."""
+    if tracker is not None and job_rank() == 0:
+        beginning.callback(tracker.close)
+        tracker.warm()
 
 
 def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields: Mapping[str, Any]) -> None:

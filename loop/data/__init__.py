@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from loop.data.parts import contents, first, in_float64, part
     from loop.data.pipelines import one_order, shard_files, stacking_problem
     from loop.data.sources import Change, Data, Source, open_data, source, unchanged
-    from loop.data.streams import StreamData, StreamSource
+    from loop.data.streams import StreamData, StreamSource, no_rows
     from loop.data.tfrecords import records
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "in_float64",
     "likely_rows",
     "mix",
+    "no_rows",
     "one_order",
     "open_data",
     "part",
@@ -77,6 +78,7 @@ _HOMES = {
     "first": "parts",
     "in_float64": "parts",
     "likely_rows": "batch",
+    "no_rows": "streams",
     "one_order": "pipelines",
     "mix": "mixture",
     "open_data": "sources",

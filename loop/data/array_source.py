@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data.batch import BatchOptions, RowCounts, Rows, row_counts, rows
+from loop.data.batch import BatchOptions, RowCounts, Rows
+from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 
 
-class ArraySource:
-    """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
+class PositionSource:
+    """Data whose batches are read by position: there is no iterator, and nothing of one to be kept.
 
     Attributes:
-        steps_per_epoch: the number of global batches in an epoch.
         endless: False: it has an end.
         layout: None: a position means the same with any number of workers.
         reads_ahead: True: a batch can be read while the one before it is computed on.
+    """
+
+    endless = False
+    layout: list[Any] | None = None
+    reads_ahead = True
+
+    def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
+        """Nothing to do: every position can be read at once."""
+        return ()
+
+    def next_epoch(self, iterator: tuple[()]) -> tuple[()]:
+        """Nothing to do."""
+        return ()
+
+    def state(self, iterator: tuple[()]) -> np.ndarray | None:
+        """None: a position in the order needs no state."""
+        return None
+
+    def unsaved(self, iterator: tuple[()]) -> str:
+        """Empty: every position can be saved."""
+        return ""
+
+    def more(self, taken: Any) -> Any:
+        """True: the number of steps in an epoch is known, so that each step has rows."""
+        return tf.constant(True)
+
+
+class ArraySource(PositionSource):
+    """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
+
+    Attributes:
+        data: what the task returned.
+        size: the number of examples.
+        steps_per_epoch: the number of global batches in an epoch.
         batch_bytes: how much memory a global batch needs.
         uniform: whether all batches have one shape, but for a short last one.
         on_host: whether Python reads the batches, in the process that computes.
@@ -28,11 +63,7 @@ class ArraySource:
 
     uniform = True
     on_host = False
-    layout: list[Any] | None = None
-    reads_ahead = True
-
     data: Any
-    """What the task returned."""
 
     def __init__(self, data: Any, options: BatchOptions) -> None:
         size = data.size
@@ -40,13 +71,10 @@ class ArraySource:
         self.data = data
         self.options = options
         self.size = size
-        self.endless = False
         self.steps_per_epoch: int | None = size // batch if options.drop_remainder else -(-size // batch)
 
         # One replica, until `sharded` says how many there are, and which of them this worker has.
-        self._replicas = 1
-        self._first = 0
-        self._local = 1
+        self._shares = RowShares(size, batch, options.drop_remainder)
         self._device = ""
 
         self.batch_bytes = max(1, self._open() * batch // size)
@@ -80,26 +108,8 @@ class ArraySource:
     def _for_replicas(self, first: int, local: int, replicas: int) -> Self:
         """The same data, of which this worker reads the rows of `local` of all replicas, from the `first` on."""
         shared = copy.copy(self)  # which shares the tensors
-        shared._first = first
-        shared._local = local
-        shared._replicas = replicas
+        shared._shares = dataclasses.replace(self._shares, first=first, local=local, replicas=replicas)
         return shared
-
-    def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
-        """Nothing to do: every position can be read at once."""
-        return ()
-
-    def next_epoch(self, iterator: tuple[()]) -> tuple[()]:
-        """Nothing to do."""
-        return ()
-
-    def state(self, iterator: tuple[()]) -> np.ndarray | None:
-        """None: a position in the order needs no state."""
-        return None
-
-    def unsaved(self, iterator: tuple[()]) -> str:
-        """Empty: every position can be saved."""
-        return ""
 
     def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
         """The worker's rows of the global batch at `step` of `epoch` (int64), one of its `parts` after the other.
@@ -132,29 +142,8 @@ class ArraySource:
                 lambda tensor: tensor if tensor.dtype == tf.string else tf.identity(tensor), taken
             )
 
-    def _extent(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Where the global batch at `step` begins in the order of the epoch, and how many rows it has."""
-        start = tf.minimum(step * self.options.batch_size, self.size - 1)
-        return start, tf.minimum(tf.constant(self.options.batch_size, tf.int64), self.size - start)
-
     def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> Any:
-        return self._read(epoch, self._places(step, parts))
-
-    def _places(self, step: tf.Tensor, parts: int) -> tf.Tensor:
-        """The worker's places in the order of the epoch, one of the `parts` of the global batch after the other."""
-        # Both are computed before the branch: the order of a graph's operations decides how fast it runs.
-        start, n = self._extent(step)
-        low, high = self._own(n, parts)
-        if self._replicas == 1:
-            return tf.range(start, start + n)
-        return tf.ragged.range(start + low, start + high).flat_values
-
-    def _own(self, n: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """From where and up to where the worker's rows go in each micro-batch of n rows: int64 [parts]."""
-        low, high = rows(n, tf.range(parts, dtype=tf.int64), parts)
-        first, _ = rows(high - low, self._first, self._replicas)
-        _, last = rows(high - low, self._first + self._local - 1, self._replicas)
-        return low + first, low + last
+        return self._read(epoch, self._shares.places(step, parts))
 
     def _read(self, epoch: tf.Tensor, places: tf.Tensor) -> Any:
         """The indices of the examples at some places of an epoch's order, and their tensors."""
@@ -169,14 +158,10 @@ class ArraySource:
         # A permutation that can be read at any position, in constant memory: a resume at step 1,000,000 costs what one
         # at step 10 costs. `index_shuffle` fails without positions, and a worker may have none, so that one is added.
         seed = tf.stack([tf.constant(self.options.seed, tf.int64), epoch])
-        if self._replicas == 1:
+        if self._shares.replicas == 1:
             return tf.random.experimental.index_shuffle(places, seed=seed, max_index=self.size - 1)
         asked = tf.concat([places, [0]], 0)
         return tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)[:-1]
-
-    def more(self, taken: Any) -> Any:
-        """True: the number of steps in an epoch is known, so that each step has rows."""
-        return tf.constant(True)
 
     def whole(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
         """The whole global batch at `step` of `epoch`."""
@@ -185,17 +170,15 @@ class ArraySource:
 
     def batch_rows(self, feed: Any) -> tf.Tensor:
         """How many rows the global batch has that `feed` is taken from: int64."""
-        return self._extent(feed[1])[1]
+        return self._shares.extent(feed[1])[1]
 
     def row_counts(self, replicas: int, parts: int = 1) -> RowCounts:
         """How many rows each of so many replicas gets of a micro-batch."""
-        batch = min(self.options.batch_size, self.size)
-        return row_counts(batch, 0 if self.options.drop_remainder else self.size % batch, replicas, parts)
+        return self._shares.counts(replicas, parts)
 
     def leaves_some_without(self, parts: int) -> bool:
         """Whether one of so many parts of some batch is empty."""
-        smallest = self.size % self.options.batch_size or self.options.batch_size
-        return parts > (self.options.batch_size if self.options.drop_remainder else smallest)
+        return self._shares.leave_some_without(parts)
 
     def most(self, parts: int) -> int:
         """How many rows one of so many parts of a batch has at most, over all replicas."""
@@ -205,37 +188,19 @@ class ArraySource:
         """The replica's rows of micro-batch `part` of `parts` of what `read_batch` gave."""
         epoch, step, (index, batch) = feed
         number = step * parts + part
-        first = tf.constant(0, tf.int64)
-        if parts == 1 and self._replicas == 1:
-            index, batch = self._of_known_size((index, batch), parts)
-            return Rows(batch, first, epoch, number, index)
-        _, n = self._extent(step)
-        low, high = rows(n, part, parts)
-        first, last = rows(high - low, tf.cast(replica, tf.int64), self._replicas)
-        own_low, own_high = self._own(n, parts)
-
-        # The worker's rows start with those of the micro-batches before this one. Rows of this micro-batch that belong
-        # to workers of lower rank were not read.
-        ahead = tf.reduce_sum((own_high - own_low)[: tf.cast(part, tf.int32)]) - (own_low[part] - low)
-        begin = ahead + first
-        end = ahead + last
-        own = tf.nest.map_structure(lambda tensor: tensor[begin:end], batch)
-        index, own = self._of_known_size((index[begin:end], own), parts)
-        return Rows(own, first, epoch, number, index)
-
-    def _of_known_size(self, tensors: Any, parts: int) -> Any:
-        """Gives tensors a static number of rows, where every (micro-)batch of one replica has the same.
-
-        TensorFlow then derives sizes of means and broadcasts once, when it traces, and not in each step. With several
-        replicas the number must stay open: `row_random` tells by it whether a replica may be without rows.
-        """
-        batch = self.options.batch_size
-        whole = self.options.drop_remainder or self.size % batch == 0
-        if self._replicas > 1 or not whole or batch % parts:
-            return tensors
-        return tf.nest.map_structure(
-            lambda tensor: tf.ensure_shape(tensor, [batch // parts, *tensor.shape[1:]]), tensors
-        )
+        if parts == 1 and self._shares.replicas == 1:
+            first = tf.constant(0, tf.int64)
+        else:
+            begin, end, first = self._shares.of_replica(step, replica, part, parts)
+            batch = tf.nest.map_structure(lambda tensor: tensor[begin:end], batch)
+            index = index[begin:end]
+        n = self._shares.known_count(parts)
+        if n is not None:
+            # TensorFlow then derives sizes of means and broadcasts once, when it traces, and not in each step.
+            index, batch = tf.nest.map_structure(
+                lambda tensor: tf.ensure_shape(tensor, [n, *tensor.shape[1:]]), (index, batch)
+            )
+        return Rows(batch, first, epoch, number, index)
 
 
 def constant(array: np.ndarray) -> tf.Tensor:

@@ -87,18 +87,25 @@ def _shown(shapes: list[tf.TensorShape]) -> str:
 
 def _last_batch(dataset: Any) -> _Batch | None:
     """The part of a pipeline that makes the batches which it yields; None where it yields none."""
-    kind, inputs = type(dataset).__name__, dataset._inputs()
+    kind = type(dataset).__name__
+    inputs = dataset._inputs()
     if kind in ("_FlatMapDataset", "_GroupByWindowDataset") or ("Interleave" in kind and len(inputs) == 1):
         return None if _comes_from_windows(dataset) else _batch_of_functions(dataset)
     if "Unbatch" in kind:
         return None
     if "Batch" in kind:
-        size, drops = (tf.get_static_value(getattr(dataset, name, None)) for name in ("_batch_size", "_drop_remainder"))
-        return _Batch(None if size is None else int(size), bool(drops))
+        drops = tf.get_static_value(getattr(dataset, "_drop_remainder", None))
+        return _Batch(_known(getattr(dataset, "_batch_size", None)), bool(drops))
     if "DirectedInterleave" in kind:
         inputs = inputs[1:]  # the first one chooses
     found = [_last_batch(each) for each in inputs]
     return found[0] if found and all(found) else None
+
+
+def _known(size: Any) -> int | None:
+    """The size of a batch; None: it isn't known."""
+    value = tf.get_static_value(size)
+    return None if value is None else int(value)
 
 
 def _comes_from_windows(dataset: Any) -> bool:
@@ -115,8 +122,7 @@ def _batch_of_functions(dataset: Any) -> _Batch | None:
                     break
                 operation = operation.inputs[0].op
             if "Batch" in operation.type and "Unbatch" not in operation.type:
-                size = tf.get_static_value(operation.inputs[1])
-                return _Batch(None if size is None else int(size), False)
+                return _Batch(_known(operation.inputs[1]), False)
     return None
 
 

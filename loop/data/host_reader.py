@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from loop.data.batch import EVALUATION_EPOCH, BatchOptions, rows
+from loop.data.batch import EVALUATION_EPOCH, BatchOptions
 from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout
 from loop.data.buckets import LengthBuckets
 from loop.data.indexed import IndexedData, usable_cpus
 from loop.data.read_ahead import PendingBatch, Position, ReadAhead
+from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 
 _BLOCK = 64
@@ -22,32 +22,6 @@ _BLOCK = 64
 
 _AHEAD = 4
 """How many batches are read ahead with `prefetch="auto"`."""
-
-
-class Share(NamedTuple):
-    """Which rows of a global batch one worker reads.
-
-    Attributes:
-        first: the number of its first replica.
-        local: how many replicas it has.
-        replicas: how many there are in all.
-        parts: into how many micro-batches a global batch is cut.
-    """
-
-    first: int
-    local: int
-    replicas: int
-    parts: int
-
-    def rows(self, count: int) -> np.ndarray:
-        """Its rows of a global batch of `count` rows, one micro-batch after the other: int64 [n]."""
-        stretches = []
-        for part in range(self.parts):
-            low, high = rows(count, part, self.parts)
-            first, _ = rows(high - low, self.first, self.replicas)
-            _, last = rows(high - low, self.first + self.local - 1, self.replicas)
-            stretches.append(np.arange(low + first, low + last))
-        return np.concatenate(stretches)
 
 
 class HostReader:
@@ -72,11 +46,16 @@ class HostReader:
             lengths = self._lengths(np.arange(data.size, dtype=np.int64), 0)
             self._buckets = LengthBuckets(np.max(list(lengths.values()), axis=0), options, data.padding.buckets)
         self._opening = threading.Lock()
-        self._ahead: dict[Share, tuple[ReadAhead, BatchFiller]] = {}
+        self._ahead: dict[tuple[RowShares, int], tuple[ReadAhead, BatchFiller]] = {}
         self._failure: BaseException | None = None
 
-    def batch(self, share: Share, position: Position) -> PendingBatch:
-        """A worker's rows of the global batch at a position, filled. Behind the end of the data it has none.
+    def batch(self, shares: RowShares, parts: int, position: Position) -> PendingBatch:
+        """A worker's rows of a global batch, filled. Behind the end of the data it has none.
+
+        Args:
+            shares: of the worker.
+            parts: into how many micro-batches the global batch is cut; their rows follow each other.
+            position: of the global batch.
 
         Raises:
             BaseException: what reading an example has raised; see `take_failure`.
@@ -85,7 +64,7 @@ class HostReader:
             if position.step >= self._steps_per_epoch:
                 # A compiled call reads one batch more than it makes steps.
                 return self.empty_batch(np.zeros([0], np.int64), np.zeros([1], np.int64), position.epoch)
-            return self._reader(share).get(position)
+            return self._reader(shares, parts).get(position)
         except BaseException as error:
             self._failure = error
             raise
@@ -112,16 +91,17 @@ class HostReader:
                 lengths[name] = int(self._data.padding.length(known[:, np.newaxis])[0])
         return PendingBatch(own.copy(), epoch, self._layout.new(len(own), lengths))
 
-    def _reader(self, share: Share) -> ReadAhead:
+    def _reader(self, shares: RowShares, parts: int) -> ReadAhead:
         with self._opening:  # two operations of a graph may ask at once
-            if share not in self._ahead:
+            key = (shares, parts)
+            if key not in self._ahead:
                 data = self._data
                 filler = BatchFiller(data, self._layout, self._options.seed)
                 depth = _AHEAD if self._options.prefetch == "auto" else int(self._options.prefetch)
                 threads = data.readers or (1 if data.reader.by_column else usable_cpus())
-                plan = functools.partial(self._plan, share)
-                self._ahead[share] = (ReadAhead(plan, filler.fill, self._following, depth, threads), filler)
-            return self._ahead[share][0]
+                plan = functools.partial(self._plan, shares, parts)
+                self._ahead[key] = (ReadAhead(plan, filler.fill, self._following, depth, threads), filler)
+            return self._ahead[key][0]
 
     def _following(self, position: Position) -> Position | None:
         if position.step + 1 < self._steps_per_epoch:
@@ -129,7 +109,7 @@ class HostReader:
         # An evaluation has one epoch, and the next one begins at its start.
         return None if position.epoch == EVALUATION_EPOCH else Position(position.epoch + 1, 0)
 
-    def _plan(self, share: Share, position: Position) -> PendingBatch:
+    def _plan(self, shares: RowShares, parts: int, position: Position) -> PendingBatch:
         size = len(self._data.reader)
         if size != self._source_size:
             raise UsageError(
@@ -137,7 +117,7 @@ class HostReader:
                 "it as it is while a run reads it"
             )
         whole = self._global_batch(position)
-        own = whole if share.replicas == 1 else whole[share.rows(len(whole))]
+        own = whole if shares.replicas == 1 else whole[shares.on_host(len(whole), parts)]
         return self.empty_batch(own, whole, position.epoch)
 
     def _global_batch(self, position: Position) -> np.ndarray:

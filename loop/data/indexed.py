@@ -187,9 +187,12 @@ class IndexedData:
             if unknown := [name for name in self._lengths if name not in names]:
                 raise UsageError(f"IndexedData(lengths=...): there is no array {unknown[0]!r}, only {names}")
             return [name for name in names if name in self._lengths]
+        return self._of_the_length(names, {spec.name: spec.shape for spec in specs})
+
+    def _of_the_length(self, names: list[str | int], shapes: dict[str | int, tuple[int, ...]]) -> list[str | int]:
+        """The arrays whose first axis has the length that `lengths` says, by the shapes of the first example."""
         ids = self.resolve(np.arange(min(self.size, _LOOKED_AT), dtype=np.int64), 0, 0)
         lengths = self.lengths(ids, names[0])
-        shapes = {spec.name: spec.shape for spec in specs}
         padded = [name for name in names if shapes[name][:1] == (lengths[0],)]
         if not padded:
             raise UsageError(

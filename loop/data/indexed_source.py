@@ -14,7 +14,7 @@ from loop.data.batch import BatchOptions, Rows
 from loop.data.batch_filler import SKIPPED, BatchFiller, example_seeds
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import unusable
-from loop.data.host_reader import HostReader, Share
+from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
 from loop.data.read_ahead import Position
@@ -99,8 +99,7 @@ class IndexedSource(ArraySource):
 
     def _fetch(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
         """On the host: the worker's rows of a global batch, their indices and the arrays."""
-        share = Share(self._first, self._local, self._replicas, parts)
-        batch = self._reader.batch(share, Position(int(epoch), int(step)))
+        batch = self._reader.batch(self._shares, parts, Position(int(epoch), int(step)))
         return [batch.index, *batch.leaves]
 
     def _fetch_block(self, steps: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:

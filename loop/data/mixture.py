@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -35,13 +35,7 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
             small; sources of which some are padded, or in another way.
     """
     parts = list(shares)
-    if len(parts) < 2 or not all(isinstance(part, IndexedData) for part in parts):
-        raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
-    if any(part.padding != parts[0].padding for part in parts):
-        raise UsageError("loop.mix: the sources have different padding=...: give all the same")
-    wanted = np.array([shares[part] for part in parts], np.float64)
-    if not (np.isfinite(wanted).all() and (wanted > 0).all()):
-        raise UsageError(f"loop.mix: shares of {wanted.tolist()}: give positive numbers")
+    wanted = _checked(parts, list(shares.values()))
     mixture = _Mixture(parts, _pattern([part.size for part in parts], wanted / wanted.sum()))
     return parts[0].replaced(
         reader=MixedReader([part.reader for part in parts]),
@@ -51,6 +45,22 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
         _resolve=mixture.resolve,
         _lengths_of=mixture.lengths,
     )
+
+
+def _checked(parts: Sequence[Any], shares: Sequence[float]) -> np.ndarray:
+    """The shares: float64 [sources].
+
+    Raises:
+        UsageError: see `mix`.
+    """
+    if len(parts) < 2 or not all(isinstance(part, IndexedData) for part in parts):
+        raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
+    if any(part.padding != parts[0].padding for part in parts):
+        raise UsageError("loop.mix: the sources have different padding=...: give all the same")
+    wanted = np.array(shares, np.float64)
+    if not (np.isfinite(wanted).all() and (wanted > 0).all()):
+        raise UsageError(f"loop.mix: shares of {wanted.tolist()}: give positive numbers")
+    return wanted
 
 
 class _Pattern(NamedTuple):

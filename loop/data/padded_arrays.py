@@ -85,12 +85,12 @@ class PaddedArraySource(ArraySource):
         return lengthened(self.example, self._padding.with_masks(structure, masks))
 
     def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> Any:
-        start, n = self._extent(step)
+        start, n = self._shares.extent(step)
         if self._buckets is None:
             whole = self._examples_at(epoch, tf.range(start, start + n))
         else:
             whole = self._buckets.batch(epoch, step)
-        own = whole if self._replicas == 1 else tf.gather(whole, self._places(step, parts) - start)
+        own = whole if self._shares.replicas == 1 else tf.gather(whole, self._shares.places(step, parts) - start)
         return own, self._examples(own, whole)
 
     def _examples(self, index: tf.Tensor, whole: tf.Tensor) -> Any:

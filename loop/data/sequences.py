@@ -92,6 +92,7 @@ def sequences(given: Any, name: str | int, axes: int = 1) -> Sequences:
 
 
 def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequences:
+    """The examples of one array, one behind the other."""
     # NumPy gives an empty list a dtype and a shape that say nothing.
     filled = [example for example in examples if example.size]
     ranks = {example.ndim for example in filled}
@@ -100,19 +101,24 @@ def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequ
             f"ArrayData: array {name!r} has examples of {', '.join(map(str, sorted(ranks)))} dimensions: give all the "
             "same number, at least one"
         )
-    rank = max(ranks, default=1)
-    shapes = np.zeros([len(examples), rank], np.int64)
-    for place, example in enumerate(examples):
-        if example.ndim == rank:
-            shapes[place] = example.shape
-        elif filled:
-            shapes[place, 1:] = filled[0].shape[1:]
+    shapes = _shapes(examples, filled, max(ranks, default=1))
     differing = np.flatnonzero((shapes != shapes[:1]).any(0))
     axes = max(axes, int(differing.max(initial=0)) + 1)
     tail = shapes[0, axes:].tolist() if len(shapes) else []
     dtype = np.result_type(*{example.dtype for example in filled}) if filled else np.dtype("float32")
     rows = [example.reshape([-1, *tail]) for example in filled]
     return Sequences(np.concatenate(rows).astype(dtype) if rows else np.zeros([0, *tail], dtype), shapes[:, :axes])
+
+
+def _shapes(examples: Sequence[np.ndarray], filled: Sequence[np.ndarray], rank: int) -> np.ndarray:
+    """The shape of each example: int64 [examples, rank]. One without contents has the other axes of those with some."""
+    shapes = np.zeros([len(examples), rank], np.int64)
+    for place, example in enumerate(examples):
+        if example.ndim == rank:
+            shapes[place] = example.shape
+        elif filled:
+            shapes[place, 1:] = filled[0].shape[1:]
+    return shapes
 
 
 def is_list_of_examples(given: Any) -> bool:

@@ -78,16 +78,10 @@ class StreamSource:
         self._padded = None if padding is None else PaddedBatches(dataset, padding, options.seed)
 
         # One pipeline for all epochs, so that a data set that reshuffles each iteration does so here too.
-        self._batches = self._cut(options.batch_size, options.drop_remainder).prefetch(ahead)
+        self._batches = batches(dataset, self._padded, options.batch_size, options.drop_remainder).prefetch(ahead)
         self._following = self._batches
         self._again = again
         self._unsaved = ""
-
-    def _cut(self, size: int, drop_remainder: bool = False, bucketed: bool = True) -> tf.data.Dataset:
-        """The stream in batches of `size`."""
-        if self._padded is None:
-            return self.dataset.batch(size, drop_remainder=drop_remainder)
-        return self._padded.of(size, drop_remainder, bucketed)
 
     @functools.cached_property
     def example(self) -> Any:
@@ -96,9 +90,9 @@ class StreamSource:
             options = tf.data.Options()
             # Without reading ahead: it would draw an unknown number of seeds of a data set that shuffles.
             options.experimental_optimization.inject_prefetch = False
-            few = self._cut(3, bucketed=False).with_options(options)
+            few = batches(self.dataset, self._padded, 3, bucketed=False).with_options(options)
             try:
-                return next(iter(few), self.nothing())
+                return next(iter(few), no_rows(few.element_spec))
             except tf.errors.InvalidArgumentError as error:
                 raise stacking_problem(error) or error from None
 
@@ -113,7 +107,7 @@ class StreamSource:
     def sharded(self, backend: Backend, policy: str) -> StreamSource:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
         by_example = policy == "example"
-        self._check_policy(backend, policy)
+        check_policy(self.dataset, self.options.batch_size, backend, policy)
         if by_example:
             split = StreamSource(self.dataset, self.options, 0, backend.replicas, padding=self._padding)
         else:
@@ -137,30 +131,6 @@ class StreamSource:
         split = StreamSource(dataset, options, first, backend.local_replicas, backend.workers, padding=self._padding)
         split.layout = [policy, backend.workers]
         return split
-
-    def _check_policy(self, backend: Backend, policy: str) -> None:
-        """Refuses a way to share the stream out that would use an example twice, or not at all.
-
-        Raises:
-            UsageError: what it is, and what to use instead.
-        """
-        by_example = policy == "example"
-        if backend.member and not by_example:
-            raise UsageError(
-                f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "
-                'workers; use ShardData("example"), or ArrayData'
-            )
-        if by_example and backend.workers > 1 and not one_order(self.dataset):
-            raise UsageError(
-                "the data set says that its order doesn't matter (deterministic=False): each of "
-                f"{backend.workers} workers would read another one, so that some examples are used twice and others "
-                'not at all; leave that out, or use ShardData("file")'
-            )
-        if not by_example and self.options.batch_size % backend.workers:
-            raise UsageError(
-                f"ShardData({policy!r}): batch_size={self.options.batch_size} can't be divided over {backend.workers} "
-                f"workers: give a multiple of {backend.workers}"
-            )
 
     def most(self, parts: int) -> int:
         """How many rows one of so many parts of a batch has at most, over all replicas."""
@@ -227,7 +197,7 @@ class StreamSource:
     def read_batch(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
         """The worker's next batch; an empty one at the end of its epoch, and until all workers have come to theirs."""
         found = iterator.get_next_as_optional()
-        return tf.cond(found.has_value(), found.get_value, self.nothing)
+        return tf.cond(found.has_value(), found.get_value, lambda: no_rows(self.batch_spec))
 
     def more(self, taken: Any) -> Any:
         """Whether the worker's batch holds examples."""
@@ -282,10 +252,49 @@ class StreamSource:
         """The specs of a batch."""
         return self._batches.element_spec
 
-    def nothing(self) -> Any:
-        """A batch without rows."""
 
-        def empty(spec: tf.TensorSpec) -> tf.Tensor:
-            return tf.zeros([0, *(size or 0 for size in spec.shape[1:])], spec.dtype)
+def batches(
+    dataset: tf.data.Dataset,
+    padded: PaddedBatches | None,
+    size: int,
+    drop_remainder: bool = False,
+    bucketed: bool = True,
+) -> tf.data.Dataset:
+    """A stream in batches of `size`."""
+    if padded is None:
+        return dataset.batch(size, drop_remainder=drop_remainder)
+    return padded.of(size, drop_remainder, bucketed)
 
-        return tf.nest.map_structure(empty, self.batch_spec)
+
+def no_rows(specs: Any) -> Any:
+    """A batch without rows, by the specs of one with rows."""
+
+    def empty(spec: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([0, *(size or 0 for size in spec.shape[1:])], spec.dtype)
+
+    return tf.nest.map_structure(empty, specs)
+
+
+def check_policy(dataset: tf.data.Dataset, batch_size: int, backend: Backend, policy: str) -> None:
+    """Refuses a way to share a stream out that would use an example twice, or not at all.
+
+    Raises:
+        UsageError: what it is, and what to use instead.
+    """
+    by_example = policy == "example"
+    if backend.member and not by_example:
+        raise UsageError(
+            f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "
+            'workers; use ShardData("example"), or ArrayData'
+        )
+    if by_example and backend.workers > 1 and not one_order(dataset):
+        raise UsageError(
+            "the data set says that its order doesn't matter (deterministic=False): each of "
+            f"{backend.workers} workers would read another one, so that some examples are used twice and others "
+            'not at all; leave that out, or use ShardData("file")'
+        )
+    if not by_example and batch_size % backend.workers:
+        raise UsageError(
+            f"ShardData({policy!r}): batch_size={batch_size} can't be divided over {backend.workers} "
+            f"workers: give a multiple of {backend.workers}"
+        )

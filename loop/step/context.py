@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import Rows, Source, StreamSource
+from loop.data import Rows, Source, StreamSource, no_rows
 from loop.model.variables import as_tf, optimizer_variables, trainable_variables, variable_names
 from loop.monitor.phase_marker import PhaseMarker
 from loop.step.build import BuiltModel
@@ -103,7 +103,7 @@ class KeptBatch:
         with tf.device("CPU:0"):
             self._variables = [
                 tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None))
-                for tensor in tf.nest.flatten(source.nothing())
+                for tensor in tf.nest.flatten(no_rows(source.batch_spec))
             ]
 
     def keep(self, batch: Any) -> tf.Tensor:

@@ -1,0 +1,99 @@
+"""Which rows of a global batch each replica computes, and which of them a worker reads, of data read by position."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+from loop.data.batch import RowCounts, row_counts, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShares:
+    """The rows of the global batches of an epoch, shared out over replicas; those of a worker's follow each other.
+
+    Attributes:
+        size: the number of examples.
+        batch_size: examples in a global batch.
+        drop_remainder: whether a short last batch is left out.
+        first: the number of the worker's first replica.
+        local: how many replicas it has.
+        replicas: how many there are in all.
+    """
+
+    size: int
+    batch_size: int
+    drop_remainder: bool
+    first: int = 0
+    local: int = 1
+    replicas: int = 1
+
+    def extent(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Where the global batch at `step` begins in the order of the epoch, and how many rows it has."""
+        start = tf.minimum(step * self.batch_size, self.size - 1)
+        return start, tf.minimum(tf.constant(self.batch_size, tf.int64), self.size - start)
+
+    def places(self, step: tf.Tensor, parts: int) -> tf.Tensor:
+        """The worker's places in the order of the epoch, one of the `parts` of the global batch after the other."""
+        # Both are computed before the branch: the order of a graph's operations decides how fast it runs.
+        start, n = self.extent(step)
+        low, high = self._own(n, parts)
+        if self.replicas == 1:
+            return tf.range(start, start + n)
+        return tf.ragged.range(start + low, start + high).flat_values
+
+    def on_host(self, n: int, parts: int) -> np.ndarray:
+        """The worker's rows of a global batch of n rows, one of its parts after the other: int64 [own rows]."""
+        stretches = []
+        for part in range(parts):
+            low, high = rows(n, part, parts)
+            first, _ = rows(high - low, self.first, self.replicas)
+            _, last = rows(high - low, self.first + self.local - 1, self.replicas)
+            stretches.append(np.arange(low + first, low + last))
+        return np.concatenate(stretches)
+
+    def of_replica(
+        self, step: tf.Tensor, replica: tf.Tensor, part: tf.Tensor, parts: int
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The replica's rows of a micro-batch.
+
+        Returns:
+            Where they begin and end among the rows that the worker has read, and the place of the first of them in the
+            micro-batch.
+        """
+        _, n = self.extent(step)
+        low, high = rows(n, part, parts)
+        first, last = rows(high - low, tf.cast(replica, tf.int64), self.replicas)
+        own_low, own_high = self._own(n, parts)
+
+        # The worker's rows start with those of the micro-batches before this one. Rows of this micro-batch that belong
+        # to workers of lower rank were not read.
+        ahead = tf.reduce_sum((own_high - own_low)[: tf.cast(part, tf.int32)]) - (own_low[part] - low)
+        return ahead + first, ahead + last, first
+
+    def known_count(self, parts: int) -> int | None:
+        """How many rows each (micro-)batch has, where all have the same; None: that is open.
+
+        With several replicas it must stay open: `row_random` tells by it whether a replica may be without rows.
+        """
+        whole = self.drop_remainder or self.size % self.batch_size == 0
+        return None if self.replicas > 1 or not whole or self.batch_size % parts else self.batch_size // parts
+
+    def counts(self, replicas: int, parts: int) -> RowCounts:
+        """How many rows each of so many replicas gets of a micro-batch."""
+        batch = min(self.batch_size, self.size)
+        return row_counts(batch, 0 if self.drop_remainder else self.size % batch, replicas, parts)
+
+    def leave_some_without(self, parts: int) -> bool:
+        """Whether one of so many parts of some batch is empty."""
+        smallest = self.size % self.batch_size or self.batch_size
+        return parts > (self.batch_size if self.drop_remainder else smallest)
+
+    def _own(self, n: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """From where and up to where the worker's rows go in each micro-batch of n rows: int64 [parts]."""
+        low, high = rows(n, tf.range(parts, dtype=tf.int64), parts)
+        first, _ = rows(high - low, self.first, self.replicas)
+        _, last = rows(high - low, self.first + self.local - 1, self.replicas)
+        return low + first, low + last
