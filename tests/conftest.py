@@ -1,7 +1,6 @@
 """What all tests share: four logical CPU devices, a clean directory for each test, and quick callbacks."""
 
 import atexit
-import contextlib
 import functools
 import os
 import shutil
@@ -61,21 +60,24 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(names[item]) if names[item] in LONGEST else len(LONGEST))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm_processes(request):
-    """In a module with `WARM`, processes of `tfloop` have TensorFlow imported already."""
-    with warm.processes() if getattr(request.module, "WARM", False) else contextlib.nullcontext():
+@pytest.fixture(scope="session", autouse=True)
+def _warm_processes():
+    """Processes of `tfloop` have TensorFlow imported already, but in tests marked `cold`."""
+    with warm.processes():
         yield
 
 
 @pytest.fixture(autouse=True)
-def _directory_of_its_own(tmp_path, monkeypatch):
+def _directory_of_its_own(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # where a task's file lies comes into it
     for name in ("TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE", "MLFLOW_TRACKING_URI", "TFLOOP_JOB"):
         monkeypatch.delenv(name, raising=False)
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setenv("TFLOOP_TESTS_COLD", "1")
     yield
     # A task file of this test, such as `task.py`, would be the module `task` for all tests after it.
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # another thread may import
         file = getattr(module, "__file__", None)
         if file and Path(file).is_relative_to(tmp_path):
             del sys.modules[name]

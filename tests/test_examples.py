@@ -12,8 +12,6 @@ from loop.commands.evaluate import read_weights
 from loop.target import task_loader
 from tests.conftest import ROOT, needs_horovod, tfloop
 
-WARM = True
-
 
 def quietly():
     return callbacks.standard(mlflow=None, progress=None)

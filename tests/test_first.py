@@ -297,6 +297,7 @@ def test_a_run_that_overfits_goes_on_so_or_not_at_all(tmp_path):
 # Completion, and the version
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

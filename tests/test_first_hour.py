@@ -63,6 +63,7 @@ class Terminal:
         return Path(f"/proc/{self.process.pid}/maps").read_text()
 
 
+@pytest.mark.cold
 def test_a_run_at_a_terminal_says_at_once_what_it_does_and_at_the_end_where_to_look(tmp_path):
     terminal = Terminal("train", "digits", "--epochs", "6", "--track", "off", cwd=tmp_path)
     assert terminal.line().strip() == "loading TensorFlow ..."

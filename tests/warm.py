@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -249,6 +250,7 @@ def run(request, descriptors, environment):
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["variables"])
+    tempfile.tempdir = None  # that of the server's environment
     show(request["arguments"], request["variables"])
     for name in _stash:
         sys.modules.pop(name)
@@ -329,12 +331,12 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name not in _stash:
             return None
-        last = _stash[name][0]
-        for other, (step, module) in [*_stash.items()]:
+        last, module = _stash[name]
+        for other, (step, each) in [*_stash.items()]:
             if step <= last:
-                sys.modules[other] = module
+                sys.modules[other] = each
                 del _stash[other]
-        module = sys.modules[name]
+        del sys.modules[name]  # or Python would take the spec that it has, and run its code again
         return importlib.machinery.ModuleSpec(name, self, loader_state=(module, module.__spec__))
 
     def create_module(self, spec):

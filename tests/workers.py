@@ -34,7 +34,7 @@ def places(engine, workers):
 
 def run(engine, workers, out):
     """Runs a job; what each worker has printed."""
-    command = [sys.executable, __file__, engine, str(out), *JOBS[engine, workers]]
+    command = [sys.executable, "-X", "warm", __file__, engine, str(out), *JOBS[engine, workers]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with places(engine, workers) as each:
         started = [

@@ -20,8 +20,6 @@ from loop.commands import runs, terminal, verify
 from loop.commands.verify import Comparison, Report
 from tests.conftest import ROOT, TFLOOP
 
-WARM = True
-
 
 def in_terminal(command, columns=80):
     """Runs a command at a terminal so wide, and gives what it shows."""

@@ -9,8 +9,6 @@ import pytest
 from tests.conftest import ROOT, tfloop
 from tests.data import kinds
 
-WARM = True
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):

@@ -13,8 +13,6 @@ import pytest
 from loop.launch import machine, schedulers
 from tests.conftest import TFLOOP, needs_horovod, tfloop
 
-WARM = True
-
 ENGINES = {
     "single": ["--backend", "single"],
     "mirrored": ["--backend", "mirrored", "--workers", "2"],

@@ -22,8 +22,6 @@ from tests.launch.test_failures import Started, pid_of, start, task, training  #
 from tests.tasks import Plain
 from tests.test_cli import command  # noqa: F401 - a fixture
 
-WARM = True
-
 
 class Does(callbacks.Callback):
     """Does something when its hook is called."""
