@@ -63,6 +63,7 @@ def main(rounds: int) -> None:
         for number in range(rounds):
             for position in POSITIONS:
                 directory = Path(temporary) / f"{number}-{position}"
+                (directory / "checkpoints").mkdir(parents=True)
                 progress = {"step": position, "epoch": 0, "step_in_epoch": position, "examples": position}
                 checkpoint_files.write(directory / "checkpoints", position, tensors, state | {"progress": progress})
                 seconds[position].append(train(directory, position + 1))
