@@ -331,15 +331,20 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name not in _stash:
             return None
+        # Not the module itself yet: Python would take the spec that it has, and run its code again.
         last, module = _stash[name]
         for other, (step, each) in [*_stash.items()]:
-            if step <= last:
+            if step <= last and other != name:
                 sys.modules[other] = each
                 del _stash[other]
-        del sys.modules[name]  # or Python would take the spec that it has, and run its code again
-        return importlib.machinery.ModuleSpec(name, self, loader_state=(module, module.__spec__))
+        own = getattr(module, "__spec__", None)
+        spec = importlib.machinery.ModuleSpec(name, self, loader_state=(module, own))
+        spec.origin = getattr(own, "origin", None)
+        spec.submodule_search_locations = getattr(own, "submodule_search_locations", None)
+        return spec
 
     def create_module(self, spec):
+        _stash.pop(spec.name, None)
         return spec.loader_state[0]
 
     def exec_module(self, module):
