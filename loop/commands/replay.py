@@ -15,6 +15,7 @@ from callbacks.run_record.journal import jsonable
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.data import ArraySource, BatchOptions, Data, Rows, rows
+from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.model.variables import as_tf, carried_variables, trainable_variables, variable_names
 from loop.options import with_defaults
@@ -176,7 +177,7 @@ class _OneBatch(ArraySource):
     def __init__(self, batch: Any, index: tf.Tensor, options: BatchOptions) -> None:
         self.options = options
         self.size = options.batch_size
-        self.endless = False
+        self._shares = RowShares(self.size, self.size, drop_remainder=False)
         self.steps_per_epoch = None  # the step that is replayed may have any number
         self.example = batch
         self._index = index
