@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import threading
 import time
 import warnings
@@ -510,18 +511,41 @@ def test_what_reads_ahead_ends_with_its_source(close):
     assert len(_readers()) == before
 
 
+@tf.function
+def _doubled(inputs):
+    return tf.map_fn(lambda number: tf.cond(number > 0, lambda: 2 * number, lambda: number), inputs)
+
+
+@pytest.mark.parametrize("map", [_doubled, lambda inputs: _doubled(inputs).numpy()], ids=["direct", "hidden"])
+def test_a_map_may_run_graphs_while_all_of_tensorflows_threads_could_wait_for_it(map):
+    threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count()
+    made = source(loop.IndexedData(INPUTS, map=map), BatchOptions(2, prefetch=1), "train_data()")
+
+    @tf.function
+    def read_many(epoch, steps):
+        return tf.concat([made.read_batch((), epoch, steps[place])[1] for place in range(threads + 2)], 0)
+
+    read = []
+    position = tf.constant(0, tf.int64), tf.range(threads + 2, dtype=tf.int64)
+    thread = threading.Thread(target=lambda: read.append(read_many(*position).numpy()), daemon=True)
+    thread.start()
+    thread.join(100)
+    assert read, "the graph and the threads that read wait for each other"
+    expected = INPUTS[: len(read[0])]
+    np.testing.assert_array_equal(read[0], np.where(expected > 0, 2 * expected, expected))
+
+
 @pytest.mark.parametrize("held_out", [False, True])
 def test_no_reader_outlives_a_run(held_out, quiet, tmp_path):
-    before = len(_readers())
+    before = set(_readers())
     data = loop.IndexedData(Items(bad=[50]))
     with pytest.raises(TrainingError, match="example 50"):
         _trained(quiet, data, run_dir=tmp_path / "failed")
     held = loop.IndexedData((INPUTS, LABELS))
     _trained(quiet, held, held if held_out else None, run_dir=tmp_path / "run")
-    deadline = time.monotonic() + 20
-    while len(_readers()) > before and time.monotonic() < deadline:  # each ends what it is reading
-        time.sleep(0.01)
-    assert len(_readers()) == before
+    for thread in set(_readers()) - before:
+        thread.join(20)  # it ends what it is reading
+    assert not set(_readers()) - before
 
 
 def _processes(made):
