@@ -2,11 +2,13 @@
 
 Three kinds of data, each shuffled globally and cut into batches: JPEG files that are decoded and augmented, records of
 1 kB, and sequences of tokens that are padded. All contenders do the same work on the same machine, in one process and
-in turns; nothing is trained. Prints the median of each, and its ratio to that of `IndexedData`.
+in turns; nothing is trained. Prints the median of each, and its ratio to that of `IndexedData`. PyTorch's `DataLoader`
+takes part where `torch` is installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import os
@@ -21,6 +23,7 @@ import numpy as np
 
 BATCH = 64
 SECONDS = 3.0
+STEPS = 10
 LENGTHS = np.random.default_rng(2).integers(10, 200, 20_000)
 TOKENS = np.random.default_rng(3).integers(0, 30_000, int(LENGTHS.sum())).astype(np.int32)
 FIRSTS = np.cumsum(LENGTHS) - LENGTHS
@@ -85,15 +88,23 @@ def decoded(data: bytes, seed: np.ndarray) -> np.ndarray:
 
 
 def ours(data: Any) -> Iterator[Any]:
-    """The batches of `IndexedData`, as the compiled loop reads them."""
+    """The batches of `IndexedData`, several in a compiled call, as the loop reads them."""
     import tensorflow as tf
 
     from loop.data import BatchOptions, source
 
     made = source(data, BatchOptions(BATCH, shuffle=True, drop_remainder=True, prefetch=4), "train_data()")
+
+    @tf.function
+    def read(epoch: Any, first: Any) -> Any:
+        values = tf.constant(0)
+        for step in tf.range(first, first + STEPS):
+            values += tf.add_n([tf.size(leaf) for leaf in tf.nest.flatten(made.read_batch((), epoch, step))])
+        return values
+
     for epoch in itertools.count():
-        for step in range(made.steps_per_epoch or 0):
-            yield made.read_batch((), tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
+        for first in range(0, (made.steps_per_epoch or 0) - STEPS + 1, STEPS):
+            yield from itertools.repeat(read(tf.constant(epoch, tf.int64), tf.constant(first, tf.int64)), STEPS)
 
 
 def grains(data: Any, transformations: list[Any], workers: int) -> Iterator[Any]:
@@ -136,6 +147,29 @@ def keras_batches(data: Any, make: Callable[[int], Any], stack: Callable[[list[A
         yield from adapter.get_tf_dataset()
 
 
+class Decoded:
+    """The JPEG files as a map-style data set of PyTorch."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return decoded(self.files[index], np.array([index, 1]))
+
+
+def torchs(data: Any, workers: int, collate: Callable[[list[Any]], Any] | None = None) -> Iterator[Any]:
+    """The batches of PyTorch's `DataLoader`."""
+    from torch.utils.data import DataLoader
+
+    processes = {"multiprocessing_context": "spawn", "persistent_workers": True} if workers else {}
+    loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, num_workers=workers, collate_fn=collate, **processes)
+    while True:
+        yield from loader
+
+
 def stacked(examples: list[np.ndarray]) -> np.ndarray:
     """Examples of different lengths, with zeros behind them, up to 200: Keras takes one shape alone."""
     batch = np.zeros((len(examples), 200), np.int32)
@@ -162,23 +196,27 @@ def contenders(directory: Path) -> dict[str, dict[str, Callable[[], Iterator[Any
         def map(self, tokens: np.ndarray) -> np.ndarray:
             return np.pad(tokens, (0, 200 - len(tokens)))
 
-    def tf_decoded(index: Any) -> Any:
-        path = tf.gather(tf.constant(files.paths), index)
+    @tf.function
+    def tf_decoded(path: Any, seed: Any) -> Any:
         image = tf.image.decode_jpeg(tf.io.read_file(path), channels=3)
-        cropped = tf.image.random_crop(image, [88, 88, 3])
-        return tf.cast(tf.image.random_flip_left_right(cropped), tf.float32) / 255
+        cropped = tf.image.stateless_random_crop(image, [88, 88, 3], seed)
+        return tf.cast(tf.image.stateless_random_flip_left_right(cropped, seed), tf.float32) / 255
+
+    def of_index(index: Any) -> Any:
+        return tf_decoded(tf.gather(tf.constant(files.paths), index), tf.stack([index, index]))
 
     parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
     memory, tokens = tf.constant(np.asarray(records.rows)), tf.constant(TOKENS)
     firsts, lengths = tf.constant(FIRSTS), tf.constant(LENGTHS)
     batch = grain.transforms.Batch(BATCH, drop_remainder=True)
-    return {
+    kinds = {
         "JPEG, decoded and augmented": {
+            "IndexedData, tf.function": lambda: ours(loop.IndexedData(files.paths, map=tf_decoded)),
             "IndexedData, threads": lambda: ours(loop.IndexedData(files, map=decoded)),
             "IndexedData, processes": lambda: ours(loop.IndexedData(files, map=decoded, readers="auto")),
             "Grain, threads": lambda: grains(files, [Decode(), batch], 0),
             "Grain, processes": lambda: grains(files, [Decode(), batch], cores),
-            "tf.data": lambda: tf_datas(files, lambda indices: indices.map(tf_decoded, **parallel)),
+            "tf.data": lambda: tf_datas(files, lambda indices: indices.map(of_index, **parallel)),
             "PyDataset": lambda: keras_batches(files, lambda i: decoded(files[i], np.array([i, 1])), np.stack),
         },
         "records of 1 kB": {
@@ -200,6 +238,12 @@ def contenders(directory: Path) -> dict[str, dict[str, Callable[[], Iterator[Any
             "PyDataset, to 200": lambda: keras_batches(sequences, sequences.__getitem__, stacked),
         },
     }
+    if importlib.util.find_spec("torch"):
+        jpeg, rows, padded = kinds.values()
+        jpeg["PyTorch, processes"] = lambda: torchs(Decoded(files), cores)
+        rows["PyTorch"] = lambda: torchs(records, 0)
+        padded["PyTorch, to 200"] = lambda: torchs(sequences, 0, stacked)
+    return kinds
 
 
 def rate(batches: Iterator[Any]) -> float:

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 
 from loop.data.batch_layout import BatchLayout
-from loop.data.examples import Arrays, BadExampleError, arrays_of
+from loop.data.examples import Arrays, BadExampleError, arrays_of, example_seeds
 from loop.data.indexed import IndexedData
 from loop.data.read_ahead import PendingBatch
 from loop.data.reader_process import ReaderProcesses, pickled
@@ -74,9 +74,3 @@ class BatchFiller:
         if process:
             return process.read(ids, seeds)
         return arrays_of(self._data.reader, self._layout.specs, ids, seeds)
-
-
-def example_seeds(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
-    """The seeds that examples draw from, the same numbers as those of `loop.example_seed`: int64 [n, 2]."""
-    of_epoch = np.full_like(indices, (seed << 32) + epoch)
-    return np.stack([of_epoch, indices << 16], 1)

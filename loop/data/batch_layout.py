@@ -12,6 +12,7 @@ import tensorflow as tf
 from loop.data.examples import ArraySpec, BadExampleError, specs_of
 from loop.data.indexed import IndexedData
 from loop.data.padding import Padding
+from loop.data.random_access import structure_of
 from loop.data.read_ahead import array_of_own
 
 
@@ -28,7 +29,7 @@ class BatchLayout:
         padded = data.padded_names(found)
         self._padding = data.padding or Padding(mask=False)
         self._masked = self._padding.masked(padded) if padded else []
-        self._structure = tf.nest.map_structure(lambda _: 0, example)
+        self._structure = structure_of(example)
         self.wide = data.wide
         self.specs = [dataclasses.replace(spec, padded=int(spec.name in padded)) for spec in found]
         self._gaps = [self._padding.value(spec.name, spec.dtype) if spec.padded else None for spec in self.specs]
@@ -97,11 +98,15 @@ class BatchLayout:
         specs = []
         for spec in self.specs:
             shape = (None, *spec.shape[1:]) if spec.padded else spec.shape
-            dtype = tf.string if spec.dtype == object else tf.as_dtype(self.dtype(spec))
-            specs.append(tf.TensorSpec([None, *shape], dtype))
+            specs.append(tf.TensorSpec([None, *shape], tensor_dtype(self.dtype(spec))))
         return specs + [tf.TensorSpec([None, None], tf.bool) for _ in self._masked]
 
     def pack(self, tensors: Sequence[Any]) -> Any:
         """The structure of a batch, with its masks."""
         batch = tf.nest.pack_sequence_as(self._structure, list(tensors[: len(self.specs)]))
         return self._padding.with_masks(batch, dict(zip(self._masked, tensors[len(self.specs) :], strict=True)))
+
+
+def tensor_dtype(dtype: np.dtype) -> tf.DType:
+    """The dtype of the tensors of arrays of a batch."""
+    return tf.string if dtype.hasobject else tf.as_dtype(dtype)

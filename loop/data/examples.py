@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from loop.data.random_access import Reader, flatten
-from loop.errors import TrainingError, UsageError
+from loop.errors import TrainingError, UsageError, message_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,16 @@ class ExampleReader:
         """The arrays of these examples of the source, stacked; only with `by_column`."""
         return [column for _, column in flatten(self._reader.read(ids))]
 
+    def unmapped(self, ids: np.ndarray) -> list[Any]:
+        """These examples as the source gives them."""
+        read = self._reader.read(ids)
+        return [row_of(read, row) for row in range(len(ids))] if self._reader.by_column else list(read)
+
+    def mapped(self, example: Any, seed: Any) -> Any:
+        """What the map makes of an example; only with a map."""
+        assert self._map is not None
+        return self._map(example, seed=seed) if self._draws else self._map(example)
+
     def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Any]:
         """These examples: the structure of each, or the error that reading it has raised.
 
@@ -69,17 +80,16 @@ class ExampleReader:
             seeds: those of the examples: int64 [n, 2].
         """
         try:
-            read = self._reader.read(ids)
+            examples = self.unmapped(ids)
         except Exception:  # which of them it was is found by reading them one by one
             if len(ids) == 1:
                 raise
             return [self._attempt(ids[row : row + 1], seeds[row : row + 1]) for row in range(len(ids))]
-        examples = [row_of(read, row) for row in range(len(ids))] if self._reader.by_column else list(read)
         if self._map is None:
             return examples
         for row, example in enumerate(examples):
             try:
-                examples[row] = self._map(example, seed=seeds[row]) if self._draws else self._map(example)
+                examples[row] = self.mapped(example, seeds[row])
             except Exception as error:
                 examples[row] = error
         return examples
@@ -177,7 +187,7 @@ def unusable(index: int, error: Exception) -> Exception:
     """The error for an example that can't be read or mapped."""
     if isinstance(error, UsageError):
         return BadExampleError(str(error))
-    failed = TrainingError(f"example {index} can't be read: {type(error).__name__}: {error}")
+    failed = TrainingError(f"example {index} can't be read: {type(error).__name__}: {message_of(error)}")
     failed.__cause__ = error
     return failed
 
@@ -224,7 +234,7 @@ def array_of(part: Any, name: str | int, index: int) -> np.ndarray:
     if part is None:
         raise BadExampleError(f"example {index}: {said}None instead of an array")
     try:
-        array = np.asarray(part)
+        array = as_array(part)
     except ValueError as error:
         raise BadExampleError(f"example {index}: {said}it is no array ({error})") from None
     text = array.dtype.kind in "SUO" and all(isinstance(value, str | bytes) for value in array.reshape(-1).tolist())
@@ -233,9 +243,50 @@ def array_of(part: Any, name: str | int, index: int) -> np.ndarray:
     raise BadExampleError(f"example {index}: {said}{type(part).__name__} is no array of numbers or text")
 
 
+def as_array(part: Any) -> np.ndarray:
+    """A part of an example as an array, which may be no array of numbers or text; that of a path is its text.
+
+    Raises:
+        ValueError: it is none, such as a list of lists of different lengths.
+    """
+    plain = os.fspath(part) if isinstance(part, os.PathLike) else part
+    array = np.asarray(plain)
+    if array.dtype.kind in "SU" and not isinstance(plain, np.ndarray | np.generic):
+        return np.asarray(plain, object)  # NumPy's texts have no zeros at their end
+    return array
+
+
 def _batch_dtype(array: np.ndarray) -> np.dtype:
     """The dtype that an array of examples has in a batch: in the machine's byte order; `object` for text."""
     return np.dtype(object) if array.dtype.kind in "SUO" else array.dtype.newbyteorder("=")
+
+
+def _plain_arrays(example: Any, specs: list[ArraySpec]) -> list[np.ndarray] | None:
+    """The arrays of an example that is as most are: one level of NumPy arrays like those of the first one.
+
+    None: it has to be looked at closer. An example that takes microseconds to read must not take more to check.
+    """
+    parts: list[Any]
+    if type(example) is np.ndarray and specs[0].name == 0:
+        parts = [example]
+    elif type(example) is tuple and specs[-1].name == len(example) - 1:
+        parts = list(example)
+    elif type(example) is dict and len(example) == len(specs):
+        parts = [example.get(spec.name) for spec in specs]
+    else:
+        return None
+    if len(parts) != len(specs):
+        return None
+    for part, spec in zip(parts, specs, strict=True):
+        if not (
+            isinstance(part, np.ndarray | np.generic)
+            and part.dtype == spec.dtype
+            and not part.dtype.hasobject
+            and part.ndim == len(spec.shape)
+            and part.shape[spec.padded :] == spec.shape[spec.padded :]
+        ):
+            return None
+    return parts
 
 
 def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarray]:
@@ -244,6 +295,8 @@ def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarr
     Raises:
         BadExampleError: other arrays, or one of another shape or dtype.
     """
+    if (arrays := _plain_arrays(example, specs)) is not None:
+        return arrays
     parts = list(flatten(example))
     names = [name_of(path) for path, _ in parts]
     wanted = [spec.name for spec in specs]
@@ -264,3 +317,25 @@ def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarr
             )
         leaves.append(array)
     return leaves
+
+
+def stacked(examples: list[Any], specs: list[ArraySpec]) -> list[np.ndarray]:
+    """The arrays of examples of one shape: [n, ...] each.
+
+    Raises:
+        BadExampleError: an example is unlike the others.
+    """
+    leaves = [leaves_of(example, specs, number) for number, example in enumerate(examples)]
+    columns = []
+    for place, spec in enumerate(specs):
+        column = np.empty([len(examples), *spec.shape], spec.dtype)
+        for row, arrays in enumerate(leaves):
+            column[row] = arrays[place][()]  # a text, where it is one, and not an array of one
+        columns.append(column)
+    return columns
+
+
+def example_seeds(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+    """The seeds that examples draw from, the same numbers as those of `loop.example_seed`: int64 [n, 2]."""
+    of_epoch = np.full_like(indices, (seed << 32) + epoch)
+    return np.stack([of_epoch, indices << 16], 1)

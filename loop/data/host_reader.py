@@ -12,6 +12,7 @@ from loop.data.batch import EVALUATION_EPOCH, BatchOptions
 from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout
 from loop.data.buckets import LengthBuckets
+from loop.data.graph_ahead import GraphReadAhead
 from loop.data.indexed import IndexedData, usable_cpus
 from loop.data.read_ahead import PendingBatch, Position, ReadAhead
 from loop.data.row_shares import RowShares
@@ -46,7 +47,8 @@ class HostReader:
             lengths = self._lengths(np.arange(data.size, dtype=np.int64), 0)
             self._buckets = LengthBuckets(np.max(list(lengths.values()), axis=0), options, data.padding.buckets)
         self._opening = threading.Lock()
-        self._ahead: dict[tuple[RowShares, int], tuple[ReadAhead, BatchFiller]] = {}
+        self._ahead: dict[tuple[RowShares, int], tuple[ReadAhead | GraphReadAhead, BatchFiller | None]] = {}
+        self._in_graph = data.maps_in_graph and not layout.padded
         self._failure: BaseException | None = None
 
     def batch(self, shares: RowShares, parts: int, position: Position) -> PendingBatch:
@@ -64,7 +66,15 @@ class HostReader:
             if position.step >= self._steps_per_epoch:
                 # A compiled call reads one batch more than it makes steps.
                 return self.empty_batch(np.zeros([0], np.int64), np.zeros([1], np.int64), position.epoch)
-            return self._reader(shares, parts).get(position)
+            ahead = self._reader(shares, parts)
+            try:
+                return ahead.get(position)
+            except Exception:
+                if isinstance(ahead, ReadAhead):
+                    raise
+                self._in_graph = False  # which example it was is found by mapping them one by one
+                self.close()
+                return self._reader(shares, parts).get(position)
         except BaseException as error:
             self._failure = error
             raise
@@ -79,7 +89,8 @@ class HostReader:
         with self._opening:
             for ahead, filler in self._ahead.values():
                 ahead.close()
-                filler.close()
+                if filler is not None:
+                    filler.close()
             self._ahead.clear()
 
     def empty_batch(self, own: np.ndarray, whole: np.ndarray, epoch: int) -> PendingBatch:
@@ -88,40 +99,49 @@ class HostReader:
         if self._layout.padded:
             assert self._data.padding is not None
             for name, known in self._lengths(whole, epoch).items():
-                lengths[name] = int(self._data.padding.length(known[:, np.newaxis])[0])
+                lengths[name] = self._data.padding.rounded(max(int(known.max()), 1))
         return PendingBatch(own.copy(), epoch, self._layout.new(len(own), lengths))
 
-    def _reader(self, shares: RowShares, parts: int) -> ReadAhead:
+    def _reader(self, shares: RowShares, parts: int) -> ReadAhead | GraphReadAhead:
         with self._opening:  # two operations of a graph may ask at once
             key = (shares, parts)
             if key not in self._ahead:
-                data = self._data
-                filler = BatchFiller(data, self._layout, self._options.seed)
-                depth = _AHEAD if self._options.prefetch == "auto" else int(self._options.prefetch)
-                threads = data.readers or (1 if data.reader.by_column else usable_cpus())
-                plan = functools.partial(self._plan, shares, parts)
-                self._ahead[key] = (ReadAhead(plan, filler.fill, self._following, depth, threads), filler)
+                self._ahead[key] = self._opened(shares, parts)
             return self._ahead[key][0]
 
+    def _opened(self, shares: RowShares, parts: int) -> tuple[ReadAhead | GraphReadAhead, BatchFiller | None]:
+        data = self._data
+        seed = self._options.seed
+        depth = _AHEAD if self._options.prefetch == "auto" else int(self._options.prefetch)
+        if self._in_graph:
+            rows = functools.partial(self._rows, shares, parts)
+            return GraphReadAhead(data, self._layout, seed, rows, self._steps_per_epoch, depth), None
+        filler = BatchFiller(data, self._layout, seed)
+        threads = data.readers or (1 if data.reader.by_column else usable_cpus())
+        plan = functools.partial(self._plan, shares, parts)
+        return ReadAhead(plan, filler.fill, self._following, depth, threads), filler
+
     def _following(self, position: Position) -> Position | None:
-        if position.step + 1 < self._steps_per_epoch:
-            return Position(position.epoch, position.step + 1)
+        following = position.after(1, self._steps_per_epoch)
         # An evaluation has one epoch, and the next one begins at its start.
-        return None if position.epoch == EVALUATION_EPOCH else Position(position.epoch + 1, 0)
+        return None if following.epoch == EVALUATION_EPOCH + 1 else following
 
     def _plan(self, shares: RowShares, parts: int, position: Position) -> PendingBatch:
+        whole = self._global_batch(position)
+        return self.empty_batch(_own(shares, parts, whole), whole, position.epoch)
+
+    def _rows(self, shares: RowShares, parts: int, position: Position) -> np.ndarray:
+        """The indices of a worker's rows of a global batch: int64 [n]."""
+        return _own(shares, parts, self._global_batch(position))
+
+    def _global_batch(self, position: Position) -> np.ndarray:
+        """The indices of the examples of a global batch: int64 [n]."""
         size = len(self._data.reader)
         if size != self._source_size:
             raise UsageError(
                 f"IndexedData: the source has {size} examples, and had {self._source_size} when the run began: leave "
                 "it as it is while a run reads it"
             )
-        whole = self._global_batch(position)
-        own = whole if shares.replicas == 1 else whole[shares.on_host(len(whole), parts)]
-        return self.empty_batch(own, whole, position.epoch)
-
-    def _global_batch(self, position: Position) -> np.ndarray:
-        """The indices of the examples of a global batch: int64 [n]."""
         epoch, step = position
         if self._buckets is not None:
             with tf.device("CPU:0"):
@@ -145,3 +165,8 @@ class HostReader:
         """How long each example is, by the names of the padded arrays."""
         ids = self._data.resolve(indices, epoch, self._options.seed)
         return {name: self._data.lengths(ids, name) for name in self._layout.padded}
+
+
+def _own(shares: RowShares, parts: int, whole: np.ndarray) -> np.ndarray:
+    """A worker's rows of a global batch that is cut into micro-batches."""
+    return whole if shares.replicas == 1 else whole[shares.on_host(len(whole), parts)]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, name_of
+from loop.data.graph_map import is_graph, on_tensors
 from loop.data.padding import as_padding
 from loop.data.random_access import flatten, reader_of
 from loop.errors import UsageError
@@ -37,7 +38,7 @@ class IndexedData:
             tuples of arrays; what is a list is made an array.
         map: makes an example of what the source gives: `map(example)`, or `map(example, seed)`, where `seed` is int64
             [2]: another one for each example and epoch, the same on any number of workers and after a resume. See
-            `loop.example_seed`.
+            `loop.example_seed`. A `tf.function` runs on all cores, as fast as in tf.data.
         padding: how examples of different lengths become one batch: a `loop.Padding`, or the value that fills the
             gaps. `lengths` says how long each is.
         lengths: the length of each example, after `map`: an array [examples], or a function of the index. It is that of
@@ -79,8 +80,17 @@ class IndexedData:
                 "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
                 "bucket_by=True, which sorts by lengths=..."
             )
-        self.reader: ExampleReader | MixedReader = ExampleReader(reader_of(source), map)
+        in_graph = is_graph(map)
+        self.reader: ExampleReader | MixedReader = ExampleReader(
+            reader_of(source), on_tensors(map) if map is not None and in_graph else map
+        )
         self.readers = _checked_readers(readers)
+        if in_graph and self.readers:
+            raise UsageError(
+                f"IndexedData(readers={readers!r}): a map that is a tf.function runs on all cores by itself: leave "
+                "readers out"
+            )
+        self.maps_in_graph = in_graph
         self.skips = on_bad_example == "skip"
         self.size = len(self.reader)
         self.wide = False

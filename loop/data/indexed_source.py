@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from loop.data.array_source import ArraySource
 from loop.data.batch import BatchOptions, Rows
-from loop.data.batch_filler import SKIPPED, BatchFiller, example_seeds
+from loop.data.batch_filler import SKIPPED, BatchFiller
 from loop.data.batch_layout import BatchLayout
-from loop.data.examples import unusable
+from loop.data.examples import example_seeds, unusable
 from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened

@@ -39,6 +39,7 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
     mixture = _Mixture(parts, _pattern([part.size for part in parts], wanted / wanted.sum()))
     return parts[0].replaced(
         reader=MixedReader([part.reader for part in parts]),
+        maps_in_graph=False,
         readers=max(part.readers for part in parts),
         skips=any(part.skips for part in parts),
         size=mixture.pattern.blocks * len(mixture.pattern.sources),

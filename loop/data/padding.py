@@ -84,10 +84,11 @@ class Padding:
         Args:
             lengths: of each example of the batch, int64 [examples, axes].
         """
-        longest = tf.maximum(tf.reduce_max(lengths, 0), 1)
-        if self.multiple == 1:
-            return longest
-        return (longest + self.multiple - 1) // self.multiple * self.multiple
+        return self.rounded(tf.maximum(tf.reduce_max(lengths, 0), 1))
+
+    def rounded(self, length: Any) -> Any:
+        """A length, or a tensor of lengths, to which a batch is padded: a multiple of `multiple`."""
+        return length if self.multiple == 1 else (length + self.multiple - 1) // self.multiple * self.multiple
 
     def masked(self, names: Sequence[str | int]) -> list[str | int]:
         """Of which arrays there are masks.

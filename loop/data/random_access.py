@@ -291,3 +291,13 @@ def flatten(structure: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
             yield from flatten(part, (*path, place))
     else:
         yield path, structure
+
+
+def structure_of(example: Any) -> Any:
+    """The dicts and tuples of an example, with 0 for each of its parts."""
+    if isinstance(example, Mapping):
+        return {name: structure_of(part) for name, part in example.items()}
+    if isinstance(example, tuple):
+        parts = [structure_of(part) for part in example]
+        return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)
+    return 0

@@ -20,6 +20,11 @@ class Position(NamedTuple):
     epoch: int
     step: int
 
+    def after(self, steps: int, steps_per_epoch: int) -> Position:
+        """The position this many steps later."""
+        epochs, step = divmod(self.step + steps, steps_per_epoch)
+        return Position(self.epoch + epochs, step)
+
 
 class PendingBatch:
     """A batch that several threads fill, each a stretch of its rows.

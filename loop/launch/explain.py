@@ -10,13 +10,13 @@ import traceback
 from pathlib import Path
 
 from callbacks.files import ROOT
+from loop.errors import message_of
 
 DEBUG = "TFLOOP_DEBUG"
 """With this variable in the environment, which `--debug` sets, the whole traceback is shown instead."""
 _OURS = (ROOT / "loop", ROOT / "callbacks", ROOT / "cli.py")
 _EXAMPLES = (ROOT / "loop" / "examples", ROOT / "examples")
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
-_LONGEST = 400  # characters of a message that are shown
 
 
 def in_a_line(error: BaseException) -> str:
@@ -25,47 +25,7 @@ def in_a_line(error: BaseException) -> str:
     if where:
         where += "; "
     how = "--debug" if sys.argv[1:2] == ["train"] else f"{DEBUG}=1"
-    return f"{type(error).__name__}: {_message(error)} ({where}{how} shows the traceback)"
-
-
-def _message(error: BaseException) -> str:
-    """The message of an error, without what TensorFlow, AutoGraph and Keras put around it."""
-    if isinstance(error, KeyError) and error.args:
-        return f"no {error.args[0]!r:.{_LONGEST}}"
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    if "in user code:" in text:
-        text = _without_autograph(text)
-    if "[[{{node" in text or text.startswith("Graph execution error"):
-        text = _without_graph(text)
-    text = re.sub(r"\{\{function_node [^}]*\}\} ?| ?\[Op:\w+\]( name:)?", "", text)
-    text = text.partition("\nArguments received by")[0]
-    lines = _lines(text)
-    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
-        lines = lines[1:]  # the first line names the layer, the second one says what is wrong
-    whole = " ".join(lines[:3])
-    return whole if len(whole) <= _LONGEST else whole[: _LONGEST - 4] + " ..."
-
-
-def _without_autograph(text: str) -> str:
-    """The message within one of AutoGraph's, which shows a traceback first."""
-    lines = _lines(text)
-    # The message begins at the last line "SomeError: ...", after the lines of code.
-    starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception|Warning): ", line)]
-    return "\n".join(lines[starts[-1] :]).partition(": ")[2] if starts else lines[-1]
-
-
-def _without_graph(text: str) -> str:
-    """The cause within an error of a compiled function: the last line before the operation's name."""
-    causes = []
-    for line in _lines(text.partition("[[{{node")[0]):
-        is_frame = line.startswith(("File ", "Detected at", "<stack traces"))
-        if not is_frame and line not in ("Graph execution error:", "(most recent call last):"):
-            causes.append(line)
-    return causes[-1] if causes else text
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {message_of(error)} ({where}{how} shows the traceback)"
 
 
 def place(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import h5py
 import keras
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 import loop
 from loop.data import BatchOptions, source
 from loop.data.batch import EVALUATION_EPOCH
+from loop.data.graph_ahead import GraphReadAhead
 from loop.data.read_ahead import PendingBatch, Position, ReadAhead
 from loop.errors import TrainingError, UsageError
 
@@ -422,6 +424,7 @@ def _opened(data):
         (lambda: loop.IndexedData(__file__), "only .npy and .parquet files"),
         (lambda: loop.IndexedData(INPUTS, map=3), "give a function"),
         (lambda: loop.IndexedData(INPUTS, map=lambda example, rng: example), "it is called as map"),
+        (lambda: loop.IndexedData(INPUTS, map=tf.function(abs), readers=2), "leave readers out"),
         (lambda: loop.IndexedData(INPUTS, readers=-1), "give a number of processes"),
         (lambda: loop.IndexedData(INPUTS, on_bad_example="ignore"), "give 'stop' or 'skip'"),
         (lambda: loop.IndexedData(Text(), padding=0), "padding and lengths belong together"),
@@ -533,6 +536,85 @@ def test_a_map_may_run_graphs_while_all_of_tensorflows_threads_could_wait_for_it
     assert read, "the graph and the threads that read wait for each other"
     expected = INPUTS[: len(read[0])]
     np.testing.assert_array_equal(read[0], np.where(expected > 0, 2 * expected, expected))
+
+
+@tf.function
+def _drawn_in_graph(example, seed):
+    inputs, label = example
+    drawn = tf.random.stateless_uniform([6], seed)
+    return {"inputs": tf.cond(label > 0, lambda: inputs + drawn, lambda: inputs), "text": tf.strings.as_string(label)}
+
+
+def _drawn(example, seed):
+    """`_drawn_in_graph`, but for tf.data: a function of Python."""
+    return {name: tensor.numpy() for name, tensor in _drawn_in_graph(example, seed).items()}
+
+
+def _batches_at(data, positions):
+    made = source(data, BatchOptions(8, seed=1, shuffle=True), "train_data()").sharded(_Share(2, 2, 1), "example")
+    made.read_batch((), *(tf.constant(number, tf.int64) for number in (0, 0)))
+    read = [made.read_batch((), *(tf.constant(number, tf.int64) for number in position)) for position in positions]
+    return made, [tf.nest.map_structure(lambda tensor: tensor.numpy(), batch) for batch in read]
+
+
+_POSITIONS = st.tuples(st.sampled_from([0, 1, EVALUATION_EPOCH]), st.integers(0, 13))
+
+
+@settings(max_examples=15, deadline=None)
+@given(positions=st.lists(_POSITIONS, max_size=6), steps=st.integers(0, 20))
+def test_a_map_in_a_graph_gives_what_python_gives_at_any_position(positions, steps):
+    positions = [*positions, *((step // 13, step % 13) for step in range(steps))]
+    made, in_graph = _batches_at(loop.IndexedData((INPUTS, LABELS), map=_drawn_in_graph), positions)
+    [(ahead, _)] = made._reader._ahead.values()
+    assert isinstance(ahead, GraphReadAhead)
+    _, in_python = _batches_at(loop.IndexedData((INPUTS, LABELS), map=_drawn), positions)
+    tf.nest.map_structure(np.testing.assert_array_equal, in_graph, in_python)
+
+
+def test_a_map_in_a_graph_trains_the_same_model_also_after_a_resume(expected, quiet, tmp_path):
+    data = loop.IndexedData(Items(), map=tf.function(lambda example: (example[0], example[1])))
+    _trained(quiet, data, data, run_dir=tmp_path / "run", epochs=None, steps=10)
+    found = _trained(quiet, data, data, run_dir=tmp_path / "run", resume="auto")
+    assert found.weights_sha256 == expected.weights_sha256
+    assert found.metrics == expected.metrics
+
+
+@tf.function
+def _not_17(index):
+    with tf.control_dependencies([tf.debugging.assert_none_equal(index, tf.constant(17, tf.int64))]):
+        return tf.cast(index, tf.float32)
+
+
+@tf.function
+def _longer_17(index):
+    return tf.fill([tf.where(index == 17, 3, 2)], index)
+
+
+@pytest.mark.parametrize(
+    ("map", "error", "said"),
+    [
+        (_not_17, TrainingError, r"^example 17 can't be read: InvalidArgumentError: .*y \(Const:0\) = \] \[17\]$"),
+        (_longer_17, UsageError, r"^example 17: array 0: shape \[3\] instead of \[2\], which"),
+    ],
+)
+def test_an_example_that_fails_in_a_graph_is_named(map, error, said):
+    third = tf.constant(0, tf.int64), tf.constant(2, tf.int64)
+    made = source(loop.IndexedData(np.arange(48), map=map), BatchOptions(8), "train_data()")
+    with pytest.raises(error, match=said):
+        made.read_batch((), *third)
+    made = source(loop.IndexedData(np.arange(48), map=map, on_bad_example="skip"), BatchOptions(8), "train_data()")
+    with pytest.warns(UserWarning, match="example 17.*left out"):
+        index, _ = made.read_batch((), *third)
+    assert index.numpy().tolist() == [16, -1, 18, 19, 20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("map", [None, tf.function(lambda example: example)])
+def test_lists_paths_and_bytes_are_arrays(map):
+    examples = [{"path": Path("a"), "bytes": b"ab\0", "list": [[1.5, 2.5]], "texts": ["c", "d\0"]}] * 4
+    _, [(_, read)] = _batches_at(loop.IndexedData(examples, map=map), [(0, 0)])
+    assert {name: array.tolist() for name, array in read.items()} == {
+        "path": [b"a"] * 2, "bytes": [b"ab\0"] * 2, "list": [[[1.5, 2.5]]] * 2, "texts": [[b"c", b"d\0"]] * 2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("held_out", [False, True])

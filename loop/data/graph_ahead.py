@@ -1,0 +1,168 @@
+"""Reading ahead with a map that is a `tf.function`: tf.data runs it, on examples in the order of the batches."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from loop.data.batch import EVALUATION_EPOCH
+from loop.data.batch_layout import BatchLayout, tensor_dtype
+from loop.data.examples import ExampleReader, example_seeds, name_of, specs_of, stacked
+from loop.data.indexed import IndexedData, usable_cpus
+from loop.data.random_access import flatten, structure_of
+from loop.data.read_ahead import PendingBatch, Position
+
+_KEPT = 3
+"""How many batches are kept: a graph may ask for one again, and for neighbors in any order."""
+
+_MOST_STEPS = 1 << 62
+"""More than any run makes."""
+
+_NOWHERE = Position(-1, 0)
+"""No batch is there."""
+
+
+class GraphReadAhead:
+    """Batches, in order, whose examples tf.data maps before they are asked for: on all cores, without Python.
+
+    What tf.data raises names no example. So any error ends this one, and `ReadAhead` finds the example.
+
+    Args:
+        data: the data, whose map is a `tf.function`.
+        layout: of a batch.
+        seed: of the run.
+        rows: the indices of a worker's rows of the global batch at a position: int64 [n].
+        steps_per_epoch: how many batches an epoch has.
+        depth: how many batches are read before they are asked for.
+    """
+
+    def __init__(
+        self,
+        data: IndexedData,
+        layout: BatchLayout,
+        seed: int,
+        rows: Callable[[Position], np.ndarray],
+        steps_per_epoch: int,
+        depth: int,
+    ) -> None:
+        self._data = data
+        self._layout = layout
+        self._seed = seed
+        self._rows = rows
+        self._steps_per_epoch = steps_per_epoch
+        self._depth = depth
+        self._lock = threading.Lock()
+        self._begun = _NOWHERE
+        self._taken = 0
+        self._mapped: Iterator[list[tf.Tensor]] = iter(())
+        self._rest: list[np.ndarray] = []
+        self._kept: deque[tuple[Position, PendingBatch]] = deque(maxlen=_KEPT)
+
+    def get(self, position: Position) -> PendingBatch:
+        """The batch at a position, filled; see `ReadAhead.get`.
+
+        Raises:
+            tf.errors.OpError: an example can't be read or mapped, or is unlike the first one.
+        """
+        with self._lock, tf.device("CPU:0"):
+            for known, batch in self._kept:
+                if known == position:
+                    return batch
+            if not any(self._after(number) == position for number in range(self._depth + 1)):
+                self._begun, self._taken, self._rest = position, 0, []
+                self._mapped = self._mapped_from(position)
+            while True:
+                following = self._after(0)
+                batch = self._filled(following)
+                self._taken += 1
+                self._kept.append((following, batch))
+                if following == position:
+                    return batch
+
+    def close(self) -> None:
+        """Ends the reading."""
+        with self._lock:
+            self._begun = _NOWHERE
+            self._mapped = iter(())
+            self._kept.clear()
+
+    def _after(self, steps: int) -> Position:
+        """The position this many steps after the one that is filled next."""
+        return self._begun.after(self._taken + steps, self._steps_per_epoch)
+
+    def _filled(self, position: Position) -> PendingBatch:
+        """The batch at a position, from the examples that come next."""
+        rows = self._rows(position)
+        batch = PendingBatch(rows.copy(), position.epoch, self._layout.new(len(rows), {}))
+        filled = 0
+        while filled < len(rows):
+            if not self._rest or not len(self._rest[0]):
+                self._rest = [tensor.numpy() for tensor in next(self._mapped)]
+            count = min(len(rows) - filled, len(self._rest[0]))
+            for leaf, examples in zip(batch.leaves, self._rest, strict=True):
+                leaf[filled : filled + count] = examples[:count]
+            self._rest = [examples[count:] for examples in self._rest]
+            filled += count
+        return batch
+
+    def _mapped_from(self, begin: Position) -> Iterator[list[tf.Tensor]]:
+        """The arrays of the mapped examples from a position on, some examples at once."""
+        reader = self._data.reader
+        assert isinstance(reader, ExampleReader)
+        [example] = reader.unmapped(self._examples(begin)[0][:1])
+        structure = structure_of(example)
+        specs = specs_of(example, 0)
+
+        def read(number: np.ndarray) -> list[np.ndarray]:
+            ids, seeds = self._examples(begin.after(int(number), self._steps_per_epoch))
+            return [seeds, *stacked(reader.unmapped(ids), specs)]
+
+        def examples_of(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            seeds, *columns = tf.numpy_function(
+                read, [number], [tf.int64, *(tensor_dtype(spec.dtype) for spec in specs)]
+            )
+            seeds.set_shape([None, 2])
+            for spec, column in zip(specs, columns, strict=True):
+                column.set_shape([None, *spec.shape])
+            return seeds, *columns
+
+        def mapped(seed: tf.Tensor, *parts: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            made = reader.mapped(tf.nest.pack_sequence_as(structure, parts), seed)
+            return self._checked(made)
+
+        threads = usable_cpus()
+        steps = self._steps_per_epoch - begin.step if begin.epoch == EVALUATION_EPOCH else _MOST_STEPS
+        batches = tf.data.Dataset.range(steps).map(examples_of, num_parallel_calls=threads)
+        examples = batches.unbatch().map(mapped, num_parallel_calls=tf.data.AUTOTUNE)
+        rows = max(1, len(self._rows(begin)))
+        options = tf.data.Options()
+        # The source may run graphs of its own: they need the threads that TensorFlow has for all.
+        options.threading.private_threadpool_size = 2 * threads
+        return iter(examples.batch(rows).prefetch(self._depth).with_options(options))
+
+    def _examples(self, position: Position) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of the examples of a batch, int64 [n], and their seeds, int64 [n, 2]."""
+        rows = self._rows(position)
+        ids = self._data.resolve(rows, position.epoch, self._seed)
+        return ids, example_seeds(rows, position.epoch, self._seed)
+
+    def _checked(self, made: object) -> tuple[tf.Tensor, ...]:
+        """The arrays of a mapped example, in a graph, if they are like those of the first one.
+
+        Raises:
+            ValueError: they are not.
+        """
+        parts = list(flatten(made))
+        if [name_of(path) for path, _ in parts] != [spec.name for spec in self._layout.specs]:
+            raise ValueError("other arrays than those of the first example")
+        tensors = []
+        for spec, (_, part) in zip(self._layout.specs, parts, strict=True):
+            tensor = tf.convert_to_tensor(part)
+            if tensor.dtype != tensor_dtype(spec.dtype):
+                raise ValueError(f"{spec.label}dtype {tensor.dtype.name} instead of {spec.dtype}")
+            tensors.append(tf.ensure_shape(tensor, spec.shape))
+        return tuple(tensors)

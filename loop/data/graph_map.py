@@ -1,0 +1,29 @@
+"""A map of indexed data that is a `tf.function`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from loop.data.examples import as_array
+from loop.data.random_access import flatten, structure_of
+
+
+def is_graph(function: object) -> bool:
+    """Whether a function is a `tf.function`."""
+    return isinstance(function, tf.types.experimental.PolymorphicFunction)
+
+
+def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A `tf.function` that is called with tensors: it is traced anew for each text or number of Python."""
+
+    def call(example: Any, **seed: Any) -> Any:
+        parts = [part if tf.is_tensor(part) else tf.convert_to_tensor(as_array(part)) for _, part in flatten(example)]
+        with tf.device("CPU:0"):
+            return function(tf.nest.pack_sequence_as(structure_of(example), parts), **seed)
+
+    call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return call
