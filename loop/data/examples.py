@@ -266,27 +266,22 @@ def _plain_arrays(example: Any, specs: list[ArraySpec]) -> list[np.ndarray] | No
 
     None: it has to be looked at closer. An example that takes microseconds to read must not take more to check.
     """
-    parts: list[Any]
+    parts: list[Any] = []
     if type(example) is np.ndarray and specs[0].name == 0:
         parts = [example]
     elif type(example) is tuple and specs[-1].name == len(example) - 1:
         parts = list(example)
     elif type(example) is dict and len(example) == len(specs):
         parts = [example.get(spec.name) for spec in specs]
-    else:
+    if len(parts) != len(specs) or not all(map(_is_like, parts, specs)):
         return None
-    if len(parts) != len(specs):
-        return None
-    for part, spec in zip(parts, specs, strict=True):
-        if not (
-            isinstance(part, np.ndarray | np.generic)
-            and part.dtype == spec.dtype
-            and not part.dtype.hasobject
-            and part.ndim == len(spec.shape)
-            and part.shape[spec.padded :] == spec.shape[spec.padded :]
-        ):
-            return None
     return parts
+
+
+def _is_like(part: Any, spec: ArraySpec) -> bool:
+    if not isinstance(part, np.ndarray | np.generic) or part.dtype != spec.dtype or part.dtype.hasobject:
+        return False
+    return part.ndim == len(spec.shape) and part.shape[spec.padded :] == spec.shape[spec.padded :]
 
 
 def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarray]:

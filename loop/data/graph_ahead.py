@@ -59,7 +59,7 @@ class GraphReadAhead:
         self._begun = _NOWHERE
         self._taken = 0
         self._mapped: Iterator[list[tf.Tensor]] = iter(())
-        self._rest: list[np.ndarray] = []
+        self._rest: list[tf.Tensor] = []
         self._kept: deque[tuple[Position, PendingBatch]] = deque(maxlen=_KEPT)
 
     def get(self, position: Position) -> PendingBatch:
@@ -97,15 +97,21 @@ class GraphReadAhead:
     def _filled(self, position: Position) -> PendingBatch:
         """The batch at a position, from the examples that come next."""
         rows = self._rows(position)
+        if not self._rest and not self._layout.wide:
+            self._rest = list(next(self._mapped))
+            if len(self._rest[0]) == len(rows):  # as it nearly always is: the tensors are the batch
+                tensors, self._rest = self._rest, []
+                return PendingBatch(rows.copy(), position.epoch, tensors)
         batch = PendingBatch(rows.copy(), position.epoch, self._layout.new(len(rows), {}))
         filled = 0
         while filled < len(rows):
-            if not self._rest or not len(self._rest[0]):
-                self._rest = [tensor.numpy() for tensor in next(self._mapped)]
+            if not self._rest:
+                self._rest = list(next(self._mapped))
             count = min(len(rows) - filled, len(self._rest[0]))
             for leaf, examples in zip(batch.leaves, self._rest, strict=True):
                 leaf[filled : filled + count] = examples[:count]
-            self._rest = [examples[count:] for examples in self._rest]
+            left = [examples[count:] for examples in self._rest]
+            self._rest = left if len(left[0]) else []
             filled += count
         return batch
 

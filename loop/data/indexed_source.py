@@ -83,7 +83,10 @@ class IndexedSource(ArraySource):
         on_host = tf.autograph.experimental.do_not_convert(fetch)
 
         def call(epoch: tf.Tensor, step: tf.Tensor) -> list[tf.Tensor]:
-            return tf.numpy_function(on_host, [epoch, step], [spec.dtype for spec in specs], stateful=False)
+            dtypes = [spec.dtype for spec in specs]
+            if self.data.maps_in_graph:
+                return tf.py_function(on_host, [epoch, step], dtypes)  # it hands tensors over without a copy
+            return tf.numpy_function(on_host, [epoch, step], dtypes, stateful=False)
 
         only_numpy = self.data.reader.by_column and not self._layout.padded
         if only_numpy or tf.executing_eagerly():

@@ -32,10 +32,10 @@ class PendingBatch:
     Args:
         index: the examples of the batch: int64 [n].
         epoch: the epoch, from 0.
-        leaves: the arrays to fill, each of shape [n, ...].
+        leaves: the arrays to fill, each of shape [n, ...]; or tensors that are.
     """
 
-    def __init__(self, index: np.ndarray, epoch: int, leaves: list[np.ndarray]) -> None:
+    def __init__(self, index: np.ndarray, epoch: int, leaves: list[Any]) -> None:
         self.index = index
         self.epoch = epoch
         self.leaves = leaves

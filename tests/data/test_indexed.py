@@ -571,6 +571,12 @@ def test_a_map_in_a_graph_gives_what_python_gives_at_any_position(positions, ste
     tf.nest.map_structure(np.testing.assert_array_equal, in_graph, in_python)
 
 
+def test_a_run_names_the_example_that_fails_in_a_graph(quiet, tmp_path):
+    labels = tf.function(lambda example: (example[0], tf.cast(0 * _not_17(example[1]), tf.int64)))
+    with pytest.raises(TrainingError, match="^example 17 can't be read"):
+        _trained(quiet, loop.IndexedData((INPUTS, np.arange(len(INPUTS))), map=labels), run_dir=tmp_path / "run")
+
+
 def test_a_map_in_a_graph_trains_the_same_model_also_after_a_resume(expected, quiet, tmp_path):
     data = loop.IndexedData(Items(), map=tf.function(lambda example: (example[0], example[1])))
     _trained(quiet, data, data, run_dir=tmp_path / "run", epochs=None, steps=10)
@@ -600,8 +606,10 @@ def _longer_17(index):
 def test_an_example_that_fails_in_a_graph_is_named(map, error, said):
     third = tf.constant(0, tf.int64), tf.constant(2, tf.int64)
     made = source(loop.IndexedData(np.arange(48), map=map), BatchOptions(8), "train_data()")
-    with pytest.raises(error, match=said):
+    with pytest.raises(tf.errors.OpError):
         made.read_batch((), *third)
+    with pytest.raises(error, match=said):
+        raise made.take_failure()
     made = source(loop.IndexedData(np.arange(48), map=map, on_bad_example="skip"), BatchOptions(8), "train_data()")
     with pytest.warns(UserWarning, match="example 17.*left out"):
         index, _ = made.read_batch((), *third)
