@@ -1,0 +1,100 @@
+"""Measures how much of a step reading takes while the model trains: `python -m benchmarks.data_share [ROUNDS]`.
+
+A small and a larger convolutional network train on the same 32 x 32 images: in memory (`ArrayData`), from a memory map
+(`IndexedData`), and from it by a `tf.function`. In turns; the median time of a step, and the median of its ratios to
+that of `ArrayData` in the same round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import callbacks
+from loop import ArrayData, IndexedData, TrainTask, fit
+
+BATCH = 64
+EPOCHS = 7
+
+
+class Convolutional(TrainTask):
+    """Two convolutions and a dense layer."""
+
+    def __init__(self, data: Any, strides: int) -> None:
+        self.data = data
+        self.strides = strides
+
+    def build_model(self) -> keras.Model:
+        layers = [keras.layers.Conv2D(width, 3, self.strides, activation="relu") for width in (32, 64)]
+        return keras.Sequential([keras.Input((32, 32, 3)), *layers, keras.layers.Flatten(), keras.layers.Dense(10)])
+
+    def build_optimizer(self) -> keras.Optimizer:
+        return keras.optimizers.SGD(0.01)
+
+    def train_data(self) -> Any:
+        return self.data
+
+    def compute(self, model: keras.Model, batch: tuple, training: bool) -> dict:
+        images, labels = batch
+        logits = model(images, training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)}
+
+
+class Clock(callbacks.Callback):
+    """Notes when each epoch ends."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_epoch_end(self, run: Any, metrics: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+def step_time(data: Any, strides: int, steps: int, run_dir: Path) -> float:
+    """The median time of a step, in milliseconds, without the first epoch."""
+    clock = Clock()
+    fit(
+        Convolutional(data, strides),
+        epochs=EPOCHS,
+        batch_size=BATCH,
+        backend="single",
+        callbacks=[clock],
+        run_dir=run_dir,
+    )
+    return statistics.median(np.diff(clock.times)[1:]) / steps * 1000
+
+
+def measure(rounds: int, directory: Path) -> None:
+    """Prints the medians."""
+    random = np.random.default_rng(0)
+    for strides, steps in ((2, 64), (1, 16)):
+        images = random.normal(size=(steps * BATCH, 32, 32, 3)).astype("float32")
+        labels = random.integers(0, 10, steps * BATCH)
+        path = directory / f"images-{strides}.npy"
+        np.save(path, images)
+        datas: dict[str, Any] = {
+            "ArrayData": ArrayData(images, labels),
+            "IndexedData": IndexedData((path, labels)),
+            "IndexedData, tf.function": IndexedData((path, labels), map=tf.function(lambda example: example)),
+        }
+        times: dict[str, list[float]] = {kind: [] for kind in datas}
+        for number in range(rounds):
+            for kind, data in datas.items():
+                run_dir = directory / f"{strides} {kind} {number}"
+                times[kind].append(step_time(data, strides, steps, run_dir))
+        for kind, found in times.items():
+            ratio = statistics.median(np.divide(found, times["ArrayData"]))
+            print(f"{kind:<25} {statistics.median(found):>6.2f} ms a step  {ratio:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        measure(int(sys.argv[1]) if len(sys.argv) > 1 else 5, Path(name))
