@@ -692,7 +692,7 @@ def test_what_fails_in_a_process_is_named():
         with pytest.raises(TrainingError, match="example 3 can't be read: ValueError: broken file"):
             _read_epoch(made)
         assert "example 3 can't be read" in str(made.take_failure())
-        assert made.take_failure() is None  # it is told once
+        assert made.take_failure() is None  # only the first call returns it
     finally:
         made.close()
 
