@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import loop
+from loop.backends import create
 from loop.data import BatchOptions, source
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.graph_ahead import GraphReadAhead
@@ -573,7 +574,7 @@ def test_a_map_in_a_graph_gives_what_python_gives_at_any_position(positions, ste
 
 def test_a_run_names_the_example_that_fails_in_a_graph(quiet, tmp_path):
     labels = tf.function(lambda example: (example[0], tf.cast(0 * _not_17(example[1]), tf.int64)))
-    with pytest.raises(TrainingError, match="^example 17 can't be read"):
+    with pytest.raises(TrainingError, match=r"^example 17 can't be read"):
         _trained(quiet, loop.IndexedData((INPUTS, np.arange(len(INPUTS))), map=labels), run_dir=tmp_path / "run")
 
 
@@ -583,6 +584,28 @@ def test_a_map_in_a_graph_trains_the_same_model_also_after_a_resume(expected, qu
     found = _trained(quiet, data, data, run_dir=tmp_path / "run", resume="auto")
     assert found.weights_sha256 == expected.weights_sha256
     assert found.metrics == expected.metrics
+
+
+@tf.function
+def _noisy_in_graph(example, seed):
+    return example[0] + tf.random.stateless_normal([6], seed), example[1]
+
+
+def _noisy(example, seed):
+    return tuple(tensor.numpy() for tensor in _noisy_in_graph(example, seed))
+
+
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"accumulate": 3}, {"precision": "float64"}, {"compile": "xla"}])
+def test_a_map_in_a_graph_trains_what_python_trains_with_other_options(options, quiet, tmp_path):
+    replicas = options.get("replicas", 1)
+    given = {name: option for name, option in options.items() if name != "replicas"}
+    sha = []
+    for map in (_noisy_in_graph, _noisy):
+        backend = create("mirrored", replicas) if replicas > 1 else "single"
+        data = loop.IndexedData((INPUTS, LABELS), map=map)
+        found = _trained(quiet, data, data, backend=backend, run_dir=tmp_path / map.__name__, **given)
+        sha.append(found.weights_sha256)
+    assert sha[0] == sha[1]
 
 
 @tf.function
