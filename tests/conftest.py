@@ -4,6 +4,7 @@ import atexit
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,11 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / ".pytest_cache" / "bytecode")
     sys.dont_write_bytecode = False
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tfloop-state-")  # not the home of who runs the tests
+
+# A shell in the background, or `nohup`, ignores these, and so would each process that a test starts.
+for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 import pytest
 import tensorflow as tf
