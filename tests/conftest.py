@@ -43,9 +43,8 @@ tf.config.set_logical_device_configuration(
 
 
 QUICK = (
-    "test_architecture", "test_cli", "test_fit", "test_options", "callback/test_secrets",
-    "checkpoint/test_checkpoint_files", "data/test_sources", "launch/test_launcher",
-    "monitor/test_stopwatch", "step/test_metric_sums", "step/test_step", "target/test_fields",
+    "test_architecture", "test_cli", "test_fit", "test_options", "checkpoint/test_checkpoint_files",
+    "launch/test_launcher", "step/test_step", "target/test_fields",
 )  # fmt: skip
 """The files whose tests `-m quick` runs, but for those marked `slow`."""
 

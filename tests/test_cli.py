@@ -78,6 +78,7 @@ def test_ctrl_c_while_all_is_loaded_ends_it_without_a_word():
         assert (done.returncode, done.stderr) == (expected, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "unbuffered"), [(["runs", "--json"], ""), (["runs", "--json"], "1"), (["--help"], "")]
 )

@@ -159,8 +159,13 @@ class KillAt(Callback):
             raise Killed
 
 
-@pytest.mark.parametrize("kind", [Conv, Legacy, Plain, Streamed, Weighted])
-@pytest.mark.parametrize("replicas", [1, 2])
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(Conv, marks=_SLOW), pytest.param(Legacy, marks=_SLOW), Plain, Streamed, Weighted]
+)
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=_SLOW)])
 def test_resume_is_exact_to_the_bit(kind, replicas, quiet, tmp_path):
     def run(directory, *more):
         backend = create("mirrored", replicas) if replicas > 1 else "single"

@@ -90,6 +90,7 @@ def test_loss_that_depends_on_nothing_is_refused(quiet):
         fit(Blind(), epochs=1, callbacks=quiet())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_batch_norm_never_sees_an_empty_batch(streamed, replicas, quiet):
@@ -314,6 +315,7 @@ class Pooled(Plain):
         return keras.optimizers.SGD(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_pooling_is_computed_in_a_graph_of_its_own(replicas, quiet, monkeypatch):
     backend = create("mirrored", replicas) if replicas > 1 else "single"
