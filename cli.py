@@ -43,7 +43,7 @@ from loop.commands import command_line
 from loop.commands.cli.checks import chaos, replay, verify
 from loop.commands.cli.machine import doctor, new, ui
 from loop.commands.cli.runs import report, runs_app, sync, tail
-from loop.commands.cli.search import find_lr, sweep, tune
+from loop.commands.cli.search import find_lr, memory, sweep, tune
 from loop.commands.cli.training import Configurable, evaluate, export, train
 from loop.errors import FAILED, no_exit
 from loop.launch import signals
@@ -81,6 +81,7 @@ app.command()(verify)
 app.command()(replay)
 app.command()(chaos)
 app.command()(tune)
+app.command()(memory)
 app.command()(new)
 app.command()(sweep)
 app.command("find-lr")(find_lr)

@@ -79,7 +79,8 @@ def summary(run: Run) -> str:
             count.add(variable, is_trained)
             rows.append((name, str(tuple(variable.shape)), *count.cells()))
 
-    slots = sum(_bytes(variable) for variable in run.variables if id(variable) not in weights)
+    state = [*run.variables, *run.sliced_variables]
+    slots = sum(_bytes(variable) for variable in state if id(variable) not in weights)
     parameters = f"{total.cells()[0] or 0} parameters are trained, {total.cells()[1] or 0} are not"
     return "\n".join(
         [*_aligned(rows), f"{parameters}: {formats.size(total.size)}, and {formats.size(slots)} of the optimizer"]

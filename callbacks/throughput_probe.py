@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from callbacks.base import Callback, Metrics, Run
@@ -68,7 +71,15 @@ def peak_memory() -> tuple[int, int]:
     """The peak memory of this process, in bytes: on the host, and on one GPU."""
     import tensorflow as tf
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     gpus = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices("GPU")]
-    return host, max((tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus), default=0)
+    return _host_peak(), max((tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus), default=0)
+
+
+def _host_peak() -> int:
+    """The greatest resident memory that this process had, in bytes."""
+    # Where there is no /proc, ask the system, which counts what the parent process had at the start, too.
+    with contextlib.suppress(OSError):
+        [kilobytes] = re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        return 1024 * int(kilobytes)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

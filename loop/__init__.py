@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from loop.run.result import FitResult
     from loop.run.run import Run
     from loop.step.metric_sums import Perplexity
+    from loop.step.remat import remat
     from loop.step.replica import all_gather, example_seed, first_row
     from loop.step.values import unweighted
     from loop.task import TrainTask
@@ -48,6 +49,7 @@ __all__ = [
     "fit",
     "mix",
     "records",
+    "remat",
     "unweighted",
 ]
 
@@ -72,6 +74,7 @@ _HOMES = {
     "fit": "fit",
     "mix": "data",
     "records": "data",
+    "remat": "step.remat",
     "unweighted": "step.values",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ def fit(
     clip_value: float | None = None,
     on_nonfinite: str | None = None,
     sync_batch_norm: bool | None = None,
+    shard_optimizer: bool | None = None,
     ema: float | None = None,
+    remat: str | Sequence[str] | None = None,
     steps_per_call: int | str | None = None,
     compile: str | None = None,
     prefetch: int | str | None = None,
@@ -122,8 +124,15 @@ def fit(
             replicas; `stop`.
         sync_batch_norm: whether BatchNormalization takes its statistics over all replicas, exactly; True. Without it,
             each replica has its own, and their mean is what is evaluated and saved.
+        shard_optimizer: whether each replica holds only its part of the optimizer's state and of the moving averages,
+            which saves memory (ZeRO, stage 1). The weights are the same. With `horovod`, `multiworker` and `mirrored`,
+            and optimizers that compute each element by itself, such as `Adam`; False: each replica holds all of it.
         ema: the decay of a moving average of the weights, such as 0.999: what is evaluated, exported and returned is
             the average; no average.
+        remat: which layers' results are computed again on the way back instead of being remembered, which saves memory
+            and costs time: `full`, in segments of the model; a size such as `64MB`: of layers whose results for a
+            replica's micro-batch are at least that large; or a list of layers' names, in which * stands for any
+            letters. The numbers don't change; none.
         steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second, and
             of slow ones up to eight in a second.
         compile: `graph`, or `xla`: on one device, many steps become one XLA program, if the data are arrays; else
@@ -210,6 +219,8 @@ def attempt(
                 if options["profile"]:
                     bus.fire("profile", "summary", stopwatch.summary(backend.gather_json(run.stopwatch.total)))
                 take_best(run)
+                # The last events are the chief's alone, which couldn't gather the averages.
+                run.step.averages.settle()
                 run.synchronize()
             except BaseException as error:
                 translated = run.translate_error(error)
@@ -243,6 +254,8 @@ def set_up(run: Run, bus: Bus) -> None:
     run.synchronize()
     bus.fire("fit_start")
     run.synchronize()
+    if path is None:
+        run.step.averages.restart()
 
 
 def enter_phase(run: Run, bus: Bus) -> None:
@@ -264,6 +277,7 @@ def next_phase(run: Run, bus: Bus) -> None:
             enter_phase(run, bus)
         run.synchronize()
         run.backend.broadcast_variables(run.variables)
+        run.step.averages.restart()
         with run.defer_errors():
             run.data.open(run)
         run.synchronize()

@@ -102,6 +102,23 @@ def _is_span(value: Any) -> bool:
     return first <= last
 
 
+_SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt]i?b)\s*", re.ASCII | re.IGNORECASE)
+_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def size_in_bytes(value: Any) -> float | None:
+    """The bytes of a size such as `64MB`; None: it is none, or 0."""
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return (float(found[1]) * _UNITS[found[2].lower()] or None) if found else None
+
+
+def _is_remat(value: Any) -> bool:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple):
+        return value is None
+    return bool(names) and all(isinstance(name, str) and name.strip() for name in names)
+
+
 _IS_FLAG = _is_one_of(True, False)
 
 OPTIONS = (
@@ -131,8 +148,13 @@ OPTIONS = (
     Option("clip_value", None, _is_positive, "give a number > 0, or None for no clipping", is_kept=True),
     Option("on_nonfinite", "stop", _is_one_of("stop", "skip"), "give stop or skip", is_kept=True),
     Option("sync_batch_norm", True, _IS_FLAG, "give True or False", is_kept=True),
+    Option("shard_optimizer", False, _IS_FLAG, "give True or False"),
     Option(
         "ema", None, _is_decay, "give the decay of the moving average, such as 0.999, or None for none", is_kept=True
+    ),
+    Option(
+        "remat", None, _is_remat,
+        'give "full", a size such as "64MB", a list of layers\' names, or None to remember everything',
     ),
     Option("steps_per_call", "auto", _is_int(1, "auto"), 'give "auto" or a whole number >= 1'),
     Option("compile", "graph", _is_one_of("graph", "xla"), "give graph or xla"),
@@ -185,6 +207,7 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     for option in OPTIONS:
         option.check(options[option.name])
     _refuse_two_clips(options)
+    _refuse_unshardable(options)
     return options | _lengths(phases)
 
 
@@ -193,6 +216,13 @@ def _refuse_two_clips(options: Mapping[str, Any]) -> None:
         raise UsageError(
             f"clip_norm={options['clip_norm']} and clip_value={options['clip_value']}: give one of the two"
         )
+
+
+def _refuse_unshardable(options: Mapping[str, Any]) -> None:
+    """Refuses a sharded optimizer where replicas make steps of their own, which need all of its state."""
+    for name, usual in (("local_steps", 1), ("reduction", "sum")) if options["shard_optimizer"] else ():
+        if options[name] != usual:
+            raise UsageError(f"shard_optimizer=True and {name}={options[name]!r}: give one of the two")
 
 
 def _refuse_two_lengths(task: Any, phases: list[Phase], own: Mapping[str, Any], passed: Mapping[str, Any]) -> None:

@@ -58,6 +58,36 @@ def check_all_reduce_sums_all_dtypes_and_shapes_in_graph(backend):
     assert wide.shape == [4]
 
 
+def check_all_gather_gives_the_bits_of_all_replicas(backend):
+    def values(replica):
+        share = tf.cast(replica, tf.float32)
+        large = tf.fill([1 << 18], share)  # a collective of its own
+        return [tf.stack([share, -0.0, np.inf]), large, tf.fill([2], tf.cast(share, tf.float64))]
+
+    @tf.function(autograph=False)
+    def gathered():
+        return backend.run(lambda: backend.all_gather(values(backend.replica())))
+
+    for found, *expected in zip(backend.first(gathered()), *map(values, range(backend.replicas)), strict=True):
+        np.testing.assert_array_equal(found.numpy(), np.stack(expected))
+        assert np.signbit(found.numpy()).tolist() == np.signbit(np.stack(expected)).tolist()
+
+
+def check_values_are_gathered_and_handed_out(backend):
+    if backend.no_sharding():
+        return  # no replica has a value of its own
+    with backend.scope():
+        variable = tf.Variable(tf.zeros([3, 2], tf.float64))
+    first = backend.rank * backend.local_replicas
+    backend.set_local_values(variable, [np.full([3, 2], first + own + 0.5) for own in range(backend.local_replicas)])
+    gathered = backend.gather_values(variable)
+    assert gathered.dtype == np.float64
+    assert gathered.tolist() == [[[replica + 0.5] * 2] * 3 for replica in range(backend.replicas)]
+    value = np.array([-0.0, np.nan, backend.rank], "float32") if backend.is_chief else None
+    received = backend.broadcast_value(value, tf.TensorShape([3]), tf.float32)
+    assert received.tobytes() == np.array([-0.0, np.nan, 0], "float32").tobytes()
+
+
 def check_compression_is_within_its_bound(backend):
     """Each of p numbers is rounded once, and each of the p - 1 additions rounds once more, or to a denormal step."""
     shares = [np.random.default_rng(rank).normal(size=(3, 50)) * [[1e4], [1.0], [1e-5]] for rank in range(9)]

@@ -94,7 +94,7 @@ class Prime(TrainTask):
 CASES = {
     "plain": ({}, {}),
     "clip": ({}, {"clip_norm": 0.02, "groups": 3}),
-    "accumulate": ({}, {"accumulate": 3, "groups": 2}),
+    "accumulate": ({}, {"accumulate": 3, "groups": 2, "remat": "full"}),
     "all_gather": ({"contrastive": True}, {}),
     "batch_norm": ({"batch_norm": True}, {}),
     "judged": ({"judged": True}, {}),

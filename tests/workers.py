@@ -50,12 +50,13 @@ def run(engine, workers, out):
 
 if __name__ == "__main__":
     from loop import backends
-    from tests import conformance, exactness
+    from tests import conformance, exactness, sharded
 
     made = backends.create(sys.argv[1])
     for name, check in conformance.CHECKS.items():
         check(made)
         print(name, "ok")
     exactness.train_all(made, Path(sys.argv[2]), sys.argv[3:])
+    sharded.compare_all(made, Path(sys.argv[2]))
     made.exchange(0)  # no worker leaves before all are done
     made.close()

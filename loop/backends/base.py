@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.host_collectives import HostCollectives
+from loop.backends.step_collectives import StepCollectives
+from loop.model.variables import is_legacy
 
 if TYPE_CHECKING:
     from loop.launch.member import Member
@@ -22,10 +23,11 @@ _FORMER_NAMES = {"outlives": "is_recoverable", "regroup": "rejoin"}
 """Deprecated names of methods that a plug-in may override, each with the name of today."""
 
 
-class Backend(HostCollectives):
+class Backend(StepCollectives):
     """One backend. Its methods are the single-device case; a backend overrides those that differ for it.
 
-    What workers exchange between the steps is in `HostCollectives`.
+    What replicas exchange within a step is in `StepCollectives`, and what workers exchange between steps in
+    `HostCollectives`.
 
     Attributes:
         name: as in `--backend`.
@@ -83,29 +85,13 @@ class Backend(HostCollectives):
         """The part of a result of `run` that this worker's first replica returned."""
         return value
 
-    def replica(self) -> Any:
-        """Within `run`: the index of this replica among all of them."""
-        return self.rank
-
-    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Within `run`: the sum over all replicas of each tensor, in one fused collective."""
-        return list(tensors)
-
     def gradients(self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Any]) -> list[Any]:
         """Within `run`: the gradient of each variable, None where the objective doesn't depend on it."""
         return tape.gradient(objective, variables)
 
-    def no_adasum(self) -> str:
-        """Why this backend can't do `adasum`, and what to do instead; "" if it can."""
-        return "only Horovod can; use backend='horovod', or reduction='sum'"
-
-    def adasum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Within `run`: the adaptive sum over all replicas of each tensor (Maleki et al. 2020)."""
-        return list(tensors)
-
     def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
         """Within `run`: one optimizer step with gradients that are already the same in all replicas."""
-        if type(optimizer).__module__.startswith("tf_keras"):
+        if is_legacy(optimizer):
             optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
         else:
             optimizer.apply(gradients, variables)
@@ -168,13 +154,3 @@ def shared_value(variable: tf.Variable) -> tf.Tensor | np.ndarray:
     """See `Backend.snapshot`. A value on a GPU is copied to the CPU's memory, since the GPU's is scarce."""
     value = variable.read_value()
     return value if "CPU" in value.device else value.numpy()
-
-
-def of_one_dtype(reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Calls `reduce` once for the tensors of each dtype, usually the only one; results in the order of `tensors`."""
-    reduced: dict[int, tf.Tensor] = {}
-    # In the order of `tensors`, not of a set: all workers must enter the collectives in the same order.
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        reduced |= zip(indices, reduce([tensors[index] for index in indices]), strict=True)
-    return [reduced[index] for index in range(len(tensors))]

@@ -13,8 +13,9 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Backend, of_one_dtype
+from loop.backends.base import Backend
 from loop.backends.devices import use_gpus
+from loop.backends.step_collectives import gathered_flat, of_one_dtype
 from loop.errors import RegroupError, UsageError
 from loop.launch.environment import job_rank, job_size
 from loop.launch.member import Member
@@ -51,6 +52,13 @@ class Horovod(Backend):
             tape = hvd.DistributedGradientTape(_TakenTape(), op=hvd.Sum, num_groups=1)
             return of_one_dtype(lambda group: tape.gradient(group, group), tensors)
 
+    def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def gather(flat: tf.Tensor) -> tf.Tensor:
+            self._reductions += 1
+            return hvd.allgather(flat, name=f"gathering_{self._reductions}")
+
+        return of_one_dtype(lambda group: gathered_flat(gather, group), tensors)
+
     def no_adasum(self) -> str:
         if not hvd.mpi_built():
             return "this Horovod is built without MPI, which Adasum needs (see docs/engines.md); use reduction='sum'"
@@ -66,6 +74,10 @@ class Horovod(Backend):
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name=f"host{array.size}").numpy()
+
+    def gather_values(self, variable: tf.Variable) -> np.ndarray:
+        gathered: np.ndarray = hvd.allgather(variable.read_value()[None], name="gathering_on_host").numpy()
+        return gathered
 
     def broadcast_variables(self, variables: Sequence[tf.Variable]) -> None:
         hvd.broadcast_variables(variables, root_rank=0)

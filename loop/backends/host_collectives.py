@@ -13,6 +13,9 @@ import tensorflow as tf
 
 from loop.backends import devices
 
+_PIECE = 1 << 24
+"""Bytes that a worker gathers at once."""
+
 
 class HostCollectives:
     """The workers of a job, and what they exchange between the steps.
@@ -51,6 +54,35 @@ class HostCollectives:
     def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
         """The value of a variable in each replica of this worker."""
         return [variable.numpy()]
+
+    def set_local_values(self, variable: tf.Variable, values: Sequence[np.ndarray]) -> None:
+        """Gives a variable a value in each replica of this worker."""
+        variable.assign(values[0])
+
+    def gather_values(self, variable: tf.Variable) -> np.ndarray:
+        """The values of a variable in all replicas, [replicas, ...]. All workers must call it."""
+        own = np.stack(self.local_values(variable))
+        if self.workers == 1:
+            return own
+        data = np.frombuffer(own.tobytes(), np.uint8)
+        gathered = np.empty((self.workers, len(data)), np.uint8)
+        # In pieces, since `gather_bytes` needs several times the memory of what it gathers.
+        for begin in range(0, len(data), _PIECE):
+            end = begin + _PIECE
+            gathered[:, begin:end] = self.gather_bytes(data[begin:end])
+        return gathered.reshape(-1).view(own.dtype).reshape(self.replicas, *own.shape[1:])
+
+    def broadcast_value(self, value: np.ndarray | None, shape: tf.TensorShape, dtype: tf.DType) -> np.ndarray:
+        """The chief's array. All workers must call it; others than the chief give None."""
+        if self.workers == 1:
+            assert value is not None
+            return value
+        with tf.device("CPU:0"):
+            initial = tf.zeros(shape, dtype) if value is None else value
+            variable = tf.Variable(initial, trainable=False, dtype=dtype, name="broadcast")
+        self.broadcast_variables([variable])
+        received: np.ndarray = variable.numpy()
+        return received
 
     def broadcast_variables(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the chief's values, bit for bit. All workers must call it."""

@@ -95,6 +95,7 @@ class ParameterServer(StrategyBackend):
         for option, value, instead in (
             ("precision", "mixed_float16", "workers can't agree on a loss scale; use bfloat16"),
             ("compile", "xla", "its programs need the variables where they run; use graph"),
+            ("shard_optimizer", True, "parameter servers hold the optimizer's state already; leave it out"),
         ):
             if options[option] == value:
                 raise UsageError(f"{option}={value!r} with backend='parameter_server': {instead}")

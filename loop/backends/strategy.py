@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Backend, of_one_dtype, shared_value
+from loop.backends.base import Backend, shared_value
 from loop.backends.devices import local_rank, logical_cpus, use_gpus
+from loop.backends.step_collectives import gathered_flat, of_one_dtype
 from loop.errors import UsageError
 from loop.launch import machine, stderr
 from loop.launch.environment import start_timeout, tf_cluster, tpu_name
@@ -58,6 +59,18 @@ class StrategyBackend(Backend):
         parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
+    def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        gather = tf.distribute.get_replica_context().all_gather
+        return of_one_dtype(lambda group: gathered_flat(lambda flat: gather(flat, 0), group), tensors)
+
+    def assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+        # Not `variable.assign`, which takes the mean over replicas of a variable of tf_keras.
+        def update(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> None:
+            for variable, value in zip(variables, values, strict=True):
+                strategy.extended.update(variable, lambda own, new: own.assign(new), args=(value,), group=False)
+
+        tf.__internal__.distribute.interim.maybe_merge_call(update, self.strategy, list(values))
+
     def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
         # Keras 3 sums gradients over the replicas in `apply`, and no argument turns that off. These are summed already.
         inner = optimizer
@@ -80,6 +93,10 @@ class StrategyBackend(Backend):
 
     def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
         return [value.numpy() for value in self.strategy.experimental_local_results(variable)]
+
+    def set_local_values(self, variable: tf.Variable, values: Sequence[np.ndarray]) -> None:
+        for own, value in zip(self.strategy.experimental_local_results(variable), values, strict=True):
+            own.assign(value)
 
 
 class Mirrored(StrategyBackend):
@@ -113,6 +130,9 @@ class Central(Mirrored):
 
     def _strategy(self) -> tf.distribute.Strategy:
         return tf.distribute.experimental.CentralStorageStrategy(self.devices, "/cpu:0")
+
+    def no_sharding(self) -> str:
+        return "variables are stored once, so no replica has a part of its own; use backend='mirrored', or leave it out"
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -217,6 +237,9 @@ class TPU(StrategyBackend):
             socket.setdefaulttimeout(before)
         self.strategy = tf.distribute.TPUStrategy(resolver)
         self.local_replicas = self.strategy.num_replicas_in_sync
+
+    def no_sharding(self) -> str:
+        return "never tried on a TPU: leave it out"
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def evaluate(
     options, backend = options_and_backend(task, given)
     # The training data isn't used; and the checkpoint's moving averages are loaded as the weights.
     options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False, "overfit": None, "ema": None}
-    options |= approximations.OFF
+    options |= approximations.OFF | {"shard_optimizer": False}
     weights, manifest = read_weights(Path(path))
     with run_directory.of_a_run(path):
         session = Session(task, backend, options, index_of(manifest, task), trained_on=backend.replicas)

@@ -21,7 +21,7 @@ from callbacks.files import hidden_name, replacing
 from callbacks.run_record.journal import jsonable
 from loop.backends.base import Backend
 from loop.errors import UsageError
-from loop.model.variables import learning_rates
+from loop.model.variables import is_legacy, learning_rates
 from loop.run.session import Session
 from loop.step import approximations
 from loop.step.train_step import NOT_FINITE
@@ -161,7 +161,7 @@ def _ratios(optimizer: Any) -> dict[str, float]:
 
 def _rate(optimizer: Any, rate: tf.Variable, ratio: float) -> Any:
     """A schedule that follows a variable."""
-    if type(optimizer).__module__.startswith("tf_keras"):
+    if is_legacy(optimizer):
         from tf_keras.optimizers.schedules import LearningRateSchedule
     else:
         from keras.optimizers.schedules import LearningRateSchedule

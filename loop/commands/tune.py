@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,22 +23,18 @@ from callbacks.files import hidden_name, read_json, replacing
 from callbacks.formats import plural, size
 from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
-from loop.commands import command_line, terminal
+from loop.commands import command_line, terminal, trial
 from loop.errors import TrainingError, UsageError
-from loop.launch import stderr
-from loop.launch.environment import LAUNCHER
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
 """What can be tried, in this order: each together with the best of those before it."""
-_COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 # A trial trains until the probe has measured it, and does nothing beside that takes time.
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
 _GAIN = 1.02  # what is faster by less isn't worth another setting
 _CLOSE = 0.9  # what is slower than that at first sight isn't measured again
-_GRACE = 3.0  # seconds that a trial has to end, after it was asked to
 
 
 @dataclasses.dataclass
@@ -238,25 +231,14 @@ class _Tuner:
                 self._about = read_json(directory / "run" / "run.json") | {"stream": workers[0]["stream"]}
                 self._examples = workers[0]["examples"]
         elif not row.speeds:
-            row.problem = reason(self._code, (directory / "stderr").read_text(errors="replace"))
+            row.problem = trial.problem(self._code, directory)
         shutil.rmtree(directory, ignore_errors=True)
 
     def _train(self, row: Row, directory: Path) -> None:
         """Trains in a process of its own, until the trial has been measured."""
         changes = [f"--{name}={value}" for name, value in row.changes.items()]
         own = [command_line.callback_option(ThroughputProbe, self._seconds), f"--run-dir={directory / 'run'}"]
-        # What a killed trial leaves in its temporary directory is removed with it.
-        environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": str(directory)}
-        with (directory / "stderr").open("wb") as stderr:
-            process = subprocess.Popen(
-                [*_COMMAND, *self._arguments, *changes, *_ALWAYS, *own],
-                env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                self._code = process.wait()
-            finally:
-                _end(process)
+        self._code = trial.run([*self._arguments, *changes, *_ALWAYS, *own], directory)
 
 
 def _others(now: Mapping[str, object], about: Mapping[str, Any]) -> dict[str, list[object]]:
@@ -268,35 +250,6 @@ def _others(now: Mapping[str, object], about: Mapping[str, Any]) -> dict[str, li
     settings["threads"] = sorted({1, max(1, cpus // 2), cpus, max(1, cpus // about["workers"])})
     used = {**now, "threads": about["machine"]["intra_op_threads"] or cpus}
     return {name: [value for value in values if value != used[name]] for name, values in settings.items()}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of a trial: a launcher that gets two signals ends its workers, and then itself."""
-    try:
-        for _ in range(2):
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_GRACE)
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def reason(code: int, printed: str) -> str:
-    """Why a process has failed, in a line."""
-    if code == -signal.SIGKILL:
-        return "killed, or out of memory"
-    why = f"exit code {code}, without a word"
-    has_error = False
-    for line in map(str.strip, printed.splitlines()):
-        is_error = re.match(r"tfloop: error: |[\w.]+(Error|Exception)\b", line) is not None
-        # The last error, or else the last line that isn't TensorFlow's.
-        if line and not re.match(stderr.CHATTER, line) and (is_error or not has_error):
-            why = line
-            has_error = is_error
-    return why.removeprefix("tfloop: error: ")
 
 
 def available() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
@@ -12,7 +12,7 @@ from loop.data.examples import as_array
 from loop.data.random_access import flatten, structure_of
 
 
-def is_graph(function: object) -> bool:
+def is_graph(function: object) -> TypeGuard[Callable[..., Any]]:
     """Whether a function is a `tf.function`."""
     return isinstance(function, tf.types.experimental.PolymorphicFunction)
 
@@ -25,5 +25,6 @@ def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
         with tf.device("CPU:0"):
             return function(tf.nest.pack_sequence_as(structure_of(example), parts), **seed)
 
+    # Whether it takes a seed is read off its signature.
     call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return call

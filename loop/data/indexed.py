@@ -80,17 +80,16 @@ class IndexedData:
                 "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
                 "bucket_by=True, which sorts by lengths=..."
             )
-        in_graph = is_graph(map)
+        self.maps_in_graph = is_graph(map)
         self.reader: ExampleReader | MixedReader = ExampleReader(
-            reader_of(source), on_tensors(map) if map is not None and in_graph else map
+            reader_of(source), on_tensors(map) if is_graph(map) else map
         )
         self.readers = _checked_readers(readers)
-        if in_graph and self.readers:
+        if self.maps_in_graph and self.readers:
             raise UsageError(
                 f"IndexedData(readers={readers!r}): a map that is a tf.function runs on all cores by itself: leave "
                 "readers out"
             )
-        self.maps_in_graph = in_graph
         self.skips = on_bad_example == "skip"
         self.size = len(self.reader)
         self.wide = False

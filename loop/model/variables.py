@@ -17,6 +17,11 @@ def keras_models() -> tuple[type, ...]:
     return (keras.Model, legacy.Model) if legacy else (keras.Model,)
 
 
+def is_legacy(thing: Any) -> bool:
+    """Whether an object is of `tf_keras`, also if its class is the user's own."""
+    return any(kind.__module__.split(".")[0] == "tf_keras" for kind in type(thing).__mro__)
+
+
 def as_tf(variables: Sequence[Any]) -> list[tf.Variable]:
     """The TensorFlow variables behind Keras 3 variables; others as they are."""
     return [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]

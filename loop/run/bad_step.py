@@ -32,6 +32,12 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     # Without a layout, all workers have read the same batch; else each adds its own rows, in a collective.
     same_batch = run.step.data.train.layout is None
     writes = run.backend.is_chief and len(checkpoint_files.complete(directory)) < MOST_BAD_STEPS
+    if run.sliced_variables:
+        if not run.backend.broadcast_json(writes):
+            return ""
+        whole = state.gathered(run, keep=writes)
+    else:
+        whole = {}
     if same_batch and not writes:
         return ""
     batch = state.packed(run.step.bad_batch(progress.epoch, in_epoch), None if same_batch else run.backend)
@@ -40,7 +46,7 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     bad = {"step": step + 1, "epoch": progress.epoch, "step_in_epoch": in_epoch, "names": run.step.not_finite}
     try:
         run.check_directory()
-        tensors, rest = state.snapshot(run)
+        tensors, rest = state.snapshot(run, whole)
         path = checkpoint_files.write(directory, step + 1, arrays(tensors) | batch, rest | {"bad": bad})
     except Exception as error:  # best effort: must not hide that the step wasn't finite
         return f"what it was made from could not be kept ({error})"

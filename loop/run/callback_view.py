@@ -92,8 +92,13 @@ class CallbackView:
 
     @property
     def variables(self) -> list[Any]:
-        """All variables of the state of the run: of the model, the optimizer, and the step."""
+        """All variables of the state of the run that are the same in all replicas: of model, optimizer and step."""
         return self.built.variables + (self.step.variables if self.session.has_step else [])
+
+    @property
+    def sliced_variables(self) -> list[Any]:
+        """The other variables of the state: with `shard_optimizer`, each replica has its own slice of them."""
+        return self.step.sliced_variables if self.session.has_step else self.built.sliced_variables
 
     @property
     def weights(self) -> list[tuple[str, tf.Variable, bool]]:
@@ -169,7 +174,7 @@ class CallbackView:
         if self.backend.replicas > 1:
             self.step.average_statistics()
             hashes = self.fingerprints()
-            check_same(state.named_variables(self._run), hashes, self.backend.local_replicas, self.progress.step)
+            check_same(state.replicated_names(self._run), hashes, self.backend.local_replicas, self.progress.step)
 
     def check_directory(self) -> None:
         """Checks that the run directory is where it was (on the chief, which writes into it).

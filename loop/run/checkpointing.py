@@ -149,10 +149,11 @@ class Checkpointing:
         parts = state.gather(run, fault_point="save")
         if parts is None:
             return None
+        whole = state.gathered(run, keep=run.backend.is_chief)
         if not run.backend.is_chief:
             return Snapshot(reason, run.progress.step)
-        # After the collectives in `gather`, which all workers must enter.
-        tensors, rest = state.snapshot(run)
+        # After the collectives above, which all workers must enter.
+        tensors, rest = state.snapshot(run, whole)
         rest |= state.history_of(run) | {"workers": parts.workers}
         if self.best is not None:
             rest["best"] = self.best

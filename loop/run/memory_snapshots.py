@@ -48,7 +48,8 @@ class MemorySnapshots:
             parts = state.gather(run)
             if parts is None:
                 return
-            tensors, rest = state.snapshot(run)
+            # Whole on each worker: the slices of one that is lost would be lost with it.
+            tensors, rest = state.snapshot(run, state.gathered(run, keep=True))
             rest |= {"history": jsonable(run.history), "workers": parts.workers}
             member.kept = Kept(run.directory, tensors | parts.streams, rest)
 

@@ -28,7 +28,7 @@ from loop.run import integrity, trust
 from loop.run.run import Run
 from loop.run.session import index_of
 from loop.run.state import restore as restore_state
-from loop.run.state import stored_history, stream_of
+from loop.run.state import scatter, stored_history, stream_of
 from loop.target import task_loader
 from loop.task import TrainTask, target_of
 
@@ -169,6 +169,7 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
         restore_state(run, tensors, state, adopted)
     run.synchronize()
     run.backend.broadcast_variables(run.variables)
+    scatter(run, tensors)
     stream_state = stream_of(run, tensors)  # on all workers, because it holds collectives
     if not {"batch_size", "drop_remainder"} & set(adopted):  # else the iterator's state has batches of the old size
         run.data.restore_stream(stream_state)

@@ -14,10 +14,11 @@ from loop.checkpoint.writer import arrays
 from loop.data import Source
 from loop.errors import UsageError
 from loop.model.variables import all_variables, carried_variables, model_variables
-from loop.run.state import assign, averaged, numbered, snapshot
+from loop.run.state import AVERAGES, assign, averaged, named_variables, numbered
 from loop.step.build import BuiltModel
 from loop.step.example_trace import of_size, put_back
 from loop.step.replica import probing
+from loop.step.sharding import SlicedVariable
 from loop.step.tracing import as_written
 from loop.task import TrainTask
 
@@ -32,7 +33,16 @@ def examples_for(built: BuiltModel, example: Any) -> Any:
 
 def export_run(run: Run, out: Path) -> tuple[Any, Any]:
     """Writes the model of a run that is under way as a SavedModel; see `Run.export`."""
-    tensors = averaged(arrays(snapshot(run)[0]))
+    weights = {}
+    for name, variable in named_variables(run).items():
+        if name.startswith(("model/", AVERAGES)):
+            if isinstance(variable, SlicedVariable):
+                raise UsageError(
+                    "run.export() during a training with shard_optimizer=True and ema: each worker has a part of the "
+                    "averages; call it in on_fit_end, or use `tfloop export` on a checkpoint"
+                )
+            weights[name] = run.backend.snapshot(variable)
+    tensors = averaged(arrays(weights))
     data = run.step.data
     # In a model of its own: the run's variables may be on several devices or servers, and hold no averages.
     built = run.session.build_again()

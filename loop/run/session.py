@@ -19,6 +19,7 @@ from loop.launch.backend_choice import choose_backend
 from loop.model.variables import learning_rates, model_variables
 from loop.options import phases_of, with_defaults
 from loop.run.phases import PER_PHASE, options_of
+from loop.step import sharding
 from loop.step.build import BuiltModel, build
 from loop.step.observer import StepObserver
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
@@ -88,7 +89,9 @@ class Session:
         self.phase_options = enter(self.task, self.options, index)
         self.data = open_data(self.task, self.phase_options, self._change)
         precision = self.options["precision"]
-        self.built = build(self.task, self.backend, precision, self.data.train.example, self._row_counts(), model)
+        sharded = sharding.is_on(self.options, self.backend)
+        example = self.data.train.example
+        self.built = build(self.task, self.backend, precision, example, self._row_counts(), model, sharded)
         self.learning_rates = learning_rates(self.built.optimizer)
         # Of each phase: the order of a model's variables may depend on which of them are trained.
         self.model_variables.append(model_variables(self.built.model))

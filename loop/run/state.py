@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from loop.model.variables import (
 from loop.monitor import fault_injection
 from loop.run.progress import Progress
 from loop.step.build import BuiltModel
+from loop.step.sharding import SlicedVariable
 
 if TYPE_CHECKING:
     from loop.run.run import Run
@@ -57,9 +58,32 @@ class WorkerParts:
     streams: dict[str, np.ndarray]
 
 
-def snapshot(run: Run) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any]]:
-    """The state of a run: its tensors by name, and JSON values. `streams` and the history aren't in it."""
-    tensors = {name: run.backend.snapshot(variable) for name, variable in named_variables(run).items()}
+def gathered(run: Run, keep: bool) -> dict[str, np.ndarray]:
+    """The whole values of the variables of which each replica has a slice, by name. All workers must call it.
+
+    Args:
+        run: the run.
+        keep: whether this worker needs them: else it gets none.
+    """
+    values = {}
+    for name, variable in named_variables(run).items():
+        if isinstance(variable, SlicedVariable):
+            value = variable.gathered(run.backend)
+            if keep:
+                values[name] = value
+    return values
+
+
+def snapshot(run: Run, whole: Mapping[str, np.ndarray]) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any]]:
+    """The state of a run: its tensors by name, and JSON values. `streams` and the history aren't in it.
+
+    Args:
+        run: the run.
+        whole: what `gathered` has returned.
+    """
+    tensors: dict[str, tf.Tensor | np.ndarray] = {}
+    for name, variable in named_variables(run).items():
+        tensors[name] = whole[name] if name in whole else run.backend.snapshot(variable)
     return tensors, {
         "progress": dataclasses.asdict(run.progress),
         "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(run.epoch.totals)],
@@ -208,6 +232,19 @@ def restore(
             callback.load_state_dict(decoded(mine["callbacks"][key]))
 
 
+def scatter(run: Run, tensors: dict[str, np.ndarray] | None) -> None:
+    """Gives each replica its slices of what was restored. All workers must call it.
+
+    Args:
+        run: the run.
+        tensors: those of the snapshot, on the chief; None on the other workers.
+    """
+    stored = [value for name, value in (tensors or {}).items() if not name.startswith(STREAM)]
+    for index, variable in enumerate(named_variables(run).values()):
+        if isinstance(variable, SlicedVariable):
+            variable.scatter(run.backend, stored[index] if stored else None)
+
+
 def adopt(run: Run, state: dict[str, Any], adopted: Sequence[str]) -> None:
     """Applies options that have changed, which the user has accepted, to what was restored."""
     run.epoch.clear_totals()  # the epoch's means are those of the steps with the new options
@@ -256,7 +293,10 @@ def decoded(value: Any) -> Any:
 
 def named_variables_of(built: BuiltModel) -> dict[str, Any]:
     """All variables of a model and its optimizers by the names that they have in a checkpoint."""
-    return numbered("model", all_variables(built.model)) | numbered("optimizer", optimizer_variables(built.optimizer))
+    named = numbered("model", all_variables(built.model)) | numbered("optimizer", optimizer_variables(built.optimizer))
+    if built.shards is not None:
+        named = {name: built.shards.whole(variable) for name, variable in named.items()}
+    return named
 
 
 def named_variables(run: Run) -> dict[str, Any]:
@@ -266,10 +306,17 @@ def named_variables(run: Run) -> dict[str, Any]:
         # Each average has the number and name of its weight: see `averaged`.
         names = {id(variable): name for name, variable in named.items()}
         weights = as_tf(trainable_variables(run.model))
-        for weight, average in zip(weights, run.step.averages.variables, strict=True):
-            named[names[id(weight)].replace("model/", AVERAGES, 1)] = average
+        for index, (weight, average) in enumerate(zip(weights, run.step.averages.variables, strict=True)):
+            shards = run.built.shards
+            whole = average if shards is None else SlicedVariable(average, shards.slicings[index])
+            named[names[id(weight)].replace("model/", AVERAGES, 1)] = whole
     named |= numbered("carried", carried_variables(run.model))
     return named | numbered("scale", run.step.scale.variables if run.step.scale else [])
+
+
+def replicated_names(run: Run) -> list[str]:
+    """The names of the variables that are the same in all replicas."""
+    return [name for name, variable in named_variables(run).items() if not isinstance(variable, SlicedVariable)]
 
 
 def averaged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -306,7 +353,8 @@ def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
                 f"{value.dtype.name}{list(value.shape)}: the task builds another model than the one that was saved"
             )
     for variable, value in zip(variables.values(), tensors.values(), strict=True):
-        variable.assign(value)
+        if not isinstance(variable, SlicedVariable):  # of which each replica gets its slice afterwards: `scatter`
+            variable.assign(value)
 
 
 def plain(value: Any) -> Any:

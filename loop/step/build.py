@@ -27,12 +27,13 @@ from loop.model.variables import (
     trainable_variables,
     variable_names,
 )
-from loop.step import lookups
+from loop.step import lookups, sharding
 from loop.step.example_trace import Trial, check_stateful, global_seeds, held_by, put_back, recorded, tried_step
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
 from loop.step.optimizers import assign_optimizers
 from loop.step.replica import probing
+from loop.step.sharding import Shards
 from loop.task import TrainTask
 
 
@@ -53,6 +54,7 @@ class BuiltModel:
         penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
         lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.step.lookups`.
         fixed_rows: how many rows a batch must have; None: any number.
+        shards: the parts on which optimizers are built; None: they are built on whole variables.
     """
 
     model: Any
@@ -64,11 +66,20 @@ class BuiltModel:
     penalty_grows: bool = False
     lookups: dict[int, str] = dataclasses.field(default_factory=dict)
     fixed_rows: int | None = None
+    shards: Shards | None = None
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """All variables of the model and of the optimizers."""
-        return model_variables(self.model) + as_tf(optimizer_variables(self.optimizer))
+        """The variables of the model and of the optimizers that are the same in all replicas."""
+        own = {id(variable) for variable in self.sliced_variables}
+        slots = [variable for variable in as_tf(optimizer_variables(self.optimizer)) if id(variable) not in own]
+        return model_variables(self.model) + slots
+
+    @property
+    def sliced_variables(self) -> list[tf.Variable]:
+        """The variables of the optimizers of which each replica has a slice of its own."""
+        slots = as_tf(optimizer_variables(self.optimizer)) if self.shards else []
+        return [variable for variable in slots if self.shards and self.shards.is_sliced(variable)]
 
 
 @hinted
@@ -79,6 +90,7 @@ def build(
     example: Any,
     rows: RowCounts | None = None,
     model: Any = None,
+    sharded: bool = False,
 ) -> BuiltModel:
     """Builds model and optimizer with all their variables, before anything is traced.
 
@@ -89,6 +101,7 @@ def build(
         example: a few examples as a batch, on which `compute` is tried.
         rows: how many rows `compute` gets; None: not known.
         model: the model of the phase before; None: the task builds it.
+        sharded: whether each replica holds only a part of the optimizers' state.
 
     Raises:
         UsageError: an object that the task returned can't be trained; the message shows the fix.
@@ -117,13 +130,26 @@ def build(
                 minimized = tried_step(task, optimizer, model, trial)
         _check_trainable(task, model)
         optimizers = assign_optimizers(task, model, optimizer)
-        # Before step 1: the optimizers' slots must exist to be broadcast and restored.
-        variables = trainable_variables(model)
-        for one, indices in optimizers.values():
-            one.build([variables[index] for index in indices])
+        shards = _built_optimizers(optimizers, trainable_variables(model), backend, sharded)
         _check_metric_values(metrics, names, minimized)
         by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
-    return BuiltModel(model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, trial.fixed)
+    return BuiltModel(model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, trial.fixed, shards)
+
+
+def _built_optimizers(
+    optimizers: Mapping[str, tuple[Any, list[int]]], variables: Sequence[Any], backend: Backend, sharded: bool
+) -> Shards | None:
+    """Builds optimizers on variables, or on parts of them. Slots must exist to be broadcast and restored."""
+    if not sharded:
+        for optimizer, indices in optimizers.values():
+            optimizer.build([variables[index] for index in indices])
+        return None
+    sharding.check(backend, optimizers, variables)
+    shards = Shards(variables, backend)
+    for optimizer, indices in optimizers.values():
+        shards.build(optimizer, indices)
+    shards.empty()
+    return shards
 
 
 def _check_loss_reduction(task: TrainTask) -> None:

@@ -107,7 +107,8 @@ def split(sizes: Sequence[int], groups: int) -> list[list[int]]:
     before = 0
     indices: dict[int, list[int]] = {}
     for index in reversed(range(len(sizes))):
-        group = (2 * before + sizes[index]) * groups // (2 * total)
+        # A tensor without elements has its middle at the end: it belongs to the last group.
+        group = min((2 * before + sizes[index]) * groups // (2 * total), groups - 1)
         indices.setdefault(group, []).append(index)
         before += sizes[index]
     return list(indices.values())

@@ -17,6 +17,7 @@ from loop.step.computing import Computing
 from loop.step.loss_scale import LossScale
 from loop.step.observer import StepObserver
 from loop.step.plan import StepPlan
+from loop.step.remat import Remat
 from loop.step.totals import TotalsLayout
 from loop.step.weight_average import Averages
 from loop.task import TrainTask
@@ -41,6 +42,7 @@ class StepContext:
         statistics: those of them that replicas may gather differently.
         kept_batch: keeps the last batch of a stream that wasn't finite.
         observer: is called with what a step computes.
+        remat: which layers are computed again on the way back.
     """
 
     plan: StepPlan
@@ -57,6 +59,7 @@ class StepContext:
     statistics: list[tf.Variable]
     kept_batch: KeptBatch | None
     observer: StepObserver | None
+    remat: Remat
 
     @cached_property
     def variables(self) -> list[Any]:

@@ -36,6 +36,7 @@ class ForwardPass:
         number: the index of this `minimize` within the step.
         by_lookup: the variables whose gradients keep a row for each lookup. A variable whose gradient turns out to be
             dense is removed from it.
+        in_block: whether the step is in a block, which XLA compiles as a whole.
 
     Attributes:
         connected: the variables that the loss depends on, by index; known once the pass is traced.
@@ -49,6 +50,7 @@ class ForwardPass:
         feed: Any,
         number: int,
         by_lookup: dict[int, str],
+        in_block: bool,
     ) -> None:
         self._context = context
         self._values = values
@@ -56,6 +58,7 @@ class ForwardPass:
         self._feed = feed
         self._number = number
         self._by_lookup = by_lookup
+        self._in_block = in_block
         self._trained = context.trained_by(optimizer)
         self.connected: list[int] = []
 
@@ -113,8 +116,7 @@ class ForwardPass:
         def some(rows: Rows, stand_in: Any) -> Sums:
             return self._of_rows(rows, stand_in, part, batch_rows)
 
-        # With blocks, XLA compiles many steps as a whole, and the steps outside of blocks are left to the graph.
-        if context.computing.compiles(source) and not context.plan.block_steps:
+        if self._is_compiled():
             if context.backend.replicas == 1:
                 # Not as an argument: how many numbers a random layer draws would depend on it, and XLA must know that.
                 rows = rows._replace(first=0)
@@ -123,6 +125,12 @@ class ForwardPass:
             some = tf.function(some, autograph=False, experimental_attributes={"_noinline": True})
         return context.computing.of_rows(source, rows, parts, lambda stand_in: some(rows, stand_in), self._without_rows)
 
+    def _is_compiled(self) -> bool:
+        """Whether XLA compiles the forward and backward pass by itself."""
+        # With blocks, XLA compiles many steps as a whole, and the steps outside of blocks are left to the graph.
+        context = self._context
+        return context.computing.compiles(context.source) and not context.plan.block_steps
+
     def _of_rows(self, rows: Rows, stand_in: Any, part: tf.Tensor, batch_rows: Any) -> Sums:
         """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather."""
         context = self._context
@@ -130,7 +138,8 @@ class ForwardPass:
         metric_sums = context.layout.minimized[self._optimizer]
         with context.computing.replica(context.source, rows, stand_in, plan.accumulate, self._number) as replica:
             with tf.GradientTape() as tape:
-                values = as_written(self._values)(replica.batch)
+                with context.remat.tracing(self._in_block or self._is_compiled()):
+                    values = as_written(self._values)(replica.batch)
                 if context.observer is not None:
                     context.observer.values(self._optimizer, values)
                 loss, sums = metric_sums.sums(values, plan.dtype)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loop.errors import UsageError
-from loop.model.variables import as_tf, keras_models, trainable_variables, variable_names
+from loop.model.variables import as_tf, is_legacy, keras_models, trainable_variables, variable_names
 from loop.task import TrainTask
 
 
@@ -79,9 +79,12 @@ def _check_optimizer(optimizer: Any, model: Any, which: str) -> None:
             f"{what} with use_ema=True, whose averages Keras's own fit would give to the model at its end: leave "
             f"it out, and use ema={optimizer.ema_momentum} (--ema), which is evaluated, saved and returned"
         )
-    is_legacy = type(optimizer).__module__.startswith("tf_keras")
-    if type(model).__module__.startswith("tf_keras") != is_legacy and isinstance(model, keras_models()):
+    families = [_family(model), _family(optimizer)]
+    if families[0] != families[1] and isinstance(model, keras_models()):
         raise UsageError(
-            f"the model is of {type(model).__module__.split('.')[0]}, but its optimizer of "
-            f"{type(optimizer).__module__.split('.')[0]}: take both from one family"
+            f"the model is of {families[0]}, but its optimizer of {families[1]}: take both from one family"
         )
+
+
+def _family(thing: Any) -> str:
+    return "tf_keras" if is_legacy(thing) else "keras"

@@ -40,10 +40,11 @@ class Replica:
         collective: whether there can be a collective in this trace.
         compiled: whether the options ask for XLA, on several replicas.
         problem: an error of this replica that is raised while tracing.
-        count: how many rows the replica has.
         batch: the rows that `compute` gets.
         counts_something: whether the replica has rows; None: it has, or computes nothing.
         fixed_rows: how many rows a batch must have; None: any number.
+        draws: how many seeds have been given out to random operations.
+        received: the sums over all replicas that it has got.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class Replica:
         self.rows = rows
         self.seed = seed
         self._counts: tf.Tensor | None = None
-        self._draws = phase << 10  # each `minimize` has room for so many draws, with seeds of their own
+        self.draws = phase << 10  # each `minimize` has room for so many draws, with seeds of their own
         self._room = max(most, backend.replicas)  # if no replica has rows, each has a stand-in
+        self.received: list[tf.Tensor] = []
         self.collective = True
         self.compiled = False
         self.problem: Exception | None = None
         self._graph = tf.compat.v1.get_default_graph()
-        self.count = count(rows.batch)
         self.batch = rows.batch
         self.counts_something: tf.Tensor | None = None
         self.fixed_rows: int | None = None
@@ -70,6 +71,11 @@ class Replica:
             self.counts_something = counts_something
             self.batch = tf.cond(counts_something, lambda: rows.batch, lambda: stand_in)
             self._index = lambda: tf.cond(counts_something, lambda: rows.index, lambda: tf.zeros([stand_ins], tf.int64))
+
+    @property
+    def count(self) -> tf.Tensor:
+        """How many rows the replica has: int64."""
+        return count(self.rows.batch)
 
     @property
     def index(self) -> tf.Tensor:
@@ -102,6 +108,11 @@ class Replica:
                     "anyway), or use sync_batch_norm=False"
                 )
             )
+        result = self._summed(tensor)
+        self.received.append(result)
+        return result
+
+    def _summed(self, tensor: tf.Tensor) -> tf.Tensor:
         if not tensor.dtype.is_floating:
             return self.backend.all_reduce([tensor])[0]
 
@@ -132,8 +143,8 @@ class Replica:
 
     def seed_of_draw(self) -> tf.Tensor:
         """A seed for the next random operation of this trace: int64 [2], from run seed, epoch, batch and its number."""
-        self._draws += 1
-        return tf.stack([(self.seed << 32) + self.rows.epoch, self.rows.number * (1 << 16) + self._draws])
+        self.draws += 1
+        return tf.stack([(self.seed << 32) + self.rows.epoch, self.rows.number * (1 << 16) + self.draws])
 
     def table(self, row: tf.Tensor) -> tf.Tensor:
         """The vectors of all replicas, one row each: shape [replicas, size]."""

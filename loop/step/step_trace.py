@@ -9,7 +9,7 @@ only by the order in which floats are added.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
 
@@ -58,6 +58,8 @@ class StepTrace:
             nothing.
     """
 
+    in_block: ClassVar[bool] = False
+
     def __init__(self, context: StepContext, feed: Any, state: LoopState, counted: bool) -> None:
         self._context = context
         self._marker = context.marker
@@ -96,7 +98,9 @@ class StepTrace:
         plan = self._context.plan
         backend = self._context.backend
         self._check_graph()
-        forward = ForwardPass(self._context, values, optimizer, self._feed, self._minimizes, self._by_lookup)
+        forward = ForwardPass(
+            self._context, values, optimizer, self._feed, self._minimizes, self._by_lookup, self.in_block
+        )
         self._minimizes += 1
 
         def reduced_to_clipped(gradients: list[Any], sums: tf.Tensor) -> tuple[list[Any], tf.Tensor, Any]:
@@ -207,7 +211,10 @@ class StepTrace:
                 continue
             own_gradients = [by_index[index] for index in own]
             try:
-                context.backend.apply(instance, own_gradients, [context.variables[index] for index in own])
+                if context.built.shards is not None:
+                    context.built.shards.apply(instance, dict(zip(own, own_gradients, strict=True)))
+                else:
+                    context.backend.apply(instance, own_gradients, [context.variables[index] for index in own])
             except UsageError as problem:
                 raise context.computing.fail(problem) from None
         # After the optimizers: the averages follow the new weights.
@@ -342,6 +349,8 @@ class BlockStepTrace(StepTrace):
     Attributes:
         signs: the difference of the loss (0) and of the gradient of each variable (1 + its index) with itself.
     """
+
+    in_block = True
 
     def __init__(self, context: StepContext, feed: Any, state: LoopState) -> None:
         super().__init__(context, feed, state, counted=False)

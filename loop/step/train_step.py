@@ -24,6 +24,7 @@ from loop.step.loss_scale import LossScale
 from loop.step.metric_sums import MetricSums
 from loop.step.observer import StepObserver
 from loop.step.plan import StepPlan, check_plan, make_plan
+from loop.step.remat import Remat
 from loop.step.step_trace import LoopState
 from loop.step.totals import (
     EPOCH_ENDED,
@@ -35,7 +36,7 @@ from loop.step.totals import (
     CallResult,
     TotalsLayout,
 )
-from loop.step.weight_average import Averages
+from loop.step.weight_average import make_averages
 from loop.task import TrainTask
 
 __all__ = ["EPOCH_ENDED", "GOING", "LAST_SKIPPED", "NOT_FINITE", "CallResult", "TrainStep", "not_finite"]
@@ -90,8 +91,14 @@ class TrainStep:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The variables that a checkpoint holds beside those of model and optimizer."""
-        return [*self.averages.variables, *(self.scale.variables if self.scale else [])]
+        """The variables of the step beside those of model and optimizer; those that are the same in all replicas."""
+        averages = [] if self.built.shards else self.averages.variables
+        return [*averages, *(self.scale.variables if self.scale else [])]
+
+    @property
+    def sliced_variables(self) -> list[tf.Variable]:
+        """The variables of which each replica has a slice of its own: slots of optimizers, and moving averages."""
+        return self.built.sliced_variables + (self.averages.variables if self.built.shards else [])
 
     def train(self, iterator: Any, epoch: int, step: int, steps: int) -> CallResult:
         """Makes up to `steps` training steps in one compiled call.
@@ -256,7 +263,7 @@ def _make_context(
     _prepare_model(built.model, backend, data, computing, options["sync_batch_norm"], plan)
     with backend.scope():
         scale = LossScale(options["batch_size"]) if plan.loss_scaled else None
-    averages = Averages(trainable_variables(built.model), options["ema"], backend)
+    averages = make_averages(trainable_variables(built.model), options["ema"], backend, built.shards)
     # A single worker that reads arrays never waits for anything, so it needn't note what it waits for.
     waits = backend.workers > 1 or any(_waits_for(source) for source in (data.train, data.eval))
     return StepContext(
@@ -274,6 +281,7 @@ def _make_context(
         statistics=statistics(built.model) if backend.replicas > 1 else [],
         kept_batch=KeptBatch(data.train) if isinstance(data.train, StreamSource) else None,
         observer=observer,
+        remat=Remat(built.model, options["remat"], -(-data.train.most(plan.accumulate) // backend.replicas)),
     )
 
 

@@ -24,6 +24,7 @@ SHIPPED = {
     "digits": "Digits", "charlm": "CharLM", "gan": "DigitsGAN", "contrastive": "SimCLR", "tfrecords": "DigitFiles",
     "tabular": "Tumours", "transfer": "Transfer", "keras2": "Legacy", "module": "Diabetes", "custom_callback": "Names",
     "bring_your_keras_model": "MyModel", "images": "Pictures", "text": "Functions", "records": "DigitRecords",
+    "bigger": "Transformer",
 }  # fmt: skip
 """The shipped examples, and the task class in each."""
 

@@ -22,7 +22,7 @@ from callbacks.mlflow import delivery
 from callbacks.run_record import journal, record, redaction, report
 from callbacks.run_record.story import Story
 from loop import fit
-from loop.commands import command_line, runs, sweep, terminal, tune
+from loop.commands import command_line, runs, sweep, terminal, trial, tune
 from loop.commands.evaluate import evaluate
 from loop.run.run_directory import differences, task_of
 from tests.conftest import ROOT
@@ -140,7 +140,7 @@ def ways_out(secret):
         target="f.py:T", grid={"db_password": f"{json.dumps(secret)},b"}, random={}, metric="loss",
         direction="minimize", sampler="tpe", pruner="none", seed=0, arguments=[f"--set=api_key={secret}"], place="/",
     )  # fmt: skip
-    row = tune.Row({}, problem=tune.reason(1, f"tfloop: error: {redaction.mask(told)}"))
+    row = tune.Row({}, problem=trial.reason(1, f"tfloop: error: {redaction.mask(told)}"))
     return {
         "stream": stream.getvalue(), "stdout": buffer.getvalue().decode(), "journal": entry.decode(),
         "structure": json.dumps(

@@ -9,7 +9,8 @@ import pytest
 
 from loop import UsageError
 from loop.commands import terminal, tune
-from loop.commands.tune import Report, Row, _Tuner, reason
+from loop.commands.trial import reason
+from loop.commands.tune import Report, Row, _Tuner
 
 ABOUT = {
     "options": {"compile": "graph", "steps_per_call": "auto", "prefetch": 2, "batch_size": 32},

@@ -95,7 +95,13 @@ Profile = Annotated[str | None, Option(metavar="A:B", help="Trace steps A to B, 
 SyncBatchNorm = Annotated[
     bool | None, Option("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
 ]
+ShardOptimizer = Annotated[
+    bool | None, Option("--shard-optimizer", help="Each replica holds a part of the optimizer's state: saves memory.")
+]
 Ema = Annotated[float | None, Option(help="Decay of a moving average of the weights.")]
+Remat = Annotated[
+    str | None, Option(metavar="full|64MB|NAMES", help="Layers computed again on the way back, to save memory.")
+]
 Compile = Annotated[str | None, Option("--compile", help="graph or xla.")]
 StepsPerCall = Annotated[str | None, Option(help="Steps in a compiled call, or auto.")]
 Prefetch = Annotated[str | None, Option(help="Batches that a stream is read ahead, or auto.")]
@@ -172,6 +178,13 @@ Low = Annotated[float, Option(help="The learning rate of the first step.")]
 High = Annotated[float, Option(help="That of the last one.")]
 FindLrBackend = Annotated[str | None, Option(help="single, mirrored or central.")]
 FindLrOut = Annotated[Path | None, Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")]
+Memory = Annotated[
+    str | None,
+    Option(
+        "--memory", metavar="SIZE", help="What a replica has, such as 16GB: show which settings fit, and the fastest."
+    ),
+]
+MemoryWorkers = Annotated[int, Option("--workers", help="Replicas that share the global batch.", min=1, max=100_000)]
 Port = Annotated[int, Option(max=65535, min=1, help="The port; another one is taken if it is in use.")]
 Host = Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")]
 SyncTrack = Annotated[str | None, Option(help="MLflow's tracking URI; the run's own if not given.")]

@@ -1,4 +1,4 @@
-"""`tfloop tune`, `sweep` and `find-lr`: trials of a task with other settings."""
+"""`tfloop tune`, `memory`, `sweep` and `find-lr`: trials of a task with other settings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from callbacks.nearest import nearest
 from callbacks.progress import counted
 from callbacks.run_record.redaction import tell
 from loop.commands import command_line, config
+from loop.commands import memory as memory_
 from loop.commands import sweep as sweep_
 from loop.commands import tune as tune_
 from loop.commands.cli import options as typed
@@ -70,6 +71,26 @@ def _check_tune_file(out: Path, force: bool) -> None:
         raise UsageError(f"--out {out} exists already: give another name" + (", or --force" if out.is_file() else ""))
     if not os.access(out.parent, os.W_OK):
         raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
+
+
+def memory(
+    target_: typed.Target,
+    memory_limit: typed.Memory = None,
+    batch_size: typed.BatchSize = None,
+    workers: typed.MemoryWorkers = 1,
+    set_: typed.Set = None,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Say what memory a training needs with each setting that saves some, and which is the fastest that fits."""
+    with_defaults(None, {"batch_size": batch_size})
+    limit = None if memory_limit is None else memory_.parse_size(memory_limit)
+    if job_size() is not None:
+        raise UsageError("memory measures in processes of its own: call it once, with --workers")
+    task_loader.check(target_)
+    with stopped_clean("nothing is left behind"), shown_stages(memory_.STAGES) as progress:
+        report = memory_.memory(target_, set_ or (), batch_size, workers, limit, progress)
+    show(memory_.as_json(report), memory_.lines(report), as_json)
+    raise typer.Exit(FAILED if limit is not None and report.best is None else 0)
 
 
 def sweep(

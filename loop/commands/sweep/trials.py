@@ -24,7 +24,7 @@ from loop.commands.sweep.process import TrialProcess, trial_directory
 from loop.commands.sweep.report import Report, set_options
 from loop.commands.sweep.study import Study, typed_values
 from loop.commands.sweep.table import Table
-from loop.commands.tune import reason
+from loop.commands.trial import reason
 from loop.errors import PREEMPTED, UsageError
 from loop.launch import signals
 from loop.run import trust

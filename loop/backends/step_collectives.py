@@ -1,0 +1,79 @@
+"""Collectives within a compiled step, between replicas; and those that not every backend has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from loop.backends.host_collectives import HostCollectives
+
+ALONE = 1 << 20
+"""From so many bytes on, a tensor is gathered by a collective of its own."""
+
+
+class StepCollectives(HostCollectives):
+    """What the replicas of a job exchange within `Backend.run`. Here it is the case of a single replica."""
+
+    def replica(self) -> Any:
+        """Within `run`: the index of this replica among all of them."""
+        return self.rank
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Within `run`: the sum over all replicas of each tensor, in one fused collective."""
+        return list(tensors)
+
+    def no_adasum(self) -> str:
+        """Why this backend can't do `adasum`, and what to do instead; "" if it can."""
+        return "only Horovod can; use backend='horovod', or reduction='sum'"
+
+    def adasum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Within `run`: the adaptive sum over all replicas of each tensor (Maleki et al. 2020)."""
+        return list(tensors)
+
+    def no_sharding(self) -> str:
+        """Why this backend can't shard the optimizer's state, and what to do instead; "" if it can."""
+        return ""
+
+    def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Within `run`: the values of all replicas, [replicas, n], of each flat tensor [n]; small ones are fused."""
+        own = tf.equal(tf.range(self.replicas, dtype=tf.int64), tf.cast(self.replica(), tf.int64))[:, None]
+        return self.all_reduce([tf.where(own, tensor, tf.zeros_like(tensor)) for tensor in tensors])
+
+    def assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+        """Within `run`: gives variables values that are the same in all replicas."""
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+
+def gathered_flat(gather: Callable[[tf.Tensor], tf.Tensor], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Gathers flat tensors of one dtype: the small ones in one collective; see `Backend.all_gather`.
+
+    Args:
+        gather: returns the tensors [n] of all replicas, one behind the other.
+        tensors: of this replica.
+    """
+    gathered: dict[int, tf.Tensor] = {}
+    small: list[int] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.shape.num_elements() * tensor.dtype.size < ALONE:
+            small.append(index)
+        else:
+            # To copy it into a tensor with others, and out again, would take longer than to send it.
+            gathered[index] = tf.reshape(gather(tensor), [-1, tensor.shape.num_elements()])
+    if small:
+        lengths = [tensors[index].shape.num_elements() for index in small]
+        rows = tf.reshape(gather(tf.concat([tensors[index] for index in small], 0)), [-1, sum(lengths)])
+        gathered |= zip(small, tf.split(rows, lengths, axis=1), strict=True)
+    return [gathered[index] for index in range(len(tensors))]
+
+
+def of_one_dtype(reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Calls `reduce` once for the tensors of each dtype, usually the only one; results in the order of `tensors`."""
+    reduced: dict[int, tf.Tensor] = {}
+    # In the order of `tensors`, not of a set: all workers must enter the collectives in the same order.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        reduced |= zip(indices, reduce([tensors[index] for index in indices]), strict=True)
+    return [reduced[index] for index in range(len(tensors))]

@@ -1,0 +1,272 @@
+"""Sharded optimizer state (ZeRO stage 1): each replica owns a slice of every trainable variable's slots and averages.
+
+An optimizer is built on *parts*: variables of the size of a slice. Between two steps a part is empty. Within a step it
+holds the replica's slice of the weight, the optimizer changes it, and the slices of all replicas are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.errors import UsageError
+from loop.model.variables import as_tf, variable_names
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
+"""The optimizers of both Keras families that compute each element of a variable from that element's numbers alone."""
+
+
+class Slicing:
+    """How a variable is cut into one slice for each replica, as if it were flat; the last slice is filled with zeros.
+
+    Args:
+        variable: the variable, whole.
+        replicas: the number of replicas.
+
+    Attributes:
+        shape: of the variable.
+        dtype: of the variable.
+        size: its number of elements.
+        length: that of each slice.
+    """
+
+    def __init__(self, variable: tf.Variable, replicas: int) -> None:
+        self.shape = variable.shape
+        self.dtype = tf.as_dtype(variable.dtype)
+        self.size = variable.shape.num_elements()
+        self.length = -(-self.size // replicas)
+        self._is_even = self.length * replicas == self.size
+
+    def cut(self, tensor: Any, replica: Any) -> Any:
+        """While tracing: the slice of a replica, of shape [length]. Of a sparse gradient, the elements in its rows."""
+        begin = tf.cast(replica, tf.int64) * self.length
+        if isinstance(tensor, tf.IndexedSlices):
+            return self._cut_rows(tensor, begin)
+        flat = tf.reshape(tensor, [-1])
+        own = flat[tf.minimum(begin, self.size) : begin + self.length]
+        if not self._is_even:
+            own = tf.pad(own, [[0, self.length - tf.shape(own)[0]]])
+        return tf.ensure_shape(own, [self.length])
+
+    def _cut_rows(self, gradient: tf.IndexedSlices, begin: tf.Tensor) -> tf.IndexedSlices:
+        # Rows that come twice stay apart, since an optimizer may square each of them: see `lookups`.
+        width = self.size // self.shape[0]
+        places = gradient.indices[:, None] * width + tf.range(width, dtype=tf.int64)
+        places = tf.reshape(places, [-1]) - begin
+        owned = (places >= 0) & (places < self.length)
+        values = tf.boolean_mask(tf.reshape(gradient.values, [-1]), owned)
+        return tf.IndexedSlices(values, tf.boolean_mask(places, owned), tf.constant([self.length], tf.int64))
+
+    def joined(self, slices: Any) -> Any:
+        """The variable's value, of the slices of all replicas in order: a tensor, or an array, [replicas, length]."""
+        if isinstance(slices, np.ndarray):
+            return slices.reshape(-1)[: self.size].reshape(self.shape.as_list())
+        flat = tf.reshape(slices, [-1])
+        return tf.reshape(flat if self._is_even else flat[: self.size], self.shape)
+
+    def cut_on_host(self, array: np.ndarray, replica: int) -> np.ndarray:
+        """The slice of a replica."""
+        own = array.reshape(-1)[replica * self.length : (replica + 1) * self.length]
+        return np.pad(own, (0, self.length - len(own)))
+
+
+class SlicedVariable:
+    """A variable of which each replica holds a slice, as a whole: it has the shape that it has in a checkpoint.
+
+    Args:
+        variable: this worker's slices.
+        slicing: how it is cut.
+    """
+
+    def __init__(self, variable: tf.Variable, slicing: Slicing) -> None:
+        self.variable = variable
+        self.shape = slicing.shape
+        self.dtype = tf.as_dtype(variable.dtype)
+        self._slicing = slicing
+
+    def gathered(self, backend: Backend) -> np.ndarray:
+        """The whole value. All workers must call it."""
+        whole: np.ndarray = self._slicing.joined(backend.gather_values(self.variable))
+        return whole
+
+    def scatter(self, backend: Backend, value: np.ndarray | None) -> None:
+        """Gives each replica its slice of the chief's value. All workers must call it; others than the chief give None.
+
+        Args:
+            backend: the backend.
+            value: the whole value, on the chief.
+        """
+        value = backend.broadcast_value(value, self.shape, self.dtype)
+        first = backend.rank * backend.local_replicas
+        replicas = range(first, first + backend.local_replicas)
+        backend.set_local_values(self.variable, [self._slicing.cut_on_host(value, replica) for replica in replicas])
+
+
+class Shards:
+    """The parts of a model's trainable variables, on which optimizers are built.
+
+    Args:
+        variables: the trainable variables.
+        backend: the backend.
+    """
+
+    def __init__(self, variables: Sequence[Any], backend: Backend) -> None:
+        self._backend = backend
+        self._variables = list(variables)
+        self._weights = as_tf(variables)
+        self._owners: dict[int, int] = {}
+        self.slicings = [Slicing(weight, backend.replicas) for weight in self._weights]
+        self.parts: list[tf.Variable] = []
+        for variable, slicing in zip(variables, self.slicings, strict=True):
+            part = self.new_part(slicing, as_tf([variable])[0].name.split(":")[0])
+            # Keras names slots after it.
+            part.path = getattr(variable, "path", None) or part.name
+            self.parts.append(part)
+
+    def new_part(self, slicing: Slicing, name: str) -> tf.Variable:
+        """A variable for a slice, of zeros."""
+        with self._backend.scope():
+            return tf.Variable(tf.zeros([slicing.length], slicing.dtype), trainable=False, name=name)
+
+    def build(self, optimizer: Any, indices: Sequence[int]) -> None:
+        """Builds an optimizer on the parts of the variables at `indices`, and notes which slots are slices."""
+        original = optimizer.add_variable_from_reference
+        by_part = {id(self.parts[index]): index for index in indices}
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            slot = original(*args, **kwargs)
+            # The first parameter, which tf_keras names `model_variable`, and Keras 3 `reference_variable`.
+            reference = args[0] if args else kwargs.get("model_variable", kwargs.get("reference_variable"))
+            self._owners[id(as_tf([slot])[0])] = by_part[id(reference)]
+            return slot
+
+        optimizer.add_variable_from_reference = noting
+        try:
+            optimizer.build([self.parts[index] for index in indices])
+        finally:
+            del optimizer.add_variable_from_reference
+
+    def empty(self) -> None:
+        """Frees the memory of the parts, once all optimizers are built."""
+
+        def in_replica() -> None:
+            for part in self.parts:
+                _empty(part)
+
+        tf.function(lambda: self._backend.run(in_replica), autograph=False)()
+
+    def whole(self, variable: Any) -> Any:
+        """A slot as it is in a checkpoint: whole, if it is sliced."""
+        index = self._owners.get(id(variable))
+        return variable if index is None else SlicedVariable(variable, self.slicings[index])
+
+    def is_sliced(self, variable: Any) -> bool:
+        """Whether each replica has a slice of its own of this slot."""
+        return id(variable) in self._owners
+
+    # Within `run`, while a step is traced
+
+    def apply(self, optimizer: Any, gradients: Mapping[int, Any]) -> None:
+        """One optimizer step with the reduced gradients of whole variables, by index. Each replica makes its part."""
+        backend = self._backend
+        replica = backend.replica()
+        own_gradients = []
+        for index, gradient in gradients.items():
+            slicing = self.slicings[index]
+            own_gradients.append(slicing.cut(gradient, replica))
+            _set(self.parts[index], slicing.cut(self._weights[index], replica))
+        parts = [self.parts[index] for index in gradients]
+        backend.apply(optimizer, own_gradients, parts)
+        slices = [part.read_value() for part in parts]
+        for part in parts:
+            _empty(part)
+        self.assign(list(gradients), slices)
+        # A constraint looks at the whole weight, such as at the norm of a column.
+        for index in gradients:
+            variable = self._variables[index]
+            if variable.constraint is not None:
+                backend.assign([self._weights[index]], [variable.constraint(variable)])
+
+    def assign(self, indices: Sequence[int], slices: Sequence[tf.Tensor]) -> None:
+        """Gives the weights at `indices` the values of which each replica has a slice."""
+        gathered = self._backend.all_gather(slices)
+        values = [self.slicings[index].joined(each) for index, each in zip(indices, gathered, strict=True)]
+        self._backend.assign([self._weights[index] for index in indices], values)
+
+    def own(self, index: int) -> tf.Tensor:
+        """The slice of a weight that this replica owns."""
+        own: tf.Tensor = self.slicings[index].cut(self._weights[index], self._backend.replica())
+        return own
+
+
+def _set(part: tf.Variable, value: tf.Tensor) -> None:
+    """Gives a part a value, within `run`."""
+    # Not `part.assign`, which would compare the shape with that of the value before: none.
+    tf.raw_ops.AssignVariableOp(resource=part.handle, value=value)
+
+
+def _empty(part: tf.Variable) -> None:
+    """Frees the memory of a part, within `run`. It keeps its static shape, which optimizers take from it."""
+    # To the graph, the shape of the value is unknown: else it would refuse another shape than that of the variable.
+    _set(part, tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([0], part.dtype), shape=tf.TensorShape(None)))
+
+
+def is_on(options: Mapping[str, Any], backend: Backend) -> bool:
+    """Whether the optimizer's state is sharded: a single replica owns all of it anyway."""
+    return bool(options["shard_optimizer"]) and backend.replicas > 1
+
+
+def check(backend: Backend, optimizers: Mapping[str, tuple[Any, Any]], variables: Sequence[Any]) -> None:
+    """Refuses a backend or an optimizer whose state can't be sharded.
+
+    Args:
+        backend: the backend.
+        optimizers: each optimizer, and the indices of its variables, by name.
+        variables: the trainable variables.
+
+    Raises:
+        UsageError: which, why, and what to do instead.
+    """
+    if reason := backend.no_sharding():
+        raise UsageError(f"shard_optimizer=True with backend={backend.name!r}: {reason}")
+    for optimizer, _ in optimizers.values():
+        if problem := _not_elementwise(optimizer):
+            raise UsageError(f"shard_optimizer=True with {type(optimizer).__name__}: {problem}")
+    for name, variable in zip(variable_names(variables), variables, strict=True):
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise UsageError(
+                f"shard_optimizer=True: the gradient of {name} replaces it (float8), instead of being applied: leave "
+                "shard_optimizer out"
+            )
+
+
+def _not_elementwise(optimizer: Any) -> str:
+    """Why an optimizer can't update slices of variables, and what to do instead; "" if it can."""
+    for name, instead in (("clipnorm", ""), ("global_clipnorm", "clip_norm=... (--clip-norm)")):
+        if getattr(optimizer, name, None):
+            instead = instead or "clip_norm=... (--clip-norm), which clips the norm of the whole gradient,"
+            return f"its {name} needs whole gradients: leave it out, and use {instead} of fit"
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        return "leave its gradient_accumulation_steps out, and use a larger batch_size with accumulate"
+    if getattr(optimizer, "use_ema", False):
+        return "leave its use_ema out, and use ema (--ema)"
+    if getattr(optimizer, "_exclude_from_weight_decay", None):
+        return (
+            "exclude_from_weight_decay(var_list=...) names variables, of which it gets slices: use "
+            "exclude_from_weight_decay(var_names=...)"
+        )
+    declared = getattr(optimizer, "elementwise", None)
+    module = type(optimizer).__module__
+    is_known = module.startswith(("keras.src.optimizers.", "tf_keras.src.optimizers."))
+    if declared or (declared is None and is_known and type(optimizer).__name__ in ELEMENTWISE):
+        return ""
+    if is_known:
+        return f"it looks at whole variables, not at each element: use {', '.join(ELEMENTWISE)}, or leave it out"
+    return (
+        "it isn't known whether it computes each element of a variable from that element alone: if so, give the class "
+        "the attribute `elementwise = True`; else leave shard_optimizer out"
+    )
