@@ -121,6 +121,8 @@ def _start(check: Callable[[], None] = lambda: None) -> None:
     _meet(check)
     # A step waits for each of its few collectives: Horovod's thread looks for them twice as often as by default.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5")  # milliseconds; docs/performance/communication.md
+    # Fused with what happens to wait at the same time, a sum of 3 or more workers would be added up in another order.
+    os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     hvd.init()
 
 

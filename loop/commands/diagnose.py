@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.backends.host_collectives import fingerprint
 from loop.data import Rows, contents, count, first, in_float64
+from loop.data.host_random import seed_generators
 from loop.model.precision import keras_precision
 from loop.model.variables import layers, model_variables
 from loop.run.session import Session, enter
@@ -54,7 +54,7 @@ def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
     for method in ("train_data", "eval_data"):
         prints = []
         for _ in range(2):
-            keras.utils.set_random_seed(options["seed"])
+            seed_generators(options["seed"])
             data = getattr(task, method)()
             prints.append(fingerprint(*contents(data, 2 * options["batch_size"] + 1)))
         if len(set(prints)) > 1:

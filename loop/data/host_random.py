@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
+import keras
 import numpy as np
 
 from loop.errors import UsageError
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators of Python, NumPy, TensorFlow and Keras, from which initial weights are drawn."""
+    keras.utils.set_random_seed(seed)
+    # tf_keras has a generator of its own once its `set_random_seed` has been called, and draws from it ever after.
+    legacy = sys.modules.get("tf_keras")
+    if legacy:
+        legacy.utils.set_random_seed(seed)
 
 
 def random_state() -> dict[str, Any]:

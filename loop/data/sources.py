@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from loop.backends.base import Backend
@@ -14,7 +13,7 @@ from loop.data.array_source import ArraySource
 from loop.data.arrays import ArrayData
 from loop.data.batch import BatchOptions, count
 from loop.data.batched import check_unbatched, warn_of_equal_sizes
-from loop.data.host_random import random_state, set_random_state
+from loop.data.host_random import random_state, seed_generators, set_random_state
 from loop.data.indexed import IndexedData
 from loop.data.indexed_source import IndexedSource
 from loop.data.padded_arrays import PaddedArraySource
@@ -95,7 +94,7 @@ def open_data(task: TrainTask, options: dict[str, Any], change: Change = unchang
 def made_again(task: TrainTask, options: dict[str, Any], change: Change) -> Any:
     """What `train_data` returned, once more, from the same seeds."""
     before = random_state()
-    keras.utils.set_random_seed(options["seed"])
+    seed_generators(options["seed"])
     try:
         return change(task.train_data(), options)
     finally:

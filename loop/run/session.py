@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 
 from callbacks import ShardData
 from loop import backends
 from loop.backends.base import Backend
 from loop.data import Change, Data, RowCounts, likely_rows, open_data, unchanged
-from loop.data.host_random import random_state, set_random_state
+from loop.data.host_random import random_state, seed_generators, set_random_state
 from loop.errors import UsageError
 from loop.launch.backend_choice import choose_backend
 from loop.model.variables import learning_rates, model_variables
@@ -186,7 +185,7 @@ def enter(task: TrainTask, options: dict[str, Any], index: int) -> dict[str, Any
     if phases:
         object.__setattr__(task, "phase", phases[index])  # a frozen dataclass would refuse `task.phase = ...`
         options = options_of(options, index, phases[index])
-    keras.utils.set_random_seed(options["seed"])
+    seed_generators(options["seed"])
     return options
 
 

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
@@ -32,6 +33,14 @@ def test_every_kind_of_model_and_data(kind, quiet):
     assert (one.steps, one.examples) == (two.steps, two.examples) == (18, 303)
     assert two.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], rel=1e-5)
     assert one.history[-1]["loss"] < one.history[0]["loss"]
+
+
+def test_weights_are_drawn_from_the_seed_whatever_tf_keras_was_seeded_with(quiet):
+    found = []
+    for seed in (1, 2):
+        tf_keras.utils.set_random_seed(seed)
+        found.append(fit(Legacy(), steps=1, callbacks=quiet()).weights_sha256)
+    assert found[0] == found[1]
 
 
 def test_evaluation_is_exact_for_a_short_last_batch(quiet):
