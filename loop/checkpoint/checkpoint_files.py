@@ -3,6 +3,8 @@
 A checkpoint is a directory `step-<8 digits>` with `tensors.npz` and `manifest.json`. It is written under another name,
 made durable, and renamed. So a directory of that name is complete, or was damaged later, which its manifest shows.
 
+Of a sharded optimizer, each worker writes the slices that it owns, in `part-<rank>.npz`: see `begin` and `finish`.
+
 What is read may be damaged, or made by an attacker. Whatever it is, it is read as a good checkpoint, or refused with a
 `CheckpointError`: no other error, no code that runs, no memory beyond the size of its files.
 """
@@ -12,26 +14,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # gives NumPy bfloat16 and its like by name
 import numpy as np
 
 from callbacks.checkpoint import step_of
-from callbacks.files import created, fsync_directory, naming, reading, write_json
+from callbacks.files import fsync_directory, naming, write_json
 from callbacks.files import read as read_file
+from loop.checkpoint.array_files import (
+    PART,
+    TENSORS,
+    InParts,
+    describe,
+    dtype_of,
+    entry_of,
+    read_arrays,
+    read_part,
+    write_arrays,
+)
 from loop.errors import UsageError
 from loop.monitor import fault_injection
 
 FORMAT = 2
-TENSORS = "tensors.npz"
+FORMAT_WITH_PARTS = 3
 MANIFEST = "manifest.json"
 _LONGEST = 1 << 28  # bytes of a manifest: a longer file is none, and could take all memory
 _NAME = re.compile(r"step-[0-9]{8,18}")  # a step of 63 bits has 18 digits
@@ -56,8 +66,20 @@ def write(directory: Path, step: int, tensors: Mapping[str, np.ndarray], state: 
     Raises:
         OSError: the disk is full, or can't be written. Earlier checkpoints are untouched.
     """
-    final = directory / f"step-{step:08d}"
-    partial = directory / f"{final.name}.tmp"
+    partial = begin(directory, step)
+    with undone(partial):
+        files = write_arrays(partial / TENSORS, tensors)
+        fault_injection.reached("write-tensors", step=step)
+        return finish(partial, step, files, tensors, state)
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Makes the directory in which the files of a checkpoint are written, and removes what earlier attempts left.
+
+    Raises:
+        OSError: the disk is full, or can't be written.
+    """
+    partial = directory / f"step-{step:08d}.tmp"
     fault_injection.reached("write-begin", step=step)
     if not directory.is_dir():
         directory.mkdir(exist_ok=True)  # without its parents: a run directory that was moved must not appear again
@@ -65,47 +87,61 @@ def write(directory: Path, step: int, tensors: Mapping[str, np.ndarray], state: 
     mend(directory)
     for leftover in directory.glob("step-*.tmp"):  # of an attempt that was cut off
         _remove(leftover)
-    try:
+    with undone(partial):
         partial.mkdir()
-        manifest = _write_files(partial, step, tensors, state)
-        if os.path.lexists(final) and _is_same(final, manifest):
-            shutil.rmtree(partial)
-            return final
-        _move_into_place(partial, final, step)
+    return partial
+
+
+@contextlib.contextmanager
+def undone(partial: Path) -> Iterator[None]:
+    """Within it, the files of a checkpoint are written: an error removes them."""
+    try:
+        yield
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
-            mend(directory)
-        with naming(final):
+            mend(partial.parent)
+        with naming(partial.with_suffix("")):
             raise error
-    fault_injection.reached("write-done", step=step)
-    return final
 
 
-def _write_files(
-    directory: Path, step: int, tensors: Mapping[str, np.ndarray], state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Writes tensors and manifest, durably; returns the manifest."""
-    with created(directory / TENSORS) as file:
-        arrays = {name: array.view(_stored(array.dtype)) for name, array in tensors.items()}
-        np.savez(file, allow_pickle=False, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    fault_injection.reached("write-tensors", step=step)
+def finish(
+    partial: Path,
+    step: int,
+    files: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray | InParts],
+    state: Mapping[str, Any],
+) -> Path:
+    """Writes the manifest of a checkpoint whose files are written, and gives it its name.
+
+    Args:
+        partial: where its files are.
+        step: the number of steps made.
+        files: what `write_arrays` has returned.
+        tensors: what it has written, in order.
+        state: everything else, as JSON values.
+
+    Returns:
+        The checkpoint's directory.
+    """
+    final = partial.with_suffix("")
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT_WITH_PARTS if any(map(PART.fullmatch, files)) else FORMAT,
         "step": step,
-        "files": {TENSORS: _describe(directory / TENSORS)},
-        "tensors": [
-            {"name": name, "dtype": array.dtype.name, "shape": list(array.shape)} for name, array in tensors.items()
-        ],
+        "files": files,
+        "tensors": [entry_of(name, array) for name, array in tensors.items()],
         **state,
     }
     # The digest is that of the manifest as it is read again: JSON turns keys that are numbers into texts.
     manifest = json.loads(json.dumps(manifest))
-    write_json(directory / MANIFEST, {**manifest, "sha256": _digest(manifest)})  # makes the directory durable too
+    write_json(partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})  # makes the directory durable too
     fault_injection.reached("write-manifest", step=step)
-    return manifest
+    if os.path.lexists(final) and _is_same(final, manifest):
+        shutil.rmtree(partial)
+        return final
+    _move_into_place(partial, final, step)
+    fault_injection.reached("write-done", step=step)
+    return final
 
 
 def _is_same(path: Path, manifest: dict[str, Any]) -> bool:
@@ -164,8 +200,10 @@ def verify(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(read_file(path / MANIFEST, _LONGEST, shared=True))
         digest = manifest.pop("sha256")
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {manifest['format']!r:.99}, this version reads format {FORMAT}")
+        if manifest["format"] not in (FORMAT, FORMAT_WITH_PARTS):
+            raise CheckpointError(
+                f"{path}: format {manifest['format']!r:.99}, this version reads {FORMAT} and {FORMAT_WITH_PARTS}"
+            )
         if digest != _digest(manifest):
             raise CheckpointError(f"{path}: {MANIFEST} has changed since it was written")
         _check(manifest)
@@ -177,7 +215,7 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: its {MANIFEST} can't be read ({type(error).__name__}: {error})") from None
     for name, expected in manifest["files"].items():
         try:
-            actual = _describe(path / name, expected["bytes"])
+            actual = describe(path / name, expected["bytes"])
         except OSError as error:
             raise CheckpointError(f"{path}: {name} can't be read ({error.strerror or error})") from None
         if actual != expected:
@@ -216,34 +254,16 @@ def read(path: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
     Raises:
         CheckpointError: they aren't what the manifest says: a file was forged, or has changed since it was verified.
     """
+    entries = manifest["tensors"]
+    parts = sorted(filter(PART.fullmatch, manifest["files"]))
+    name = TENSORS
     try:
-        with reading(path / TENSORS, shared=True) as file, zipfile.ZipFile(file) as stored:
-            # Reading allocates as many bytes as the archive claims to hold.
-            if sum(member.file_size for member in stored.infolist()) > os.fstat(file.fileno()).st_size:
-                raise ValueError("it says that it is longer than it is")
-            return {entry["name"]: _tensor(stored, entry) for entry in manifest["tensors"]}
-    except Exception as error:  # a foreign archive can fail in any way, too
-        raise CheckpointError(f"{path}: {TENSORS} can't be read ({type(error).__name__}: {error})") from None
-
-
-def _tensor(stored: zipfile.ZipFile, entry: dict[str, Any]) -> np.ndarray:
-    """One array of an npz file, checked before it is read: it takes no more memory than the file is long."""
-    name = entry["name"]
-    shape = tuple(entry["shape"])
-    dtype = _dtype(entry["dtype"])
-    member = stored.getinfo(f"{name}.npy")
-    if member.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{name!r:.99} is compressed")
-    with stored.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        file_shape, _, file_dtype = header(file)
-        if file_shape != shape or file_dtype != _stored(dtype):
-            raise ValueError(f"{name!r:.99} is {file_dtype}{list(file_shape)}, not {dtype}{list(shape)}")
-        if member.file_size - file.tell() != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r:.99} has {member.file_size:,} bytes, which is not its size")
-        file.seek(0)
-        return np.lib.format.read_array(file, allow_pickle=False).view(dtype)
+        arrays = read_arrays(path / name, entries)
+        for rank, name in enumerate(parts):
+            read_part(path / name, rank, len(parts), entries, arrays)
+        return {entry["name"]: arrays[entry["name"]] for entry in entries}
+    except Exception as error:  # a foreign archive can fail in any way
+        raise CheckpointError(f"{path}: {name} can't be read ({type(error).__name__}: {error})") from None
 
 
 def _digest(manifest: dict[str, Any]) -> str:
@@ -267,30 +287,10 @@ def _check(manifest: dict[str, Any]) -> None:
         if type(expected["bytes"]) is not int:
             raise TypeError(f"bytes of {name} is {expected['bytes']!r:.99}")
     for entry in manifest["tensors"]:
-        _dtype(entry["dtype"])
-        if type(entry["name"]) is not str or not all(type(size) is int and size >= 0 for size in entry["shape"]):
+        dtype_of(entry["dtype"])
+        sizes = [*entry["shape"], entry.get("elements_of_part", 0)]
+        if type(entry["name"]) is not str or not all(type(size) is int and size >= 0 for size in sizes):
             raise TypeError(f"tensors has {entry!r:.99}")
-
-
-def _dtype(name: str) -> np.dtype:
-    """The numeric dtype of this name."""
-    dtype = np.dtype(name)
-    if dtype.name != name or not (dtype.kind in "biufc" or hasattr(ml_dtypes, name)):
-        raise TypeError(f"{name!r:.99} is no type of numbers")
-    return dtype
-
-
-def _stored(dtype: np.dtype) -> np.dtype:
-    """The dtype under which numbers are stored: NumPy's format has no bfloat16, so its bytes are stored as raw ones."""
-    return dtype if dtype.isbuiltin == 1 else np.dtype(f"V{dtype.itemsize}")
-
-
-def _describe(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Size and hash of a file. If it hasn't the expected `size`, the hash is "", which saves reading it."""
-    with reading(path, shared=True) as file:
-        actual_size = os.fstat(file.fileno()).st_size
-        digest = hashlib.file_digest(file, "sha256").hexdigest() if size in (None, actual_size) else ""
-        return {"bytes": actual_size, "sha256": digest}
 
 
 def _remove(path: Path) -> None:

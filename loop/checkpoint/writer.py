@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from callbacks.files import MovedError
+from callbacks.files import FileError, MovedError
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import tell
-from loop.checkpoint import checkpoint_files
+from loop.checkpoint import array_files, checkpoint_files
+from loop.checkpoint.array_files import InParts
+from loop.monitor import fault_injection
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -32,12 +37,14 @@ class Snapshot:
         step: the number of steps made.
         tensors: by name.
         state: everything else, as JSON values.
+        part: the arrays of which this worker writes its part, by name.
     """
 
     reason: str
     step: int
-    tensors: dict[str, tf.Tensor | np.ndarray] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, tf.Tensor | np.ndarray | InParts] = dataclasses.field(default_factory=dict)
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    part: dict[str, tf.Tensor | np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class Writer:
@@ -51,7 +58,7 @@ class Writer:
         self._check = check
         # One thread: checkpoints are written in order, and a removal never overtakes the write before it.
         self._pool = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
-        self._under_way: Future[None] | None = None
+        self._under_way: Future[Any] | None = None
         self._outcomes: deque[Exception | None] = deque()
 
     def write(self, directory: Path, snapshots: Sequence[Snapshot]) -> None:
@@ -64,19 +71,93 @@ class Writer:
 
         def job() -> None:
             for snapshot in snapshots:
-                try:
-                    self._check()
-                    if "journal" in snapshot.state:  # the checkpoint relies on the lines of the journal so far
-                        _make_durable(directory.parent / journal.NAME)
+                with self._noting_outcome(directory):
+                    self._rely_on_journal(directory, snapshot)
                     checkpoint_files.write(directory, snapshot.step, arrays(snapshot.tensors), snapshot.state)
-                    self._outcomes.append(None)
-                except Exception as error:
-                    if isinstance(error, OSError):  # the error of a full disk names no file
-                        error.filename = error.filename or str(directory)
-                    self._outcomes.append(error)
 
+        self._submit(job)
+
+    def begin(self, directory: Path, step: int) -> Path | None:
+        """Makes the directory into which all workers write their parts of a checkpoint; None: that has failed."""
+        self.wait()
+        try:
+            self._check()
+            return checkpoint_files.begin(directory, step)
+        except Exception as error:
+            self._outcomes.append(error)
+            return None
+
+    def write_part(self, partial: Path, rank: int, snapshot: Snapshot) -> Future[dict[str, Any]]:
+        """Starts to write this worker's part of a checkpoint, and on the chief what is whole.
+
+        Args:
+            partial: what `begin` has returned on the chief.
+            rank: of this worker.
+            snapshot: what to write.
+
+        Returns:
+            Size and hash of each file by name; or the error, as a text, by the name "error".
+        """
+
+        def job() -> dict[str, Any]:
+            step = snapshot.step
+            try:
+                self._check()
+                files = array_files.write_arrays(partial / array_files.part_name(rank), arrays(snapshot.part))
+                fault_injection.reached("write-part", rank, step)
+                if rank == 0:
+                    self._rely_on_journal(partial.parent, snapshot)
+                    files |= array_files.write_arrays(partial / array_files.TENSORS, arrays(snapshot.tensors))
+                    fault_injection.reached("write-tensors", rank, step)
+                return files
+            except Exception as error:
+                return {"error": f"{type(error).__name__}: {error}"}
+
+        return self._submit(job)
+
+    def finish(self, partial: Path, snapshot: Snapshot, parts: Sequence[dict[str, Any]]) -> None:
+        """On the chief: starts to complete a checkpoint whose parts are written.
+
+        Args:
+            partial: what `begin` has returned.
+            snapshot: of the chief.
+            parts: what the future of `write_part` has returned on each worker.
+        """
+
+        def job() -> None:
+            with self._noting_outcome(partial.parent), checkpoint_files.undone(partial):
+                files: dict[str, Any] = {}
+                for rank, part in enumerate(parts):
+                    if "error" in part:
+                        problem = f"worker {rank} could not write its part: {part['error']}"
+                        raise FileError(errno.EIO, problem, str(partial.with_suffix("")))
+                    files |= part
+                checkpoint_files.finish(partial, snapshot.step, files, arrays(snapshot.tensors), snapshot.state)
+
+        self._submit(job)
+
+    @contextlib.contextmanager
+    def _noting_outcome(self, directory: Path) -> Iterator[None]:
+        """Within it, one checkpoint is written or completed."""
+        try:
+            self._check()
+            yield
+            self._outcomes.append(None)
+        except Exception as error:
+            if isinstance(error, OSError):  # the error of a full disk names no file
+                error.filename = error.filename or str(directory)
+            self._outcomes.append(error)
+
+    def _rely_on_journal(self, directory: Path, snapshot: Snapshot) -> None:
+        """Makes the lines of the journal durable that a checkpoint relies on."""
+        if "journal" in snapshot.state:
+            _make_durable(directory.parent / journal.NAME)
+
+    def _submit(self, job: Callable[[], T]) -> Future[T]:
         self.wait()  # else memory fills with snapshots when the disk is slower than the training
-        self._under_way = self._pool.submit(job)
+        future = self._pool.submit(job)
+        self._under_way = future
+        return future
 
     def remove(self, path: Path) -> None:
         """Removes a checkpoint, after the current write."""
@@ -125,6 +206,6 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
-def arrays(tensors: dict[str, tf.Tensor | np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors as NumPy arrays."""
-    return {name: value if isinstance(value, np.ndarray) else value.numpy() for name, value in tensors.items()}
+def arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors as NumPy arrays; what isn't a tensor, as it is."""
+    return {name: value.numpy() if tf.is_tensor(value) else value for name, value in tensors.items()}

@@ -11,12 +11,13 @@ from loop.backends.host_collectives import HostCollectives
 class Wishes(NamedTuple):
     """What one worker brings to a boundary. All of it travels in one collective, in this order.
 
-    The numbers come first, and only the chief's aren't 0: they are added up. The flags follow: one worker that sets a
-    flag sets it for all.
+    The numbers come first, and only the chief's aren't 0: they are added up. Then comes what holds if it holds for all
+    workers. The flags follow: one worker that sets a flag sets it for all.
 
     Attributes:
         steps: how many steps the next call makes, by the chief.
         write_outcome: how the oldest checkpoint under way came out, by the chief: see `loop.run.checkpointing`.
+        part_written: this worker has written its part of a checkpoint.
         failing: this worker has an error.
         save: a checkpoint was asked for.
         save_on_stop: a stop, and the end, writes a checkpoint.
@@ -31,6 +32,7 @@ class Wishes(NamedTuple):
 
     steps: int
     write_outcome: int
+    part_written: bool
     failing: bool
     save: bool
     save_on_stop: bool
@@ -76,8 +78,9 @@ def exchange(workers: HostCollectives, wishes: Wishes) -> Wishes:
     """The wishes of all workers together. All workers must call it: it is the one collective of a boundary."""
     table = workers.exchange(*map(int, wishes))
     steps, write_outcome = table[:, :2].sum(axis=0)
-    flags: list[bool] = (table[:, 2:] != 0).max(axis=0).tolist()
-    return Wishes(int(steps), int(write_outcome), *flags)
+    part_written = bool(table[:, 2].min())
+    flags: list[bool] = (table[:, 3:] != 0).max(axis=0).tolist()
+    return Wishes(int(steps), int(write_outcome), part_written, *flags)
 
 
 def decide(wishes: Wishes, at_end: bool, saved: str) -> Decision:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.writer import Snapshot, Writer
 from loop.run import state
+from loop.run.checkpoint_parts import CheckpointParts
 from loop.run.memory_snapshots import MemorySnapshots
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Checkpointing:
         policy: how they are written.
         memory: the snapshots of an elastic job.
         writer: the thread that writes them.
+        parts: the checkpoint of which each worker writes its part.
         held: a snapshot that is written before the next checkpoint.
         saved_path: the checkpoint that was last completed in this process.
         newest: the name of the newest checkpoint in the run directory.
@@ -52,6 +54,7 @@ class Checkpointing:
         self.policy = SavePolicy()
         self.memory = MemorySnapshots(run)
         self.writer = Writer(run.check_directory)
+        self.parts = CheckpointParts(run, self.writer)
         self.held: Snapshot | None = None
         self.saved_path: Path | None = None
         self.newest: str | None = None
@@ -69,8 +72,9 @@ class Checkpointing:
             later: whether it is held in memory, and written before the next one.
             at_once: whether it is taken within an evaluation, too.
         """
-        # In an elastic job, other workers go on when the chief is lost, and with it what it holds in memory.
-        if later and self._run.backend.member is None:
+        # In an elastic job, other workers go on when the chief is lost, and with it what it holds in memory. And a
+        # worker can't complete a held checkpoint alone when the run fails.
+        if later and self._run.backend.member is None and not self.parts.possible:
             self._hold_reason = reason
             return
         self._reason = self._reason or reason
@@ -129,10 +133,15 @@ class Checkpointing:
                 run.check_replicas()
 
             snapshot = self._snapshot(reason)
-            pending = [taken for taken in (held, snapshot) if taken is not None]
-            self._under_way += [(taken.reason, taken.step) for taken in pending]
-            if run.backend.is_chief and pending:
-                self.writer.write(self._directory, pending)
+            self._write([taken for taken in (held, snapshot) if taken is not None])
+
+    def _write(self, pending: list[Snapshot]) -> None:
+        """Starts to write snapshots, oldest first."""
+        self._under_way += [(taken.reason, taken.step) for taken in pending]
+        if pending and self.parts.are_used():
+            self.parts.write(pending[0])  # the only one: none is held
+        elif pending and self._run.backend.is_chief:
+            self.writer.write(self._directory, pending)
 
     def hold(self) -> None:
         """Takes the snapshot that the workers have agreed on, to be written before the next checkpoint."""
@@ -149,15 +158,20 @@ class Checkpointing:
         parts = state.gather(run, fault_point="save")
         if parts is None:
             return None
-        whole = state.gathered(run, keep=run.backend.is_chief)
+        whole: dict[str, Any]
+        part: dict[str, Any] = {}
+        if self.parts.are_used():
+            whole, part = state.in_parts(run)
+        else:
+            whole = state.gathered(run, keep=run.backend.is_chief)
         if not run.backend.is_chief:
-            return Snapshot(reason, run.progress.step)
+            return Snapshot(reason, run.progress.step, part=part)
         # After the collectives above, which all workers must enter.
         tensors, rest = state.snapshot(run, whole)
         rest |= state.history_of(run) | {"workers": parts.workers}
         if self.best is not None:
             rest["best"] = self.best
-        return Snapshot(reason, run.progress.step, tensors | parts.streams, rest)
+        return Snapshot(reason, run.progress.step, tensors | parts.streams, rest, part)
 
     @property
     def under_way(self) -> int:
@@ -165,8 +179,9 @@ class Checkpointing:
         return len(self._under_way)
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being written is complete, or has failed."""
+        """Waits until the checkpoint that is being written is complete, or has failed. All workers call it."""
         with self._run.watchdog.phase("saving"), self._run.stopwatch.at("saving"):
+            self.parts.complete()
             self.writer.wait()
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ from loop.run.run import Run
 
 def wait_for_checkpoints(run: Run, bus: Bus) -> None:
     """Waits for the checkpoints that are being written. All workers must call it."""
-    run.checkpointing.wait()
     while run.checkpointing.under_way:
+        run.checkpointing.wait()
         decision = run.synchronize(run.decision.steps)
         if decision.saved:
             bus.fire("checkpoint", decision.saved)

@@ -116,6 +116,8 @@ class Run(CallbackView):
         if agreed.failing:
             self.errors.raise_on_all()
         saved = self.checkpointing.take_outcome(agreed.write_outcome)
+        if agreed.part_written:
+            self.checkpointing.parts.complete()
         self.decision = decide(agreed, self.at_end, saved)
         self.run_status.follow(self.decision)
         return self.decision
@@ -127,6 +129,7 @@ class Run(CallbackView):
         return Wishes(
             steps=steps if self.backend.is_chief else 0,
             write_outcome=outcome,
+            part_written=self.checkpointing.parts.written,
             failing=self.errors.pending,
             save=self.checkpointing.wants_save(evaluating),
             save_on_stop=self.save_on_stop,

@@ -18,6 +18,7 @@ from callbacks.run_record import history, journal
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import redact, tell
 from loop.backends.base import Backend
+from loop.checkpoint.array_files import InParts
 from loop.data import Rows
 from loop.data.host_random import random_state
 from loop.errors import UsageError
@@ -74,14 +75,26 @@ def gathered(run: Run, keep: bool) -> dict[str, np.ndarray]:
     return values
 
 
-def snapshot(run: Run, whole: Mapping[str, np.ndarray]) -> tuple[dict[str, tf.Tensor | np.ndarray], dict[str, Any]]:
+def in_parts(run: Run) -> tuple[dict[str, InParts], dict[str, tf.Tensor | np.ndarray]]:
+    """What takes the place of the variables of which each replica has a slice, and this worker's slices, by name."""
+    places = {}
+    part = {}
+    for name, variable in named_variables(run).items():
+        if isinstance(variable, SlicedVariable):
+            part[name] = variable.own(run.backend)
+            elements = part[name].shape[0]
+            places[name] = InParts(np.dtype(variable.dtype.as_numpy_dtype), tuple(variable.shape), elements)
+    return places, part
+
+
+def snapshot(run: Run, whole: Mapping[str, np.ndarray | InParts]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state of a run: its tensors by name, and JSON values. `streams` and the history aren't in it.
 
     Args:
         run: the run.
-        whole: what `gathered` has returned.
+        whole: what `gathered` has returned, or the first that `in_parts` has.
     """
-    tensors: dict[str, tf.Tensor | np.ndarray] = {}
+    tensors: dict[str, Any] = {}
     for name, variable in named_variables(run).items():
         tensors[name] = whole[name] if name in whole else run.backend.snapshot(variable)
     return tensors, {

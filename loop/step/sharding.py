@@ -93,6 +93,12 @@ class SlicedVariable:
         whole: np.ndarray = self._slicing.joined(backend.gather_values(self.variable))
         return whole
 
+    def own(self, backend: Backend) -> tf.Tensor | np.ndarray:
+        """The slices of this worker's replicas, one behind the other, which later steps don't change."""
+        if backend.local_replicas == 1:
+            return backend.snapshot(self.variable)
+        return np.concatenate(backend.local_values(self.variable))
+
     def scatter(self, backend: Backend, value: np.ndarray | None) -> None:
         """Gives each replica its slice of the chief's value. All workers must call it; others than the chief give None.
 

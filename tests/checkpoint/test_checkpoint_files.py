@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loop.checkpoint import checkpoint_files
+from loop.checkpoint import array_files, checkpoint_files
 from loop.monitor import fault_injection
 from tests.campaigns import writer
 from tests.conftest import ROOT
@@ -109,7 +109,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
 def sign(path, **changes):
     """Changes a checkpoint as an attacker would who computes its digests again."""
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["tensors.npz"] = checkpoint_files._describe(path / "tensors.npz")
+    manifest["files"]["tensors.npz"] = array_files.describe(path / "tensors.npz")
     manifest = {name: value for name, value in {**manifest, **changes}.items() if name != "sha256"}
     (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": checkpoint_files._digest(manifest)}))
     return path
@@ -188,7 +188,7 @@ def test_declared_sizes_are_not_believed(tmp_path):
         ({"files": {"tensors.npz": {"bytes": 1.0}}}, "bytes of tensors.npz is 1.0"),
         ({"step": "5"}, "step is '5'"),
         ({"step": 6}, "is of step 6"),
-        ({"format": 1}, "format 1, this version reads format 2"),
+        ({"format": 1}, "format 1, this version reads 2 and 3"),
         ({"tensors": [{"name": "a", "dtype": "object", "shape": []}]}, "'object' is no type of numbers"),
         ({"tensors": [{"name": "a", "dtype": "int8", "shape": [-1]}]}, "tensors has"),
         ({"tensors": None}, "TypeError"),

@@ -1,0 +1,83 @@
+"""Checkpoints of a sharded optimizer: each worker writes the slices that it owns, all at the same time.
+
+The chief makes the directory. All workers write into it while training goes on. When all have said so at a boundary,
+the chief writes the manifest and gives the checkpoint its name: so it is complete, or isn't there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loop.checkpoint.writer import Snapshot, Writer
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+
+
+class CheckpointParts:
+    """The checkpoint whose parts are being written: at most one. All workers call each method at the same boundary.
+
+    Args:
+        run: the run.
+        writer: the thread that writes on this worker.
+    """
+
+    def __init__(self, run: Run, writer: Writer) -> None:
+        self._run = run
+        self._writer = writer
+        self._shared_directory: bool | None = None
+        self._snapshot: Snapshot | None = None
+        self._partial = Path()
+        self._written: Future[dict[str, Any]] | None = None
+
+    @property
+    def possible(self) -> bool:
+        """Whether workers own slices of the optimizer's state."""
+        return self._run.built.shards is not None and self._run.backend.workers > 1
+
+    def are_used(self) -> bool:
+        """Whether they own slices, and all see the chief's run directory. The first call asks all workers."""
+        if self.possible and self._shared_directory is None:
+            self._shared_directory = self._is_shared(self._run.directory)
+        return bool(self._shared_directory)
+
+    def _is_shared(self, directory: Path) -> bool:
+        backend = self._run.backend
+        mark = directory / f".shared-{backend.broadcast_json(secrets.token_hex(8))}"
+        if backend.is_chief:
+            with self._run.defer_errors():
+                mark.touch()
+        backend.exchange(0)  # no worker looks before the chief has made it
+        seen = backend.exchange(mark.exists())
+        if backend.is_chief:
+            mark.unlink(missing_ok=True)
+        return bool(seen.all())
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Starts to write this worker's part of a checkpoint."""
+        self.complete()
+        backend = self._run.backend
+        directory = self._run.directory / "checkpoints"
+        self._partial = directory / f"step-{snapshot.step:08d}.tmp"
+        begun = backend.is_chief and self._writer.begin(directory, snapshot.step) is not None
+        if backend.exchange(begun)[0, 0]:  # else the chief's writer has the error
+            self._snapshot = snapshot
+            self._written = self._writer.write_part(self._partial, backend.rank, snapshot)
+
+    @property
+    def written(self) -> bool:
+        """Whether this worker has written its part, or has failed to."""
+        return self._written is not None and self._written.done()
+
+    def complete(self) -> None:
+        """Waits until all parts are written, and lets the chief complete the checkpoint; does nothing without one."""
+        if self._written is None or self._snapshot is None:
+            return
+        parts = self._run.backend.gather_json(self._written.result())
+        if self._run.backend.is_chief:
+            self._writer.finish(self._partial, self._snapshot, parts)
+        self._written = None
+        self._snapshot = None
