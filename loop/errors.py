@@ -11,6 +11,9 @@ from pathlib import Path
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 """Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
 
+OUT_OF_MEMORY = "out of memory in step"
+"""How the message of an `OutOfMemoryError` begins."""
+
 _LONGEST = 400  # characters of a message that are shown
 
 
@@ -20,6 +23,10 @@ class UsageError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training, or a command, can't continue, because of the data, the numbers, or the environment. Exit code 1."""
+
+
+class OutOfMemoryError(TrainingError):
+    """A step has found too little memory; the message says what takes it. Exit code 1."""
 
 
 class RegroupError(Exception):

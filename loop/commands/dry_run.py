@@ -68,7 +68,7 @@ class _Look(Callback):
         return data
 
     def on_fit_start(self, run: Run) -> None:
-        from loop.model.variables import as_tf, model_variables, optimizer_variables, trainable_variables
+        from loop.model.variables import as_tf, bytes_of, model_variables, optimizer_variables, trainable_variables
 
         batch_size = run.options["batch_size"]
         micro_batches = run.options["accumulate"]
@@ -78,7 +78,11 @@ class _Look(Callback):
         variables = model_variables(run.model)
         self.about |= {
             "parameters": {"trained": _elements(trained), "all": _elements(variables)},
-            "memory": {"parameters": _bytes(variables), "optimizer": _bytes(optimizer_variables(run.optimizer))},
+            "memory": {
+                "parameters": bytes_of(variables),
+                "gradients": bytes_of(trained),
+                "optimizer": bytes_of(optimizer_variables(run.optimizer) + run.step.averages.variables),  # type: ignore[attr-defined]
+            },
             "learning_rates": _learning_rates(run.optimizer),
             "batch_size": {
                 "global": batch_size,
@@ -166,10 +170,6 @@ def _elements(variables: list[Any]) -> int:
     return sum(int(variable.shape.num_elements()) for variable in variables)
 
 
-def _bytes(variables: list[Any]) -> int:
-    return sum(int(variable.shape.num_elements()) * variable.dtype.size for variable in variables)
-
-
 def lines(about: Mapping[str, Any]) -> Iterator[str]:
     """The same for people; `about["why"]` is the reason for the backend."""
     rows = {
@@ -195,13 +195,14 @@ def _tensors(shapes: list[dict[str, Any]]) -> str:
 
 def _memory(memory: Mapping[str, Any], workers: int, replicas: int) -> str:
     copies = " on each replica" if replicas > 1 else ""
-    text = f"parameters {size(memory['parameters'])}, optimizer {size(memory['optimizer'])}{copies}"
+    parts = [f"{name} {size(memory[name])}" for name in ("parameters", "gradients", "optimizer")]
+    text = f"{', '.join(parts)}{copies}"
     text += f"; peak {size(max(memory['peak']))}"
     if workers > 1:
         text += f" in a worker, {size(sum(memory['peak']))} in all {workers}"
     if any(memory["gpu_peak"]):
         text += f", {size(max(memory['gpu_peak']))} on a GPU"
-    return text
+    return f"{text} (tfloop memory: with settings that save some)"
 
 
 def _rate(rate: Mapping[str, Any]) -> str:

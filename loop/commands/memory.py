@@ -148,6 +148,7 @@ def memory(
     workers: int = 1,
     limit: float | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    options: Mapping[str, object] | None = None,
 ) -> Report:
     """Measures small batches without and with `remat="full"`, and works out what each setting needs.
 
@@ -158,12 +159,14 @@ def memory(
         workers: the number of replicas.
         limit: the memory that a replica has, in bytes; None: it isn't asked what fits.
         progress: is called with what is being measured.
+        options: more of what is typed for `tfloop train`, by name.
 
     Raises:
         UsageError: the task can't be trained at all, or not with such a batch.
         TrainingError: it fails.
     """
-    arguments = [target, *command_line.arguments({}, assignments)]
+    options = {name: value for name, value in (options or {}).items() if value is not None}
+    arguments = [target, *command_line.arguments(options, assignments)]
     with tempfile.TemporaryDirectory(prefix="tfloop-memory-", ignore_cleanup_errors=True) as directory:
         prober = _Prober(arguments, workers, batch_size, Path(directory), progress)
         plain = prober.curve(remat=False)
@@ -176,7 +179,7 @@ def memory(
         rows = [dataclasses.replace(row, fits=row.total <= limit) for row in rows]
     typed = {"batch_size": batch_size if batch_size != own["batch_size"] else None}
     typed["workers"] = workers if workers > 1 else None
-    command = ["tfloop", "train", target, *command_line.arguments(typed, assignments)]
+    command = ["tfloop", "train", target, *command_line.arguments(typed | options, assignments)]
     measured = {"plain": plain.peaks, "remat": full.peaks}
     return Report(command, plain.about["task"], workers, batch_size, plain.on_gpu, limit, rows, measured)
 

@@ -41,15 +41,15 @@ class MemoryProbe(Callback):
         return data
 
     def on_fit_start(self, run: Run) -> None:
-        from loop.model.variables import as_tf, model_variables, optimizer_variables, trainable_variables
+        from loop.model.variables import as_tf, bytes_of, model_variables, optimizer_variables, trainable_variables
 
-        trained = _bytes(as_tf(trainable_variables(run.model)))
+        trained = bytes_of(as_tf(trainable_variables(run.model)))
         self.about |= {
             "task": type(run.task).__name__,
             "own": with_defaults(run.task, {}),
-            "weights": _bytes(model_variables(run.model)),
+            "weights": bytes_of(model_variables(run.model)),
             "gradients": trained,
-            "optimizer": _bytes(optimizer_variables(run.optimizer)),
+            "optimizer": bytes_of(optimizer_variables(run.optimizer)),
             "averages": trained if run.options["ema"] is not None else 0,
         }
 
@@ -61,7 +61,3 @@ class MemoryProbe(Callback):
         host, gpu = peak_memory()
         about = self.about | {"memory": host, "gpu_memory": gpu}
         write_text(run.directory / f"memory-{run.backend.rank}.json", json.dumps(about, default=str))
-
-
-def _bytes(variables: list[Any]) -> int:
-    return sum(int(variable.shape.num_elements()) * variable.dtype.size for variable in variables)

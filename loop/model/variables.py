@@ -116,6 +116,11 @@ def optimizer_variables(optimizer: Any) -> list[tf.Variable]:
     return variables
 
 
+def bytes_of(variables: Sequence[tf.Variable]) -> int:
+    """The memory that variables take in each replica, in bytes."""
+    return sum(int(variable.shape.num_elements()) * variable.dtype.size for variable in variables)
+
+
 def updates_rows(optimizer: Any) -> bool:
     """Whether an optimizer leaves a row unchanged whose gradient is 0: only Keras 3's plain SGD does."""
     # Each of these changes rows without a gradient, or looks at all rows together.

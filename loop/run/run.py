@@ -13,6 +13,7 @@ from loop.monitor import fault_injection
 from loop.monitor.stopwatch import Stopwatch
 from loop.monitor.watchdog import Watchdog
 from loop.options import phases_of
+from loop.run import out_of_memory
 from loop.run.agreement import Decision, Wishes, decide, exchange
 from loop.run.callback_view import CallbackView
 from loop.run.calls import Calls
@@ -143,7 +144,12 @@ class Run(CallbackView):
         )
 
     def translate_error(self, error: BaseException) -> BaseException:
-        """Converts a backend's loss of variables into an error that names the checkpoint to resume from."""
+        """Converts an error of the machine into one that says what to do.
+
+        A lack of memory: what takes it, and what saves it. A backend's loss of variables: where to resume from.
+        """
+        if (lack := out_of_memory.translated(self, error)) is not None:
+            return lack
         lost = self.backend.lost(error)
         if not lost:
             return error

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 from loop import UsageError
 from loop.commands import memory, terminal
 from loop.commands.memory import Curve, Setting
-from tests.conftest import TFLOOP
+from loop.run import out_of_memory
+from tests.conftest import TFLOOP, tfloop
 
 MB = 10**6
 OWN = {"batch_size": 64, "remat": None, "accumulate": 1, "shard_optimizer": False}
@@ -30,6 +32,14 @@ class Small(TrainTask):
         return ArrayData(np.ones((24, 5), "float32"))
     def compute(self, model, batch, training):
         return {"loss": keras.ops.mean(model(batch, training=training), -1)}
+
+class Huge(Small):
+    defaults = {"batch_size": 4_000_000}
+    def build_model(self):
+        layers = [keras.layers.Dense(8), keras.layers.RepeatVector(80_000), keras.layers.Activation("tanh")]
+        return keras.Sequential([keras.Input((1,)), *layers, keras.layers.GlobalAveragePooling1D()])
+    def train_data(self):
+        return ArrayData(np.ones((4_000_000, 1), "float32"))
 
 class Wrong(Small):
     def build_model(self):
@@ -201,3 +211,26 @@ def test_totals_are_near_the_peaks_of_real_trainings(command, tmp_path):
     for name, options in (("plain", []), ("remat", ["--remat", "full"])):
         run = ["--steps", 8, "--track", "off", "--run-dir", tmp_path / name]
         assert totals[name] == pytest.approx(peak_of(*target, *options, *run), rel=0.15), name
+
+
+# Out of memory in training
+
+
+def test_out_of_memory_says_what_takes_it_and_what_each_setting_needs(tmp_path):
+    """A step that needs 10 TB, of which Linux gives none."""
+    (tmp_path / "task.py").write_text(TASK)
+    ended = tfloop("train", "task.py:Huge", "--track", "off", "--json", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    (error,) = (line for line in ended.stderr.splitlines() if line.startswith("tfloop: error: "))
+    assert "out of memory in step 1, with a batch of 4,000,000: OOM when allocating tensor" in error
+    assert "weights take 64 B, gradients 64 B, and the optimizer's state 140 B. Use remat, accumulate" in error
+    for row in ("plain", "accumulate", "remat, accumulate"):
+        assert re.search(rf"^{row} .* [0-9,]+ !$", ended.stderr, re.MULTILINE), ended.stderr
+    assert "take a smaller batch (--batch-size), or more workers" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_other_exhausted_resources_are_no_lack_of_memory():
+    too_long = tf.errors.ResourceExhaustedError(None, None, "Received message larger than max (5 vs. 4)")
+    assert out_of_memory.translated(None, too_long) is None

@@ -1,0 +1,45 @@
+"""Out of memory: turns the error of a step that finds none into one that says what takes it, and what saves it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from callbacks.formats import size
+from loop.errors import OUT_OF_MEMORY, OutOfMemoryError, message_of
+from loop.model.variables import as_tf, bytes_of, model_variables, optimizer_variables, trainable_variables
+from loop.task import target_of
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+
+_SIGNS = ("OOM", "out of memory", "failed to allocate", "allocat")
+"""What TensorFlow's and XLA's messages have; `ResourceExhaustedError` is also raised for a message that is too long."""
+
+
+def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:
+    """The error to raise instead, if a step had too little memory; else None.
+
+    Args:
+        run: the run.
+        error: what ended it.
+    """
+    exhausted = isinstance(error, tf.errors.ResourceExhaustedError) and any(sign in str(error) for sign in _SIGNS)
+    if not (exhausted or isinstance(error, MemoryError)):
+        return None
+    why = message_of(error) if isinstance(error, Exception) else str(error)
+    target = target_of(run.task) or "TARGET"
+    return OutOfMemoryError(
+        f"{OUT_OF_MEMORY} {run.progress.step + 1:,}, with a batch of {run.options['batch_size']:,}: {why}. "
+        f"Whatever the batch is, {_taken(run)}. Use remat, accumulate, shard_optimizer or a smaller batch: "
+        f"`tfloop memory {target}` says what each of them needs"
+    )
+
+
+def _taken(run: Run) -> str:
+    """What variables take in each replica, in words."""
+    weights = size(bytes_of(model_variables(run.model)))
+    gradients = size(bytes_of(as_tf(trainable_variables(run.model))))
+    state = size(bytes_of(optimizer_variables(run.optimizer) + run.step.averages.variables))
+    return f"weights take {weights}, gradients {gradients}, and the optimizer's state {state}"
