@@ -1,6 +1,7 @@
 """Models that need much memory, and what makes them need less: a Transformer, and a dense net of 41 million weights.
 
     tfloop train bigger --remat full
+    tfloop train bigger --devices-per-replica 2 --accumulate 8
     tfloop train bigger.py:Dense --accumulate 4
 
 `python -m benchmarks.memory` measures both with each setting; see docs/memory.md.
@@ -12,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import loop
 from loop import ArrayData, TrainTask, fit
 
 
@@ -35,7 +37,9 @@ class Transformer(TrainTask):
         outputs = keras.layers.Embedding(self.symbols, self.width)(symbols)
         outputs = Places(self.length, self.width)(outputs)
         for number in range(self.blocks):
-            outputs = Block(self.width, self.heads, self.dropout, name=f"block_{number}")(outputs)
+            # The second half of the blocks is on a second device, if a replica owns one: --devices-per-replica 2.
+            with tf.device(loop.device(2 * number // self.blocks)):
+                outputs = Block(self.width, self.heads, self.dropout, name=f"block_{number}")(outputs)
         outputs = keras.layers.LayerNormalization()(outputs)
         return keras.Model(symbols, keras.layers.Dense(self.symbols)(outputs))
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loop.backends.devices import device
     from loop.commands.evaluate import evaluate
     from loop.data import ArrayData, IndexedData, Padding, StreamData, mix, records
     from loop.errors import PeerError, TrainingError, UsageError
@@ -43,6 +44,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "all_gather",
+    "device",
     "evaluate",
     "example_seed",
     "first_row",
@@ -68,6 +70,7 @@ _HOMES = {
     "TrainingError": "errors",
     "UsageError": "errors",
     "all_gather": "step.replica",
+    "device": "backends.devices",
     "evaluate": "commands.evaluate",
     "example_seed": "step.replica",
     "first_row": "step.replica",

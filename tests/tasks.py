@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+import loop
 from loop import ArrayData, TrainTask
 
 
@@ -82,6 +83,25 @@ class Conv(TrainTask):
         images, labels = batch
         logits = model(images, training=training)
         return {"loss": keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)}
+
+
+class Spread(Weighted):
+    """A layer on the first device, two with weights and one without on the second, and one on the first."""
+
+    family = keras
+
+    def build_model(self):
+        layers = self.family.layers
+        inputs = outputs = self.family.Input((5,))
+        outputs = layers.Dense(6, "relu", name="first")(outputs)
+        with tf.device(loop.device(1)):
+            outputs = layers.Dense(7, "relu", name="second")(outputs)
+            outputs = layers.LayerNormalization(name="norm")(outputs)
+            outputs = layers.Dropout(0.3)(outputs)
+        return self.family.Model(inputs, layers.Dense(1, name="last")(outputs))
+
+    def build_optimizer(self):
+        return self.family.optimizers.Adam(0.05)
 
 
 class Unweighted(Weighted):

@@ -26,6 +26,7 @@ def with_task(
     devices: Sequence[str] | None = None,
     min_shard_bytes: int | None = None,
     threads: int | None = None,
+    devices_per_replica: int | None = None,
 ) -> tuple[Loaded, Backend]:
     """Loads a task and makes the backend of this name, in the order that TensorFlow needs.
 
@@ -38,20 +39,25 @@ def with_task(
         devices: see `create`.
         min_shard_bytes: see `create`.
         threads: TensorFlow's threads for an operation; None: TensorFlow decides.
+        devices_per_replica: see `create`.
 
     Returns:
         What `load` returned, and the backend.
     """
-    devices_.prepare(name, workers, devices, threads)
+    devices_.prepare(name, workers, devices, threads, devices_per_replica)
     if name in _BEFORE_THE_TASK:
-        backend = create(name, workers, devices, min_shard_bytes)
+        backend = create(name, workers, devices, min_shard_bytes, devices_per_replica)
         return load(), backend
     loaded = load()
-    return loaded, create(name, workers, devices, min_shard_bytes)
+    return loaded, create(name, workers, devices, min_shard_bytes, devices_per_replica)
 
 
 def create(
-    name: str, workers: int | None = None, devices: Sequence[str] | None = None, min_shard_bytes: int | None = None
+    name: str,
+    workers: int | None = None,
+    devices: Sequence[str] | None = None,
+    min_shard_bytes: int | None = None,
+    devices_per_replica: int | None = None,
 ) -> Backend:
     """The backend of this name.
 
@@ -62,10 +68,13 @@ def create(
         devices: for `mirrored` and `central`: a replica on each of these instead, such as `["gpu:0", "gpu:2"]`; of
             CPUs, as many logical devices are made as are named.
         min_shard_bytes: for `parameter_server`: see `loop.backends.parameter_server.ParameterServer`.
+        devices_per_replica: for `single` and `horovod`: how many devices a replica owns, over which the task spreads
+            its model by `loop.device`; None: one.
 
     Raises:
         UsageError: there is no such backend, or no such device.
     """
+    devices_.own_several(name, devices_per_replica)
     fault_injection.reached("start", job_rank())
     # Before the backend waits for the other workers: the launcher names those that have not even arrived.
     mark_state("arrived")

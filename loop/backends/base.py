@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from loop.backends.placement import placed
 from loop.backends.step_collectives import StepCollectives
 from loop.model.variables import is_legacy
 
@@ -79,7 +80,8 @@ class Backend(StepCollectives):
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function` once in each replica of this worker; what it returns may be handed to a later `run`."""
-        return function(*args)
+        with placed():
+            return function(*args)
 
     def first(self, value: Any) -> Any:
         """The part of a result of `run` that this worker's first replica returned."""

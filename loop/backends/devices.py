@@ -21,6 +21,11 @@ from loop.launch import machine
 LOCAL_RANK = ("TFLOOP_LOCAL_RANK", "HOROVOD_LOCAL_RANK")
 """Environment variables with a worker's index among those on its machine, in the order in which they count."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+_WITH_SEVERAL = ("single", "horovod")
+"""The backends whose replicas may own several devices: TensorFlow's strategies place the variables themselves."""
+
+_of_replica: list[str] = []
+"""The names of the devices that a replica of this process owns, if there are several."""
 
 
 def prepare(
@@ -28,6 +33,7 @@ def prepare(
     replicas: int | None = None,
     devices: Sequence[str] | None = None,
     threads: int | None = None,
+    per_replica: int | None = None,
 ) -> None:
     """Sets up TensorFlow for a backend; to be called before anything uses TensorFlow.
 
@@ -36,12 +42,14 @@ def prepare(
         replicas: with `mirrored` and `central`: how many replicas it is to have; None: one for each device.
         devices: with those, the devices instead.
         threads: of an operation; None: TensorFlow decides.
+        per_replica: how many devices a replica owns; None: one. See `device`.
 
     Raises:
         UsageError: this process has no GPU of its own.
     """
     if threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
+    own_several(backend, per_replica)
     gpus = use_gpus(local_rank() if backend in ("horovod", "multiworker") else None)
     if backend in ("mirrored", "central"):
         if devices:
@@ -49,6 +57,82 @@ def prepare(
         else:
             count = 0 if gpus else replicas or 0
         _make_logical_cpus(count)
+
+
+def own_several(backend: str, per_replica: int | None) -> None:
+    """Lets each replica own several devices, for a model that is spread over them; see `device`.
+
+    Args:
+        backend: the name of the backend.
+        per_replica: how many; None: one.
+
+    Raises:
+        UsageError: the backend can't, or there are fewer devices.
+    """
+    _of_replica.clear()
+    if per_replica in (None, 1):
+        return
+    if type(per_replica) is not int or per_replica < 1:
+        raise UsageError(f"devices_per_replica={per_replica!r}: give a whole number >= 1")
+    if backend not in _WITH_SEVERAL:
+        raise UsageError(
+            f"devices_per_replica={per_replica} with backend={backend!r}, which places variables itself: use "
+            f"{' or '.join(map(repr, _WITH_SEVERAL))}"
+        )
+    count = per_replica
+    if tf.config.get_visible_devices("GPU"):
+        _of_replica.extend(f"GPU:{index}" for index in range(count))
+        gpus = use_gpus(local_rank() if backend == "horovod" else None)
+        if len(gpus) < count:
+            raise UsageError(f"devices_per_replica={count}: this replica has {len(gpus)} GPU(s)")
+    else:
+        _of_replica.extend(f"CPU:{index}" for index in range(count))
+        logical_cpus(count, f"devices_per_replica={count}:")
+
+
+def device(index: int) -> str:
+    """The device with this index among those that a replica owns, for `tf.device`: to spread a model over them.
+
+        class Net(TrainTask):
+            def build_model(self):
+                inputs = outputs = keras.Input((1024,))
+                outputs = keras.layers.Dense(8192, "relu")(outputs)
+                with tf.device(loop.device(1)):
+                    outputs = keras.layers.Dense(8192, "relu")(outputs)
+                return keras.Model(inputs, outputs)
+
+    What has weights is computed where they are, in both directions, and so is the optimizer's state. The rest follows
+    what it gets. A replica owns as many devices as `--devices-per-replica` (`backends.create(...,
+    devices_per_replica=2)`) says; where it owns one, all is on that one, so that the same task also trains, evaluates
+    and exports on a smaller machine.
+
+    Args:
+        index: from 0.
+
+    Returns:
+        A name such as "GPU:1"; "" where a replica owns one device, which leaves the place to TensorFlow.
+
+    Raises:
+        UsageError: a replica owns several devices, but none with this index.
+    """
+    if not _of_replica:
+        return ""
+    if not 0 <= index < len(_of_replica):
+        raise UsageError(
+            f"loop.device({index}): a replica owns {len(_of_replica)} devices, from 0 on: give a larger "
+            "--devices-per-replica"
+        )
+    return _of_replica[index]
+
+
+def per_replica() -> int:
+    """How many devices a replica of this process owns."""
+    return len(_of_replica) or 1
+
+
+def is_of_replica(name: str) -> bool:
+    """Whether a replica of this process owns this device, by its whole name or a part of it."""
+    return name.rpartition("device:")[2].strip("/") in _of_replica
 
 
 def alike(replicas: int) -> str:
@@ -128,10 +212,12 @@ def use_gpus(local_rank: int | None = None) -> list[Any]:
         UsageError: there are more workers here than GPUs, or TensorFlow has already started with all of them.
     """
     gpus = list(tf.config.get_visible_devices("GPU"))
-    if local_rank is not None and len(gpus) > 1:  # a single one was chosen before, here or by the launcher
-        if local_rank >= len(gpus):
+    own = per_replica()
+    if local_rank is not None and len(gpus) > own:  # else they were chosen before, here or by the launcher
+        begin = own * local_rank
+        if begin + own > len(gpus):
             raise UsageError(machine.too_few_gpus(len(gpus), f"worker {local_rank + 1} on this machine"))
-        gpus = [gpus[local_rank]]
+        gpus = gpus[begin : begin + own]
         try:
             tf.config.set_visible_devices(gpus, "GPU")
         except RuntimeError:

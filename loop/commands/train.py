@@ -12,18 +12,18 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import callbacks
 from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
-from loop.commands import command_line, dry_run, runs, tracking
-from loop.errors import PREEMPTED, UsageError
+from loop.commands import command_line, dry_run, memory_advice, runs, tracking
+from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
 from loop.launch import host_slots, hosts, machine, signals, stderr
 from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.elastic_limits import Limits, read_limits
-from loop.launch.environment import JOB, START_TIMEOUT, job_rank, job_size, start_timeout
+from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import run_job
 from loop.launch.worker import before_training, die_with_parent, reporting
 from loop.options import DEFAULTS, with_defaults
@@ -51,6 +51,33 @@ def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     Args:
         typed: what was typed, by the names of the command's parameters.
         arguments: the same as it was typed, for workers.
+    """
+    try:
+        outcome = _train(typed, arguments)
+    except OutOfMemoryError as error:
+        if JOB in os.environ:  # the launcher hears of it
+            raise
+        outcome = (FAILED, str(error), None)
+    is_trial = bool(typed.callback) or LAUNCHER in os.environ
+    if OUT_OF_MEMORY in outcome[1] and not is_trial:
+        _end_with_memory(typed, outcome[1])
+    return outcome
+
+
+def _end_with_memory(typed: SimpleNamespace, problem: str) -> NoReturn:
+    """Ends with what the training would need with each setting that saves memory."""
+    command_line.say(problem)
+    workers = typed.workers or 1
+    options = {"precision": typed.precision, "ema": typed.ema}
+    share = 1 if typed.hosts_ else 1 / workers
+    memory_advice.replace_process(typed.target_, typed.set_ or (), typed.batch_size, workers, options, share)
+
+
+def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
+    """See `train`.
+
+    Raises:
+        OutOfMemoryError: a step has found too little memory, in this process.
     """
     given = _options(typed)
     with_defaults(None, given)
@@ -220,7 +247,13 @@ def _work(
                 return task
 
             task, backend = backends.with_task(
-                load, place.backend, place.workers, place.devices, typed.min_shard_bytes, typed.threads
+                load,
+                place.backend,
+                place.workers,
+                place.devices,
+                typed.min_shard_bytes,
+                typed.threads,
+                typed.devices_per_replica,
             )
         from loop.fit import fit
 

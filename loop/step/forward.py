@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from loop.backends import devices
 from loop.data import Rows, count
 from loop.errors import UsageError
 from loop.model.variables import as_tf, losses
@@ -94,11 +95,32 @@ class ForwardPass:
         def add(*pairs: Any) -> Any:
             return tf.nest.map_structure(tf.add, *pairs)
 
-        def body(part: tf.Tensor, sums: Any) -> Any:
-            return part + 1, backend.run(add, sums, backend.run(self._micro_batch, self._feed, part, batch_rows))
+        def following(part: tf.Tensor, sums: Any, count: int) -> tuple[tf.Tensor, Any]:
+            """The sums after `count` more micro-batches, which don't wait for each other."""
+            for _ in range(count):
+                sums = backend.run(add, sums, backend.run(self._micro_batch, self._feed, part, batch_rows))
+                part += 1
+            return part, sums
 
-        parts = tf.constant(self._context.plan.accumulate, tf.int64)
-        return repeated(lambda part, sums: part < parts, body, tf.constant(1, tf.int64), sums)[1]
+        left = self._context.plan.accumulate - 1
+        at_once = min(self._at_once(), left)
+        parts = tf.constant(1 + left - left % at_once, tf.int64)
+        part, sums = repeated(
+            lambda part, sums: part < parts,
+            lambda part, sums: following(part, sums, at_once),
+            tf.constant(1, tf.int64),
+            sums,
+        )
+        return following(part, sums, left % at_once)[1]
+
+    def _at_once(self) -> int:
+        """How many micro-batches a round of the loop has: several fill the devices of a replica, as in a pipeline."""
+        context = self._context
+        # Micro-batches that change variables, or enter collectives, must come one after the other.
+        leaves_traces = bool(context.state) or context.source in context.computing.everyone
+        if devices.per_replica() == 1 or leaves_traces:
+            return 1
+        return 2 * devices.per_replica()
 
     # In each replica
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from loop.backends import devices
 from loop.backends.base import Backend
 from loop.model.variables import as_tf
 from loop.step.sharding import Shards
@@ -29,7 +30,9 @@ class Averages:
         self.variables: list[tf.Variable] = []
         with backend.scope():
             for weight in self._weights:
-                average = tf.Variable(weight.numpy(), trainable=False, name="average", dtype=weight.dtype)
+                # On the same device: a model may be spread over several.
+                with tf.device(weight.device if devices.per_replica() > 1 else None):
+                    average = tf.Variable(weight.numpy(), trainable=False, name="average", dtype=weight.dtype)
                 self.variables.append(average)
 
     def follow(self, indices: Sequence[int]) -> None:

@@ -70,6 +70,9 @@ RemotePython = Annotated[str | None, Option(help="Python on the other hosts, if 
 Devices = Annotated[
     str | None, Option(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
 ]
+DevicesPerReplica = Annotated[
+    int | None, Option(metavar="N", help="A model is spread over so many devices by loop.device (single, horovod).")
+]
 Tpu = Annotated[str | None, Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")]
 Elastic = Annotated[
     str | None, Option("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")

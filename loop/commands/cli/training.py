@@ -15,14 +15,14 @@ import typer
 from typer.core import TyperCommand
 
 from callbacks.run_record.redaction import tell
-from loop.commands import command_line, config, dry_run, memory_advice, runs, tracking
+from loop.commands import config, dry_run, runs, tracking
 from loop.commands import train as train_
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import finish, shown_stages
-from loop.errors import FAILED, OUT_OF_MEMORY, OutOfMemoryError, UsageError
+from loop.errors import UsageError
 from loop.launch import explain, stderr
 from loop.launch.backend_choice import choose_for_command
-from loop.launch.environment import JOB, LAUNCHER, job_size
+from loop.launch.environment import JOB, job_size
 from loop.launch.fixed_job import run_job
 from loop.launch.worker import reporting
 from loop.options import with_defaults
@@ -55,6 +55,7 @@ def train(
     interface: typed.Interface = None,
     remote_python: typed.RemotePython = None,
     devices: typed.Devices = None,
+    devices_per_replica: typed.DevicesPerReplica = None,
     tpu: typed.Tpu = None,
     elastic_: typed.Elastic = None,
     discovery: typed.Discovery = None,
@@ -102,20 +103,7 @@ def train(
     """Train a task."""
     if debug:
         os.environ[explain.DEBUG] = "1"
-    everything = types.SimpleNamespace(**locals())
-    try:
-        code, problem, fields = train_.train(everything, sys.argv[1:])
-    except OutOfMemoryError as error:
-        if JOB in os.environ:  # the launcher hears of it
-            raise
-        code, problem, fields = FAILED, str(error), None
-    is_trial = bool(callback) or LAUNCHER in os.environ
-    if OUT_OF_MEMORY in problem and not is_trial:
-        command_line.say(problem)
-        options = {"precision": precision, "ema": ema}
-        count = workers or 1
-        share = 1 if hosts_ else 1 / count
-        memory_advice.replace_process(target_, set_ or (), batch_size, count, options, share)
+    code, problem, fields = train_.train(types.SimpleNamespace(**locals()), sys.argv[1:])
     page = tracking.seen(track, fields.get("run_dir")) if fields is not None else ""
     finish(code, problem, fields, as_json, dry_run.lines if dry_run_ and code == 0 else lambda fields: (), page)
 
