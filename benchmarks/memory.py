@@ -74,7 +74,7 @@ def measure(rounds: int) -> None:
         for _ in range(rounds):
             for name, options in settings.items():
                 found[name].append(in_a_process(task_name, options))
-        print(f"{task_name}: peak in MB, activations in MB and of plain, time of a step in s and of plain")
+        print(f"{task_name}: peak in MB, activations in MB and of plain, time of a step in s and of plain", flush=True)
         plain: dict[str, float] = {}
         for name, options in settings.items():
             smallest = {key: value for key, value in options.items() if key != "accumulate"} | {"batch_size": 1}
