@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from loop.backends import create
+from tests import conformance, sharded
 from tests.exactness import (
     CASES,
     SETTINGS,
@@ -120,3 +121,18 @@ def test_same_as_by_hand_in_real_workers(engine, workers, jobs):
     for dtype in JOBS[engine, workers]:
         compare(directory, dtype)
     compare_local_steps(directory, workers)
+
+
+# Of the same jobs as the test above: they take long, and are run once for all tests of this file.
+
+
+@pytest.mark.parametrize(("engine", "workers"), JOBS)
+def test_conformance_in_real_workers(engine, workers, jobs):
+    for stdout in jobs(engine, workers)[0]:
+        assert [line for line in stdout.splitlines() if line.endswith(" ok")] == [f"{c} ok" for c in conformance.CHECKS]
+
+
+@pytest.mark.parametrize(("engine", "workers"), JOBS)
+def test_same_bits_with_a_sharded_optimizer_in_real_workers(engine, workers, jobs):
+    _, directory = jobs(engine, workers)
+    assert json.loads((directory / "sharded.json").read_text()) == {name: [] for name in sharded.IN_WORKERS}

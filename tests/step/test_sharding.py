@@ -355,12 +355,3 @@ def test_the_command_line_trains_with_it(command):
         assert code == 0, said
         found.append(json.loads(out)["weights_sha256"])
     assert found[0] == found[1]
-
-
-# Real workers
-
-
-@pytest.mark.parametrize(("engine", "workers"), [("horovod", 2), ("horovod", 3), ("multiworker", 2)])
-def test_same_bits_in_real_workers(engine, workers, jobs):
-    _, directory = jobs(engine, workers)
-    assert json.loads((directory / "sharded.json").read_text()) == {name: [] for name in sharded.IN_WORKERS}
