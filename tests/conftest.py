@@ -50,7 +50,7 @@ QUICK = (
 
 LONGEST = (
     "launch/test_jobs", "launch/test_hosts", "test_same_numbers", "commands/test_chaos", "commands/test_sweep",
-    "backends/test_backends", "backends/test_conformance", "backends/test_parameter_server", "commands/test_verify",
+    "backends/test_backends", "step/test_sharding", "backends/test_parameter_server", "commands/test_verify",
     "launch/test_failures", "launch/test_elastic", "commands/test_tune", "callback/test_mlflow_extras",
     "callback/test_tracking", "test_first", "test_first_hour", "commands/test_export",
 )  # fmt: skip

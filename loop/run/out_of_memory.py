@@ -41,5 +41,6 @@ def _taken(run: Run) -> str:
     """What variables take in each replica, in words."""
     weights = size(bytes_of(model_variables(run.model)))
     gradients = size(bytes_of(as_tf(trainable_variables(run.model))))
-    state = size(bytes_of(optimizer_variables(run.optimizer) + run.step.averages.variables))
+    averages = run.step.averages.variables if run.session.has_step else []  # else it was the averages that didn't fit
+    state = size(bytes_of(optimizer_variables(run.optimizer) + averages))
     return f"weights take {weights}, gradients {gradients}, and the optimizer's state {state}"
