@@ -75,6 +75,7 @@ def create(
         UsageError: there is no such backend, or no such device.
     """
     devices_.own_several(name, devices_per_replica)
+    devices_.check_several()
     fault_injection.reached("start", job_rank())
     # Before the backend waits for the other workers: the launcher names those that have not even arrived.
     mark_state("arrived")

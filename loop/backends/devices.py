@@ -87,7 +87,17 @@ def own_several(backend: str, per_replica: int | None) -> None:
             raise UsageError(f"devices_per_replica={count}: this replica has {len(gpus)} GPU(s)")
     else:
         _of_replica.extend(f"CPU:{index}" for index in range(count))
-        logical_cpus(count, f"devices_per_replica={count}:")
+        _make_logical_cpus(count)
+
+
+def check_several() -> None:
+    """Refuses devices of a replica that aren't there; starts TensorFlow.
+
+    Raises:
+        UsageError: TensorFlow had already started with fewer.
+    """
+    if _of_replica and _of_replica[0].startswith("CPU"):
+        logical_cpus(len(_of_replica), f"a replica on {len(_of_replica)} devices")
 
 
 def device(index: int) -> str:
@@ -170,10 +180,14 @@ def local_rank() -> int | None:
     return int(texts[0]) if texts and texts[0].isdecimal() else None
 
 
-def logical_cpus(count: int | None, backend: str = "mirrored") -> list[str]:
+def logical_cpus(count: int | None, what: str = "") -> list[str]:
     """The names of `count` logical CPU devices; None: of all that there are.
 
     They are made, unless TensorFlow has already started.
+
+    Args:
+        count: how many.
+        what: what they are for, in the error's words; "": `mirrored` with so many replicas.
 
     Raises:
         UsageError: TensorFlow has already started with fewer.
@@ -181,9 +195,9 @@ def logical_cpus(count: int | None, backend: str = "mirrored") -> list[str]:
     _make_logical_cpus(count or 0)
     devices = [f"/cpu:{index}" for index in range(len(tf.config.list_logical_devices("CPU")))]
     if count and count > len(devices):
+        what = what or f"mirrored with {count} replicas"
         raise UsageError(
-            f"{backend} with {count} replicas, but TensorFlow has already started with {len(devices)} logical CPU "
-            "device(s): "
+            f"{what}, but TensorFlow has already started with {len(devices)} logical CPU device(s): "
             + _first(
                 'cpu = tf.config.list_physical_devices("CPU")[0]',
                 f"tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * {count})",

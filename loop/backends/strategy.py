@@ -297,7 +297,7 @@ def all_devices(backend: str, replicas: int | None) -> list[str]:
     """The names of so many GPUs, or of logical CPU devices on a machine without a GPU; None: of all."""
     gpus = use_gpus()
     if not gpus:
-        return logical_cpus(replicas, backend)
+        return logical_cpus(replicas, f"{backend} with {replicas} replicas")
     if replicas and replicas > len(gpus):
         raise UsageError(f"{backend} with {replicas} replicas, but there are {len(gpus)} GPUs: ask for fewer")
     return [f"/gpu:{index}" for index in range(replicas or len(gpus))]

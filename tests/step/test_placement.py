@@ -149,6 +149,10 @@ def test_what_cannot_be_is_refused():
         UsageError, match="backend='mirrored', which places variables itself: use 'single' or 'horovod'"
     ):
         backends.create("mirrored", 2, devices_per_replica=2)
+    with pytest.raises(
+        UsageError, match="a replica on 9 devices, but TensorFlow has already started with 4 logical CPU"
+    ):
+        backends.create("single", devices_per_replica=9)
     backends.create("single", devices_per_replica=2)
     for index in (2, -1):
         with pytest.raises(UsageError, match=rf"loop.device\({index}\): a replica owns 2 devices, from 0 on"):
