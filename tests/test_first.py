@@ -193,7 +193,7 @@ def test_a_dry_run_tells_what_would_be_trained(dry):
         ],
         "outputs": [{"name": "", "dtype": "float32", "shape": [25, 1]}],
         "parameters": {"trained": 29, "all": 29},
-        "memory": {"parameters": 116, "optimizer": 8 + 2 * 116, "gpu_peak": [0]},
+        "memory": {"parameters": 116, "gradients": 116, "optimizer": 8 + 2 * 116 + 116, "gpu_peak": [0]},
         "learning_rates": [{"name": "", "optimizer": "Adam", "rate": 0.25, "schedule": "ExponentialDecay"}],
         "batch_size": {
             "global": 25, "replica": 13, "micro_batches": 3, "micro_batch": 9, "micro_batch_replica": 5,

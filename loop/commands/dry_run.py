@@ -202,7 +202,7 @@ def _memory(memory: Mapping[str, Any], workers: int, replicas: int) -> str:
         text += f" in a worker, {size(sum(memory['peak']))} in all {workers}"
     if any(memory["gpu_peak"]):
         text += f", {size(max(memory['gpu_peak']))} on a GPU"
-    return f"{text} (tfloop memory: with settings that save some)"
+    return text
 
 
 def _rate(rate: Mapping[str, Any]) -> str:
