@@ -67,7 +67,7 @@ def write(directory: Path, step: int, tensors: Mapping[str, np.ndarray], state: 
         OSError: the disk is full, or can't be written. Earlier checkpoints are untouched.
     """
     partial = begin(directory, step)
-    with undone(partial):
+    with removed_on_error(partial):
         files = write_arrays(partial / TENSORS, tensors)
         fault_injection.reached("write-tensors", step=step)
         return finish(partial, step, files, tensors, state)
@@ -87,13 +87,13 @@ def begin(directory: Path, step: int) -> Path:
     mend(directory)
     for leftover in directory.glob("step-*.tmp"):  # of an attempt that was cut off
         _remove(leftover)
-    with undone(partial):
+    with removed_on_error(partial):
         partial.mkdir()
     return partial
 
 
 @contextlib.contextmanager
-def undone(partial: Path) -> Iterator[None]:
+def removed_on_error(partial: Path) -> Iterator[None]:
     """Within it, the files of a checkpoint are written: an error removes them."""
     try:
         yield

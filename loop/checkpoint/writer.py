@@ -30,7 +30,9 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class Snapshot:
-    """A checkpoint that is not written yet. On workers other than the chief it has no tensors and no state.
+    """A checkpoint that is not written yet.
+
+    On workers other than the chief it has no tensors and no state; nor on the chief, if it could not be taken.
 
     Attributes:
         reason: why it was requested.
@@ -125,7 +127,7 @@ class Writer:
         """
 
         def job() -> None:
-            with self._noting_outcome(partial.parent), checkpoint_files.undone(partial):
+            with self._noting_outcome(partial.parent), checkpoint_files.removed_on_error(partial):
                 files: dict[str, Any] = {}
                 for rank, part in enumerate(parts):
                     if "error" in part:

@@ -53,7 +53,8 @@ class CheckpointParts:
         backend.exchange(0)  # no worker looks before the chief has made it
         seen = backend.exchange(mark.exists())
         if backend.is_chief:
-            mark.unlink(missing_ok=True)
+            with self._run.defer_errors():
+                mark.unlink(missing_ok=True)
         return bool(seen.all())
 
     def write(self, snapshot: Snapshot) -> None:
@@ -62,8 +63,10 @@ class CheckpointParts:
         backend = self._run.backend
         directory = self._run.directory / "checkpoints"
         self._partial = directory / f"step-{snapshot.step:08d}.tmp"
-        begun = backend.is_chief and self._writer.begin(directory, snapshot.step) is not None
-        if backend.exchange(begun)[0, 0]:  # else the chief's writer has the error
+        ready = bool(snapshot.part)
+        if backend.is_chief:
+            ready = ready and bool(snapshot.state) and self._writer.begin(directory, snapshot.step) is not None
+        if backend.exchange(ready).all():  # else a worker, or the chief's writer, has an error that ends the run
             self._snapshot = snapshot
             self._written = self._writer.write_part(self._partial, backend.rank, snapshot)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.writer import Snapshot, Writer
+from loop.monitor import fault_injection
 from loop.run import state
 from loop.run.checkpoint_parts import CheckpointParts
 from loop.run.memory_snapshots import MemorySnapshots
@@ -141,7 +142,7 @@ class Checkpointing:
         if pending and self.parts.are_used():
             self.parts.write(pending[0])  # the only one: none is held
         elif pending and self._run.backend.is_chief:
-            self.writer.write(self._directory, pending)
+            self.writer.write(self._directory, [taken for taken in pending if taken.state])
 
     def hold(self) -> None:
         """Takes the snapshot that the workers have agreed on, to be written before the next checkpoint."""
@@ -158,20 +159,24 @@ class Checkpointing:
         parts = state.gather(run, fault_point="save")
         if parts is None:
             return None
-        whole: dict[str, Any]
-        part: dict[str, Any] = {}
-        if self.parts.are_used():
-            whole, part = state.in_parts(run)
-        else:
+        snapshot = Snapshot(reason, run.progress.step)
+        whole: dict[str, Any] = {}
+        in_parts = self.parts.are_used()
+        if not in_parts:
             whole = state.gathered(run, keep=run.backend.is_chief)
-        if not run.backend.is_chief:
-            return Snapshot(reason, run.progress.step, part=part)
-        # After the collectives above, which all workers must enter.
-        tensors, rest = state.snapshot(run, whole)
-        rest |= state.history_of(run) | {"workers": parts.workers}
-        if self.best is not None:
-            rest["best"] = self.best
-        return Snapshot(reason, run.progress.step, tensors | parts.streams, rest, part)
+        # A worker that fails here must still enter the collectives that follow, with a snapshot that lacks its content.
+        with run.defer_errors():
+            fault_injection.reached("snapshot", run.backend.rank, run.progress.step)
+            if in_parts:
+                whole, snapshot.part = state.in_parts(run)
+            if run.backend.is_chief:
+                tensors, rest = state.snapshot(run, whole)
+                rest |= state.history_of(run) | {"workers": parts.workers}
+                if self.best is not None:
+                    rest["best"] = self.best
+                snapshot.tensors = tensors | parts.streams
+                snapshot.state = rest
+        return snapshot
 
     @property
     def under_way(self) -> int:
@@ -188,7 +193,7 @@ class Checkpointing:
         """Writes the held snapshot, waits for all writes, and ends the thread."""
         held = self.held
         self.held = None
-        if held is not None and self._run.backend.is_chief:
+        if held is not None and held.state and self._run.backend.is_chief:
             self.writer.write(self._directory, [held])
         self.writer.close()
 

@@ -121,6 +121,13 @@ def test_workers_write_parts_and_any_number_goes_on(tmp_path, quiet):
     last = tmp_path / "whole" / "checkpoints" / "step-00000018"
     assert sorted(file.name for file in last.glob("part-*")) == ["part-00000.npz", "part-00001.npz"]
 
+    # Whichever worker fails to take its snapshot: no other one waits for it for ever.
+    for rank in (0, 1):
+        failed = train(f"failed-{rank}", f"snapshot:{rank}:6:raise")
+        assert failed.returncode == 1
+        assert re.search(f"rank {rank}: PlannedError: the fault snapshot", failed.stderr)
+        assert checkpoints(f"failed-{rank}") == []
+
     assert train("cut", "write-part:1:12:kill").returncode == 1
     assert checkpoints("cut") == ["step-00000006"]
     again = train("cut")
