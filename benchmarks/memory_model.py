@@ -1,8 +1,8 @@
 """Compares what `tfloop memory` says with the peaks of trainings: `python -m benchmarks.memory_model [TASK ...]`.
 
 The tasks of `examples/bigger.py`, plain, with `remat="full"`, with a sharded optimizer, and with both; on 1, 2 and 3
-workers that share the global batch. Each training is `tfloop train` with a checkpoint at its end, each peak the greatest
-resident memory of any of its workers. The goal: within 15 %.
+workers that share the global batch. Each training is `tfloop train` with a checkpoint at its end, each peak the
+greatest resident memory of any of its workers. The goal: within 15 %.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import callbacks
 from callbacks.throughput_probe import peak_memory
-from loop.commands.command_line import callback_option
 
 TARGETS = {"Transformer": ["bigger"], "Dense": ["bigger:Dense"]}
 STEPS = 6
@@ -51,7 +50,7 @@ def measured(target: list[str], workers: int, options: list[str]) -> int:
     """The greatest peak of a worker, in bytes."""
     with tempfile.TemporaryDirectory() as directory:
         own = ["--steps", str(STEPS), "--track", "off", "--run-dir", f"{directory}/run"]
-        own += ["--workers", str(workers), callback_option(PeakAtExit, directory)]
+        own += ["--workers", str(workers), f"--callback=benchmarks.memory_model:PeakAtExit={directory}"]
         _tfloop(["train", *target, *options, *own], Path(directory))
         peaks = [int(path.read_text()) for path in Path(directory).glob("peak-*")]
     if len(peaks) != workers:

@@ -1,7 +1,8 @@
 """`tfloop memory`: what memory a training needs with settings that save some, and which of them fits.
 
 A few small batches are measured, each in a process of its own. The peak grows in a line with the batch: its slope is
-what the activations of an example take. What variables take is counted. The rest doesn't depend on the settings.
+what the activations of an example take. What variables take is counted. Two workers show what each of several takes
+beyond a process that is alone. The rest doesn't depend on the settings.
 Imports no TensorFlow.
 """
 
@@ -15,12 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callbacks.files import read_json
 from callbacks.formats import size
-from loop.commands import command_line, terminal, trial
-from loop.commands.memory_probe import MemoryProbe
-from loop.commands.tune import available
-from loop.errors import TrainingError, UsageError
+from loop.commands import command_line, terminal
+from loop.commands.memory_measurements import Curve, Prober
+from loop.errors import UsageError
 from loop.options import size_in_bytes
 
 if TYPE_CHECKING:
@@ -28,14 +27,6 @@ if TYPE_CHECKING:
 
 MICRO_BATCHES = 4
 """The micro-batches of the settings that accumulate."""
-
-STAGES = 6
-"""So many measurements are made, more or less."""
-
-_ALWAYS = ["--backend=single", "--track=off", "--keep=last", "--eval-every=never", "--accumulate=1"]
-_SMALLEST = 8  # examples: the first batch that is measured
-_CLEAR = 64e6  # bytes: two batches whose peaks differ by so much give a slope; less may be chance
-_FAINT = 16e6  # bytes: where they differ by less, the next batch is much larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,13 +159,17 @@ def memory(
     options = {name: value for name, value in (options or {}).items() if value is not None}
     arguments = [target, *command_line.arguments(options, assignments)]
     with tempfile.TemporaryDirectory(prefix="tfloop-memory-", ignore_cleanup_errors=True) as directory:
-        prober = _Prober(arguments, workers, batch_size, Path(directory), progress)
+        prober = Prober(arguments, workers, batch_size, Path(directory), progress)
         plain = prober.curve(remat=False)
         own = plain.about["own"]
         full = plain if own["remat"] == "full" else prober.curve(remat=True)
+        settings = [setting for setting in SETTINGS if _is_offered(setting, own, workers)]
+        extras = {shard: prober.worker_extra(plain, shard) for shard in sorted({setting.shard for setting in settings})}
     batch_size = own["batch_size"] if batch_size is None else batch_size
-    settings = [setting for setting in SETTINGS if _is_offered(setting, own, workers)]
-    rows = [_row(setting, full if setting.remat else plain, batch_size, workers) for setting in settings]
+    rows = []
+    for setting in settings:
+        curve = full if setting.remat else plain
+        rows.append(_row(setting, curve, extras[setting.shard], batch_size, workers))
     if limit is not None:
         rows = [dataclasses.replace(row, fits=row.total <= limit) for row in rows]
     typed = {"batch_size": batch_size if batch_size != own["batch_size"] else None}
@@ -193,42 +188,8 @@ def _is_offered(setting: Setting, own: Mapping[str, Any], workers: int) -> bool:
     return workers == 1 or not own["shard_optimizer"]
 
 
-class Curve:
-    """The peak memory over the size of the batch, from measurements.
-
-    Args:
-        reports: what `MemoryProbe` wrote, by the size of the batch; at least one.
-
-    Attributes:
-        about: what it wrote beside the peak.
-        on_gpu: whether peaks are those of a GPU.
-        peaks: in bytes, by the size of the batch.
-        slope: how many bytes an example adds.
-        fixed: the peak without any example, in bytes.
-    """
-
-    def __init__(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        sizes = sorted(reports)
-        self.about = reports[sizes[-1]]
-        self.on_gpu = bool(self.about["gpu_memory"])
-        field = "gpu_memory" if self.on_gpu else "memory"
-        self.peaks: dict[int, int] = {examples: reports[examples][field] for examples in sizes}
-        # The largest batches alone: with a small one, the peak may be where the optimizer works, without activations.
-        last = sizes[-1]
-        before = sizes[-2] if len(sizes) > 1 else last
-        growth = self.peaks[last] - self.peaks[before]
-        self.slope = max(0.0, growth / (last - before)) if last > before else 0.0
-        self.fixed = self.peaks[last] - self.slope * last
-
-    @property
-    def growth(self) -> float:
-        """By how much the two largest batches differ."""
-        sizes = sorted(self.peaks)
-        return self.peaks[sizes[-1]] - self.peaks[sizes[-2]] if len(sizes) > 1 else 0.0
-
-
-def _row(setting: Setting, curve: Curve, batch_size: int, workers: int) -> Row:
-    """What a replica needs with a setting."""
+def _row(setting: Setting, curve: Curve, extra: float | None, batch_size: int, workers: int) -> Row:
+    """What a replica needs with a setting; `extra`: what one of several workers takes more, in bytes, if measured."""
     about = curve.about
     own = about["own"]
     rows = math.ceil(batch_size / workers)
@@ -236,17 +197,18 @@ def _row(setting: Setting, curve: Curve, batch_size: int, workers: int) -> Row:
     state = about["optimizer"] + about["averages"]
     # All rows of the batch are there, of whose activations only those of a micro-batch are.
     activations = curve.slope * micro_batch + about["example"] * (rows - micro_batch)
-    # Replicas hold the gradients that they send, and those that they get; micro-batches a sum, and what is added to it.
-    copies = 2 if workers > 1 or setting.accumulate > 1 else 1
-    # A checkpoint holds what it writes, while the next steps change the variables. The chief has the slots of all.
-    checkpoint = about["weights"] + state
-    rest = curve.fixed - about["weights"] - about["gradients"] - state + checkpoint
+    # Micro-batches hold a sum of gradients, and what is added to it; replicas what they send, and what they get.
+    copies = 2 if setting.accumulate > 1 or (workers > 1 and extra is None) else 1
+    share = math.ceil(state / workers) if setting.shard else state
+    # A checkpoint holds what it writes, while the next steps change the variables.
+    checkpoint = about["weights"] + share
+    rest = curve.fixed - about["weights"] - about["gradients"] - state + checkpoint + (extra or 0)
     return Row(
         name=_name(setting, own),
         options=_options(setting, own),
         weights=about["weights"],
         gradients=copies * about["gradients"],
-        optimizer=math.ceil(state / workers) if setting.shard else state,
+        optimizer=share,
         activations=round(activations),
         rest=max(0, round(rest)),
     )
@@ -276,65 +238,6 @@ def _options(setting: Setting, own: Mapping[str, Any]) -> list[str]:
     if setting.accumulate != own["accumulate"]:
         options += ["--accumulate", str(setting.accumulate)]
     return options
-
-
-class _Prober:
-    """The measurements of a task, one after the other."""
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        workers: int,
-        batch_size: int | None,
-        directory: Path,
-        progress: Callable[[str], None],
-    ) -> None:
-        self._arguments = list(arguments)
-        self._workers = workers
-        self._batch_size = batch_size
-        self._directory = directory
-        self._progress = progress
-
-    def curve(self, remat: bool) -> Curve:
-        """Measures larger and larger batches, until the peak grows clearly, or the batch of a replica is reached."""
-        reports: dict[int, dict[str, Any]] = {}
-        for examples in self._sizes(reports):
-            reports[examples] = self._measured(examples, remat)
-        return Curve(reports)
-
-    def _sizes(self, reports: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
-        """The batches to measure; `reports` has what was measured so far."""
-        examples = _SMALLEST if self._batch_size is None else max(1, min(_SMALLEST, self._rows(self._batch_size) // 2))
-        yield examples
-        batch_size = reports[examples]["own"]["batch_size"] if self._batch_size is None else self._batch_size
-        largest = max(self._rows(batch_size), 2)
-        curve = Curve(reports)
-        too_much = not curve.on_gpu and 4 * curve.peaks[examples] > available()
-        if examples >= largest or too_much:
-            yield max(1, min(examples, largest) // 2)
-            return
-        while examples < largest and curve.growth < _CLEAR:
-            # A batch that grows by little may be much larger, and still be small in memory.
-            factor = 4 if curve.growth >= _FAINT or len(reports) == 1 else 16
-            examples = min(factor * examples, largest)
-            yield examples
-            curve = Curve(reports)
-
-    def _rows(self, batch_size: int) -> int:
-        return math.ceil(batch_size / self._workers)
-
-    def _measured(self, examples: int, remat: bool) -> dict[str, Any]:
-        """Makes a few steps with a batch of so many examples, in a process of its own."""
-        self._progress(f"{'remat' if remat else 'plain'}, a batch of {examples:,}")
-        directory = Path(tempfile.mkdtemp(dir=self._directory))
-        own = [command_line.callback_option(MemoryProbe), f"--run-dir={directory / 'run'}"]
-        settings = [f"--batch-size={examples}", *["--remat=full"] * remat]
-        code = trial.run([*self._arguments, *settings, *_ALWAYS, *own], directory)
-        path = directory / "run" / "memory-0.json"
-        if code != 0 or not path.exists():
-            raise (UsageError if code == 2 else TrainingError)(trial.problem(code, directory))
-        report: dict[str, Any] = read_json(path)
-        return report
 
 
 def lines(report: Report) -> Iterator[RenderableType]:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import typer
 
 from callbacks.run_record.redaction import guard_streams, tell
-from loop.commands import memory, terminal
+from loop.commands import memory, memory_measurements, terminal
 from loop.commands.cli.output import shown_stages, stopped_clean
 from loop.commands.tune import available
 from loop.errors import FAILED, TrainingError, UsageError
@@ -52,7 +52,7 @@ def main() -> NoReturn:
     target, assignments, batch_size, workers, options, share = json.loads(sys.argv[1])
     tell("measuring what each setting needs; Ctrl-C leaves it out ...")
     try:
-        with stopped_clean("nothing is left behind"), shown_stages(memory.STAGES) as progress:
+        with stopped_clean("nothing is left behind"), shown_stages(memory_measurements.STAGES) as progress:
             limit = share * available()
             report = memory.memory(target, assignments, batch_size, workers, limit, progress, options)
     except (UsageError, TrainingError, typer.Exit) as error:

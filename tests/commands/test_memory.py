@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 from loop import UsageError
-from loop.commands import memory, terminal
-from loop.commands.memory import Curve, Setting
+from loop.commands import memory, memory_measurements, terminal
+from loop.commands.memory import Setting
+from loop.commands.memory_measurements import Curve, Prober
 from loop.run import out_of_memory
 from tests.conftest import TFLOOP, tfloop
 
@@ -53,15 +54,19 @@ def report_of(peak, own=()):
     return {**sizes, "example": 0.5 * MB, "own": {**OWN, **dict(own)}, "task": "Net", "memory": peak, "gpu_memory": 0}
 
 
-def made(monkeypatch, plain, remat, own=(), **given):
+def made(monkeypatch, plain, remat, own=(), two_workers=lambda n, sharded: 0, available=10**12, **given):
     """The report of `memory`, where these functions say what the peak of a batch is, in MB."""
     measured = []
 
-    def outcome(self, examples, is_remat):
+    def outcome(self, name, examples, settings):
+        if "--workers=2" in settings:
+            return report_of(two_workers(examples, "--shard-optimizer" in settings) * MB, own)
+        is_remat = "--remat=full" in settings
         measured.append((is_remat, examples))
         return report_of((remat if is_remat else plain)(examples) * MB, own)
 
-    monkeypatch.setattr(memory._Prober, "_measured", outcome)
+    monkeypatch.setattr(Prober, "_measured", outcome)
+    monkeypatch.setattr(memory_measurements, "available", lambda: available)
     return memory.memory("net.py:Net", **given), measured
 
 
@@ -92,6 +97,25 @@ def test_replicas_share_the_batch_and_slots(monkeypatch):
     assert report.command == ["tfloop", "train", "net.py:Net", "--batch-size=62", "--workers=4"]
 
 
+def test_two_workers_show_what_each_takes_beyond_a_process_that_is_alone(monkeypatch):
+    def two_workers(examples, sharded):
+        assert examples == 16  # 8 on each
+        return 1080 + 170 - 150 if sharded else 1080 + 130  # of 300 MB of state, a half is on the other worker
+
+    def rows_of(**given):
+        report, _ = made(monkeypatch, lambda n: 1000 + 10 * n, lambda n: 1000 + 2 * n, two_workers=two_workers, **given)
+        return {row.name: row for row in report.rows}
+
+    alone, four = rows_of(), rows_of(workers=4)
+    assert four["plain"].rest - alone["plain"].rest == 130 * MB
+    assert four["plain"].gradients == 100 * MB
+    # A checkpoint holds the state that a worker owns, a quarter.
+    assert four["sharded"].rest - alone["plain"].rest == (170 - 225) * MB
+    # Where two workers have no place, the gradients that are sent are counted.
+    four = rows_of(workers=4, available=3000 * MB)
+    assert (four["plain"].gradients, four["plain"].rest) == (200 * MB, alone["plain"].rest)
+
+
 def test_larger_batches_are_measured_until_the_slope_is_clear(monkeypatch):
     _, measured = made(monkeypatch, lambda n: 1000 + n // 50, lambda n: max(1000, n), batch_size=5000)
     assert [examples for is_remat, examples in measured if not is_remat] == [8, 32, 512, 5000]
@@ -100,8 +124,7 @@ def test_larger_batches_are_measured_until_the_slope_is_clear(monkeypatch):
     assert [examples for _, examples in measured] == [1, 2, 1, 2]
     _, measured = made(monkeypatch, lambda n: 1000, lambda n: 1000, {"batch_size": 6})
     assert [examples for _, examples in measured] == [8, 3, 8, 3]
-    monkeypatch.setattr(memory, "available", lambda: 3999 * MB)
-    _, measured = made(monkeypatch, lambda n: 1000, lambda n: 1000)
+    _, measured = made(monkeypatch, lambda n: 1000, lambda n: 1000, available=3999 * MB)
     assert [examples for _, examples in measured] == [8, 4, 8, 4]
 
 
@@ -169,7 +192,8 @@ def test_a_task_is_measured_in_processes(command, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     code, out, err = command("memory", "mine.py:Small", "--memory", "50MB", "--workers", 2, "--json")
     assert code == 1, err  # TensorFlow alone takes more
-    assert err.splitlines() == [f"{name}, a batch of {examples}" for name in ("plain", "remat") for examples in (8, 3)]
+    stages = [f"{name}, a batch of {examples}" for name in ("plain", "remat") for examples in (8, 3)]
+    assert err.splitlines() == [*stages, "2 workers, a batch of 6", "2 workers, sharded, a batch of 6"]
     found = json.loads(out)
     assert (found["task"], found["batch_size"], found["workers"]) == ("Small", 12, 2)
     rows = {row["name"]: row for row in found["rows"]}

@@ -12,7 +12,7 @@ import typer
 from callbacks.nearest import nearest
 from callbacks.progress import counted
 from callbacks.run_record.redaction import tell
-from loop.commands import command_line, config
+from loop.commands import command_line, config, memory_measurements
 from loop.commands import memory as memory_
 from loop.commands import sweep as sweep_
 from loop.commands import tune as tune_
@@ -87,7 +87,7 @@ def memory(
     if job_size() is not None:
         raise UsageError("memory measures in processes of its own: call it once, with --workers")
     task_loader.check(target_)
-    with stopped_clean("nothing is left behind"), shown_stages(memory_.STAGES) as progress:
+    with stopped_clean("nothing is left behind"), shown_stages(memory_measurements.STAGES) as progress:
         report = memory_.memory(target_, set_ or (), batch_size, workers, limit, progress)
     show(memory_.as_json(report), memory_.lines(report), as_json)
     raise typer.Exit(FAILED if limit is not None and report.best is None else 0)
