@@ -19,10 +19,11 @@ from typing import Any
 
 import callbacks
 from callbacks.throughput_probe import peak_memory
+from loop.target import task_loader
 
-TARGETS = {"Transformer": ["bigger"], "Dense": ["bigger:Dense"]}
 STEPS = 6
 WORKERS = (1, 2, 3)
+TASKS = ("Transformer", "Dense")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -39,19 +40,19 @@ class PeakAtExit(callbacks.Callback):
         atexit.register(lambda: path.write_text(str(peak_memory()[0])))
 
 
-def said(target: list[str], workers: int) -> dict[str, dict[str, Any]]:
+def said(target: str, workers: int) -> dict[str, dict[str, Any]]:
     """The rows of `tfloop memory` that don't accumulate, by the name of the setting."""
-    command = ["memory", *target, "--workers", str(workers), "--json"]
+    command = ["memory", target, "--workers", str(workers), "--json"]
     rows = json.loads(_tfloop(command, Path.cwd()).stdout)["rows"]
     return {row["name"]: row for row in rows if "accumulate" not in row["name"]}
 
 
-def measured(target: list[str], workers: int, options: list[str]) -> int:
+def measured(target: str, workers: int, options: list[str]) -> int:
     """The greatest peak of a worker, in bytes."""
     with tempfile.TemporaryDirectory() as directory:
         own = ["--steps", str(STEPS), "--track", "off", "--run-dir", f"{directory}/run"]
         own += ["--workers", str(workers), f"--callback=benchmarks.memory_model:PeakAtExit={directory}"]
-        _tfloop(["train", *target, *options, *own], Path(directory))
+        _tfloop(["train", target, *options, *own], Path(directory))
         peaks = [int(path.read_text()) for path in Path(directory).glob("peak-*")]
     if len(peaks) != workers:
         sys.exit(f"{len(peaks)} of {workers} workers told their peak")
@@ -64,7 +65,7 @@ def _tfloop(arguments: list[str], directory: Path) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=directory, env=environment, check=True, stdout=subprocess.PIPE, text=True)
 
 
-def compared(target: list[str]) -> Iterator[Mapping[str, Any]]:
+def compared(target: str) -> Iterator[Mapping[str, Any]]:
     """For each setting and number of workers: what was said, what was measured, and the ratio."""
     for workers in WORKERS:
         for name, row in said(target, workers).items():
@@ -75,9 +76,9 @@ def compared(target: list[str]) -> Iterator[Mapping[str, Any]]:
 
 def main(tasks: list[str]) -> None:
     """Prints a line for each."""
-    for task in tasks or TARGETS:
+    for task in tasks or TASKS:
         print(f"{task}: peak in MB as it was said, as it was measured, and said by measured", flush=True)
-        for found in compared(TARGETS[task]):
+        for found in compared(f"{task_loader.shipped_path('bigger')}:{task}"):
             said_mb, measured_mb = found["said"] / 1e6, found["measured"] / 1e6
             line = f"  {found['workers']} workers  {found['setting']:16} {said_mb:8,.0f} {measured_mb:8,.0f}"
             print(f"{line} {found['ratio']:6.2f}", flush=True)

@@ -22,10 +22,10 @@ from benchmarks.memory import STEPS, measure_one
 PEERS = ("tfloop", "Keras fit", "by hand", "PyTorch")
 
 
-def resident_peak() -> float:
-    """The greatest resident memory of this process, in MB."""
+def status_field(field: str) -> float:
+    """The resident memory of this process (VmRSS), or its peak (VmHWM), in MB."""
     with open("/proc/self/status") as status:
-        kilobytes = next(line.split()[1] for line in status if line.startswith("VmHWM:"))
+        kilobytes = next(line.split()[1] for line in status if line.startswith(f"{field}:"))
     return int(kilobytes) * 1024 / 1e6
 
 
@@ -36,7 +36,7 @@ def waits(step: Callable[[int], None]) -> dict[str, float]:
         begun = time.perf_counter()
         step(number)
         times.append(time.perf_counter() - begun)
-    return {"peak": resident_peak(), "step": statistics.median(times[1:])}
+    return {"peak": status_field("VmHWM"), "step": statistics.median(times[1:])}
 
 
 def keras_parts(batch_size: int) -> tuple[Any, Any, Any]:

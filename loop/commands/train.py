@@ -191,11 +191,13 @@ def _check_fits(typed: SimpleNamespace, place: Place) -> None:
     least = typed.min_shard_bytes
     if least is not None and (place.backend != "parameter_server" or least < 1):
         raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
-    for option, allowed in (("tpu", ("tpu",)), ("devices", ("mirrored", "central"))):
+    several = ("devices_per_replica", ("single", "horovod"))
+    for option, allowed in (("tpu", ("tpu",)), ("devices", ("mirrored", "central")), several):
         value = getattr(typed, option)
-        if value is not None and place.backend not in allowed:
+        if value not in (None, 1) and place.backend not in allowed:
+            name = option.replace("_", "-")
             use = " or ".join(allowed)
-            raise UsageError(f"--{option} {value} with --backend {place.backend}: leave one out, or use {use}")
+            raise UsageError(f"--{name} {value} with --backend {place.backend}: leave one out, or use {use}")
     if place.devices and place.workers not in (None, len(place.devices)):
         raise UsageError(f"--workers {place.workers} with {len(place.devices)} devices: leave --workers out")
 

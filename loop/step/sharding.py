@@ -40,17 +40,21 @@ class Slicing:
         self.size = variable.shape.num_elements()
         self.length = -(-self.size // replicas)
         self._is_even = self.length * replicas == self.size
+        begins = np.minimum(np.arange(replicas) * self.length, self.size)
+        counts = np.minimum(self.length, self.size - begins)
+        # For each replica: where its slice begins, how many elements it has, and the zeros before and after them.
+        self._places = np.stack([begins, counts, np.zeros_like(begins), self.length - counts], axis=1)
 
     def cut(self, tensor: Any, replica: Any) -> Any:
         """While tracing: the slice of a replica, of shape [length]. Of a sparse gradient, the elements in its rows."""
-        begin = tf.cast(replica, tf.int64) * self.length
         if isinstance(tensor, tf.IndexedSlices):
-            return self._cut_rows(tensor, begin)
-        flat = tf.reshape(tensor, [-1])
-        own = flat[tf.minimum(begin, self.size) : begin + self.length]
-        if not self._is_even:
-            own = tf.pad(own, [[0, self.length - tf.shape(own)[0]]])
-        return tf.ensure_shape(own, [self.length])
+            return self._cut_rows(tensor, tf.cast(replica, tf.int64) * self.length)
+        # A model has hundreds of variables: each operation here takes host memory in each compiled step.
+        if self._is_even:
+            return tf.gather(tf.reshape(tensor, [len(self._places), self.length]), replica)
+        begin, count, zeros = tf.split(tf.gather(self._places, replica), [1, 1, 2])
+        own = tf.slice(tf.reshape(tensor, [-1]), begin, count)
+        return tf.ensure_shape(tf.pad(own, zeros[None]), [self.length])
 
     def _cut_rows(self, gradient: tf.IndexedSlices, begin: tf.Tensor) -> tf.IndexedSlices:
         # Rows that come twice stay apart, since an optimizer may square each of them: see `lookups`.
