@@ -7,6 +7,7 @@ prints its resident memory after some steps, its peak, and the median time of a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -33,7 +34,7 @@ def work(sharded: bool, batch: int) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(WIDTHS):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers[:-1]))
     if sharded:
@@ -69,7 +70,8 @@ def main(arguments: list[str]) -> None:
         job["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers))
         places = [environment | job | {"RANK": str(rank)} for rank in range(workers)]
         processes = [subprocess.Popen(command, env=place) for place in places]
-        if any([process.wait() for process in processes]):
+        exits = [process.wait() for process in processes]
+        if any(exits):
             sys.exit("a worker has failed")
 
 
