@@ -1,4 +1,4 @@
-"""Several hosts: `--hosts` over ssh between network namespaces, `mpirun`, Slurm's variables, and cluster manifests."""
+"""Several hosts: `--hosts` over ssh between network namespaces, `mpirun`, and the scripts of examples/cluster."""
 
 import contextlib
 import importlib.metadata
@@ -16,16 +16,14 @@ from pathlib import Path
 
 import pytest
 import typer
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import cli
 from loop import UsageError
-from loop.launch import host_agent, machine, schedulers
+from loop.launch import host_agent, schedulers
 from loop.launch import hosts as hosts_
-from loop.launch.environment import read_tf_config, tf_cluster
 from loop.launch.host_slots import read_hosts
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
@@ -242,110 +240,6 @@ def test_mpirun_is_joined(tmp_path):
     assert (result["backend"], result["replicas"], result["steps"]) == (engine, 2, 5)
 
 
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "3527409665",
-}  # fmt: skip
-SLURM = {
-    "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "n[09-10]", "SLURM_STEP_TASKS_PER_NODE": "2,1",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mpi", [True, False])
-def test_places_under_mpirun(mpi, monkeypatch):
-    monkeypatch.setattr(schedulers, "horovod_has_mpi", lambda: mpi)
-    if mpi:
-        assert schedulers.place("auto", OPEN_MPI) == {
-            "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1"
-        }  # fmt: skip
-    else:
-        place = schedulers.place("auto", OPEN_MPI)
-        assert read_tf_config(place["TF_CONFIG"]) == (1, 2)
-        assert re.findall(r"127\.0\.0\.1:\d+", place["TF_CONFIG"])
-    assert "TF_CONFIG" in schedulers.place("multiworker", OPEN_MPI)
-    assert schedulers.place("auto", {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}) == {}
-
-
-def test_places_under_srun():
-    place = schedulers.place("auto", SLURM)
-    rank, addresses = tf_cluster(place["TF_CONFIG"])
-    base = 10_000 + 256 * (4713 % 88)
-    assert rank == 2
-    assert list(addresses.values()) == [f"n09:{base}", f"n09:{base + 1}", f"n10:{base}"]
-    assert place["TFLOOP_LOCAL_RANK"] == "0"
-    alone = SLURM | {
-        "SLURM_STEP_NODELIST": "n09",
-        "SLURM_STEP_TASKS_PER_NODE": "3",
-        "SLURM_LOCALID": "2",
-        "SLURM_NODEID": "0",
-    }
-    assert "127.0.0.1" in schedulers.place("auto", alone | {schedulers.PORTS: "4000"})["TF_CONFIG"]
-    assert schedulers.place("auto", {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}) == {}  # the script of a batch job
-
-
-@pytest.mark.parametrize(
-    ("backend", "environment", "message"),
-    [
-        ("horovod", OPEN_MPI, "but Horovod is built without MPI: build it with MPI"),
-        ("auto", OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "on several hosts, of which 1 are here"),
-        ("auto", OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK=one"),
-        ("auto", {name: OPEN_MPI[name] for name in OPEN_MPI if name != "PMIX_NAMESPACE"}, "set TFLOOP_PORT_BASE"),
-        ("auto", OPEN_MPI | {"TFLOOP_PORT_BASE": "80"}, "TFLOOP_PORT_BASE=80: give a port"),
-        ("horovod", SLURM, "backend='horovod' under srun"),
-        ("auto", SLURM | {"SLURM_LOCALID": "1"}, "srun --distribution=block"),
-        ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3"}, "contradict each other"),
-        ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2+1"}, "SLURM_STEP_TASKS_PER_NODE=2.1: it must be like"),
-        ("auto", SLURM | {"SLURM_STEP_NODELIST": "n[9-"}, "the node list 'n.9-' can't be read"),
-        ("auto", {name: SLURM[name] for name in SLURM if name != "SLURM_NODEID"}, "SLURM_NODEID isn't set"),
-    ],
-)
-def test_jobs_that_cannot_be_joined(backend, environment, message, monkeypatch):
-    monkeypatch.setattr(schedulers, "horovod_has_mpi", lambda: False)
-    monkeypatch.setattr(machine, "horovod_missing", lambda: None)
-    with pytest.raises(UsageError, match=message):
-        schedulers.place(backend, environment)
-
-
-word = st.text("abcxyz-", min_size=1, max_size=4)
-ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=3)
-
-
-@given(st.lists(st.lists(st.tuples(word, ranges | st.none()), min_size=1, max_size=2), min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
-def test_node_lists_are_expanded(names):
-    """Compressed names beside what they stand for, both made from the same parts."""
-    texts, expected = [], []
-    for parts in names:
-        text, stands_for = "", [""]
-        for letters, numbers in parts:
-            text += letters
-            values = [""]
-            if numbers is not None:
-                text += "[" + ",".join(f"{a:0{w}}-{a + n:0{w}}" if n else f"{a:0{w}}" for a, n, w in numbers) + "]"
-                values = [str(a + i).zfill(max(w, len(str(a)))) for a, n, w in numbers for i in range(n + 1)]
-            stands_for = [name + letters + value for name in stands_for for value in values]
-        texts.append(text)
-        expected += stands_for
-    assert schedulers.node_list(",".join(texts)) == expected
-
-
-@given(st.text("ab[]-,19 ", max_size=12))
-@settings(max_examples=100, deadline=None)
-def test_node_lists_are_read_or_refused(text):
-    names = []
-    with contextlib.suppress(UsageError):
-        names = schedulers.node_list(text)
-    assert all(name and not set(name) & set("[], ") for name in names)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4))
-@settings(max_examples=30, deadline=None)
-def test_task_counts(counts):
-    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in counts)
-    assert schedulers.task_counts(text) == [count for count, times in counts for _ in range(times)]
-
-
 @given(st.dictionaries(st.from_regex(r"(root@)?[a-z0-9][a-z0-9.]{0,5}", fullmatch=True), st.integers(1, 9), min_size=2))
 @settings(max_examples=30, deadline=None)
 def test_hosts_are_read(places):
@@ -391,52 +285,6 @@ def test_what_is_no_ssh(ssh, message, monkeypatch):
         hosts_.Host("h1", 1, None)
     monkeypatch.setenv("TFLOOP_SSH", "")
     assert hosts_.command("h1", "python")[:2] == ["ssh", "-T"]
-
-
-def fits(value, schema, definitions):
-    """Whether a value is as a JSON schema says, as far as ours says anything."""
-    kinds = {"object": dict, "array": list, "string": str, "integer": int}
-    assert isinstance(value, kinds[schema["type"]]) if "type" in schema else True, f"{value!r} is no {schema['type']}"
-    assert "enum" not in schema or value in schema["enum"], f"{value!r} is none of {schema['enum']}"
-    assert "pattern" not in schema or re.search(schema["pattern"], value), f"{value!r} is not like {schema['pattern']}"
-    assert "minimum" not in schema or value >= schema["minimum"], f"{value!r} is less than {schema['minimum']}"
-    if "$ref" in schema:
-        fits(value, definitions[schema["$ref"]], definitions)
-    if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        assert set(schema.get("required", [])) <= set(value), (
-            f"{schema['required']} are required, not only {list(value)}"
-        )
-        assert schema.get("additionalProperties", True) or set(value) <= set(properties), f"unknown: {list(value)}"
-        for name, each in value.items():
-            fits(each, properties.get(name, {}), definitions)
-    if isinstance(value, list):
-        for each in value:
-            fits(each, schema.get("items", {}), definitions)
-
-
-MANIFESTS = sorted((ROOT / "examples" / "cluster").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
-def test_manifests_fit_the_schema_and_the_command_line(path):
-    schema = json.loads((ROOT / "tests" / "kubeflow.schema.json").read_text())
-    manifest = yaml.safe_load(path.read_text())
-    fits(manifest, schema, schema["definitions"])
-    for command in re.findall(r"\[(tfloop, .*)\]", path.read_text()):
-        check_command(command.split(", "))
-    replicas = next(specs for name, specs in manifest["spec"].items() if name.endswith("ReplicaSpecs"))
-    for place, wrong in (
-        (manifest["spec"], {"replicas": 4}),
-        (replicas["Worker"], {"replicas": 0}),
-        (replicas, {"Ps": {}}),
-    ):
-        kept = dict(place)
-        place.update(wrong)
-        with pytest.raises(AssertionError):
-            fits(manifest, schema, schema["definitions"])
-        place.clear()
-        place.update(kept)
 
 
 def check_command(words):
