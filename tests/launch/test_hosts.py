@@ -1,11 +1,10 @@
-"""Several hosts: `--hosts` over ssh between network namespaces, `mpirun`, and the scripts of examples/cluster."""
+"""Several hosts: `--hosts` over ssh between network namespaces, and `mpirun`."""
 
 import contextlib
 import importlib.metadata
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -15,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -212,6 +210,35 @@ def test_an_elastic_job_goes_on_without_the_host_that_is_cut_off(hosts, tmp_path
     assert "elastic: going on with 1 worker" in err
 
 
+@pytest.mark.parametrize("launcher", ["SkyPilot", "Kubernetes"])
+def test_one_worker_on_each_host_by_variables_alone(launcher, hosts, tmp_path):
+    """What SkyPilot sets on a node; and what a pod has, with the names that a headless service gives pods."""
+    processes = []
+    for rank in (0, 1):
+        environment = {
+            "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": f"{HERE}\n{THERE}", "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+        }  # fmt: skip
+        if launcher == "Kubernetes":
+            environment = {
+                "JOB_COMPLETION_INDEX": str(rank), "HOSTNAME": f"run-{rank}", "TFLOOP_SERVICE": "pods",
+                "TFLOOP_PODS": "2",
+            }  # fmt: skip
+            with Path("/etc/netns", hosts.names[rank], "hosts").open("a") as known:
+                known.write(f"{HERE} run-0.pods\n{THERE} run-1.pods\n")
+        command = hosts.inside(rank, *TFLOOP, "train", "digits", "--steps", 5, "--track", "off", "--json")
+        environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+        processes.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    result = json.loads(outputs[0][0])
+    assert (result["backend"], result["replicas"], result["steps"]) == ("multiworker", 2, 5)
+
+
 def launched(command, cwd):
     """Runs workers that find each other by themselves; gives the result of the chief, the only one."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
@@ -285,42 +312,6 @@ def test_what_is_no_ssh(ssh, message, monkeypatch):
         hosts_.Host("h1", 1, None)
     monkeypatch.setenv("TFLOOP_SSH", "")
     assert hosts_.command("h1", "python")[:2] == ["ssh", "-T"]
-
-
-def check_command(words):
-    """That `tfloop train` has all these options."""
-    assert words[:2] == ["tfloop", "train"]
-    options = {word.partition("=")[0] for word in words if word.startswith("--")}
-    known = {name for each in typer.main.get_group(cli.app).commands["train"].params for name in each.opts}
-    assert options <= known
-
-
-def test_the_batch_script_is_one():
-    path = ROOT / "examples" / "cluster" / "slurm.sbatch"
-    run("bash", "-n", path)
-    line = path.read_text().replace("\\\n", "").splitlines()[-1]
-    check_command(shlex.split(line[line.index("tfloop train") :]))
-
-
-@pytest.mark.parametrize("script", ["two-hosts.sh", "tf-config.sh"])
-def test_scripts_for_two_hosts_type_what_tfloop_knows(script, tmp_path):
-    """`tfloop` here prints what it is called with: that the commands themselves work is tested above, and elsewhere."""
-    path = ROOT / "examples" / "cluster" / script
-    (tmp_path / "tfloop").write_text('#!/bin/sh\necho "$TF_CONFIG"; for word in tfloop "$@"; do echo "$word"; done\n')
-    (tmp_path / "tfloop").chmod(0o755)
-    more = {"env": os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}}
-    hosts = ["h1", "h2"] if script == "two-hosts.sh" else ["1", "h1:2222", "h2:2222"]
-    variable, *words = run(path, *hosts, "--epochs", 3, **more).splitlines()
-    check_command(words)
-    assert words[-2:] == ["--epochs", "3"]
-    if script == "two-hosts.sh":
-        assert read_hosts(words[words.index("--hosts") + 1], None, "auto", None, None) == {"h1": 1, "h2": 1}
-    else:
-        task = {"type": "worker", "index": 1}
-        assert json.loads(variable) == {"cluster": {"worker": ["h1:2222", "h2:2222"]}, "task": task}
-    lacking = subprocess.run([path, hosts[0]], capture_output=True, text=True, timeout=60, **more)
-    assert lacking.returncode
-    assert "give " in lacking.stderr
 
 
 def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_path):
