@@ -11,6 +11,8 @@ from loop.errors import UsageError
 from loop.launch import machine, places
 from loop.launch.places import PORTS, Place
 
+HOSTS = "TFLOOP_HOROVOD_HOSTS"
+"""Environment variable: the hosts of such a job with their workers, for whose Horovod its rank 0 serves."""
 # Each job gets a block of ports, by its number. The blocks lie below the ports that systems hand out by themselves.
 _FIRST_PORT = 10_000
 _BLOCK = 256
@@ -30,8 +32,8 @@ def join(backend: str) -> None:
 def place(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that tell this process its place in the job of a launcher; empty outside of such a job.
 
-    Under `mpirun`, a Horovod that is built with MPI finds its place by MPI. In all other cases workers meet by
-    `TF_CONFIG`.
+    Under `mpirun`, a Horovod that is built with MPI finds its place by MPI. Otherwise workers of `horovod` meet where
+    rank 0 serves Horovod's rendezvous, and all others by `TF_CONFIG`.
 
     Raises:
         UsageError: the job can't be joined; with what to do instead.
@@ -47,12 +49,8 @@ def place(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
             f"backend='horovod' under mpirun, but {places.horovod_lacks_mpi()}: build it with MPI (docs/scale-out.md), "
             "or use multiworker"
         )
-    if backend == "horovod":
-        raise UsageError(
-            f"backend='horovod' under {launcher}: Horovod can't be joined there; use multiworker, or start with mpirun "
-            "within the job, with a Horovod that is built with MPI (docs/scale-out.md)"
-        )
-    return _tf_config(own, _port_base(own.number, environment))
+    base = _port_base(own.number, environment)
+    return _horovod(own, base + _BLOCK - 1) if backend == "horovod" else _tf_config(own, base)
 
 
 def _by_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -70,15 +68,37 @@ def _by_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tf_config(own: Place, base: int) -> dict[str, str]:
-    hosts = own.hosts if len(set(own.hosts)) > 1 else ["127.0.0.1"] * len(own.hosts)
-    locals_ = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    hosts = _reachable(own)
+    local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     addresses = []
-    for host, local in zip(hosts, locals_):
+    for host, local_rank in zip(hosts, local_ranks):
         name = f"[{host}]" if ":" in host else host  # IPv6 in brackets
-        addresses.append(f"{name}:{base + local}")
+        addresses.append(f"{name}:{base + local_rank}")
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": own.rank}}
-    rank_here = {} if own.owns_host else {"TFLOOP_LOCAL_RANK": str(locals_[own.rank])}
+    rank_here = {} if own.owns_host else {"TFLOOP_LOCAL_RANK": str(local_ranks[own.rank])}
     return {"TF_CONFIG": json.dumps(config), **rank_here}
+
+
+def _horovod(own: Place, port: int) -> dict[str, str]:
+    hosts = _reachable(own)
+    if any(":" in name for name in hosts):
+        raise UsageError(f"backend='horovod' with {hosts[0]}: Horovod takes no IPv6 addresses: use multiworker")
+    host = hosts[own.rank]
+    local_rank = hosts[: own.rank].count(host)
+    # Of each host that has a worker of this local rank.
+    across = [other for other in dict.fromkeys(hosts) if hosts.count(other) > local_rank]
+    numbers = {
+        "RANK": own.rank, "SIZE": len(hosts), "LOCAL_RANK": local_rank, "LOCAL_SIZE": hosts.count(host),
+        "CROSS_RANK": across.index(host), "CROSS_SIZE": len(across), "GLOO_RENDEZVOUS_PORT": port,
+    }  # fmt: skip
+    texts = {"HOSTNAME": host, "GLOO_RENDEZVOUS_ADDR": hosts[0], "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    variables = {f"HOROVOD_{name}": str(value) for name, value in {**numbers, **texts}.items()}
+    return variables | {HOSTS: ",".join(f"{name}:{hosts.count(name)}" for name in dict.fromkeys(hosts))}
+
+
+def _reachable(own: Place) -> list[str]:
+    """The host of each worker, by the name at which the others reach it."""
+    return own.hosts if len(set(own.hosts)) > 1 else ["127.0.0.1"] * len(own.hosts)
 
 
 def _port_base(job: int, environment: Mapping[str, str]) -> int:

@@ -86,8 +86,9 @@ class Hosts:
             assert "listening" in self.daemons[-1].stderr.readline()
 
     def down(self):
-        for host in range(len(self.daemons)):  # with connections that don't know yet that they were cut
-            for pid in run("ip", "netns", "pids", self.names[host]).split():
+        for name in self.names:  # with connections that don't know yet that they were cut
+            inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for pid in inside.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
         for daemon in self.daemons:
@@ -124,22 +125,32 @@ class Hosts:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
+def network(tmp_path_factory):
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    for tool in ("ip", "ssh", "ssh-keygen", SSHD):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} isn't installed (apt-get install iproute2 openssh-client openssh-server)")
+    need("ip")
     made = Hosts(tmp_path_factory.mktemp("hosts"))
     try:
         try:
             made.network()
         except (AssertionError, OSError) as error:
             pytest.skip(f"network namespaces aren't allowed here: {error}")
-        made.sshd()
         yield made
     finally:
         made.down()
+
+
+@pytest.fixture(scope="module")
+def hosts(network):
+    need("ssh", "ssh-keygen", SSHD)
+    network.sshd()
+    return network
+
+
+def need(*tools):
+    for tool in tools:
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} isn't installed (apt-get install iproute2 openssh-client openssh-server)")
 
 
 @needs_horovod
@@ -210,8 +221,10 @@ def test_an_elastic_job_goes_on_without_the_host_that_is_cut_off(hosts, tmp_path
     assert "elastic: going on with 1 worker" in err
 
 
-@pytest.mark.parametrize("launcher", ["SkyPilot", "Kubernetes"])
-def test_one_worker_on_each_host_by_variables_alone(launcher, hosts, tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [("SkyPilot", "multiworker"), pytest.param("Kubernetes", "horovod", marks=needs_horovod)]
+)
+def test_one_worker_on_each_host_by_variables_alone(launcher, backend, network, tmp_path):
     """What SkyPilot sets on a node; and what a pod has, with the names that a headless service gives pods."""
     processes = []
     for rank in (0, 1):
@@ -224,9 +237,11 @@ def test_one_worker_on_each_host_by_variables_alone(launcher, hosts, tmp_path):
                 "JOB_COMPLETION_INDEX": str(rank), "HOSTNAME": f"run-{rank}", "TFLOOP_SERVICE": "pods",
                 "TFLOOP_PODS": "2",
             }  # fmt: skip
-            with Path("/etc/netns", hosts.names[rank], "hosts").open("a") as known:
+            with Path("/etc/netns", network.names[rank], "hosts").open("a") as known:
                 known.write(f"{HERE} run-0.pods\n{THERE} run-1.pods\n")
-        command = hosts.inside(rank, *TFLOOP, "train", "digits", "--steps", 5, "--track", "off", "--json")
+        command = network.inside(
+            rank, *TFLOOP, "train", "digits", "--steps", 5, "--backend", backend, "--track", "off", "--json"
+        )
         environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
         processes.append(
             subprocess.Popen(
@@ -236,7 +251,7 @@ def test_one_worker_on_each_host_by_variables_alone(launcher, hosts, tmp_path):
     outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     result = json.loads(outputs[0][0])
-    assert (result["backend"], result["replicas"], result["steps"]) == ("multiworker", 2, 5)
+    assert (result["backend"], result["replicas"], result["steps"]) == (backend, 2, 5)
 
 
 def launched(command, cwd):

@@ -1,11 +1,9 @@
 """Places in a job of an outside launcher, by its variables: `mpirun`, Slurm, LSF, PBS, Flux, SkyPilot, Kubernetes."""
 
 import contextlib
-import functools
 import json
 import os
 import re
-import subprocess
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +12,9 @@ from hypothesis import strategies as st
 from loop import UsageError
 from loop.launch import host_lists, machine, places, schedulers
 from loop.launch.environment import read_tf_config, tf_cluster
-from tests.conftest import ROOT, TFLOOP, tfloop
+from tests import launchers
+from tests.conftest import ROOT, needs_horovod, tfloop
+from tests.launchers import LAUNCHERS, SHARED
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -66,7 +66,6 @@ def test_places_under_srun():
         ("auto", OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK=one"),
         ("auto", {name: OPEN_MPI[name] for name in OPEN_MPI if name != "PMIX_NAMESPACE"}, "set TFLOOP_PORT_BASE"),
         ("auto", OPEN_MPI | {"TFLOOP_PORT_BASE": "80"}, "TFLOOP_PORT_BASE=80: give a port"),
-        ("horovod", SLURM, "backend='horovod' under srun"),
         ("auto", SLURM | {"SLURM_LOCALID": "1"}, "srun --distribution=block"),
         ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3"}, "contradict each other"),
         ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2+1"}, "SLURM_STEP_TASKS_PER_NODE=2.1: it must be like"),
@@ -139,63 +138,6 @@ def test_task_maps(hosts):
     assert host_lists.task_hosts("\n".join(lines)) == hosts
 
 
-FLUX = '#!/bin/sh\n[ "$*" = "job taskmap --to=hosts ƒ2xQ" ] && cat "$(dirname "$0")/map"\n'
-"""What answers instead of Flux, which no package registry has: its own tests show this form of answer."""
-
-
-def environments(launcher, nodes, directory):
-    """The variables of each worker, by rank, of a job with so many workers on each node."""
-    hosts = [node for node, count in nodes.items() for _ in range(count)]
-    locals_ = [local for count in nodes.values() for local in range(count)]
-    slots = " ".join(f"{node} {count}" for node, count in nodes.items())
-    (directory / "nodes").write_text("".join(f"{host}\n" for host in hosts))
-    ranks = {node: [rank for rank, host in enumerate(hosts) if host == node] for node in nodes}
-    (directory / "map").write_text("".join(f"{node}: {each[0]}-{each[-1]}\n" for node, each in ranks.items()))
-    (directory / "flux").write_text(FLUX)
-    (directory / "flux").chmod(0o755)
-    for rank, (host, local) in enumerate(zip(hosts, locals_)):
-        numbers = {"RANK": rank, "SIZE": len(hosts), "LOCAL_RANK": local, "LOCAL_SIZE": nodes[host]}
-        yield {
-            "jsrun": {
-                **{f"JSM_NAMESPACE_{name}": str(value) for name, value in numbers.items()},
-                **{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in numbers.items()},
-                "LSB_JOBID": "7", "LSB_MCPU_HOSTS": f"launch 1 {slots}",
-            },
-            "Flux": {
-                "FLUX_TASK_RANK": str(rank), "FLUX_TASK_LOCAL_ID": str(local), "FLUX_JOB_SIZE": str(len(hosts)),
-                "FLUX_JOB_NNODES": str(len(nodes)), "FLUX_JOB_ID": "ƒ2xQ",
-            },
-            "blaunch": {
-                "LSF_PM_TASKID": str(rank + 1), "LSB_JOBID": "7", "LSB_MCPU_HOSTS": slots, "LSB_HOSTS": " ".join(hosts),
-            },
-            "mpiexec": {
-                "PMI_RANK": str(rank), "PMI_SIZE": str(len(hosts)), "PBS_JOBID": "7.head",
-                "PBS_NODEFILE": str(directory / "nodes"), "PBS_TASKNUM": "1",
-            },
-            "pbsdsh": {
-                "PBS_VNODENUM": str(rank), "PBS_TASKNUM": str(rank + 2), "PBS_JOBID": "7.head",
-                "PBS_NODEFILE": str(directory / "nodes"),
-            },
-            "OpenPBS": {
-                "PBS_NODENUM": str(rank), "PBS_TASKNUM": str(rank + 2), "PBS_JOBID": "7.head",
-                "PBS_NODEFILE": str(directory / "nodes"),
-            },
-            "SkyPilot": {
-                "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "\n".join(hosts),
-                "SKYPILOT_NUM_NODES": str(len(nodes)), "SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_TASK_ID": "sky-7",
-            },
-            "Kubernetes": {
-                "JOB_COMPLETION_INDEX": str(rank), "HOSTNAME": host, "TFLOOP_SERVICE": "digits",
-                "TFLOOP_PODS": str(len(hosts)),
-            },
-        }[launcher]  # fmt: skip
-
-
-SHARED = ("jsrun", "Flux", "blaunch", "mpiexec", "pbsdsh")
-"""The launchers that may start several workers on a host."""
-LAUNCHERS = (*SHARED, "OpenPBS", "SkyPilot", "Kubernetes")
-
-
 @st.composite
 def jobs_of(draw):
     launcher = draw(st.sampled_from(LAUNCHERS))
@@ -223,7 +165,7 @@ def test_all_workers_find_the_same_places(flux, job):
     if launcher == "Kubernetes":
         hosts = [f"{host}.digits" for host in hosts]
     clusters = set()
-    for rank, environment in enumerate(environments(launcher, nodes, flux)):
+    for rank, environment in enumerate(launchers.environments(launcher, nodes, flux)):
         found = schedulers.place("multiworker", environment)
         own, addresses = tf_cluster(found["TF_CONFIG"])
         assert own == rank
@@ -232,14 +174,26 @@ def test_all_workers_find_the_same_places(flux, job):
         local = None if launcher in ("SkyPilot", "Kubernetes") else str(hosts[:rank].count(hosts[rank]))
         assert found.get("TFLOOP_LOCAL_RANK") == local
         clusters.add(json.dumps(addresses))
+        check_horovod(schedulers.place("horovod", {**environment, "OMPI_COMM_WORLD_SIZE": "1"}), rank, hosts)
     assert len(clusters) == 1
+
+
+def check_horovod(found, rank, hosts):
+    """The same numbers as Horovod's own launcher gives, where it is asked; it fills hosts one after the other."""
+    machine.horovod_missing() and pytest.skip("Horovod isn't installed")
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_slot_env_vars
+
+    slots = get_host_assignments(parse_hosts(found[schedulers.HOSTS]), len(hosts))
+    assert create_slot_env_vars(slots[rank]).items() <= found.items()
+    assert found["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == hosts[0]
 
 
 @given(job=jobs_of(), data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_variable_gives_a_place_or_is_refused(flux, job, data):
     launcher, nodes = job
-    environment = data.draw(st.sampled_from(list(environments(launcher, nodes, flux))))
+    environment = data.draw(st.sampled_from(list(launchers.environments(launcher, nodes, flux))))
     name = data.draw(st.sampled_from(sorted(environment)))
     value = data.draw(st.none() | st.sampled_from(["", "0", "-1", "1", "2", "99", "x", "ƒ", "a 1 b", "a b", "1 1"]))
     environment = {**environment, name: value} if value is not None else {**environment}
@@ -252,7 +206,7 @@ def test_a_damaged_variable_gives_a_place_or_is_refused(flux, job, data):
 
 
 def first(launcher, nodes, directory, rank=1, **changes):
-    environment = list(environments(launcher, nodes, directory))[rank] | changes
+    environment = list(launchers.environments(launcher, nodes, directory))[rank] | changes
     return {name: value for name, value in environment.items() if value is not None}
 
 
@@ -316,36 +270,11 @@ def test_what_is_no_job_of_several_workers(flux, tmp_path):
     assert schedulers.place("auto", first("blaunch", TWO, tmp_path, LSF_PM_TASKID=None)) == {}
     assert schedulers.place("auto", first("pbsdsh", TWO, tmp_path, PBS_TASKNUM="1")) == {}
     assert schedulers.place("auto", {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "sweep-1"}) == {}
-    for launcher in LAUNCHERS[1:]:
-        environment = first(launcher, {"n-0": 1, "n-1": 1}, tmp_path)
-        with pytest.raises(UsageError, match="use multiworker"):
-            schedulers.place("horovod", environment)
 
 
-STEPS = ("train", "digits", "--steps", "5", "--seed", "1", "--track", "off", "--json")
-
-
-@functools.cache
-def weights_of_two_workers(directory):
-    done = tfloop(*STEPS, "--workers", "2", "--backend", "multiworker", cwd=directory)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["weights_sha256"]
-
-
-@pytest.mark.parametrize("launcher", SHARED)
-def test_two_processes_meet_and_have_the_weights_of_two_workers(launcher, tmp_path, tmp_path_factory):
-    """Real processes on this machine, with the variables that the launcher would set."""
-    processes = []
-    for environment in environments(launcher, {"localhost": 2}, tmp_path):
-        environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
-        processes.append(
-            subprocess.Popen(
-                [*TFLOOP, *STEPS, "--run-dir", "run"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    result = json.loads(outputs[0][0])
-    assert (result["backend"], result["replicas"], result["steps"]) == ("multiworker", 2, 5)
-    assert result["weights_sha256"] == weights_of_two_workers(tmp_path_factory.getbasetemp())
+@pytest.mark.parametrize("backend", ["multiworker", pytest.param("horovod", marks=needs_horovod)])
+def test_two_processes_meet_by_such_variables(backend, tmp_path):
+    """`python -m tests.campaigns.launchers` does this for each launcher that may start several on a host."""
+    result, others = launchers.train("blaunch", tmp_path, backend)
+    assert (result["backend"], result["replicas"], result["steps"]) == (backend, 2, 5)
+    assert others == [""]
