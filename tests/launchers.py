@@ -65,17 +65,23 @@ SHARED = ("jsrun", "Flux", "blaunch", "mpiexec", "pbsdsh")
 LAUNCHERS = (*SHARED, "OpenPBS", "SkyPilot", "Kubernetes")
 
 
-def train(launcher, directory, backend):
-    """Trains with two workers on this machine; gives the chief's result, and what the others print."""
+def start(launcher, directory, *arguments):
+    """Starts two workers on this machine, as the launcher would; gives their processes, by rank."""
     processes = []
     for environment in environments(launcher, {"localhost": 2}, directory):
         variables = {**os.environ, **environment, "PATH": f"{directory}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-P", "-m", "cli", *STEPS, "--backend", backend]
         processes.append(
             subprocess.Popen(
-                command, cwd=directory, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [sys.executable, "-P", "-m", "cli", *arguments], cwd=directory, env=variables,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
-        )
+        )  # fmt: skip
+    return processes
+
+
+def train(launcher, directory, backend):
+    """Trains with two such workers; gives the chief's result, and what the others print."""
+    processes = start(launcher, directory, *STEPS, "--backend", backend)
     outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     return json.loads(outputs[0][0]), [stdout for stdout, _ in outputs[1:]]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -278,3 +279,18 @@ def test_two_processes_meet_by_such_variables(backend, tmp_path):
     result, others = launchers.train("blaunch", tmp_path, backend)
     assert (result["backend"], result["replicas"], result["steps"]) == (backend, 2, 5)
     assert others == [""]
+
+
+def test_a_worker_that_is_evicted_has_all_save_and_exit_with_75(tmp_path):
+    """SIGTERM to one worker, as when the node of one pod is drained: no launcher of ours hands it on."""
+    options = "--epochs 99999 --eval-every never --track off --run-dir run"
+    chief, other = launchers.start("blaunch", tmp_path, "train", "digits", *options.split())
+    try:
+        assert any("epoch 1/" in line for line in chief.stderr)
+        other.send_signal(signal.SIGTERM)
+        ends = [process.communicate(timeout=120)[1] for process in (chief, other)]
+    finally:
+        chief.kill()
+        other.kill()
+    assert (chief.returncode, other.returncode) == (75, 75), ends
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
