@@ -82,6 +82,10 @@ def start(launcher, directory, *arguments):
 def train(launcher, directory, backend):
     """Trains with two such workers; gives the chief's result, and what the others print."""
     processes = start(launcher, directory, *STEPS, "--backend", backend)
-    outputs = [process.communicate(timeout=240) for process in processes]
+    try:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:  # has no effect on those that have ended
+            process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
     return json.loads(outputs[0][0]), [stdout for stdout, _ in outputs[1:]]
