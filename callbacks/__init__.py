@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from callbacks.base import EVENTS, Callback, Metrics, Run, Schedule
 from callbacks.broadcast import BroadcastVariables
@@ -27,6 +27,7 @@ from callbacks.shard import ShardData
 from callbacks.system import SystemMetrics
 from callbacks.tensorboard import TensorBoard
 from callbacks.timer import Timer
+from callbacks.trainer_status import TrainerStatus
 
 __all__ = [
     "EMA",
@@ -57,6 +58,7 @@ __all__ = [
     "SystemMetrics",
     "TensorBoard",
     "Timer",
+    "TrainerStatus",
     "complete",
     "standard",
 ]
@@ -76,16 +78,26 @@ def standard(**changes: Callback | None) -> StandardSet:
     `standard(mlflow=None) + [Mine()]` adds one.
 
     Args:
-        **changes: any of `broadcast`, `shard`, `sentinel`, `checkpoint`, `journal`, `report`, `mlflow`, `progress`.
+        **changes: any of `broadcast`, `shard`, `sentinel`, `checkpoint`, `journal`, `report`, `mlflow`, `progress`,
+            and `trainer_status`, which only a TrainJob of Kubeflow Trainer has.
 
     Raises:
         TypeError: for another name.
     """
-    names = ("broadcast", "shard", "sentinel", "checkpoint", "journal", "report", "mlflow", "progress")
-    if unknown := set(changes) - set(names):
-        raise TypeError(f"standard() has no {', '.join(sorted(unknown))}: its callbacks are {', '.join(names)}")
-    kinds = (BroadcastVariables, ShardData, Sentinel, Checkpoint, Journal, Report, MLflowTracker, Progress)
-    made = [changes[name] if name in changes else kind() for name, kind in zip(names, kinds, strict=True)]
+    kinds: dict[str, Callable[[], Callback | None]] = {
+        "broadcast": BroadcastVariables,
+        "shard": ShardData,
+        "sentinel": Sentinel,
+        "checkpoint": Checkpoint,
+        "journal": Journal,
+        "report": Report,
+        "mlflow": MLflowTracker,
+        "progress": Progress,
+        "trainer_status": TrainerStatus.injected,
+    }
+    if unknown := set(changes) - set(kinds):
+        raise TypeError(f"standard() has no {', '.join(sorted(unknown))}: its callbacks are {', '.join(kinds)}")
+    made = [changes[name] if name in changes else kind() for name, kind in kinds.items()]
     return StandardSet([callback for callback in made if callback is not None])
 
 

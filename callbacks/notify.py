@@ -1,4 +1,4 @@
-"""Notify: posts the state of the run to a webhook, in the background."""
+"""Posts the state of the run to a server in the background; Notify: to a webhook."""
 
 from __future__ import annotations
 
@@ -29,7 +29,79 @@ _under_way: dict[threading.Thread, float] = {}
 """The threads that send messages, and until when the process waits for each at its end."""
 
 
-class Notify(Callback):
+class Posting(Callback):
+    """What callbacks that post JSON objects share: a thread for each message, one warning, no redirects.
+
+    Args:
+        url: where to post, http or https; a user and password in it are sent by basic authentication.
+        timeout: seconds to wait for an answer.
+        what: the server, in a warning's words.
+    """
+
+    def __init__(self, url: str, timeout: float, what: str) -> None:
+        is_time = is_number(timeout, 0, 3600) and timeout > 0
+        check(self, is_time, "give seconds > 0, at most 3600", timeout=timeout)
+        self.timeout = timeout
+        self.server = _server(url)
+        self._what = what
+        parts = urlsplit(url)
+        user, at, host = parts.netloc.rpartition("@")
+        self._url = parts._replace(netloc=host).geturl()
+        self._headers = {"Content-Type": "application/json", "User-Agent": "tfloop"}
+        if at:
+            self._headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
+        self._has_warned = False
+
+    def on_setup(self, run: Run) -> None:
+        self._has_warned = False
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Posts a message, without its secrets, in a thread."""
+        body = json.dumps(jsonable(redaction.redact(message)), allow_nan=False).encode()
+        # A daemon, so that a server that never answers can't keep the process alive: `_wait` limits the time.
+        thread = threading.Thread(target=self._post, args=(body,), name="notify", daemon=True)
+        _under_way[thread] = time.monotonic() + self.timeout
+        try:
+            thread.start()
+        except RuntimeError as error:
+            del _under_way[thread]
+            self._warn(str(error))
+
+    def _post(self, body: bytes) -> None:
+        import http.client
+        import urllib.error
+        import urllib.request
+
+        try:
+            request = urllib.request.Request(self._url, body, self._all_headers())  # noqa: S310 - http or https
+            with _opener(self._tls()).open(request, timeout=self.timeout):
+                pass
+        except urllib.error.HTTPError as error:
+            error.close()
+            is_redirect = 300 <= error.code < 400
+            self._warn(f"it answered {error.code}" + ", a redirect, which is never followed" * is_redirect)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            cause = getattr(error, "reason", error)
+            text = getattr(cause, "strerror", None) or type(cause).__name__  # the whole text may hold the URL
+            self._warn(f"no answer within {self.timeout:g} s" if isinstance(cause, TimeoutError) else text)
+        finally:
+            del _under_way[threading.current_thread()]
+
+    def _all_headers(self) -> dict[str, str]:
+        """The headers of a message; read when it is sent."""
+        return self._headers
+
+    def _tls(self) -> Any:
+        """The TLS context of a message; None: that of the system's authorities."""
+        return None
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            redaction.tell(f"warning: {self._what} at {self.server} was not told ({reason})")
+
+
+class Notify(Posting):
     """Posts a JSON object to a webhook: at the end of the run, when it fails, at each checkpoint.
 
     It has `text` (a line for people, which Slack and Mattermost show), `event` (see `on`), `task`, `run_directory`,
@@ -55,21 +127,8 @@ class Notify(Callback):
                 raise ValueError(f"Notify(on={kind!r}): no such message{nearest(str(kind), KINDS)}")
         if not self.on:
             raise ValueError(f"Notify(on=()): give at least one of {', '.join(KINDS)}")
-        is_time = is_number(timeout, 0, 3600) and timeout > 0
-        check(self, is_time, "give seconds > 0, at most 3600", timeout=timeout)
-        self.timeout = timeout
-        self.server = _server(url)
-        parts = urlsplit(url)
-        user, at, host = parts.netloc.rpartition("@")
-        self._url = parts._replace(netloc=host).geturl()
+        super().__init__(url, timeout, "the webhook")
         redaction.hidden |= {url, self._url}  # before anything can fail and print it
-        self._headers = {"Content-Type": "application/json", "User-Agent": "tfloop"}
-        if at:
-            self._headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
-        self._has_warned = False
-
-    def on_setup(self, run: Run) -> None:
-        self._has_warned = False
 
     def on_checkpoint(self, run: Run, reason: str) -> None:
         self._tell(run, "checkpoint", "running", reason)
@@ -92,48 +151,14 @@ class Notify(Callback):
         for name, value in metrics.items():
             if name not in COUNTERS:
                 text += f", {name} {number(value)}"
-        message = {
+        self._send({
             "text": text, "event": kind, "task": run.info["task"], "run_directory": str(run.directory),
             "status": status, "step": run.progress.step, "epoch": run.progress.epoch, "metrics": metrics,
             "time": time.time(), "error" if kind == "failure" else "reason": why,
-        }  # fmt: skip
-        body = json.dumps(jsonable(redaction.redact(message)), allow_nan=False).encode()
-        # A daemon, so that a server that never answers can't keep the process alive: `_wait` limits the time.
-        thread = threading.Thread(target=self._post, args=(body,), name="notify", daemon=True)
-        _under_way[thread] = time.monotonic() + self.timeout
-        try:
-            thread.start()
-        except RuntimeError as error:
-            del _under_way[thread]
-            self._warn(str(error))
-
-    def _post(self, body: bytes) -> None:
-        import http.client
-        import urllib.error
-        import urllib.request
-
-        try:
-            request = urllib.request.Request(self._url, body, self._headers)  # noqa: S310 - it is http or https
-            with _opener().open(request, timeout=self.timeout):
-                pass
-        except urllib.error.HTTPError as error:
-            error.close()
-            is_redirect = 300 <= error.code < 400
-            self._warn(f"it answered {error.code}" + ", a redirect, which is never followed" * is_redirect)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            cause = getattr(error, "reason", error)
-            text = getattr(cause, "strerror", None) or type(cause).__name__  # the whole text may hold the URL
-            self._warn(f"no answer within {self.timeout:g} s" if isinstance(cause, TimeoutError) else text)
-        finally:
-            del _under_way[threading.current_thread()]
-
-    def _warn(self, reason: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            redaction.tell(f"warning: the webhook at {self.server} was not told ({reason})")
+        })  # fmt: skip
 
 
-def _opener() -> Any:
+def _opener(tls: Any) -> Any:
     """Opens requests. A redirect is an error: another host must not get the credentials."""
     import urllib.request
 
@@ -141,7 +166,7 @@ def _opener() -> Any:
         def redirect_request(self, *arguments: Any) -> None:
             return None
 
-    return urllib.request.build_opener(Refusing)
+    return urllib.request.build_opener(Refusing, urllib.request.HTTPSHandler(context=tls))
 
 
 def _server(url: str) -> str:

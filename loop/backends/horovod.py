@@ -17,8 +17,10 @@ from loop.backends.base import Backend
 from loop.backends.devices import use_gpus
 from loop.backends.step_collectives import gathered_flat, of_one_dtype
 from loop.errors import RegroupError, UsageError
+from loop.launch import horovodrun
 from loop.launch.environment import job_rank, job_size
 from loop.launch.member import Member
+from loop.launch.schedulers import HOSTS
 from loop.launch.worker import await_peers, is_peer_loss
 
 
@@ -118,6 +120,8 @@ class ElasticHorovod(Horovod):
 
 def _start(check: Callable[[], None] = lambda: None) -> None:
     """Starts Horovod when all ranks are there; see `_meet`."""
+    if HOSTS in os.environ and job_rank() == 0:
+        horovodrun.serve_job()
     _meet(check)
     # A step waits for each of its few collectives: Horovod's thread looks for them twice as often as by default.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5")  # milliseconds; docs/performance/communication.md

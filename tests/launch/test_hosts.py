@@ -1,11 +1,10 @@
-"""Several hosts: `--hosts` over ssh between network namespaces, `mpirun`, Slurm's variables, and cluster manifests."""
+"""Several hosts: `--hosts` over ssh between network namespaces, and `mpirun`."""
 
 import contextlib
 import importlib.metadata
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -15,17 +14,14 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import cli
 from loop import UsageError
-from loop.launch import host_agent, machine, schedulers
+from loop.launch import host_agent, schedulers
 from loop.launch import hosts as hosts_
-from loop.launch.environment import read_tf_config, tf_cluster
 from loop.launch.host_slots import read_hosts
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
@@ -90,8 +86,9 @@ class Hosts:
             assert "listening" in self.daemons[-1].stderr.readline()
 
     def down(self):
-        for host in range(len(self.daemons)):  # with connections that don't know yet that they were cut
-            for pid in run("ip", "netns", "pids", self.names[host]).split():
+        for name in self.names:  # with connections that don't know yet that they were cut
+            inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for pid in inside.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
         for daemon in self.daemons:
@@ -128,22 +125,32 @@ class Hosts:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
+def network(tmp_path_factory):
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    for tool in ("ip", "ssh", "ssh-keygen", SSHD):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} isn't installed (apt-get install iproute2 openssh-client openssh-server)")
+    need("ip")
     made = Hosts(tmp_path_factory.mktemp("hosts"))
     try:
         try:
             made.network()
         except (AssertionError, OSError) as error:
             pytest.skip(f"network namespaces aren't allowed here: {error}")
-        made.sshd()
         yield made
     finally:
         made.down()
+
+
+@pytest.fixture(scope="module")
+def hosts(network):
+    need("ssh", "ssh-keygen", SSHD)
+    network.sshd()
+    return network
+
+
+def need(*tools):
+    for tool in tools:
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} isn't installed (apt-get install iproute2 openssh-client openssh-server)")
 
 
 @needs_horovod
@@ -214,6 +221,39 @@ def test_an_elastic_job_goes_on_without_the_host_that_is_cut_off(hosts, tmp_path
     assert "elastic: going on with 1 worker" in err
 
 
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [("SkyPilot", "multiworker"), pytest.param("Kubernetes", "horovod", marks=needs_horovod)]
+)
+def test_one_worker_on_each_host_by_variables_alone(launcher, backend, network, tmp_path):
+    """What SkyPilot sets on a node; and what a pod has, with the names that a headless service gives pods."""
+    processes = []
+    for rank in (0, 1):
+        environment = {
+            "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": f"{HERE}\n{THERE}", "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+        }  # fmt: skip
+        if launcher == "Kubernetes":
+            environment = {
+                "JOB_COMPLETION_INDEX": str(rank), "HOSTNAME": f"run-{rank}", "TFLOOP_SERVICE": "pods",
+                "TFLOOP_PODS": "2",
+            }  # fmt: skip
+            with Path("/etc/netns", network.names[rank], "hosts").open("a") as known:
+                known.write(f"{HERE} run-0.pods\n{THERE} run-1.pods\n")
+        command = network.inside(
+            rank, *TFLOOP, "train", "digits", "--steps", 5, "--backend", backend, "--track", "off", "--json"
+        )
+        environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+        processes.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    result = json.loads(outputs[0][0])
+    assert (result["backend"], result["replicas"], result["steps"]) == (backend, 2, 5)
+
+
 def launched(command, cwd):
     """Runs workers that find each other by themselves; gives the result of the chief, the only one."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
@@ -240,110 +280,6 @@ def test_mpirun_is_joined(tmp_path):
     result = launched([*command, "--steps", "5", "--track", "off", "--json"], tmp_path)
     engine = "horovod" if schedulers.horovod_has_mpi() else "multiworker"
     assert (result["backend"], result["replicas"], result["steps"]) == (engine, 2, 5)
-
-
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "3527409665",
-}  # fmt: skip
-SLURM = {
-    "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "n[09-10]", "SLURM_STEP_TASKS_PER_NODE": "2,1",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mpi", [True, False])
-def test_places_under_mpirun(mpi, monkeypatch):
-    monkeypatch.setattr(schedulers, "horovod_has_mpi", lambda: mpi)
-    if mpi:
-        assert schedulers.place("auto", OPEN_MPI) == {
-            "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1"
-        }  # fmt: skip
-    else:
-        place = schedulers.place("auto", OPEN_MPI)
-        assert read_tf_config(place["TF_CONFIG"]) == (1, 2)
-        assert re.findall(r"127\.0\.0\.1:\d+", place["TF_CONFIG"])
-    assert "TF_CONFIG" in schedulers.place("multiworker", OPEN_MPI)
-    assert schedulers.place("auto", {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}) == {}
-
-
-def test_places_under_srun():
-    place = schedulers.place("auto", SLURM)
-    rank, addresses = tf_cluster(place["TF_CONFIG"])
-    base = 10_000 + 256 * (4713 % 88)
-    assert rank == 2
-    assert list(addresses.values()) == [f"n09:{base}", f"n09:{base + 1}", f"n10:{base}"]
-    assert place["TFLOOP_LOCAL_RANK"] == "0"
-    alone = SLURM | {
-        "SLURM_STEP_NODELIST": "n09",
-        "SLURM_STEP_TASKS_PER_NODE": "3",
-        "SLURM_LOCALID": "2",
-        "SLURM_NODEID": "0",
-    }
-    assert "127.0.0.1" in schedulers.place("auto", alone | {schedulers.PORTS: "4000"})["TF_CONFIG"]
-    assert schedulers.place("auto", {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}) == {}  # the script of a batch job
-
-
-@pytest.mark.parametrize(
-    ("backend", "environment", "message"),
-    [
-        ("horovod", OPEN_MPI, "but Horovod is built without MPI: build it with MPI"),
-        ("auto", OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "on several hosts, of which 1 are here"),
-        ("auto", OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK=one"),
-        ("auto", {name: OPEN_MPI[name] for name in OPEN_MPI if name != "PMIX_NAMESPACE"}, "set TFLOOP_PORT_BASE"),
-        ("auto", OPEN_MPI | {"TFLOOP_PORT_BASE": "80"}, "TFLOOP_PORT_BASE=80: give a port"),
-        ("horovod", SLURM, "backend='horovod' under srun"),
-        ("auto", SLURM | {"SLURM_LOCALID": "1"}, "srun --distribution=block"),
-        ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3"}, "contradict each other"),
-        ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2+1"}, "SLURM_STEP_TASKS_PER_NODE=2.1: it must be like"),
-        ("auto", SLURM | {"SLURM_STEP_NODELIST": "n[9-"}, "the node list 'n.9-' can't be read"),
-        ("auto", {name: SLURM[name] for name in SLURM if name != "SLURM_NODEID"}, "SLURM_NODEID isn't set"),
-    ],
-)
-def test_jobs_that_cannot_be_joined(backend, environment, message, monkeypatch):
-    monkeypatch.setattr(schedulers, "horovod_has_mpi", lambda: False)
-    monkeypatch.setattr(machine, "horovod_missing", lambda: None)
-    with pytest.raises(UsageError, match=message):
-        schedulers.place(backend, environment)
-
-
-word = st.text("abcxyz-", min_size=1, max_size=4)
-ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=3)
-
-
-@given(st.lists(st.lists(st.tuples(word, ranges | st.none()), min_size=1, max_size=2), min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
-def test_node_lists_are_expanded(names):
-    """Compressed names beside what they stand for, both made from the same parts."""
-    texts, expected = [], []
-    for parts in names:
-        text, stands_for = "", [""]
-        for letters, numbers in parts:
-            text += letters
-            values = [""]
-            if numbers is not None:
-                text += "[" + ",".join(f"{a:0{w}}-{a + n:0{w}}" if n else f"{a:0{w}}" for a, n, w in numbers) + "]"
-                values = [str(a + i).zfill(max(w, len(str(a)))) for a, n, w in numbers for i in range(n + 1)]
-            stands_for = [name + letters + value for name in stands_for for value in values]
-        texts.append(text)
-        expected += stands_for
-    assert schedulers.node_list(",".join(texts)) == expected
-
-
-@given(st.text("ab[]-,19 ", max_size=12))
-@settings(max_examples=100, deadline=None)
-def test_node_lists_are_read_or_refused(text):
-    names = []
-    with contextlib.suppress(UsageError):
-        names = schedulers.node_list(text)
-    assert all(name and not set(name) & set("[], ") for name in names)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4))
-@settings(max_examples=30, deadline=None)
-def test_task_counts(counts):
-    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in counts)
-    assert schedulers.task_counts(text) == [count for count, times in counts for _ in range(times)]
 
 
 @given(st.dictionaries(st.from_regex(r"(root@)?[a-z0-9][a-z0-9.]{0,5}", fullmatch=True), st.integers(1, 9), min_size=2))
@@ -391,88 +327,6 @@ def test_what_is_no_ssh(ssh, message, monkeypatch):
         hosts_.Host("h1", 1, None)
     monkeypatch.setenv("TFLOOP_SSH", "")
     assert hosts_.command("h1", "python")[:2] == ["ssh", "-T"]
-
-
-def fits(value, schema, definitions):
-    """Whether a value is as a JSON schema says, as far as ours says anything."""
-    kinds = {"object": dict, "array": list, "string": str, "integer": int}
-    assert isinstance(value, kinds[schema["type"]]) if "type" in schema else True, f"{value!r} is no {schema['type']}"
-    assert "enum" not in schema or value in schema["enum"], f"{value!r} is none of {schema['enum']}"
-    assert "pattern" not in schema or re.search(schema["pattern"], value), f"{value!r} is not like {schema['pattern']}"
-    assert "minimum" not in schema or value >= schema["minimum"], f"{value!r} is less than {schema['minimum']}"
-    if "$ref" in schema:
-        fits(value, definitions[schema["$ref"]], definitions)
-    if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        assert set(schema.get("required", [])) <= set(value), (
-            f"{schema['required']} are required, not only {list(value)}"
-        )
-        assert schema.get("additionalProperties", True) or set(value) <= set(properties), f"unknown: {list(value)}"
-        for name, each in value.items():
-            fits(each, properties.get(name, {}), definitions)
-    if isinstance(value, list):
-        for each in value:
-            fits(each, schema.get("items", {}), definitions)
-
-
-MANIFESTS = sorted((ROOT / "examples" / "cluster").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
-def test_manifests_fit_the_schema_and_the_command_line(path):
-    schema = json.loads((ROOT / "tests" / "kubeflow.schema.json").read_text())
-    manifest = yaml.safe_load(path.read_text())
-    fits(manifest, schema, schema["definitions"])
-    for command in re.findall(r"\[(tfloop, .*)\]", path.read_text()):
-        check_command(command.split(", "))
-    replicas = next(specs for name, specs in manifest["spec"].items() if name.endswith("ReplicaSpecs"))
-    for place, wrong in (
-        (manifest["spec"], {"replicas": 4}),
-        (replicas["Worker"], {"replicas": 0}),
-        (replicas, {"Ps": {}}),
-    ):
-        kept = dict(place)
-        place.update(wrong)
-        with pytest.raises(AssertionError):
-            fits(manifest, schema, schema["definitions"])
-        place.clear()
-        place.update(kept)
-
-
-def check_command(words):
-    """That `tfloop train` has all these options."""
-    assert words[:2] == ["tfloop", "train"]
-    options = {word.partition("=")[0] for word in words if word.startswith("--")}
-    known = {name for each in typer.main.get_group(cli.app).commands["train"].params for name in each.opts}
-    assert options <= known
-
-
-def test_the_batch_script_is_one():
-    path = ROOT / "examples" / "cluster" / "slurm.sbatch"
-    run("bash", "-n", path)
-    line = path.read_text().replace("\\\n", "").splitlines()[-1]
-    check_command(shlex.split(line[line.index("tfloop train") :]))
-
-
-@pytest.mark.parametrize("script", ["two-hosts.sh", "tf-config.sh"])
-def test_scripts_for_two_hosts_type_what_tfloop_knows(script, tmp_path):
-    """`tfloop` here prints what it is called with: that the commands themselves work is tested above, and elsewhere."""
-    path = ROOT / "examples" / "cluster" / script
-    (tmp_path / "tfloop").write_text('#!/bin/sh\necho "$TF_CONFIG"; for word in tfloop "$@"; do echo "$word"; done\n')
-    (tmp_path / "tfloop").chmod(0o755)
-    more = {"env": os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}}
-    hosts = ["h1", "h2"] if script == "two-hosts.sh" else ["1", "h1:2222", "h2:2222"]
-    variable, *words = run(path, *hosts, "--epochs", 3, **more).splitlines()
-    check_command(words)
-    assert words[-2:] == ["--epochs", "3"]
-    if script == "two-hosts.sh":
-        assert read_hosts(words[words.index("--hosts") + 1], None, "auto", None, None) == {"h1": 1, "h2": 1}
-    else:
-        task = {"type": "worker", "index": 1}
-        assert json.loads(variable) == {"cluster": {"worker": ["h1:2222", "h2:2222"]}, "task": task}
-    lacking = subprocess.run([path, hosts[0]], capture_output=True, text=True, timeout=60, **more)
-    assert lacking.returncode
-    assert "give " in lacking.stderr
 
 
 def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_path):

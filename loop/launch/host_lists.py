@@ -1,0 +1,89 @@
+"""Lists of hosts as schedulers write them, and the hosts that they stand for."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from loop.errors import UsageError
+
+
+def node_list(text: str) -> list[str]:
+    """The nodes of Slurm's compressed list: `rack[1-2]n[08-10],login` are `rack1n08`, ..., `rack2n10`, `login`.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    # Commas within brackets belong to the ranges.
+    names = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)
+    if not names or ",".join(names) != text:
+        raise UsageError(f"the node list {text!r} can't be read: it must be like node[01-03,7],login")
+    nodes = []
+    for name in names:
+        parts = [_values(part) for part in re.split(r"(\[.*?\])", name)]
+        nodes += ["".join(values) for values in itertools.product(*parts)]
+    return nodes
+
+
+def _values(part: str) -> list[str]:
+    """The values of one part of a name: the part itself, or the numbers of its ranges, with leading zeros."""
+    if not part.startswith("["):
+        return [part]
+    values = []
+    for text in part[1:-1].split(","):
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+        first = numbers[1] if numbers else "1"
+        last = numbers[2] or first if numbers else "0"
+        if int(last) < int(first) or int(last) - int(first) >= 1_000_000:
+            raise UsageError(f"the node list has {part}, which can't be read: it must be like [01-03,7]")
+        values += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+    return values
+
+
+def task_counts(text: str) -> list[int]:
+    """How many tasks each node has: `2(x3),1` are 2, 2, 2, 1.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part, re.ASCII)
+        if match is None:
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text}: it must be like 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def host_counts(text: str) -> list[str]:
+    """The host of each slot in LSF's list: `a 2 b 1` are a, a, b.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    words = text.split()
+    counts = words[1::2]
+    if len(words) % 2 or not all(re.fullmatch(r"[1-9]\d{0,4}", count, re.ASCII) for count in counts):
+        raise UsageError(f"LSB_MCPU_HOSTS={text}: it must be like host1 2 host2 1")
+    hosts = []
+    for host, count in zip(words[::2], counts):
+        hosts += [host] * int(count)
+    return hosts
+
+
+def task_hosts(text: str) -> list[str]:
+    """The host of each task, by rank, in Flux's task map: the lines `a: 0-1` and `b: 2` are a, a, b.
+
+    Raises:
+        UsageError: it is no such map, or a task has no host, or two.
+    """
+    hosts: dict[int, str] = {}
+    for line in text.splitlines():
+        host, _, tasks = line.rpartition(": ")
+        numbers = [int(number) for number in _values(f"[{tasks.strip('[]')}]")]
+        if not host or hosts.keys() & set(numbers):
+            raise UsageError(f"the task map {text!r} can't be read: it must have lines like host1: 0-1")
+        hosts |= dict.fromkeys(numbers, host)
+    if sorted(hosts) != list(range(len(hosts))):
+        raise UsageError(f"the task map {text!r} has no host for some tasks")
+    return [hosts[task] for task in sorted(hosts)]
