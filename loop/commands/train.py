@@ -19,7 +19,7 @@ from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from loop.commands import command_line, dry_run, memory_advice, runs, tracking
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
-from loop.launch import host_slots, hosts, machine, signals, stderr
+from loop.launch import host_slots, hosts, machine, signals, ssh, stderr
 from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.elastic_limits import Limits, read_limits
@@ -209,7 +209,7 @@ def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> O
         cluster = None
         if place.hosts:
             files = hosts.files(typed.target_, typed.config_ or ())
-            connection = hosts.connect(place.hosts, place.backend, files, typed.interface, typed.remote_python)
+            connection = ssh.connect(place.hosts, place.backend, files, typed.interface, typed.remote_python)
             cluster = stack.enter_context(connection)
         if place.limits is None:
             done = run_job(place.backend, count, arguments, typed.ps or 1, cluster)
