@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 """The directory that holds the packages `loop` and `callbacks`, and `cli.py`."""
 SQLITE = "sqlite:///"
 """The start of the URI of a store in a sqlite file."""
+LAUNCH_DIRECTORY = "TFLOOP_DIRECTORY"
+"""Environment variable: the directory in which the command was typed, of whose files this process has a copy only."""
 LONGEST = 1 << 26
 """The most bytes of a JSON file, or of a line of a journal: a longer one is not read."""
 
@@ -268,9 +270,21 @@ def make_directory(path: Path) -> Path:
     return path
 
 
+def launch_path(path: str | Path) -> Path:
+    """An absolute path. A relative one starts in the directory in which the command was typed, on any machine."""
+    return Path(os.environ.get(LAUNCH_DIRECTORY, "."), path).absolute()
+
+
+def original_path(path: Path) -> Path:
+    """The path that a file in a copy of the directory in which the command was typed has there."""
+    if LAUNCH_DIRECTORY in os.environ and path.is_relative_to(here := Path.cwd().resolve()):
+        return launch_path(path.relative_to(here))
+    return path
+
+
 def sqlite_uri(path: Path) -> str:
     """The URI of a sqlite file, with the characters escaped that have a meaning in URIs."""
-    return SQLITE + re.sub(r"[?#%]", lambda character: f"%{ord(character[0]):02X}", str(path.absolute()))
+    return SQLITE + re.sub(r"[?#%]", lambda character: f"%{ord(character[0]):02X}", str(launch_path(path)))
 
 
 def sqlite_path(uri: str) -> Path | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from callbacks.files import original_path
 from loop.errors import UsageError
 from loop.options import Phase
 
@@ -199,4 +200,4 @@ def target_of(task: TrainTask) -> str | None:
     name = type(task).__qualname__
     if path is None or not Path(path).is_file() or not name.isidentifier():  # typed at a prompt, or in a function
         return None
-    return f"{Path(path).resolve()}:{name}"
+    return f"{original_path(Path(path).resolve())}:{name}"

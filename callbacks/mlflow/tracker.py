@@ -32,7 +32,7 @@ def default_uri() -> str:
 
     It is always given to MLflow, whose own default changes silently if there is an old `./mlruns`.
     """
-    return os.environ.get("MLFLOW_TRACKING_URI") or files.sqlite_uri(Path("runs").resolve() / "mlflow.db")
+    return os.environ.get("MLFLOW_TRACKING_URI") or files.sqlite_uri(files.launch_path("runs").resolve() / "mlflow.db")
 
 
 def _is_store(uri: Any) -> bool:

@@ -19,7 +19,7 @@ from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from loop.commands import command_line, dry_run, memory_advice, runs, tracking
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
-from loop.launch import host_slots, hosts, machine, signals, stderr
+from loop.launch import host_slots, hosts, machine, ray_cluster, ray_options, signals, ssh, stderr
 from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.elastic_limits import Limits, read_limits
@@ -41,6 +41,7 @@ class Place(NamedTuple):
     why: str
     workers: int | None
     hosts: dict[str, int]
+    ray: ray_options.Request | None
     limits: Limits | None
     devices: list[str] | None
 
@@ -69,7 +70,7 @@ def _end_with_memory(typed: SimpleNamespace, problem: str) -> NoReturn:
     command_line.say(problem)
     workers = typed.workers or 1
     options = {"precision": typed.precision, "ema": typed.ema}
-    share = 1 if typed.hosts_ else 1 / workers
+    share = 1 if typed.hosts_ or typed.launcher else 1 / workers
     memory_advice.replace_process(typed.target_, typed.set_ or (), typed.batch_size, workers, options, share)
 
 
@@ -161,6 +162,7 @@ def _place(typed: SimpleNamespace) -> Place:
     by_host = host_slots.read_hosts(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
     workers = sum(by_host.values()) or typed.workers
     limits = _limits(typed, asked or "auto", workers)
+    ray = ray_options.read_request(typed)
     if limits is not None:
         asked = "horovod"
     devices = machine.device_names(typed.devices.split(",")) if typed.devices is not None else None
@@ -168,7 +170,7 @@ def _place(typed: SimpleNamespace) -> Place:
 
     backend = choose_for_command(asked, workers, asynchronous=True)
     why = choose_backend(asked, workers)[1] if typed.dry_run_ else ""
-    place = Place(backend, why, workers, by_host, limits, devices)
+    place = Place(backend, why, workers, by_host, ray, limits, devices)
     _check_fits(typed, place)
     return place
 
@@ -191,6 +193,8 @@ def _check_fits(typed: SimpleNamespace, place: Place) -> None:
     least = typed.min_shard_bytes
     if least is not None and (place.backend != "parameter_server" or least < 1):
         raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
+    if place.ray is not None and place.backend not in ("horovod", "multiworker"):
+        raise UsageError(f"--launcher ray with the backend {place.backend}: give --backend horovod or multiworker")
     several = ("devices_per_replica", ("single", "horovod"))
     for option, allowed in (("tpu", ("tpu",)), ("devices", ("mirrored", "central")), several):
         value = getattr(typed, option)
@@ -205,14 +209,10 @@ def _check_fits(typed: SimpleNamespace, place: Place) -> None:
 def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> Outcome:
     """Starts workers, which come to `_work` with the same arguments, and waits for them."""
     count = place.workers or 1
-    where = f" on {len(place.hosts)} hosts" if place.hosts else ""
+    where = f" on {len(place.hosts)} hosts" if place.hosts else " on Ray" if place.ray else ""
     tell(f"starting {plural(count, 'worker')}{where} ({place.backend}) ...")
     with contextlib.ExitStack() as stack:
-        cluster = None
-        if place.hosts:
-            files = hosts.files(typed.target_, typed.config_ or ())
-            connection = hosts.connect(place.hosts, place.backend, files, typed.interface, typed.remote_python)
-            cluster = stack.enter_context(connection)
+        cluster = stack.enter_context(_connected(typed, place)) if place.hosts or place.ray else None
         if place.limits is None:
             done = run_job(place.backend, count, arguments, typed.ps or 1, cluster)
         else:
@@ -220,6 +220,14 @@ def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> O
     if done[0] == PREEMPTED and done[2] is None:
         tell(signals.STOPPED)
     return done
+
+
+def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractContextManager[hosts.Cluster]:
+    """Within it, the agents of the job's workers run on other machines."""
+    files = hosts.files(typed.target_, typed.config_ or ())
+    if place.ray is not None:
+        return ray_cluster.connect(place.ray, place.backend, files, typed.run_dir)
+    return ssh.connect(place.hosts, place.backend, files, typed.interface, typed.remote_python)
 
 
 def _serve(threads: int) -> Outcome:

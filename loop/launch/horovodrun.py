@@ -47,7 +47,7 @@ def rendezvous(
     if cluster is not None:
         address = cluster.address
         interfaces = cluster.interfaces()
-        shares = shares or {host.address: host.slots for host in cluster.hosts}
+        shares = shares or cluster.shares()
     hosts = ",".join(f"{host}:{count}" for host, count in (shares or {"localhost": workers}).items())
     slots = get_host_assignments(parse_hosts(hosts), workers)
     server = _serve(address, 0, slots)

@@ -1,21 +1,18 @@
-"""Several hosts: they are reached over ssh and compared, and an agent on each runs its workers."""
+"""Several hosts: they are compared with this machine, and an agent on each runs its workers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-import os
 import re
-import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from callbacks.files import write_text
 from callbacks.run_record.redaction import mask
@@ -24,12 +21,11 @@ from loop.launch import host_agent, machine
 from loop.launch.environment import start_timeout
 
 AGENT = "loop.launch.host_agent"
-SSH = "TFLOOP_SSH"
-"""Environment variable: the command to use for ssh, with options; `ssh`."""
+"""The module that runs as the agent of a host."""
 # Variables that belong to one host. The others are sent to all hosts.
 _OF_A_HOST = re.compile(
     r"_|PATH|HOME|PWD|OLDPWD|USER|LOGNAME|MAIL|SHELL|SHLVL|TERM|HOST|HOSTNAME|TMPDIR|LD_.*|SSH_.*|XDG_.*|DBUS_.*"
-    r"|DISPLAY|WAYLAND_DISPLAY|VIRTUAL_ENV|CONDA_.*|CUDA_VISIBLE_DEVICES|SLURM.*|BASH_FUNC_.*"
+    r"|DISPLAY|WAYLAND_DISPLAY|VIRTUAL_ENV|CONDA_.*|CUDA_VISIBLE_DEVICES|SLURM.*|RAY_.*|BASH_FUNC_.*"
 )
 
 
@@ -38,37 +34,18 @@ def files(target: str, configs: Sequence[Path]) -> dict[str, str | None]:
     return {name: host_agent.digest(name) for name in (target, *map(str, configs))}
 
 
-@contextlib.contextmanager
-def connect(
-    slots: Mapping[str, int], backend: str, files: Mapping[str, str | None], interface: str | None, python: str | None
-) -> Iterator[Cluster]:
-    """Within it, agents run on the hosts of a job, which have been compared with this machine.
+class Connection(Protocol):
+    """What a launcher needs of the connection to an agent: a part of `subprocess.Popen`."""
 
-    Raises:
-        UsageError: hosts that can't be reached, or differ from this machine; each with its reason.
-    """
-    cluster = Cluster([Host(name, count, python) for name, count in slots.items()])
-    try:
-        question = {"directory": str(Path.cwd()), "files": list(files), "interface": interface}
-        for host in cluster.hosts:
-            host.send(ask=question | {"slots": host.slots})
-        # Before the answers: an agent that hears nothing for long takes this launcher for gone.
-        threading.Thread(target=cluster.watch, name="hosts", daemon=True).start()
-        deadline = time.monotonic() + start_timeout()
-        for host in cluster.hosts:
-            host.answered.wait(max(0.0, deadline - time.monotonic()))
-        expected = host_agent.versions()
-        if backend != "horovod":
-            del expected["horovod"]
-        problems = []
-        for host in cluster.hosts:
-            problems += [f"{host.name}: {reason}" for reason in host.problems(expected, files)]
-        if problems:
-            raise UsageError("; ".join(problems))
-        cluster.meet(interface)
-        yield cluster
-    finally:
-        cluster.close()
+    stdin: Any
+    stdout: Any
+    stderr: Any
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until it has ended; returns its exit code."""
+
+    def kill(self) -> None:
+        """Ends it at once."""
 
 
 class Remote:
@@ -103,7 +80,7 @@ class Host:
     Args:
         name: as ssh takes it.
         slots: how many workers it has.
-        python: the path of Python there; None: the same as here.
+        process: the connection: ssh; on this machine, the agent itself; on a Ray cluster, an actor.
 
     Attributes:
         workers: its workers, by rank.
@@ -112,13 +89,13 @@ class Host:
         heard: when the agent last sent something.
         lost: why the host is lost; "": it isn't.
         here: whether it is this machine.
-        process: the connection: ssh; on this machine, the agent itself.
         threads: they read what the agent prints, to stdout and to stderr.
     """
 
-    def __init__(self, name: str, slots: int, python: str | None) -> None:
+    def __init__(self, name: str, slots: int, process: Connection) -> None:
         self.name = name
         self.slots = slots
+        self.process = process
         self.workers: dict[int, Remote] = {}
         self.answered = threading.Event()
         self.answer: dict[str, Any] = {}
@@ -130,17 +107,6 @@ class Host:
         self._over = False  # whether it was sent that no more workers will be started
         self._sending = threading.Lock()
         self.here = host_agent.resolve(name) is not None
-        # A session of its own: Ctrl-C is for the launcher. All users can see these arguments, so no secret is in them.
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", AGENT] if self.here else command(name, python or sys.executable),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise UsageError(
-                f"--hosts needs {error.filename}, which can't be run here ({error.strerror}): install it, or say by "
-                f"{SSH} what to use for ssh"
-            ) from None
         self.threads = [
             threading.Thread(target=follow, name=f"{follow.__name__} {name}", daemon=True)
             for follow in (self._listen, self._errors)
@@ -155,7 +121,6 @@ class Host:
 
     def send(self, **message: Any) -> None:
         """Sends the agent a message. If the agent is gone, `_listen` finds out."""
-        assert self.process.stdin is not None
         with self._sending, contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
@@ -215,9 +180,13 @@ class Host:
             if digest is None:  # it can't be found on this machine either: the workers will report it
                 continue
             if self.answer["files"][name] is None:
-                yield f"has no {name} in {Path.cwd()}: copy it there"
+                yield self.missing(name)
             elif self.answer["files"][name] != digest:
                 yield f"has another {name} than this machine: copy it there"
+
+    def missing(self, name: str) -> str:
+        """The message for a file that it doesn't have."""
+        return f"has no {name} in {Path.cwd()}: copy it there"
 
     def lose(self, reason: str) -> None:
         """Marks the host as lost, and its workers with it."""
@@ -231,7 +200,6 @@ class Host:
             self.process.kill()
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             text = line.decode(errors="replace")
             if text.startswith(host_agent.MARK):
@@ -259,7 +227,6 @@ class Host:
             write_text(self._directory / message["file"], message["text"])
 
     def _errors(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             text = line.decode(errors="replace").strip()
             self._printed.append(text)
@@ -284,6 +251,33 @@ class Cluster:
     def threads(self) -> list[threading.Thread]:
         """The threads that end when all output of the hosts has been shown."""
         return [host.threads[0] for host in self.hosts]
+
+    def compare(self, questions: Sequence[Mapping[str, Any]], backend: str, files: Mapping[str, str | None]) -> None:
+        """Asks the agents what their hosts have, and compares it with this machine.
+
+        Args:
+            questions: what each host is asked; see `host_agent.facts`.
+            backend: the job's.
+            files: the hashes of the files that each must have, by name.
+
+        Raises:
+            UsageError: hosts that can't be reached, or differ; each with its reason.
+        """
+        for host, question in zip(self.hosts, questions, strict=True):
+            host.send(ask={**question, "files": list(files), "slots": host.slots})
+        # Before the answers: an agent that hears nothing for long takes this launcher for gone.
+        threading.Thread(target=self.watch, name="hosts", daemon=True).start()
+        deadline = time.monotonic() + start_timeout()
+        for host in self.hosts:
+            host.answered.wait(max(0.0, deadline - time.monotonic()))
+        expected = host_agent.versions()
+        if backend != "horovod":
+            del expected["horovod"]
+        problems = []
+        for host in self.hosts:
+            problems += [f"{host.name}: {reason}" for reason in host.problems(expected, files)]
+        if problems:
+            raise UsageError("; ".join(problems))
 
     def watch(self) -> None:
         """Until `close`: sends the agents a message now and then, and takes those that send none for lost."""
@@ -325,6 +319,13 @@ class Cluster:
             addresses += [(f"{name}:{port}", index) for index, port in enumerate(host.answer["ports"])]
         return addresses
 
+    def shares(self) -> Counter[str]:
+        """How many workers each address has: on a Ray cluster, several hosts may have the same."""
+        shares: Counter[str] = Counter()
+        for host in self.hosts:
+            shares[host.address] += host.slots
+        return shares
+
     def interfaces(self) -> dict[str, str]:
         """The name of each host's network interface, by the host's address, as Horovod needs it.
 
@@ -364,22 +365,8 @@ class Cluster:
         self._closed.set()
         for host in self.hosts:
             with contextlib.suppress(OSError):
-                host.process.stdin.close()  # type: ignore[union-attr]
+                host.process.stdin.close()
         for host in self.hosts:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 host.process.wait(timeout=2.0)
             host.process.kill()
-
-
-def command(name: str, python: str) -> list[str]:
-    """The command that starts the agent on a host."""
-    variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    remote = shlex.join(["exec", "env", *variables, python, "-P", "-m", AGENT])
-    # Not a shared connection: that one has the options of the process that opened it.
-    options = {"BatchMode": "yes", "ServerAliveInterval": 5, "ServerAliveCountMax": 3, "ControlPath": "none"}
-    options["ConnectTimeout"] = math.ceil(start_timeout())
-    try:
-        ssh = shlex.split(os.environ.get(SSH, "")) or ["ssh"]
-    except ValueError as error:
-        raise UsageError(f"{SSH}={os.environ[SSH]} can't be read ({error}): give a command as in a shell") from None
-    return [*ssh, "-T", *(f"-o{option}={value}" for option, value in options.items()), "--", name, remote]

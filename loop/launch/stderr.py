@@ -16,8 +16,9 @@ from loop.launch.environment import JOB, job_rank
 CHATTER = (
     r"[IWE]\d{4} \d\d:|[IWE]0000 00:00:|WARNING: All log messages before absl|To enable the following instructions"
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] |WARNING:tensorflow:\d+ out of the last "
+    r"|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [IWE] \d+ \d+\] "
 )
-"""What TensorFlow prints to stderr while it starts, whatever its log level: no user can act on it."""
+"""What TensorFlow and Ray print to stderr while they start, whatever their log level: no user can act on it."""
 
 
 _descriptor = 2

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from callbacks.files import fsync_directory, read_json
+from callbacks.files import fsync_directory, launch_path, read_json
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import HIDDEN, redact, tell
 from loop.backends.base import Backend
@@ -85,7 +85,7 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in
     if run_dir is None:
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "run"
         run_dir = Path("runs") / f"{slug}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
-    directory = Path(run_dir).resolve()
+    directory = launch_path(run_dir).resolve()
     _make_writable(directory)
     integrity.check_files(directory)
     about = read_json(directory / "run.json")
@@ -212,7 +212,7 @@ def _find(run: Run) -> tuple[Path, dict[str, Any]] | None:
     # Once the run has checkpoints of its own, it goes on from them, not from where it started again.
     if own or resume in ("auto", "never"):
         return newest(own)
-    return locate(Path(resume))
+    return locate(launch_path(resume))
 
 
 def newest(paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:

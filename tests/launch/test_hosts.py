@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import cli
 from loop import UsageError
 from loop.launch import host_agent, schedulers
-from loop.launch import hosts as hosts_
+from loop.launch import ssh as ssh_
 from loop.launch.host_slots import read_hosts
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
@@ -324,9 +324,9 @@ def test_bad_options(arguments, message):
 def test_what_is_no_ssh(ssh, message, monkeypatch):
     monkeypatch.setenv("TFLOOP_SSH", ssh)
     with pytest.raises(UsageError, match=message):
-        hosts_.Host("h1", 1, None)
+        ssh_.open_agent("h1", None)
     monkeypatch.setenv("TFLOOP_SSH", "")
-    assert hosts_.command("h1", "python")[:2] == ["ssh", "-T"]
+    assert ssh_.command("h1", "python")[:2] == ["ssh", "-T"]
 
 
 def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_path):

@@ -65,6 +65,10 @@ MinShardBytes = Annotated[
 Hosts = Annotated[
     str | None, Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
 ]
+Launcher = Annotated[str | None, Option(metavar="ray", help="What starts the workers, if not tfloop itself: ray.")]
+Address = Annotated[str | None, Option(metavar="HOST:PORT", help="The head of the Ray cluster, or auto.")]
+CpusPerWorker = Annotated[int | None, Option(metavar="N", help="CPUs that Ray counts for each worker; 1.")]
+Placement = Annotated[str | None, Option(help="Ray: pack (few nodes, the default) or spread.")]
 Interface = Annotated[str | None, Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")]
 RemotePython = Annotated[str | None, Option(help="Python on the other hosts, if not at the same path.")]
 Devices = Annotated[

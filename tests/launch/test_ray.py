@@ -1,0 +1,208 @@
+"""Workers on a Ray cluster: three raylets on loopback, one of which is killed; jobs that Ray has no room for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+import cli
+from callbacks import files
+from callbacks.mlflow.tracker import default_uri
+from loop import UsageError
+from loop.launch import machine
+from tests.campaigns.elastic import OPTIONS, TASK
+from tests.conftest import ROOT, TFLOOP, needs_horovod, tfloop
+
+HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "health_check_timeout_ms": 2000}
+"""How soon a node is found to be dead: by default, after 15 s."""
+NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+HEAD = NODE | {"_system_config": HEALTH}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Three nodes with a CPU each, in a process of their own; each line that it is sent replaces the last one."""
+    code = (
+        "import os, signal, sys\n"
+        "from ray.cluster_utils import Cluster\n"
+        f"cluster = Cluster(initialize_head=True, head_node_args={HEAD})\n"
+        f"nodes = [cluster.add_node(wait=False, **{NODE}) for _ in range(2)]\n"
+        "cluster.wait_for_nodes()\n"
+        "print(cluster.address, flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    os.kill(nodes.pop().all_processes['raylet'][0].process.pid, signal.SIGKILL)\n"
+        f"    nodes.append(cluster.add_node(wait=False, **{NODE}))\n"
+        "cluster.shutdown()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            process.address = process.stdout.readline().strip()
+            assert process.address.startswith("127.0.0.1:")
+            yield process
+        finally:
+            process.stdin.close()
+            process.wait(timeout=60)
+
+
+def on_ray(cluster, *arguments, **more):
+    """Starts `tfloop train` with three workers there."""
+    command = [*TFLOOP, "train", *arguments, "--workers=3", "--launcher=ray", f"--address={cluster.address}"]
+    return subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        **more,
+    )  # fmt: skip
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+
+
+def left_behind(directory):
+    """The processes of a job in this directory that still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+            ours = "loop.launch.host_agent" in command or str(directory) in " ".join(command)
+        except psutil.Error:
+            continue
+        if ours and process.pid != os.getpid():
+            found.append(command)
+    return found
+
+
+@needs_horovod
+def test_digits_have_the_weights_of_local_workers(cluster, tmp_path):
+    options = ["digits", "--steps=20", "--seed=1", "--track=off", "--json"]
+    process = on_ray(cluster, *options)
+    local = tfloop("train", *options, "--workers=3")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    [line] = out.splitlines()
+    result = json.loads(line)
+    assert (result["backend"], result["replicas"], result["steps"]) == ("horovod", 3, 20)
+    assert result["weights_sha256"] == json.loads(local.stdout)["weights_sha256"]
+    assert Path(result["run_dir"]).parent == tmp_path / "runs"
+    assert "[127.0.0.1 0] finished at step 20" in err
+    assert "starting 3 workers on Ray (horovod) ..." in err.splitlines()[:2]
+
+
+@needs_horovod
+def test_a_raylet_is_killed_and_another_one_joins(cluster, tmp_path, monkeypatch):
+    """The job ends, and the next one goes on; that one is stopped, and a third goes on: to the same bits."""
+    (tmp_path / "task.py").write_text(TASK)
+    go = tmp_path / "go"
+    monkeypatch.setenv("ELASTIC_GO", str(go))
+    options = ["task.py:Held", *OPTIONS, "--epochs=3", "--checkpoint-every=9"]
+    saved = tmp_path / "run" / "checkpoints"
+
+    def steps():
+        return max((int(path.name[-8:]) for path in saved.glob("step-*")), default=0)
+
+    killed = on_ray(cluster, *options, "--run-dir=run")
+    wait_for(lambda: steps() >= 9, killed)
+    cluster.stdin.write("\n")
+    cluster.stdin.flush()
+    out, err = killed.communicate(timeout=200)
+    assert (killed.returncode, out) == (1, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("tfloop: error: host 127.0.0.1 is gone, and rank ")
+    assert "node was terminated" in last
+    assert not left_behind(tmp_path)
+
+    before = steps()
+    assert before < 303
+    stopped = on_ray(cluster, *options, "--run-dir=run")
+    wait_for(lambda: steps() > before, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    out, err = stopped.communicate(timeout=200)
+    assert stopped.returncode == 75, err
+    assert json.loads(out)["status"] == "preempted"
+    assert f"going on from step {before}" in err
+
+    go.touch()
+    finished = on_ray(cluster, *options, "--run-dir=run")
+    local = tfloop("train", *options, "--workers=3", "--run-dir=local")
+    out, err = finished.communicate(timeout=200)
+    assert finished.returncode == 0, err
+    assert json.loads(out)["weights_sha256"] == json.loads(local.stdout)["weights_sha256"]
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["target"] == f"{tmp_path / 'task.py'}:Held"  # not the copy that Ray has made
+    assert not left_behind(tmp_path)
+
+
+def test_what_does_not_fit_the_cluster_is_said_before_anything_starts(cluster, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "task.py").write_text(TASK)
+    many = on_ray(cluster, "digits", "--cpus-per-worker=2", "--start-timeout=2")
+    out, err = many.communicate(timeout=100)
+    assert (many.returncode, out) == (2, "")
+    assert "no room for 3 workers with 2 CPU each within 2 s (--start-timeout): the cluster has 3 CPU" in err
+    outside = on_ray(cluster, "../task.py:Held", cwd=tmp_path / "inner")
+    out, err = outside.communicate(timeout=100)
+    assert (outside.returncode, out) == (2, "")
+    assert "127.0.0.1: has no ../task.py:Held: Ray brings only what is in " in err.splitlines()[-1]
+    assert not left_behind(tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_paths_of_runs_begin_where_the_command_was_typed(tmp_path, monkeypatch):
+    """Workers on a cluster run in a copy of that directory."""
+    (tmp_path / "copy").mkdir()
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setenv(files.LAUNCH_DIRECTORY, str(tmp_path))
+    assert default_uri() == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert files.absolute_sqlite("sqlite:///own.db") == f"sqlite:///{tmp_path}/own.db"
+    assert files.launch_path("/there") == Path("/there")
+    assert files.original_path(tmp_path / "copy" / "task.py") == tmp_path / "task.py"
+    assert files.original_path(tmp_path / "task.py") == tmp_path / "task.py"
+
+
+def test_no_cluster(tmp_path):
+    [port] = machine.free_ports(1)
+    done = tfloop("train", "digits", "--workers=2", "--launcher=ray", f"--address=127.0.0.2:{port}")
+    assert done.returncode == 2
+    assert f"--address 127.0.0.2:{port}: no Ray cluster there (" in done.stderr.splitlines()[-1]
+
+
+def test_ray_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = CliRunner().invoke(cli.app, ["train", "digits", "--launcher=ray", "--workers=2"])
+    assert isinstance(done.exception, UsageError)
+    assert "pip install 'tfloop[ray]'" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--launcher", "slurm"], "--launcher slurm: give ray; without it"),
+        (["--launcher", "ray"], "--launcher ray needs --workers N, two at least"),
+        (["--launcher", "ray", "--workers", "1"], "two at least"),
+        (["--launcher", "ray", "--workers", "2", "--backend", "mirrored"], "use horovod or multiworker"),
+        (["--launcher", "ray", "--hosts", "a,b"], "--launcher ray with --hosts a,b: leave one of them out"),
+        (["--launcher", "ray", "--elastic", "1:3"], "--launcher ray with --elastic 1:3: leave one of them out"),
+        (["--launcher", "ray", "--workers", "2", "--cpus-per-worker", "0"], "--cpus-per-worker 0: give a whole number"),
+        (["--launcher", "ray", "--workers", "2", "--placement", "near"], "--placement near: give pack or spread"),
+        (["--launcher", "ray", "--workers", "2", "--address", "ray://h:1"], "--address ray://h:1: give HOST:PORT"),
+        (["--address", "auto"], "--address auto is of use with --launcher ray alone"),
+        (["--cpus-per-worker", "2"], "--cpus-per-worker 2 is of use with --launcher ray alone"),
+    ],
+)
+def test_bad_options(arguments, message):
+    done = CliRunner().invoke(cli.app, ["train", "digits", *arguments])
+    assert isinstance(done.exception, UsageError), done
+    assert message in str(done.exception)
