@@ -6,12 +6,12 @@ import contextlib
 import errno
 import importlib.util
 import mmap
-import os
 import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from callbacks.system import named_gpus
 from loop.errors import UsageError
 
 MPI = b"libmpi.so"
@@ -22,14 +22,9 @@ NCCL = b"ncclAllReduce"
 
 def count_gpus() -> int:
     """The number of NVIDIA GPUs that this process may use, without loading TensorFlow."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    if visible is None:
-        return len(devices)
-    named = [name.strip() for name in visible.split(",") if name.strip()]
-    if "-1" in named:  # CUDA ignores the names after it
-        named = named[: named.index("-1")]
-    return min(len(devices), len(named))
+    named = named_gpus()
+    return len(devices) if named is None else min(len(devices), len(named))
 
 
 def check_gpus(workers: int) -> None:
