@@ -110,6 +110,8 @@ class Mirrored(StrategyBackend):
     """
 
     name = "mirrored"
+    # Not in all strategies: TensorFlow's collectives between workers keep the shape of their first use.
+    gathers_rows = True
 
     def __init__(
         self, replicas: int | None = None, devices: Sequence[str] | None = None, communication: str = "auto"
@@ -117,6 +119,9 @@ class Mirrored(StrategyBackend):
         self.devices = named_devices(devices) if devices else all_devices(self.name, replicas)
         self.local_replicas = len(self.devices)
         self.strategy = self._strategy(communication)
+
+    def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_gather(rows, 0)
 
     def _strategy(self, communication: str) -> tf.distribute.Strategy:
         only_gpus = all("gpu" in device for device in self.devices)
@@ -148,6 +153,7 @@ class Central(Mirrored):
     """
 
     name = "central"
+    gathers_rows = False
     own_variables = False
 
     def _strategy(self, communication: str) -> tf.distribute.Strategy:

@@ -28,7 +28,16 @@ from loop.model.variables import (
     variable_names,
 )
 from loop.step import lookups, sharding
-from loop.step.example_trace import Trial, check_stateful, global_seeds, held_by, put_back, recorded, tried_step
+from loop.step.example_trace import (
+    Trial,
+    check_stateful,
+    global_seeds,
+    held_by,
+    of_size,
+    put_back,
+    recorded,
+    tried_step,
+)
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
 from loop.step.optimizers import assign_optimizers
@@ -53,6 +62,7 @@ class BuiltModel:
         metrics: Keras metrics by the name of the value that they are updated with.
         penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
         lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.step.lookups`.
+        tables: large variables whose rows may be gathered, by index: how many rows an example looks up.
         fixed_rows: how many rows a batch must have; None: any number.
         shards: the parts on which optimizers are built; None: they are built on whole variables.
     """
@@ -65,6 +75,7 @@ class BuiltModel:
     metrics: dict[str, Any]
     penalty_grows: bool = False
     lookups: dict[int, str] = dataclasses.field(default_factory=dict)
+    tables: dict[int, int] = dataclasses.field(default_factory=dict)
     fixed_rows: int | None = None
     shards: Shards | None = None
 
@@ -132,8 +143,10 @@ def build(
         optimizers = assign_optimizers(task, model, optimizer)
         shards = _built_optimizers(optimizers, trainable_variables(model), backend, sharded)
         _check_metric_values(metrics, names, minimized)
-        by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
-    return BuiltModel(model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, trial.fixed, shards)
+        by_lookup, tables = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
+    return BuiltModel(
+        model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, tables, trial.fixed, shards
+    )
 
 
 def _built_optimizers(
@@ -222,15 +235,24 @@ def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: 
 
 def _by_lookup(
     task: TrainTask, model: Any, optimizers: Mapping[str, Any], backend: Backend, example: Any, fixed_rows: int | None
-) -> dict[int, str]:
-    """The variables whose gradients keep a row for each lookup, if the task asks for that: tried on a few examples."""
+) -> tuple[dict[int, str], dict[int, int]]:
+    """What is looked up, tried on a few examples.
+
+    Returns:
+        The variables whose gradients keep a row for each lookup, if the task asks for that; and, of the others, the
+        tables whose rows may be gathered. See `BuiltModel`.
+    """
+    variables = trainable_variables(model)
     asked: set[int] = set()
     for optimizer, indices in optimizers.values():
-        if lookups.matter(optimizer):
+        if lookups.matter(optimizer) and task.repeated_rows == "squared_each":
             asked.update(indices)
-    if backend.asynchronous or task.repeated_rows != "squared_each" or not asked or not _may_look_up(model):
-        return {}
-    variables = trainable_variables(model)
+    large: set[int] = set()
+    if backend.gathers_rows and backend.replicas > 1 and type(task).compute is not TrainTask.compute:
+        large.update(index for index, variable in enumerate(as_tf(variables)) if lookups.is_large(variable))
+    large -= asked
+    if backend.asynchronous or not (asked or large) or not _may_look_up(model):
+        return {}, {}
 
     def rows(batch: Any) -> list[tf.Tensor]:
         with tf.GradientTape() as tape, probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
@@ -247,9 +269,15 @@ def _by_lookup(
         finally:
             logger.setLevel(level)
 
+    kinds: dict[int, str] = {}
     with put_back(_state(task, model, carried_variables(model), backend)):
-        kinds = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
-    return {index: kind for index, kind in kinds.items() if index in asked}
+        if asked:
+            kinds = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
+        batch = example if fixed_rows is None else of_size(example, fixed_rows)
+        found = looked_up(batch) if large else []
+    examples = len(tf.nest.flatten(batch)[0])
+    tables = {index: -(-len(found[index]) // examples) for index in large if len(found[index])}
+    return {index: kind for index, kind in kinds.items() if index in asked}, tables
 
 
 def _may_look_up(model: Any) -> bool:
