@@ -200,3 +200,13 @@ def test_horovods_library_is_looked_into(monkeypatch, tmp_path):
     assert not machine.horovod_built_with(machine.NCCL)
     library.write_bytes(b"horovod_nccl_built\0ncclAllReduce\0")
     assert machine.horovod_built_with(machine.NCCL)
+
+
+def test_a_horovod_whose_mpi_is_gone_is_none(monkeypatch, tmp_path):
+    """Such as one that was built on another machine: without a word it would fail when it is loaded."""
+    library = tmp_path / "mpi_lib.so"
+    monkeypatch.setattr(machine, "horovod_libraries", lambda: [library])
+    library.write_bytes(b"gloo\0")
+    assert machine.horovod_missing() is None
+    library.write_bytes(b"gloo\0libmpi_cxx.so.40\0libmpi.so.4711\0")
+    assert "is built with MPI, whose library libmpi.so.4711 can't be loaded" in machine.horovod_missing()
