@@ -137,10 +137,6 @@ class StreamSource:
         workers = self._batch_size // self.options.batch_size
         return workers * -(-self.options.batch_size // parts)
 
-    def even_count(self, parts: int) -> int | None:
-        """How many rows each replica has of each micro-batch, where all have the same: of a stream that is open."""
-        return None
-
     def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> Any:
         """Opens the stream at a position: by its iterator's state there, or by reading up to it.
 

@@ -86,13 +86,13 @@ def _missing_mpi(libraries: Sequence[Path]) -> str:
     """The library of MPI that Horovod was built with, if it isn't there any more, or not on this machine; else ""."""
     for library in libraries:
         with _content(library) as content:
-            found = re.search(rb"libmpi\.so\.\d+", content)
-        if found is None:
-            continue
-        try:
-            ctypes.CDLL(found[0].decode())
-        except OSError:
-            return found[0].decode()
+            begin = content.find(MPI)
+            name = content[begin : content.find(b"\0", begin)].decode() if begin >= 0 else ""
+        if name:
+            try:
+                ctypes.CDLL(name)
+            except OSError:
+                return name
     return ""
 
 

@@ -243,14 +243,8 @@ def _by_lookup(
         tables whose rows may be gathered. See `BuiltModel`.
     """
     variables = trainable_variables(model)
-    asked: set[int] = set()
-    for optimizer, indices in optimizers.values():
-        if lookups.matter(optimizer) and task.repeated_rows == "squared_each":
-            asked.update(indices)
-    large: set[int] = set()
-    if backend.gathers_rows and backend.replicas > 1 and type(task).compute is not TrainTask.compute:
-        large.update(index for index, variable in enumerate(as_tf(variables)) if lookups.is_large(variable))
-    large -= asked
+    asked = _squared_each(task, optimizers)
+    large = _large(task, variables, backend) - asked
     if backend.asynchronous or not (asked or large) or not _may_look_up(model):
         return {}, {}
 
@@ -270,14 +264,32 @@ def _by_lookup(
             logger.setLevel(level)
 
     kinds: dict[int, str] = {}
+    tables: dict[int, int] = {}
     with put_back(_state(task, model, carried_variables(model), backend)):
         if asked:
             kinds = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
-        batch = example if fixed_rows is None else of_size(example, fixed_rows)
-        found = looked_up(batch) if large else []
-    examples = len(tf.nest.flatten(batch)[0])
-    tables = {index: -(-len(found[index]) // examples) for index in large if len(found[index])}
-    return {index: kind for index, kind in kinds.items() if index in asked}, tables
+        if large:
+            tables = lookups.tables(looked_up, example if fixed_rows is None else of_size(example, fixed_rows))
+    return (
+        {index: kind for index, kind in kinds.items() if index in asked},
+        {index: count for index, count in tables.items() if index in large},
+    )
+
+
+def _squared_each(task: TrainTask, optimizers: Mapping[str, Any]) -> set[int]:
+    """The variables whose optimizer is to get a row for each lookup."""
+    asked: set[int] = set()
+    for optimizer, indices in optimizers.values():
+        if lookups.matter(optimizer) and task.repeated_rows == "squared_each":
+            asked.update(indices)
+    return asked
+
+
+def _large(task: TrainTask, variables: Sequence[Any], backend: Backend) -> set[int]:
+    """The variables whose rows may be gathered, if they turn out to be looked up."""
+    if not backend.gathers_rows or backend.replicas == 1 or type(task).compute is TrainTask.compute:
+        return set()
+    return {index for index, variable in enumerate(as_tf(variables)) if lookups.is_large(variable)}
 
 
 def _may_look_up(model: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from loop.backends import devices
-from loop.data import Rows, count
+from loop.data import ArraySource, Rows, count
 from loop.errors import UsageError
 from loop.model.variables import as_tf, losses
 from loop.step import lookups
@@ -143,7 +143,7 @@ class ForwardPass:
                 # Not as an argument: how many numbers a random layer draws would depend on it, and XLA must know that.
                 rows = rows._replace(first=0)
             # A TPU compiles nothing else. Not without XLA, where an open size tells what a random layer draws for rows.
-            rows = rows.of_count(source.even_count(parts))
+            rows = rows.of_count(source.even_count(parts) if isinstance(source, ArraySource) else None)
             some = tf.function(some, jit_compile=True, autograph=False)
         elif context.computing.isolated and source not in context.computing.everyone:
             some = tf.function(some, autograph=False, experimental_attributes={"_noinline": True})

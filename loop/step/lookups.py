@@ -98,6 +98,12 @@ def kinds(
     return by_index
 
 
+def tables(looked_up: Callable[[Any], Sequence[np.ndarray]], batch: Any) -> dict[int, int]:
+    """How many rows an example of a batch looks up on average, rounded up, by the index of each table."""
+    examples = len(tf.nest.flatten(batch)[0])
+    return {index: -(-len(rows) // examples) for index, rows in enumerate(looked_up(batch)) if len(rows)}
+
+
 def packed(gradient: tf.IndexedSlices, kind: str, examples: Any, most: int, place: Any, places: int) -> tf.Tensor:
     """A gradient by lookups as a tensor which, added up over all places, has the lookups of all places.
 
