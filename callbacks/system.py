@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from callbacks.arguments import check, is_number
@@ -119,6 +119,21 @@ class _Meter:
         return values
 
 
+def named_gpus() -> list[str] | None:
+    """The GPUs that `CUDA_VISIBLE_DEVICES` names, each by its index or its UUID; None: it isn't set: all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return None
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    # CUDA ignores the names after it.
+    return names[: names.index("-1")] if "-1" in names else names
+
+
+def _has_uuid(uuid: str, names: Sequence[str]) -> bool:
+    """Whether one of the names is this UUID, or the beginning of it, which CUDA takes as well."""
+    return any(name.startswith("GPU-") and uuid.startswith(name) for name in names)
+
+
 def _gpus() -> dict[str, Callable[[], float]]:
     """The functions that read the values of the visible GPUs, by the names of the values; {} without NVML."""
     try:
@@ -126,10 +141,10 @@ def _gpus() -> dict[str, Callable[[], float]]:
 
         pynvml.nvmlInit()
         handles = {}
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        named = named_gpus()
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            if visible == [""] or str(index) in visible or pynvml.nvmlDeviceGetUUID(handle) in visible:
+            if named is None or str(index) in named or _has_uuid(pynvml.nvmlDeviceGetUUID(handle), named):
                 handles[f"gpu{index}"] = handle
     except Exception:  # not installed, no driver, or no access to it
         return {}

@@ -20,6 +20,9 @@ from loop.errors import UsageError
 BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
 """The backends of tfloop itself; see `loop.launch.plugins` for others."""
 
+COMMUNICATION = {"multiworker": ("ring", "nccl"), "mirrored": ("nccl", "hierarchical", "one-device")}
+"""The values of `communication` other than `auto`, by backend; other backends have no choice."""
+
 PLUGIN_GROUP = "tfloop.backends"
 """The entry-point group of backends of other packages."""
 
@@ -117,6 +120,37 @@ def _is_remat(value: Any) -> bool:
     if not isinstance(names, list | tuple):
         return value is None
     return bool(names) and all(isinstance(name, str) and name.strip() for name in names)
+
+
+def check_communication(backend: str, communication: str) -> None:
+    """Refuses a way of communication that the backend doesn't have.
+
+    Raises:
+        UsageError: which it has instead, or which backend has it.
+    """
+    if communication == "auto" or communication in COMMUNICATION.get(backend, ()):
+        return
+    fix = f"give auto, {', '.join(COMMUNICATION[backend])}" if backend in COMMUNICATION else "leave it out"
+    others = [name for name, ways in COMMUNICATION.items() if communication in ways]
+    if others:
+        fix += f", or use backend={' or '.join(map(repr, others))}"
+    raise UsageError(f"communication={communication!r} with backend={backend!r}: {fix}")
+
+
+def read_partition(text: str) -> tuple[str, int]:
+    """How the variables of parameter servers are cut: `fixed`, `min` or `max`, and the number that belongs to it.
+
+    Raises:
+        UsageError: it is none of these, or the number is no number of shards or bytes.
+    """
+    kind, _, value = text.partition(":")
+    size = size_in_bytes(value) if kind != "fixed" else None
+    number = int(value) if re.fullmatch(r"\d{1,15}", value, re.ASCII) else int(size or 0)
+    if kind not in ("fixed", "min", "max") or number < 1:
+        raise UsageError(
+            f"partition={text!r}: give fixed:N shards, or min:SIZE or max:SIZE of a shard, such as min:1MB"
+        )
+    return kind, number
 
 
 _IS_FLAG = _is_one_of(True, False)

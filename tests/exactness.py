@@ -21,6 +21,16 @@ def regression(examples, features=5, seed=0, dtype="float32"):
     return inputs.astype(dtype), labels.astype(dtype), random.integers(0, 4, examples).astype(dtype)
 
 
+class Hashed(keras.layers.Layer):
+    """Makes indices of inputs."""
+
+    def call(self, inputs):
+        return tf.cast(tf.abs(inputs) * 20, tf.int32)
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, "int32")
+
+
 @dataclass
 class Prime(TrainTask):
     """A prime number of examples, weights with zeros, L2, momentum; and what a case adds to it.
@@ -33,6 +43,7 @@ class Prime(TrainTask):
     batch_norm: bool = False
     contrastive: bool = False
     judged: bool = False
+    table: bool = False
     dropout: float = 0.0
     seed: int = 0
     bad: int | None = None
@@ -41,6 +52,7 @@ class Prime(TrainTask):
     def build_model(self):
         layers = [
             keras.Input((5,)),
+            *self.looked_up(),
             keras.layers.Dense(4, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-2)),
         ]
         if self.batch_norm:
@@ -48,6 +60,12 @@ class Prime(TrainTask):
         if self.dropout:
             layers += [keras.layers.Dropout(self.dropout)]
         return keras.Sequential([*layers, keras.layers.Dense(3 if self.contrastive else 1)])
+
+    def looked_up(self):
+        """Layers that look up rows of a large table, some of them several times."""
+        if not self.table:
+            return []
+        return [Hashed(), keras.layers.Embedding(2048, 32), keras.layers.GlobalAveragePooling1D()]
 
     def build_optimizer(self):
         return keras.optimizers.SGD(0.05, momentum=0.9)
@@ -98,6 +116,7 @@ CASES = {
     "all_gather": ({"contrastive": True}, {}),
     "batch_norm": ({"batch_norm": True}, {}),
     "judged": ({"judged": True}, {}),
+    "table": ({"table": True}, {}),
 }
 """Fields of the task, and options of `fit`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loop.backends import devices as devices_
 from loop.backends.base import Backend
@@ -13,6 +13,7 @@ from loop.launch import plugins
 from loop.launch.environment import WORKER, job_rank
 from loop.launch.worker import mark_state
 from loop.monitor import fault_injection
+from loop.options import check_communication
 
 Loaded = TypeVar("Loaded")
 _BEFORE_THE_TASK = ("multiworker", "parameter_server", "tpu")
@@ -23,10 +24,8 @@ def with_task(
     load: Callable[[], Loaded],
     name: str,
     workers: int | None = None,
-    devices: Sequence[str] | None = None,
-    min_shard_bytes: int | None = None,
     threads: int | None = None,
-    devices_per_replica: int | None = None,
+    **options: Any,
 ) -> tuple[Loaded, Backend]:
     """Loads a task and makes the backend of this name, in the order that TensorFlow needs.
 
@@ -36,20 +35,18 @@ def with_task(
         load: loads the task.
         name: see `create`.
         workers: see `create`.
-        devices: see `create`.
-        min_shard_bytes: see `create`.
         threads: TensorFlow's threads for an operation; None: TensorFlow decides.
-        devices_per_replica: see `create`.
+        **options: the other arguments of `create`.
 
     Returns:
         What `load` returned, and the backend.
     """
-    devices_.prepare(name, workers, devices, threads, devices_per_replica)
+    devices_.prepare(name, workers, options.get("devices"), threads, options.get("devices_per_replica"))
     if name in _BEFORE_THE_TASK:
-        backend = create(name, workers, devices, min_shard_bytes, devices_per_replica)
+        backend = create(name, workers, **options)
         return load(), backend
     loaded = load()
-    return loaded, create(name, workers, devices, min_shard_bytes, devices_per_replica)
+    return loaded, create(name, workers, **options)
 
 
 def create(
@@ -58,6 +55,8 @@ def create(
     devices: Sequence[str] | None = None,
     min_shard_bytes: int | None = None,
     devices_per_replica: int | None = None,
+    partition: str | Callable[..., Any] | None = None,
+    communication: str = "auto",
 ) -> Backend:
     """The backend of this name.
 
@@ -67,24 +66,36 @@ def create(
         workers: for `mirrored` and `central`: the number of replicas; None: all devices.
         devices: for `mirrored` and `central`: a replica on each of these instead, such as `["gpu:0", "gpu:2"]`; of
             CPUs, as many logical devices are made as are named.
-        min_shard_bytes: for `parameter_server`: see `loop.backends.parameter_server.ParameterServer`.
+        min_shard_bytes: for `parameter_server`: as `partition=f"min:{min_shard_bytes}"`.
         devices_per_replica: for `single` and `horovod`: how many devices a replica owns, over which the task spreads
             its model by `loop.device`; None: one.
+        partition: for `parameter_server`: see `loop.backends.parameter_server.ParameterServer`.
+        communication: how replicas exchange gradients: "auto"; for `multiworker` "ring" or "nccl"; for `mirrored`
+            "nccl", "hierarchical" or "one-device".
 
     Raises:
-        UsageError: there is no such backend, or no such device.
+        UsageError: there is no such backend, no such device, or the backend can't communicate in that way.
     """
+    check_communication(name, communication)
     devices_.own_several(name, devices_per_replica)
     devices_.check_several()
     fault_injection.reached("start", job_rank())
     # Before the backend waits for the other workers: the launcher names those that have not even arrived.
     mark_state("arrived")
-    made = _create(name, workers, devices, min_shard_bytes)
+    if min_shard_bytes is not None:
+        partition = f"min:{min_shard_bytes}"
+    made = _create(name, workers, devices, partition, communication)
     mark_state("started")
     return made
 
 
-def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_shard_bytes: int | None) -> Backend:
+def _create(
+    name: str,
+    workers: int | None,
+    devices: Sequence[str] | None,
+    partition: str | Callable[..., Any] | None,
+    communication: str,
+) -> Backend:
     # Each backend is imported only when it is asked for: Horovod may not be installed.
     if name == "single":
         single = Backend()
@@ -93,11 +104,11 @@ def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_s
     if name in ("mirrored", "central"):
         from loop.backends.strategy import Central, Mirrored
 
-        return (Mirrored if name == "mirrored" else Central)(workers, devices)
+        return Central(workers, devices) if name == "central" else Mirrored(workers, devices, communication)
     if name == "multiworker":
         from loop.backends.strategy import MultiWorker
 
-        return MultiWorker()
+        return MultiWorker(communication)
     if name == "horovod":
         from loop.backends.horovod import ElasticHorovod, Horovod
 
@@ -105,7 +116,7 @@ def _create(name: str, workers: int | None, devices: Sequence[str] | None, min_s
     if name == "parameter_server":
         from loop.backends.parameter_server import ParameterServer
 
-        return ParameterServer(min_shard_bytes)
+        return ParameterServer(partition)
     if name == "tpu":
         from loop.backends.strategy import TPU
 

@@ -28,6 +28,7 @@ class Horovod(Backend):
     """Horovod: gradients and totals go through one `DistributedGradientTape` for each step, in one group."""
 
     name = "horovod"
+    gathers_rows = True
     cannot_send = {"bf16": "Horovod's TensorFlow operations don't take bfloat16; use fp16, or backend='multiworker'"}
 
     def __init__(self) -> None:
@@ -60,6 +61,10 @@ class Horovod(Backend):
             return hvd.allgather(flat, name=f"gathering_{self._reductions}")
 
         return of_one_dtype(lambda group: gathered_flat(gather, group), tensors)
+
+    def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        self._reductions += 1
+        return hvd.allgather(rows, name=f"gathering_{self._reductions}")
 
     def no_adasum(self) -> str:
         if not hvd.mpi_built():

@@ -29,6 +29,7 @@ from loop.launch import signals, stderr
 from loop.launch.environment import start_timeout, tf_cluster
 from loop.launch.worker import await_peers, mark_state
 from loop.model.variables import as_tf
+from loop.options import read_partition
 
 PARTS = 2
 """A call is cut into so many parts for each worker: a slow worker makes fewer of them."""
@@ -40,14 +41,16 @@ class ParameterServer(StrategyBackend):
     """ParameterServerStrategy and its coordinator: in the chief of a `TF_CONFIG` with workers and parameter servers.
 
     Args:
-        min_shard_bytes: variables (of Keras 3) are cut along their first axis into a shard for each parameter server,
-            but no shard is smaller than this; None: each variable is whole, on one parameter server.
+        partition: how variables (of Keras 3) are cut along their first axis: "fixed:N", into N shards; "min:BYTES",
+            into a shard for each parameter server, but none smaller than this; "max:BYTES", into shards of at most so
+            many; or a function of TensorFlow's form, from shape and dtype to the number of shards along each axis.
+            None: each variable is whole, on one parameter server.
     """
 
     name = "parameter_server"
     asynchronous = True
 
-    def __init__(self, min_shard_bytes: int | None = None) -> None:
+    def __init__(self, partition: str | Callable[..., Any] | None = None) -> None:
         rank, places = tf_cluster(os.environ["TF_CONFIG"])
         if rank:
             raise UsageError(
@@ -55,8 +58,9 @@ class ParameterServer(StrategyBackend):
                 "--backend parameter_server`, which finds its place, or call loop.backends.parameter_server.serve()"
             )
         self._servers = {name: address for name, address in places.items() if name.startswith("ps ")}
-        self._shards = min_shard_bytes
+        self._partition = partition
         self._parts = PARTS * sum(name.startswith("worker ") for name in places)
+        partitioner = _partitioner(partition, len(self._servers))
         with contextlib.suppress(RuntimeError):  # TensorFlow has already started: neither can be set any more
             tf.config.threading.set_inter_op_parallelism_threads(operation_threads(places))
             tf.config.set_visible_devices([], "GPU")
@@ -66,10 +70,8 @@ class ParameterServer(StrategyBackend):
         logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
         # If a process is lost now, TensorFlow waits for minutes and holds the interpreter: only this ends the process.
         faulthandler.dump_traceback_later(start_timeout(), exit=True, file=stderr.descriptor())
-        partition = tf.distribute.experimental.partitioners.MinSizePartitioner
         self.strategy = tf.distribute.ParameterServerStrategy(
-            tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc"),
-            partition(min_shard_bytes, len(self._servers)) if min_shard_bytes else None,
+            tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc"), partitioner
         )
         _update_shards(self.strategy.extended)
         self._coordinator = _Coordinator(self.strategy)
@@ -83,12 +85,12 @@ class ParameterServer(StrategyBackend):
         if len(self._servers) > parts:
             raise UsageError(
                 f"{len(self._servers)} parameter servers (--ps) for {parts} variables to train: some would have "
-                f"nothing to do; give at most {parts}, or cut large variables with --min-shard-bytes"
+                f"nothing to do; give at most {parts}, or cut large variables with --partition"
             )
-        if self._shards and not all(isinstance(variable, keras.Variable) for variable in variables):
+        if self._partition and not all(isinstance(variable, keras.Variable) for variable in variables):
             raise UsageError(
-                f"min_shard_bytes={self._shards} (--min-shard-bytes): only variables of Keras 3 can be cut, and this "
-                "model has others (a tf.Module's, or of tf_keras): leave it out"
+                f"partition={self._partition!r} (--partition, --min-shard-bytes): only variables of Keras 3 can be "
+                "cut, and this model has others (a tf.Module's, or of tf_keras): leave it out"
             )
         for name, source in (("train_data()", data.train), ("eval_data()", data.eval)):
             _check_source(name, source)
@@ -149,6 +151,22 @@ class ParameterServer(StrategyBackend):
             return ""
         gone = [f"{name} ({address})" for name, address in self._servers.items() if not answers(address)]
         return f"parameter server gone: {', '.join(gone)}, and the variables in it" if gone else ""
+
+
+def _partitioner(partition: str | Callable[..., Any] | None, servers: int) -> Callable[..., Any] | None:
+    """TensorFlow's partitioner; see `ParameterServer`."""
+    if partition is None or callable(partition):
+        return partition
+    kind, number = read_partition(partition)
+    made = tf.distribute.experimental.partitioners
+    if kind == "fixed":
+        partitioner = made.FixedShardsPartitioner(number)
+    elif kind == "min":
+        partitioner = made.MinSizePartitioner(number, servers)
+    else:
+        partitioner = made.MaxSizePartitioner(number)
+    cut: Callable[..., Any] = partitioner
+    return cut
 
 
 def _check_source(name: str, source: Any) -> None:

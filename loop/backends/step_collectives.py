@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -14,7 +14,13 @@ ALONE = 1 << 20
 
 
 class StepCollectives(HostCollectives):
-    """What the replicas of a job exchange within `Backend.run`. Here it is the case of a single replica."""
+    """What the replicas of a job exchange within `Backend.run`. Here it is the case of a single replica.
+
+    Attributes:
+        gathers_rows: whether it has `gather_rows`.
+    """
+
+    gathers_rows: ClassVar[bool] = False
 
     def replica(self) -> Any:
         """Within `run`: the index of this replica among all of them."""
@@ -40,6 +46,10 @@ class StepCollectives(HostCollectives):
         """Within `run`: the values of all replicas, [replicas, n], of each flat tensor [n]; small ones are fused."""
         own = tf.equal(tf.range(self.replicas, dtype=tf.int64), tf.cast(self.replica(), tf.int64))[:, None]
         return self.all_reduce([tf.where(own, tensor, tf.zeros_like(tensor)) for tensor in tensors])
+
+    def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """Within `run`: the rows of all replicas, one replica's behind the other's; each may have any number."""
+        return rows
 
     def assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
         """Within `run`: gives variables values that are the same in all replicas."""

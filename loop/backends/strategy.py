@@ -105,31 +105,60 @@ class Mirrored(StrategyBackend):
     Args:
         replicas: how many; None: one for each GPU, or for each logical CPU device that there is.
         devices: the devices instead, such as `["gpu:0", "gpu:2"]`.
+        communication: how gradients are added up: "nccl", "hierarchical" (in two levels, for machines whose GPUs are
+            connected in two groups), "one-device" (on the first one); "auto": TensorFlow chooses between GPUs.
     """
 
     name = "mirrored"
+    # Not in all strategies: TensorFlow's collectives between workers keep the shape of their first use.
+    gathers_rows = True
 
-    def __init__(self, replicas: int | None = None, devices: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, replicas: int | None = None, devices: Sequence[str] | None = None, communication: str = "auto"
+    ) -> None:
         self.devices = named_devices(devices) if devices else all_devices(self.name, replicas)
         self.local_replicas = len(self.devices)
-        self.strategy = self._strategy()
+        self.strategy = self._strategy(communication)
 
-    def _strategy(self) -> tf.distribute.Strategy:
+    def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_gather(rows, 0)
+
+    def _strategy(self, communication: str) -> tf.distribute.Strategy:
+        only_gpus = all("gpu" in device for device in self.devices)
+        if communication == "nccl" and not only_gpus:
+            raise no_nccl(f"the devices are {', '.join(self.devices)}", "hierarchical or one-device")
+        if communication == "hierarchical" and len(self.devices) % 2:
+            # TensorFlow's adds up two groups of equal size, and leaves out the replica that is in neither.
+            raise UsageError(
+                f"communication='hierarchical' adds up two halves of the devices, and there are {len(self.devices)}: "
+                "use an even number of them, or leave it out"
+            )
         # Between logical CPUs an addition is enough. With TensorFlow's collectives, no second strategy of another size
         # could be made in the same process.
-        only_gpus = all("gpu" in device for device in self.devices)
-        operations = None if only_gpus else tf.distribute.ReductionToOneDevice()
-        return tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations)
+        if communication == "auto" and not only_gpus:
+            communication = "one-device"
+        operations = {
+            "auto": lambda: None,
+            "nccl": tf.distribute.NcclAllReduce,
+            "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
+            "one-device": tf.distribute.ReductionToOneDevice,
+        }
+        return tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations[communication]())
 
 
 class Central(Mirrored):
-    """CentralStorageStrategy: as `mirrored`, but variables are stored once, in the CPU's memory, and updated once."""
+    """CentralStorageStrategy: as `mirrored`, but variables are stored once, and updated once.
+
+    They are in the CPU's memory; with a single device, in that of this device.
+    """
 
     name = "central"
+    gathers_rows = False
     own_variables = False
 
-    def _strategy(self) -> tf.distribute.Strategy:
-        return tf.distribute.experimental.CentralStorageStrategy(self.devices, "/cpu:0")
+    def _strategy(self, communication: str) -> tf.distribute.Strategy:
+        self._storage = self.devices[0] if len(self.devices) == 1 else "/cpu:0"
+        return tf.distribute.experimental.CentralStorageStrategy(self.devices, self._storage)
 
     def no_sharding(self) -> str:
         return "variables are stored once, so no replica has a part of its own; use backend='mirrored', or leave it out"
@@ -147,7 +176,7 @@ class Central(Mirrored):
             yield
 
     def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
-        if options["compile"] == "xla" and not all(name.lower().endswith("cpu:0") for name in self.devices):
+        if options["compile"] == "xla" and set(self.devices) != {self._storage}:
             raise UsageError(
                 "compile='xla' with backend='central': variables are stored on cpu:0, and XLA reads none of another "
                 "device: use backend='mirrored', or leave compile out"
@@ -158,16 +187,23 @@ class Central(Mirrored):
 
 
 class MultiWorker(StrategyBackend):
-    """MultiWorkerMirroredStrategy: the workers of `TF_CONFIG`, with NCCL between GPUs and a ring between CPUs."""
+    """MultiWorkerMirroredStrategy: the workers of `TF_CONFIG`.
+
+    Args:
+        communication: "ring" (over gRPC) or "nccl" (between GPUs); "auto": NCCL where there are GPUs.
+    """
 
     name = "multiworker"
 
-    def __init__(self) -> None:
+    def __init__(self, communication: str = "auto") -> None:
         task = json.loads(os.environ["TF_CONFIG"])["task"]
         gpus = use_gpus(local_rank())  # before the strategy, which takes all devices that it sees
+        if communication == "nccl" and not gpus:
+            raise no_nccl("there is none", "ring")
         kind = tf.distribute.experimental.CommunicationImplementation
+        implementation = kind.NCCL if gpus and communication != "ring" else kind.RING
         _meet()
-        options = tf.distribute.experimental.CommunicationOptions(implementation=kind.NCCL if gpus else kind.RING)
+        options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
         try:
             with in_time():  # a peer may be lost now
                 self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
@@ -276,6 +312,11 @@ def _meet() -> None:
     others = [name for name in places if name != own]
     with listener:
         await_peers({f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in others})
+
+
+def no_nccl(why: str, instead: str) -> UsageError:
+    """The error for NCCL without GPUs."""
+    return UsageError(f"communication='nccl' works between GPUs alone, and {why}: leave it out, or give {instead}")
 
 
 def answers(address: str) -> bool:

@@ -6,10 +6,10 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from callbacks.files import sqlite_path
 from callbacks.mlflow.tracker import default_uri
@@ -81,12 +81,21 @@ def _devices() -> Finding:
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
-    names = [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus]
+    names = [_gpu(gpu.name, tf.config.experimental.get_device_details(gpu)) for gpu in gpus]
     found = f"{os.cpu_count()} CPU cores, " + (", ".join(names) or "no GPU")
     if machine.count_gpus() > len(gpus):
         fix = "TensorFlow doesn't see it: uv sync --extra gpu, and check nvidia-smi"
         return finding("Devices", "broken", f"{found}, but the machine has {machine.count_gpus()}", fix)
     return finding("Devices", "ok", found)
+
+
+def _gpu(name: str, details: Mapping[str, Any]) -> str:
+    """The name of a GPU, and the precision of 16 bits that its tensor cores have."""
+    text: str = details.get("device_name", name)
+    major, minor = details.get("compute_capability", (0, 0))
+    if major < 7:  # no tensor cores, or not known
+        return text
+    return f"{text} (compute capability {major}.{minor}: --precision {'bfloat16' if major >= 8 else 'mixed_float16'})"
 
 
 def _horovod() -> Finding:

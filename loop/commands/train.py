@@ -26,7 +26,7 @@ from loop.launch.elastic_limits import Limits, read_limits
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import run_job
 from loop.launch.worker import before_training, die_with_parent, reporting
-from loop.options import DEFAULTS, with_defaults
+from loop.options import DEFAULTS, check_communication, read_partition, with_defaults
 from loop.target import task_loader
 from loop.task import TrainTask
 
@@ -188,11 +188,8 @@ def _limits(typed: SimpleNamespace, backend: str, workers: int | None) -> Limits
 
 def _check_fits(typed: SimpleNamespace, place: Place) -> None:
     """Refuses options that mean nothing to the backend, or contradict each other."""
-    if typed.ps is not None:
-        check_servers(place.backend, typed.ps)
-    least = typed.min_shard_bytes
-    if least is not None and (place.backend != "parameter_server" or least < 1):
-        raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
+    _check_servers(typed, place.backend)
+    check_communication(place.backend, typed.communication)
     if place.ray is not None and place.backend not in ("horovod", "multiworker"):
         raise UsageError(f"--launcher ray with the backend {place.backend}: give --backend horovod or multiworker")
     several = ("devices_per_replica", ("single", "horovod"))
@@ -204,6 +201,22 @@ def _check_fits(typed: SimpleNamespace, place: Place) -> None:
             raise UsageError(f"--{name} {value} with --backend {place.backend}: leave one out, or use {use}")
     if place.devices and place.workers not in (None, len(place.devices)):
         raise UsageError(f"--workers {place.workers} with {len(place.devices)} devices: leave --workers out")
+
+
+def _check_servers(typed: SimpleNamespace, backend: str) -> None:
+    """Refuses a number of parameter servers, or a partition of variables, that the backend can't use."""
+    if typed.ps is not None:
+        check_servers(backend, typed.ps)
+    least = typed.min_shard_bytes
+    if least is not None and (backend != "parameter_server" or least < 1):
+        raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
+    if typed.partition is None:
+        return
+    if backend != "parameter_server" or least is not None:
+        raise UsageError(
+            f"--partition {typed.partition}: give it with --backend parameter_server, and without --min-shard-bytes"
+        )
+    read_partition(typed.partition)
 
 
 def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> Outcome:
@@ -260,10 +273,12 @@ def _work(
                 load,
                 place.backend,
                 place.workers,
-                place.devices,
-                typed.min_shard_bytes,
                 typed.threads,
-                typed.devices_per_replica,
+                devices=place.devices,
+                min_shard_bytes=typed.min_shard_bytes,
+                devices_per_replica=typed.devices_per_replica,
+                partition=typed.partition,
+                communication=typed.communication,
             )
         from loop.fit import fit
 

@@ -194,13 +194,12 @@ class ArraySource(PositionSource):
             begin, end, first = self._shares.of_replica(step, replica, part, parts)
             batch = tf.nest.map_structure(lambda tensor: tensor[begin:end], batch)
             index = index[begin:end]
-        n = self._shares.known_count(parts)
-        if n is not None:
-            # TensorFlow then derives sizes of means and broadcasts once, when it traces, and not in each step.
-            index, batch = tf.nest.map_structure(
-                lambda tensor: tf.ensure_shape(tensor, [n, *tensor.shape[1:]]), (index, batch)
-            )
-        return Rows(batch, first, epoch, number, index)
+        # TensorFlow then derives sizes of means and broadcasts once, when it traces, and not in each step.
+        return Rows(batch, first, epoch, number, index).of_count(self._shares.known_count(parts))
+
+    def even_count(self, parts: int) -> int | None:
+        """How many rows each replica has of each micro-batch, where all have the same; None: that is open."""
+        return self._shares.even_count(parts)
 
 
 def constant(array: np.ndarray) -> tf.Tensor:

@@ -48,6 +48,15 @@ class Rows(NamedTuple):
     number: tf.Tensor
     index: tf.Tensor
 
+    def of_count(self, count: int | None) -> Rows:
+        """The same rows as tensors whose shapes say how many they are; None: that stays open."""
+        if count is None:
+            return self
+        index, batch = tf.nest.map_structure(
+            lambda tensor: tf.ensure_shape(tensor, [count, *tensor.shape[1:]]), (self.index, self.batch)
+        )
+        return self._replace(index=index, batch=batch)
+
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:

@@ -78,8 +78,13 @@ class RowShares:
 
         With several replicas it must stay open: `row_random` tells by it whether a replica may be without rows.
         """
+        return None if self.replicas > 1 else self.even_count(parts)
+
+    def even_count(self, parts: int) -> int | None:
+        """How many rows each replica has of each (micro-)batch, where all have the same; None: that is open."""
         whole = self.drop_remainder or self.size % self.batch_size == 0
-        return None if self.replicas > 1 or not whole or self.batch_size % parts else self.batch_size // parts
+        count, rest = divmod(self.batch_size, self.replicas * parts)
+        return count if whole and not rest else None
 
     def counts(self, replicas: int, parts: int) -> RowCounts:
         """How many rows each of so many replicas gets of a micro-batch."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib.util
 import mmap
-import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from callbacks.system import named_gpus
 from loop.errors import UsageError
 
 MPI = b"libmpi.so"
@@ -22,14 +23,9 @@ NCCL = b"ncclAllReduce"
 
 def count_gpus() -> int:
     """The number of NVIDIA GPUs that this process may use, without loading TensorFlow."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    if visible is None:
-        return len(devices)
-    named = [name.strip() for name in visible.split(",") if name.strip()]
-    if "-1" in named:  # CUDA ignores the names after it
-        named = named[: named.index("-1")]
-    return min(len(devices), len(named))
+    named = named_gpus()
+    return len(devices) if named is None else min(len(devices), len(named))
 
 
 def check_gpus(workers: int) -> None:
@@ -78,7 +74,26 @@ def horovod_missing() -> str | None:
             "Horovod is installed without its native library, because there was no C++ compiler (install g++ and make, "
             "then `uv cache clean horovod && uv sync --reinstall-package horovod`)"
         )
+    if missing := _missing_mpi(libraries):
+        return (
+            f"Horovod is built with MPI, whose library {missing} can't be loaded (install Open MPI again; or build "
+            "Horovod anew: `uv cache clean horovod && uv sync --reinstall-package horovod`)"
+        )
     return None
+
+
+def _missing_mpi(libraries: Sequence[Path]) -> str:
+    """The library of MPI that Horovod was built with, if it isn't there any more, or not on this machine; else ""."""
+    for library in libraries:
+        with _content(library) as content:
+            begin = content.find(MPI)
+            name = content[begin : content.find(b"\0", begin)].decode() if begin >= 0 else ""
+        if name:
+            try:
+                ctypes.CDLL(name)
+            except OSError:
+                return name
+    return ""
 
 
 def horovod_libraries() -> list[Path] | None:
@@ -97,9 +112,16 @@ def horovod_knows_gpus() -> bool:
 def horovod_built_with(name: bytes) -> bool:
     """Whether Horovod is there, and its library has this name in it. Doesn't load it, which would load TensorFlow."""
     for library in horovod_libraries() or ():
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with _content(library) as content:
             return content.find(name) >= 0
     return False
+
+
+@contextlib.contextmanager
+def _content(library: Path) -> Iterator[mmap.mmap]:
+    """What is in a library, which isn't loaded."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        yield content
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

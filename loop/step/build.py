@@ -28,7 +28,16 @@ from loop.model.variables import (
     variable_names,
 )
 from loop.step import lookups, sharding
-from loop.step.example_trace import Trial, check_stateful, global_seeds, held_by, put_back, recorded, tried_step
+from loop.step.example_trace import (
+    Trial,
+    check_stateful,
+    global_seeds,
+    held_by,
+    of_size,
+    put_back,
+    recorded,
+    tried_step,
+)
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
 from loop.step.optimizers import assign_optimizers
@@ -53,6 +62,7 @@ class BuiltModel:
         metrics: Keras metrics by the name of the value that they are updated with.
         penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
         lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.step.lookups`.
+        tables: large variables whose rows may be gathered, by index: how many rows an example looks up.
         fixed_rows: how many rows a batch must have; None: any number.
         shards: the parts on which optimizers are built; None: they are built on whole variables.
     """
@@ -65,6 +75,7 @@ class BuiltModel:
     metrics: dict[str, Any]
     penalty_grows: bool = False
     lookups: dict[int, str] = dataclasses.field(default_factory=dict)
+    tables: dict[int, int] = dataclasses.field(default_factory=dict)
     fixed_rows: int | None = None
     shards: Shards | None = None
 
@@ -132,8 +143,10 @@ def build(
         optimizers = assign_optimizers(task, model, optimizer)
         shards = _built_optimizers(optimizers, trainable_variables(model), backend, sharded)
         _check_metric_values(metrics, names, minimized)
-        by_lookup = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
-    return BuiltModel(model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, trial.fixed, shards)
+        by_lookup, tables = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
+    return BuiltModel(
+        model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, tables, trial.fixed, shards
+    )
 
 
 def _built_optimizers(
@@ -222,15 +235,18 @@ def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: 
 
 def _by_lookup(
     task: TrainTask, model: Any, optimizers: Mapping[str, Any], backend: Backend, example: Any, fixed_rows: int | None
-) -> dict[int, str]:
-    """The variables whose gradients keep a row for each lookup, if the task asks for that: tried on a few examples."""
-    asked: set[int] = set()
-    for optimizer, indices in optimizers.values():
-        if lookups.matter(optimizer):
-            asked.update(indices)
-    if backend.asynchronous or task.repeated_rows != "squared_each" or not asked or not _may_look_up(model):
-        return {}
+) -> tuple[dict[int, str], dict[int, int]]:
+    """What is looked up, tried on a few examples.
+
+    Returns:
+        The variables whose gradients keep a row for each lookup, if the task asks for that; and, of the others, the
+        tables whose rows may be gathered. See `BuiltModel`.
+    """
     variables = trainable_variables(model)
+    asked = _squared_each(task, optimizers)
+    large = _large(task, variables, backend) - asked
+    if backend.asynchronous or not (asked or large) or not _may_look_up(model):
+        return {}, {}
 
     def rows(batch: Any) -> list[tf.Tensor]:
         with tf.GradientTape() as tape, probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
@@ -247,9 +263,33 @@ def _by_lookup(
         finally:
             logger.setLevel(level)
 
+    kinds: dict[int, str] = {}
+    tables: dict[int, int] = {}
     with put_back(_state(task, model, carried_variables(model), backend)):
-        kinds = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
-    return {index: kind for index, kind in kinds.items() if index in asked}
+        if asked:
+            kinds = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
+        if large:
+            tables = lookups.tables(looked_up, example if fixed_rows is None else of_size(example, fixed_rows))
+    return (
+        {index: kind for index, kind in kinds.items() if index in asked},
+        {index: count for index, count in tables.items() if index in large},
+    )
+
+
+def _squared_each(task: TrainTask, optimizers: Mapping[str, Any]) -> set[int]:
+    """The variables whose optimizer is to get a row for each lookup."""
+    asked: set[int] = set()
+    for optimizer, indices in optimizers.values():
+        if lookups.matter(optimizer) and task.repeated_rows == "squared_each":
+            asked.update(indices)
+    return asked
+
+
+def _large(task: TrainTask, variables: Sequence[Any], backend: Backend) -> set[int]:
+    """The variables whose rows may be gathered, if they turn out to be looked up."""
+    if not backend.gathers_rows or backend.replicas == 1 or type(task).compute is TrainTask.compute:
+        return set()
+    return {index for index, variable in enumerate(as_tf(variables)) if lookups.is_large(variable)}
 
 
 def _may_look_up(model: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from loop.backends import devices
-from loop.data import Rows, count
+from loop.data import ArraySource, Rows, count
 from loop.errors import UsageError
 from loop.model.variables import as_tf, losses
 from loop.step import lookups
@@ -35,7 +35,7 @@ class ForwardPass:
         optimizer: the name that `minimize` was called with.
         feed: epoch, step, and what was read for the step.
         number: the index of this `minimize` within the step.
-        by_lookup: the variables whose gradients keep a row for each lookup. A variable whose gradient turns out to be
+        by_lookup: the variables whose gradients are reduced by lookup. A variable whose gradient turns out to be
             dense is removed from it.
         in_block: whether the step is in a block, which XLA compiles as a whole.
 
@@ -142,6 +142,8 @@ class ForwardPass:
             if context.backend.replicas == 1:
                 # Not as an argument: how many numbers a random layer draws would depend on it, and XLA must know that.
                 rows = rows._replace(first=0)
+            # A TPU compiles nothing else. Not without XLA, where an open size tells what a random layer draws for rows.
+            rows = rows.of_count(source.even_count(parts) if isinstance(source, ArraySource) else None)
             some = tf.function(some, jit_compile=True, autograph=False)
         elif context.computing.isolated and source not in context.computing.everyone:
             some = tf.function(some, autograph=False, experimental_attributes={"_noinline": True})

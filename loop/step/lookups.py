@@ -4,6 +4,9 @@ A row of an embedding that a batch looks up twice is twice in a sparse gradient.
 which an optimizer such as Adam or RMSprop then squares; given the sparse gradient, Keras's optimizers add up the
 squares. To give the same numbers on any number of replicas, each lookup has a place of its own in the tensor that is
 reduced: all other replicas and micro-batches have zeros there, so that the sum is a concatenation.
+
+Where an optimizer gets the sum of both anyway, only the rows of a large table that a batch looks up are gathered from
+all replicas, and added up on each: the sum of whole tables would send more.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ EACH = "each"
 """The kind of a table in which each example looks up rows of its own."""
 SHARED = "shared"
 """The kind of a table in which all examples look up the same rows, such as positions."""
+GATHERED = "gathered"
+"""The kind of a table whose rows are gathered and added up, so that its gradient is dense."""
+_LEAST = 1 << 18
+"""From so many bytes on, a table may be worth a collective of its own."""
 
 
 def matter(optimizer: Any) -> bool:
@@ -40,6 +47,16 @@ def rows_of(gradient: Any) -> tf.Tensor:
     """The indices of the rows in a sparse gradient: int64; of a dense gradient, none."""
     sparse = isinstance(gradient, tf.IndexedSlices) and gradient.values.dtype.size >= 4
     return tf.cast(gradient.indices, tf.int64) if sparse else tf.zeros([0], tf.int64)
+
+
+def is_large(variable: tf.Variable) -> bool:
+    """Whether a variable may be a table whose looked up rows are less than all of it."""
+    return variable.shape.rank >= 2 and variable.shape.num_elements() * variable.dtype.size >= _LEAST
+
+
+def are_less(shape: tf.TensorShape, lookups: int) -> bool:
+    """Whether so many looked up rows are less to send than a table of this shape."""
+    return lookups * (shape[1:].num_elements() + 2) < shape.num_elements()
 
 
 def kinds(
@@ -81,14 +98,20 @@ def kinds(
     return by_index
 
 
+def tables(looked_up: Callable[[Any], Sequence[np.ndarray]], batch: Any) -> dict[int, int]:
+    """How many rows an example of a batch looks up on average, rounded up, by the index of each table."""
+    examples = len(tf.nest.flatten(batch)[0])
+    return {index: -(-len(rows) // examples) for index, rows in enumerate(looked_up(batch)) if len(rows)}
+
+
 def packed(gradient: tf.IndexedSlices, kind: str, examples: Any, most: int, place: Any, places: int) -> tf.Tensor:
     """A gradient by lookups as a tensor which, added up over all places, has the lookups of all places.
 
-    A place is one micro-batch of one replica.
+    A place is one micro-batch of one replica. Of a gathered table, it has the lookups of this place alone.
 
     Args:
         gradient: of this place's examples.
-        kind: `EACH` or `SHARED`.
+        kind: `EACH`, `SHARED` or `GATHERED`.
         examples: how many examples this place has, at least 1.
         most: how many examples a place has at most.
         place: the index of this place.
@@ -104,6 +127,8 @@ def packed(gradient: tf.IndexedSlices, kind: str, examples: Any, most: int, plac
         # The same lookups at each place: their values are added up, so only one place may give the indices.
         return tf.concat([values, tf.where(tf.equal(place, 0), code, tf.zeros_like(code))], 1)
     rows = tf.concat([values, code], 1)
+    if kind == GATHERED:
+        return rows
     own = tf.shape(rows, tf.int64)[0]
     room = most * (own // tf.cast(examples, tf.int64))
     before = tf.cast(place, tf.int64) * room

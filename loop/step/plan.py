@@ -12,7 +12,7 @@ from loop.backends.base import Backend
 from loop.data import ArraySource, Data, Source, StreamSource
 from loop.errors import UsageError
 from loop.model.variables import as_tf, trainable_variables, updates_rows
-from loop.step import approximations, communication
+from loop.step import approximations, communication, lookups
 from loop.step.batch_norm import batch_norms
 from loop.step.build import BuiltModel
 
@@ -42,7 +42,7 @@ class StepPlan:
         clip_norm: the greatest norm of all gradients together.
         clip_value: the greatest absolute value of an element of a gradient.
         row_gradients: the variables whose optimizer takes the rows of a sparse gradient, by index.
-        lookups: the variables whose gradients keep a row for each lookup, by index, and their kinds; see `lookups`.
+        lookups: the variables whose gradients are reduced by lookup, by index, and their kinds; see `lookups`.
         block_steps: the number of steps in one XLA program; 0: steps aren't compiled in blocks.
         may_isolate: whether forward and backward pass may become a graph of their own; see `ForwardPass`.
     """
@@ -109,7 +109,7 @@ def make_plan(
         clip_norm=options["clip_norm"],
         clip_value=options["clip_value"],
         row_gradients=frozenset(),
-        lookups=_lookups(built, data.train, options),
+        lookups=_lookups(built, data.train, options) | _gathered(built, options),
         block_steps=0,
         may_isolate=options["compile"] != "xla" and not has_gpu,
     )
@@ -179,3 +179,17 @@ def _lookups(built: BuiltModel, source: Source, options: Mapping[str, Any]) -> d
         assert isinstance(source, StreamSource)
         uniform = all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(source.dataset.element_spec))
     return dict(built.lookups) if uniform else {}
+
+
+def _gathered(built: BuiltModel, options: Mapping[str, Any]) -> dict[int, str]:
+    """The tables whose rows are gathered from all replicas, where that is less than the sum of whole tables."""
+    # With any of these, gradients are something else than rows that travel once, as they are.
+    usual = {"accumulate": 1, "local_steps": 1, "compression": "none", "reduction": "sum", "compile": "graph"}
+    if any(options[name] != value for name, value in usual.items()):
+        return {}
+    variables = as_tf(trainable_variables(built.model))
+    gathered = {}
+    for index, rows in built.tables.items():
+        if lookups.are_less(variables[index].shape, rows * options["batch_size"]):
+            gathered[index] = lookups.GATHERED
+    return gathered

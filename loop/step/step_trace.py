@@ -158,7 +158,10 @@ class StepTrace:
         whole = []
         for index, gradient in zip(forward.connected, gradients, strict=True):
             if index in self._by_lookup:
-                gradient = lookups.unpacked(gradient, tf.TensorShape(self._context.variables[index].shape))
+                shape = tf.TensorShape(self._context.variables[index].shape)
+                gradient = lookups.unpacked(gradient, shape)
+                if self._by_lookup[index] == lookups.GATHERED:
+                    gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), shape)
             whole.append(gradient)
         return whole, sums
 
@@ -179,7 +182,9 @@ class StepTrace:
         by_index |= zip(dense, sent, strict=True)
         # In the order of variables: all workers must enter the collectives in one order.
         for index in forward.connected:
-            if index in self._by_lookup:
+            if self._by_lookup.get(index) == lookups.GATHERED:
+                by_index[index] = backend.gather_rows(by_index[index])
+            elif index in self._by_lookup:
                 by_index[index] = backend.all_reduce([by_index[index]])[0]
         return list(by_index.values()), sums
 

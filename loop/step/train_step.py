@@ -13,7 +13,7 @@ from loop.data import ArraySource, Data, IndexedSource, Rows, Source, StreamSour
 from loop.errors import TrainingError
 from loop.model.variables import carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
-from loop.step import communication, row_random
+from loop.step import communication, lookups, row_random
 from loop.step.batch_norm import has_own_state, share, state, statistics
 from loop.step.build import BuiltModel
 from loop.step.computing import Computing
@@ -294,7 +294,8 @@ def _prepare_model(
     # State that is carried from row to row must not see a stand-in. It is for one replica, which needs none.
     if has_own_state(model) and not carried_variables(model):
         computing.everyone |= {data.train, data.eval}
-    if plan.lookups and backend.replicas * plan.accumulate > 1:
+    have_places = set(plan.lookups.values()) - {lookups.GATHERED}
+    if have_places and backend.replicas * plan.accumulate > 1:
         computing.everyone.add(data.train)
     if backend.replicas > 1:
         row_random.by_row()

@@ -12,6 +12,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import tf_keras
 
 from loop import UsageError, backends, fit, options
@@ -134,6 +135,62 @@ def test_devices_are_chosen_on_the_command_line(command):  # noqa: F811
     )
     result = json.loads(out)
     assert (code, result["backend"], result["replicas"]) == (0, "mirrored", 2)
+
+
+# Communication
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_each_way_of_communication_has_the_same_numbers(replicas):
+    """Two replicas to the bit: there is one order in which two numbers can be added."""
+    usual = weights_of(trained(backends.create("mirrored", replicas), {}, {}).model)
+    expected = [variable.numpy() for variable in usual]
+    for how in ("one-device", "hierarchical"):
+        backend = backends.create("mirrored", replicas, communication=how)
+        found = [variable.numpy() for variable in weights_of(trained(backend, {}, {}).model)]
+        assert largest_difference(found, expected) <= (0 if replicas == 2 or how == "one-device" else 5e-6)
+        assert off_by_hand(backend, "accumulate", "float64") <= 1e-12
+
+
+def test_a_hierarchy_of_an_odd_number_is_refused():
+    """TensorFlow's would leave the gradients of one replica out."""
+    with pytest.raises(UsageError, match=r"'hierarchical' adds up two halves of the devices, .* are 3: use an even"):
+        backends.create("mirrored", 3, communication="hierarchical")
+
+
+@pytest.mark.parametrize(
+    ("backend", "communication", "fix"),
+    [
+        ("mirrored", "nccl", "works between GPUs alone, and the devices are /cpu:0, /cpu:1: leave it out, or give"),
+        (
+            "mirrored",
+            "ring",
+            "with backend='mirrored': give auto, nccl, hierarchical, one-device, or use backend=",
+        ),
+        ("multiworker", "gloo", "with backend='multiworker': give auto, ring, nccl$"),
+        ("horovod", "nccl", "with backend='horovod': leave it out, or use backend='multiworker' or 'mirrored'$"),
+        ("central", "none", "with backend='central': leave it out$"),
+    ],
+)
+def test_communication_that_a_backend_does_not_have_is_refused(backend, communication, fix):
+    with pytest.raises(UsageError, match=f"communication={communication!r} {fix}"):
+        backends.create(backend, 2, communication=communication)
+
+
+def test_communication_is_chosen_on_the_command_line(command):  # noqa: F811
+    short = ("train", "mine.py:Mine", "--steps", 2, "--track", "off", "--json", "--workers", 2)
+    code, out, _ = command(*short, "--backend", "mirrored", "--communication", "hierarchical")
+    assert (code, json.loads(out)["replicas"]) == (0, 2)
+    code, out, err = command(*short, "--backend", "horovod", "--communication", "ring")
+    assert (code, out) == (2, "")
+    assert "communication='ring' with backend='horovod': leave it out" in err
+
+
+def test_central_on_one_device_has_its_variables_there():
+    backend = backends.create("central", devices=["cpu:1"])
+    with backend.scope():
+        assert tf.Variable(1.0).device.endswith("CPU:1")
+    assert off_by_hand(backend, "accumulate", "float64") <= 1e-12
 
 
 # tpu

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import types
 
 import pytest
 import tensorflow as tf
@@ -16,6 +15,7 @@ from loop.launch import machine, schedulers
 from loop.launch.backend_choice import choose_backend
 from loop.launch.fixed_job import run_job
 from tests.conftest import ROOT
+from tests.gpus import Machine
 
 EARLY = '''
 from dataclasses import dataclass
@@ -101,38 +101,6 @@ def test_such_a_task_is_verified(tmp_path):
     arguments = ["verify", "early.py:Early", "--no-processes", "--set", "broken=true"]
     code, _, err = commands(tmp_path, arguments)
     assert (code, err.splitlines()[-1]) == (2, "tfloop: error: its data was asked for")
-
-
-class Machine:
-    """What TensorFlow says of a machine with GPUs, before or after it has started; `done` is what was set."""
-
-    def __init__(self, monkeypatch, count, started=False):
-        self.started, self.done = started, []
-        self.all = [types.SimpleNamespace(name=f"/physical_device:GPU:{index}") for index in range(count)]
-        self.visible = list(self.all)
-        physical = tf.config.list_physical_devices
-        monkeypatch.setattr(
-            tf.config, "list_physical_devices", lambda kind=None: self.all if kind == "GPU" else physical(kind)
-        )
-        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: self.visible)
-        monkeypatch.setattr(tf.config, "set_visible_devices", self.set_visible)
-        configuration = tf.config.get_logical_device_configuration
-        monkeypatch.setattr(
-            tf.config, "get_logical_device_configuration", lambda gpu: None if gpu in self.all else configuration(gpu)
-        )
-        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", self.grow)
-        for name in ("TF_FORCE_GPU_ALLOW_GROWTH", *devices.LOCAL_RANK):
-            monkeypatch.delenv(name, raising=False)
-
-    def set_visible(self, gpus, kind):
-        if self.visible != gpus and self.started:
-            raise RuntimeError("Visible devices cannot be modified after being initialized")
-        self.visible = gpus
-
-    def grow(self, gpu, growing):
-        if self.started:
-            raise RuntimeError("Physical devices cannot be modified after being initialized")
-        self.done.append((gpu, growing))
 
 
 def test_each_worker_has_a_gpu_of_its_own_or_none(monkeypatch):
@@ -232,3 +200,13 @@ def test_horovods_library_is_looked_into(monkeypatch, tmp_path):
     assert not machine.horovod_built_with(machine.NCCL)
     library.write_bytes(b"horovod_nccl_built\0ncclAllReduce\0")
     assert machine.horovod_built_with(machine.NCCL)
+
+
+def test_a_horovod_whose_mpi_is_gone_is_none(monkeypatch, tmp_path):
+    """Such as one that was built on another machine: without a word it would fail when it is loaded."""
+    library = tmp_path / "mpi_lib.so"
+    monkeypatch.setattr(machine, "horovod_libraries", lambda: [library])
+    library.write_bytes(b"gloo\0")
+    assert machine.horovod_missing() is None
+    library.write_bytes(b"gloo\0libmpi_cxx.so.40\0libmpi.so.4711\0")
+    assert "is built with MPI, whose library libmpi.so.4711 can't be loaded" in machine.horovod_missing()

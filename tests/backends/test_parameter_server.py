@@ -1,7 +1,7 @@
 """The engine `parameter_server` in real processes: what it keeps exact, killed workers, a killed parameter server.
 
-`python tests/backends/test_parameter_server.py OUT` is the chief of a job: it runs the conformance suite, and trains
-small tasks into `OUT`.
+`python tests/backends/test_parameter_server.py OUT PARTITION CASE...` is the chief of a job: it runs the conformance
+suite if there are several cases, and trains them into `OUT`.
 """
 
 import json
@@ -15,13 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import callbacks
 from loop import UsageError, fit
-from loop.backends.parameter_server import answers
+from loop.backends.parameter_server import _partitioner, answers
 from loop.launch import machine
 from loop.launch.backend_choice import choose_backend
 from loop.launch.environment import read_tf_config, tf_cluster
+from loop.options import read_partition
 from loop.target import task_loader
 from tests import conformance
 from tests.conftest import ROOT, TFLOOP, tfloop
@@ -74,6 +76,9 @@ def test_jobs_of_another_kind_are_refused(backend, cluster, message):
             "--ps 2 with backend='multiworker', which has no parameter servers",
         ),
         (["--min-shard-bytes", "0"], "--min-shard-bytes 0: give a number >= 1"),
+        (["--partition", "max:0"], "partition='max:0': give fixed:N shards, or min:SIZE or max:SIZE of a shard"),
+        (["--partition", "max:1MB", "--backend", "multiworker"], "--partition max:1MB: give it with --backend param"),
+        (["--partition", "fixed:2", "--min-shard-bytes", "9"], "--partition fixed:2: give it with --backend param"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
@@ -83,13 +88,27 @@ def test_options_that_make_no_sense_are_refused(options, message):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_one_worker_is_exact_and_its_checkpoint_is_any_engines(tmp_path):
-    """Joined through TF_CONFIG. Steps of one worker are made in their order; variables are in shards."""
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [("fixed:3", ("fixed", 3)), ("min:40", ("min", 40)), ("max:1.5kb", ("max", 1500)), ("min:64MiB", ("min", 2**26))],
+)
+def test_partitions_are_read(text, read):
+    assert read_partition(text) == read
+
+
+@pytest.mark.parametrize("text", ["", "fixed", "fixed:0", "fixed:1MB", "min:", "max:-1", "rows:3", "min:2x", "max:1.5"])
+def test_partitions_that_mean_nothing_are_refused(text):
+    with pytest.raises(UsageError, match=f"partition='{text}': give fixed:N shards"):
+        read_partition(text)
+
+
+def in_servers(directory, partition, cases):
+    """Trains cases in a job of a chief, a worker and two parameter servers; what the chief has printed."""
     ports = machine.free_ports(4)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
     serve = [*TFLOOP, "train", "digits"]
-    chief = [sys.executable, str(Path(__file__)), str(tmp_path)]
+    chief = [sys.executable, str(Path(__file__)), str(directory), partition, *cases]
     tasks = [(chief, "chief", 0), (serve, "worker", 0), (serve, "ps", 0), (serve, "ps", 1)]
     processes = [
         subprocess.Popen(
@@ -103,12 +122,33 @@ def test_one_worker_is_exact_and_its_checkpoint_is_any_engines(tmp_path):
     ]
     outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0, 0], outputs
-    assert [line.split()[0] for line in outputs[0][0].splitlines() if line.endswith(" ok")] == list(conformance.CHECKS)
-    assert "shards [2, 1, 1, 1, 1, 1]" in outputs[0][0]
-    for case, (fields, options) in CASES.items():
+    for case in cases:
+        fields, options = CASES[case]
         expected, _ = by_hand({**fields, "dtype": "float32"}, options, **SETTINGS)
-        with np.load(tmp_path / f"{case}.npz") as found:
+        with np.load(directory / f"{case}.npz") as found:
             assert largest_difference(list(found.values()), expected) <= 1e-5, case
+    return outputs[0][0]
+
+
+def test_partitions_are_those_of_tensorflow():
+    shapes = [tf.TensorShape([5, 4]), tf.TensorShape([4]), tf.TensorShape([1])]
+    shards = {"fixed:2": [2, 2, 1], "min:40": [2, 1, 1], "max:40": [3, 1, 1]}
+    for text, expected in shards.items():
+        cut = _partitioner(text, 2)
+        assert [cut(shape, tf.float32)[0] for shape in shapes] == expected
+    assert _partitioner(None, 2) is None
+    assert _partitioner(cut, 2) is cut
+
+
+def test_variables_are_cut_as_asked_for(tmp_path):
+    assert "shards [3, 1, 1, 1]" in in_servers(tmp_path, "max:40", ["judged"])
+
+
+def test_one_worker_is_exact_and_its_checkpoint_is_any_engines(tmp_path):
+    """Joined through TF_CONFIG. Steps of one worker are made in their order; variables are in shards."""
+    printed = in_servers(tmp_path, "min:40", CASES)
+    assert [line.split()[0] for line in printed.splitlines() if line.endswith(" ok")] == list(conformance.CHECKS)
+    assert "shards [2, 1, 1, 1, 1, 1]" in printed
     quiet = callbacks.standard(mlflow=None, progress=None, checkpoint=None, journal=None)
     fields, options = CASES["judged"]
     settings = {**SETTINGS, "epochs": 3}
@@ -211,11 +251,13 @@ if __name__ == "__main__":
     from loop.backends.parameter_server import ParameterServer, shards
 
     out = Path(sys.argv[1])
-    made = ParameterServer(min_shard_bytes=40)
-    for name, check in conformance.CHECKS.items():
+    made = ParameterServer(sys.argv[2])
+    cases = sys.argv[3:]
+    for name, check in conformance.CHECKS.items() if len(cases) > 1 else ():
         check(made)
         print(name, "ok")
-    for name, (fields, options) in CASES.items():
+    for name in cases:
+        fields, options = CASES[name]
         saving = callbacks.standard(mlflow=None, progress=None)
         trained = fit(Prime(**fields), backend=made, run_dir=out / name, callbacks=saving, **SETTINGS, **options)
         np.savez(out / f"{name}.npz", *(variable.numpy() for variable in weights_of(trained.model)))

@@ -32,7 +32,8 @@ def result_of(done):
 def digits(tmp_path_factory):
     """The digits on each engine, into one MLflow store, from the same command."""
     directory = tmp_path_factory.mktemp("digits")
-    (directory / "job.toml").write_text('backend = "multiworker"\nworkers = 2\nthreads = 1\nepochs = 9\nseed = 1\n')
+    settings = 'backend = "multiworker"\ncommunication = "ring"\nworkers = 2\nthreads = 1\nepochs = 9\nseed = 1\n'
+    (directory / "job.toml").write_text(settings)
     engines = {name: [*engine, "--seed", "1"] for name, engine in ENGINES.items()}
     engines["multiworker"] = ["--config", "job.toml"]
     engines["horovod"] += ["--profile", "2:4"]  # the numbers don't depend on it

@@ -6,6 +6,13 @@ import pytest
 import tensorflow as tf
 
 from loop import KerasTask
+from loop.backends import create
+from loop.data import open_data
+from loop.options import with_defaults
+from loop.step.build import build
+from loop.step.lookups import GATHERED
+from loop.step.plan import make_plan
+from tests.exactness import Prime
 from tests.test_keras_task import BATCH, ROWS, assert_same, by_fit, by_task, compiled, engines  # noqa: F401
 
 WORDS = np.random.default_rng(0).integers(0, 6, (ROWS, 4))
@@ -79,3 +86,26 @@ def test_where_lengths_differ_replicas_agree_too(engines, quiet):  # noqa: F811
     data = tf.data.Dataset.from_generator(generate, output_signature=spec)
     results = [by_task(KerasTask.from_compiled(make, data), quiet, engines[replicas]) for replicas in (1, 2)]
     assert_same(*(result.model for result in results))
+
+
+@pytest.mark.parametrize(
+    ("backend", "replicas", "given", "gathered"),
+    [
+        ("mirrored", 2, {}, True),
+        ("mirrored", 3, {"clip_norm": 1.0}, True),
+        ("mirrored", 2, {"batch_size": 400}, False),  # 5 lookups for each of 400 examples: as much as the table
+        ("mirrored", 2, {"accumulate": 2}, False),
+        ("mirrored", 2, {"compression": "fp16"}, False),
+        ("mirrored", 2, {"compile": "xla"}, False),
+        ("central", 2, {}, False),
+        ("mirrored", 1, {}, False),
+    ],
+)
+def test_rows_of_a_large_table_are_gathered_where_that_is_less(backend, replicas, given, gathered):
+    """That the weights are the same is shown by the case `table` of test_same_numbers.py, on each engine."""
+    task = Prime(table=True)
+    engine = create(backend, replicas)
+    options = with_defaults(task, {"batch_size": 20} | given)
+    data = open_data(task, options)
+    plan = make_plan(build(task, engine, "float32", data.train.example), engine, data, options, False)
+    assert plan.lookups == ({0: GATHERED} if gathered else {})

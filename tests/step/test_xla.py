@@ -14,8 +14,12 @@ import callbacks
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
 from loop.commands.verify import verify
+from loop.data import open_data
 from loop.model.variables import model_variables
+from loop.options import with_defaults
+from loop.step.build import build
 from loop.step.replica import current
+from loop.step.train_step import TrainStep
 from tests.conftest import ROOT
 from tests.tasks import Conv, Weighted
 
@@ -160,3 +164,49 @@ def test_dropout_without_batch_norm_is_refused_too():
     with pytest.raises(UsageError, match="compile='xla' on 3 replicas"):
         trained(Dropped(), backend=create("mirrored", 3), compile="xla", epochs=1)
     assert trained(Dropped(), compile="xla", epochs=1).steps > 0
+
+
+def open_shapes(compiled):
+    """The operations within what XLA compiles whose shapes aren't fully known; and how many operations there are."""
+    functions = compiled.graph.as_graph_def(add_shapes=True).library.function
+    library = {function.signature.name: function for function in functions}
+    inside = [name for name, function in library.items() if function.attr["_XlaMustCompile"].b]
+    nodes = []
+    for name in inside:
+        for node in library[name].node_def:
+            nodes.append(node)
+            called = [value.func.name for value in node.attr.values() if value.func.name in library]
+            inside += [other for other in called if other not in inside]
+    names = []
+    for node in nodes:
+        shapes = [tf.TensorShape(shape) for shape in node.attr["_output_shapes"].list.shape]
+        if not all(shape.is_fully_defined() for shape in shapes):
+            names.append(f"{node.op} {node.name}")
+    return names, len(nodes)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "examples", "is_static"), [(1, 64, True), (1, 70, True), (2, 64, True), (2, 70, False)]
+)
+def test_where_batches_divide_evenly_a_replicas_whole_step_has_static_shapes(replicas, examples, is_static):
+    """As a TPU needs it: forward pass, loss, sums and gradients are compiled, and know all their sizes.
+
+    On one replica whole steps are a program, the optimizer in it, and the short last step is left to the graph.
+    """
+
+    @dataclasses.dataclass
+    class Even(Weighted):
+        def train_data(self):
+            return ArrayData(*(array[:examples] for array in super().train_data().arrays))
+
+    task = Even()
+    backend = create("mirrored", replicas) if replicas > 1 else create("single")
+    options = with_defaults(task, {"batch_size": 16, "compile": "xla"}) | {"backend": backend.name}
+    data = open_data(task, options)
+    built = build(task, backend, "float32", data.train.example)
+    step = TrainStep(task, built, backend, data.sharded(backend, "example"), options)
+    numbers = [tf.constant(number, tf.int64) for number in (0, 0, 2)]
+    compiled = step._train.get_concrete_function(step.data.train.start(0, 0), *numbers)
+    names, count = open_shapes(compiled)
+    assert count > 50
+    assert (names == []) == is_static

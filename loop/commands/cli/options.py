@@ -62,6 +62,17 @@ Ps = Annotated[int | None, Option(help="Parameter servers, with parameter_server
 MinShardBytes = Annotated[
     int | None, Option(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
 ]
+Partition = Annotated[
+    str | None,
+    Option(metavar="HOW", help="Cut variables of parameter servers: fixed:N shards, min:SIZE or max:SIZE of a shard."),
+]
+Communication = Annotated[
+    str,
+    Option(
+        metavar="HOW",
+        help="Of gradients: auto; multiworker: ring, nccl; mirrored: nccl, hierarchical, one-device.",
+    ),
+]
 Hosts = Annotated[
     str | None, Option("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
 ]

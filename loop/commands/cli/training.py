@@ -51,6 +51,8 @@ def train(
     workers: typed.Workers = None,
     ps: typed.Ps = None,
     min_shard_bytes: typed.MinShardBytes = None,
+    partition: typed.Partition = None,
+    communication: typed.Communication = "auto",
     hosts_: typed.Hosts = None,
     launcher: typed.Launcher = None,
     address: typed.Address = None,
