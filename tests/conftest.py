@@ -82,9 +82,10 @@ def _directory_of_its_own(request, tmp_path, monkeypatch):
         monkeypatch.setenv("TFLOOP_TESTS_COLD", "1")
     yield
     # A task file of this test, such as `task.py`, would be the module `task` for all tests after it.
+    inside = f"{tmp_path}{os.sep}"
     for name, module in sys.modules.copy().items():  # another thread may import
         file = getattr(module, "__file__", None)
-        if file and Path(file).is_relative_to(tmp_path):
+        if file and file.startswith(inside):  # text: a `Path` of each of 6,000 modules takes 50 ms a test
             del sys.modules[name]
 
 

@@ -103,6 +103,7 @@ def test_what_was_imported_costs_the_end_of_the_process_nothing():
         gc.unfreeze()
 
 
+@pytest.mark.cold
 def test_mlflow_is_imported_before_there_is_a_run_and_no_process_is_left_behind(tmp_path):
     tracker = MLflowTracker("sqlite:///mlflow.db")
     tracker.warm()

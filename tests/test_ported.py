@@ -65,7 +65,7 @@ def test_the_ported_horovod_example_comes_to_the_same_weights(tmp_path):
     here = PORTED / "horovod"
     path = os.pathsep.join([str(ROOT), str(here)])
     done = subprocess.run(
-        [sys.executable, "-m", "loop.launch.horovodrun", "2", sys.executable, "-c", BOTH,
+        [sys.executable, "-m", "loop.launch.horovodrun", "2", sys.executable, "-X", "warm", "-c", BOTH,
          str(here / "theirs.py"), str(here / "ours.py")],
         capture_output=True, text=True, timeout=240, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip

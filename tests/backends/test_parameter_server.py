@@ -89,7 +89,7 @@ def test_one_worker_is_exact_and_its_checkpoint_is_any_engines(tmp_path):
     addresses = [f"127.0.0.1:{port}" for port in ports]
     cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
     serve = [*TFLOOP, "train", "digits"]
-    chief = [sys.executable, str(Path(__file__)), str(tmp_path)]
+    chief = [sys.executable, "-X", "warm", str(Path(__file__)), str(tmp_path)]
     tasks = [(chief, "chief", 0), (serve, "worker", 0), (serve, "ps", 0), (serve, "ps", 1)]
     processes = [
         subprocess.Popen(
