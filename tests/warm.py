@@ -255,6 +255,8 @@ def run(request, descriptors, environment):
     own, its = socket.socketpair()
     if os.fork() == 0:
         keep_descriptors([its.fileno()], [3])
+        for end in (own, its):
+            end.detach()  # or the processes that it makes would close these numbers, whatever they stand for there
         connection = socket.socket(fileno=3)
         connection.sendall(b"ready")
         run(*serve(connection), environment)
