@@ -1,6 +1,8 @@
 """Trains small tasks on any engine, and by hand on one device: the two must come to the same weights."""
 
+import itertools
 import json
+import os
 from dataclasses import dataclass, field
 
 import keras
@@ -11,6 +13,7 @@ import callbacks
 import loop
 from loop import ArrayData, TrainTask, fit
 from loop.model.precision import keras_precision
+from tests import products
 
 
 def regression(examples, features=5, seed=0, dtype="float32"):
@@ -213,15 +216,22 @@ def largest_difference(found, expected):
     return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, expected, strict=True))
 
 
+def in_turn(dtypes):
+    """Each case, and the type in which it is trained; each case in each type in `tests.campaigns.products`."""
+    if products.ALL in os.environ:
+        return [*itertools.product(CASES, dtypes)]
+    return [(name, dtypes[place % len(dtypes)]) for place, name in enumerate(CASES)]
+
+
 def train_all(made, out, dtypes):
     """Trains all cases, and with local steps, on an engine; the chief writes what has come of it."""
-    for dtype in dtypes:
-        for name, (fields, options) in CASES.items():
-            result = trained(made, {**fields, "dtype": dtype}, options)
-            if made.is_chief:
-                weights = [variable.numpy() for variable in weights_of(result.model)]
-                np.savez(out / f"{name}-{dtype}.npz", *weights)
-                (out / f"{name}-{dtype}.json").write_text(json.dumps(result.metrics))
+    for name, dtype in in_turn(dtypes):
+        fields, options = CASES[name]
+        result = trained(made, {**fields, "dtype": dtype}, options)
+        if made.is_chief:
+            weights = [variable.numpy() for variable in weights_of(result.model)]
+            np.savez(out / f"{name}-{dtype}.npz", *weights)
+            (out / f"{name}-{dtype}.json").write_text(json.dumps(result.metrics))
     local = {"local_steps": LOCAL_STEPS}
     weights = [variable.numpy() for variable in weights_of(trained(made, {"dtype": "float64"}, local).model)]
     try:

@@ -78,7 +78,7 @@ def test_the_horovod_programs_come_to_the_same_loss(tmp_path):
     """In two processes, which run one program after the other."""
     paths = [str(COMING_FROM / "horovod" / f"{whose}.py") for whose in ("theirs", "ours")]
     done = subprocess.run(
-        [sys.executable, "-m", "loop.launch.horovodrun", "2", sys.executable, "-c", BOTH, *paths],
+        [sys.executable, "-m", "loop.launch.horovodrun", "2", sys.executable, "-X", "warm", "-c", BOTH, *paths],
         capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

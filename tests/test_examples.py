@@ -57,8 +57,9 @@ def test_keras_task_uses_names_functions_and_weights():
 @pytest.mark.parametrize("name", ["digits", "bring_your_keras_model"])
 def test_examples_run_as_scripts(name, tmp_path):
     done = subprocess.run(
-        [sys.executable, task_loader.shipped_path(name)], capture_output=True, text=True, timeout=240, cwd=tmp_path
-    )
+        [sys.executable, "-X", "warm", str(task_loader.shipped_path(name))], capture_output=True, text=True,
+        timeout=240, cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "'eval_accuracy': 0." in done.stdout
     assert (tmp_path / "runs" / "mlflow.db").exists()

@@ -27,6 +27,7 @@ from loop.errors import TrainingError, UsageError
 from loop.launch.environment import LAUNCHER
 from loop.monitor.watchdog import Watchdog
 from loop.run import run_directory
+from tests.products import singles
 from tests.tasks import Alarm, Conv, Plain, Streamed, Unweighted, regression
 
 
@@ -178,8 +179,9 @@ class InEvaluation(Callback):
         run.synchronize = synchronizing
 
 
-@pytest.mark.parametrize("options", [{"epochs": 2}, {"steps": 9}, {"epochs": 2, "eval_every": 4}], ids=str)
-@pytest.mark.parametrize("kind", [Many, Reshuffled])
+@pytest.mark.parametrize(
+    ("kind", "options"), singles([Many, Reshuffled], [{"epochs": 2}, {"steps": 9}, {"epochs": 2, "eval_every": 4}])
+)
 def test_signal_within_an_evaluation_saves_and_the_evaluation_is_made_again(kind, options, quiet):
     options = {"batch_size": 20, "ema": 0.9, "steps_per_call": 2, **options}
     whole = fit(kind(), **options, callbacks=quiet(), run_dir="whole")

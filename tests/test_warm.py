@@ -60,3 +60,18 @@ def test_a_warm_process_is_killed_as_any_other():
         assert process.stdout.readline() == b"there\n"
         process.send_signal(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
+
+
+CHECKS_ITS_FILES = """
+import atexit, os
+opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+atexit.register(lambda: print(all(os.fstat(number) for number in opened)))
+"""
+STARTS = "import subprocess, sys; subprocess.run([sys.executable, '-X', 'warm', '-c', sys.argv[1]], check=True)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
+def test_at_the_end_of_a_process_of_a_warm_process_its_files_are_open():
+    command = [sys.executable, "-X", "warm", "-c", STARTS, CHECKS_ITS_FILES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

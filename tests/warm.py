@@ -8,6 +8,7 @@ the workers that it starts. All other commands, and all of them where `TFLOOP_TE
 system as ever.
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -31,13 +32,14 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("cli", "loop.commands.check_export", "loop.launch.horovodrun")
+MODULES = ("cli", "loop.commands.check_export", "loop.launch.horovodrun", "callbacks.mlflow.courier")
 """What `python -m` starts so."""
 LIGHT = ("cli", "loop.launch.fixed_job", "loop.launch.elastic_job")
 """What is in `sys.modules` from the start."""
 HEAVY = (
-    "numpy", "sklearn.datasets", "tensorflow", "keras", "loop.fit", "loop.keras_task", "loop.commands.verify",
+    "jinja2", "numpy", "sklearn.datasets", "tensorflow", "keras", "loop.fit", "loop.keras_task", "loop.commands.verify",
     "loop.commands.export", "loop.backends.strategy", "horovod.tensorflow", "loop.backends.horovod",
+    "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store",
 )  # fmt: skip
 """What comes into `sys.modules` when it is imported, with all before it."""
 IMPORTED = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "LD_", "MALLOC_", "PYTHON", "LC_", "LANG")
@@ -52,6 +54,8 @@ _fork_exec = subprocess._fork_exec
 _server = None
 _stash = {}
 """What `HEAVY` has imported: the number of the step, and the module, by name."""
+_imported = {}
+"""The same modules, in each process that the server makes, until it ends."""
 
 
 class Server:
@@ -179,14 +183,17 @@ def parsed(arguments):
 def main(number):
     """Imports, then makes processes until the one that it serves has ended."""
     connection = socket.socket(fileno=number)
-    sys.path.remove(str(ROOT))  # which `SERVER` has put there
     for name in LIGHT:
         importlib.import_module(name)
+    atexit.register(forget)  # before all that modules register: it is called last
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # or MLflow would start a thread
     for step, name in enumerate(HEAVY):
         before = set(sys.modules)
         with contextlib.suppress(ImportError):  # Horovod may be missing
             importlib.import_module(name)
         _stash.update({new: (step, sys.modules[new]) for new in set(sys.modules) - before})
+    sys.path.remove(str(ROOT))  # which `SERVER` has put there
+    _imported.update({name: module for name, (_, module) in _stash.items()})
     del sys.modules["cli"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the command line has set one
     environment = dict(os.environ)
@@ -194,6 +201,17 @@ def main(number):
     gc.freeze()
     connection.sendall(b"ready")
     run(*serve(connection), environment)
+
+
+def forget():
+    """Keeps Python from taking apart, at its end, what the server has imported: that copies all the memory of it.
+
+    All else ends as ever: the functions of `atexit`, threads, streams, the process's own modules, and the libraries.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_imported))  # Python clears the modules that no one else has
+    for name, module in _imported.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
 
 
 def serve(connection):
@@ -237,6 +255,8 @@ def run(request, descriptors, environment):
     own, its = socket.socketpair()
     if os.fork() == 0:
         keep_descriptors([its.fileno()], [3])
+        for end in (own, its):
+            end.detach()  # or the processes that it makes would close these numbers, whatever they stand for there
         connection = socket.socket(fileno=3)
         connection.sendall(b"ready")
         run(*serve(connection), environment)

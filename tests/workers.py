@@ -13,9 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 JOBS = {
     ("horovod", 2): ["float64"],
     ("horovod", 3): ["float32", "float64"],
-    ("multiworker", 2): ["float32", "float64"],
+    ("multiworker", 2): ["float64", "float32"],
 }
-"""Engines, numbers of workers, and in which types they train: of two Horovod workers, the type that hides least."""
+"""Engines, numbers of workers, and the types in which they train the cases, in turn: each case in each type.
+
+Of two Horovod workers, the type that hides least. `tests.campaigns.products` trains all cases in all types.
+"""
 
 
 @contextlib.contextmanager

@@ -251,8 +251,10 @@ def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbe
         comparison.note = f"only one of the two has {only[0]}"
         return comparison
     judged = ("gradients/1/", "metrics/1/") if precision == "float32" else tuple(f"{kind}/" for kind in KINDS)
+    scales = _scales(reference)
     for kind in KINDS:
-        apart = {name: difference(name, reference, numbers) for name in reference if name.startswith(f"{kind}/")}
+        names = [name for name in reference if name.startswith(f"{kind}/")]
+        apart = {name: difference(name, reference[name], numbers[name], scales) for name in names}
         # A nan that comes later is lost in `max`; the comparison with the bound below finds it.
         comparison.differences[kind] = max(apart.values(), default=float("nan"))
         beyond = [name for name, value in apart.items() if name.startswith(judged) and not value <= BOUNDS[precision]]
@@ -261,27 +263,39 @@ def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbe
     return comparison
 
 
-def difference(name: str, reference: Arrays, numbers: Arrays) -> float:
+def _group(name: str) -> str:
+    """What is compared with the same scale: all of a kind; of gradients, those of one step."""
+    kind, _, rest = name.partition("/")
+    return f"{kind}/{rest.partition('/')[0]}" if kind == "gradients" else kind
+
+
+def _scales(reference: Arrays) -> dict[str, float]:
+    """The largest finite number of each group."""
+    scales: dict[str, float] = {}
+    for name, array in reference.items():
+        size = float(np.abs(array).max()) if array.size else 0.0
+        if math.isfinite(size):
+            scales[_group(name)] = max(size, scales.get(_group(name), 0.0))
+    return scales
+
+
+def difference(name: str, reference: np.ndarray, found: np.ndarray, scales: dict[str, float]) -> float:
     """The largest absolute difference, relative to the largest number of its kind (and step) in the whole model.
 
     Not to that of the variable alone: where the gradient is 0 but for rounding, as that of a bias that a softmax or a
     normalization takes out again, rounding is all there is.
     """
-    one = reference[name].astype("float64")
-    other = numbers[name].astype("float64")
+    one = reference.astype("float64")
+    other = found.astype("float64")
     if one.shape != other.shape:
         return float("inf")
     same = (one == other) | (np.isnan(one) & np.isnan(other))  # infinite ones too
     if same.all():
         return 0.0
     apart = float(np.abs(one - other)[~same].max())
-    kind, _, rest = name.partition("/")
-    if kind == "metrics":
+    if name.startswith("metrics/"):
         return apart / max(1e-3, float(np.abs(one).max()))
-    group = f"{kind}/{rest.partition('/')[0]}/" if kind == "gradients" else f"{kind}/"
-    arrays = [array for key, array in reference.items() if key.startswith(group) and array.size]
-    sizes = [float(np.abs(array).max()) for array in arrays]
-    scale = max(filter(np.isfinite, sizes), default=0.0)
+    scale = scales.get(_group(name), 0.0)
     return apart / scale if scale else apart
 
 

@@ -22,6 +22,7 @@ CHATTER = (
 
 
 _descriptor = 2
+_frozen = False
 
 
 def descriptor() -> int:
@@ -36,7 +37,7 @@ def quiet_start(says: bool = True) -> Iterator[None]:
     Args:
         says: whether "loading TensorFlow" is printed; in a job, rank 0 or the launcher prints it.
     """
-    global _descriptor
+    global _descriptor, _frozen
     if says and "tensorflow" not in sys.modules and JOB not in os.environ and job_rank() == 0:
         tell("loading TensorFlow ...")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -56,7 +57,8 @@ def quiet_start(says: bool = True) -> Iterator[None]:
             for line in collected.read().decode(errors="replace").splitlines():
                 if not re.match(CHATTER, line):
                     tell(line)
-            if "tensorflow" in sys.modules and not gc.get_freeze_count():
+            if "tensorflow" in sys.modules and not _frozen:
                 # Modules stay in memory until the process ends. The garbage collector needn't look at their 400,000
                 # objects again: that takes seconds, most of them at the end of the process.
                 gc.freeze()
+                _frozen = True

@@ -74,8 +74,8 @@ def commands(directory, *each):
     """Runs commands in one new process; its exit code, stdout and stderr."""
     (directory / "early.py").write_text(EARLY)
     done = subprocess.run(
-        [sys.executable, "-P", "-c", COMMANDS, json.dumps(each)], cwd=directory, capture_output=True, text=True,
-        timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-P", "-X", "warm", "-c", COMMANDS, json.dumps(each)], cwd=directory, capture_output=True,
+        text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 

@@ -275,7 +275,7 @@ def test_reduce_on_plateau_agrees_in_two_horovod_workers(tmp_path):
     done = subprocess.run(
         [
             sys.executable, "-m", "loop.launch.horovodrun", "2",
-            sys.executable, str(tmp_path / "job.py"), str(tmp_path / "run"),
+            sys.executable, "-X", "warm", str(tmp_path / "job.py"), str(tmp_path / "run"),
         ],
         capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip

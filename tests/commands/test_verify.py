@@ -19,6 +19,7 @@ import tf_keras
 import loop
 from loop import ArrayData, UsageError
 from loop.commands.verify import lines, verify
+from loop.target import task_loader
 from tests.conftest import TFLOOP, needs_horovod, tfloop
 from tests.step.test_optimizers import Adversarial
 from tests.tasks import Conv, Plain, Unweighted, Weighted, regression
@@ -290,8 +291,6 @@ class Halved(Base):
 
 @needs_horovod
 def test_a_mistake_that_only_real_processes_show(tmp_path):
-    from loop.target import task_loader
-
     (tmp_path / "examples_digits.py").write_text(task_loader.shipped_path("digits").read_text())
     (tmp_path / "task.py").write_text(TASK)
     done = tfloop("verify", "task.py:Halved", cwd=tmp_path)
@@ -325,8 +324,7 @@ def workers_of(process):
     return found
 
 
-def test_charlm_passes(tmp_path):
-    small = ["--set", "layers=1", "--set", "width=16", "--set", "context=8", "--set", "characters=20000"]
-    done = tfloop("verify", "charlm", *small, "--batch-size", 8, "--no-processes", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "the same numbers everywhere"
+def test_charlm_passes():
+    small = ["layers=1", "width=16", "context=8", "characters=20000"]
+    report = verify(task_loader.load("charlm", small), batch_size=8, replicas=(2,))
+    assert [*lines(report)][-1] == ("the same numbers everywhere", True)

@@ -190,8 +190,15 @@ def test_the_survivor_of_an_outside_job_ends(start, task):
     assert not workers[0].alive()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("engine", ["single", HOROVOD, "multiworker"])
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [
+        ("single", signal.SIGTERM),
+        ("single", signal.SIGINT),
+        pytest.param("horovod", signal.SIGINT, marks=needs_horovod),
+        ("multiworker", signal.SIGTERM),
+    ],
+)
 def test_a_signal_before_training_ends_with_75(engine, number, start, task):
     workers = [] if engine == "single" else ["--workers", 2]
 

@@ -1,5 +1,6 @@
 """A model on several devices of a replica: the same numbers, and each operation where its weights are."""
 
+import itertools
 import os
 
 import keras
@@ -72,19 +73,18 @@ def trained(kind, per_replica, quiet, **options):
     return fit(kind(), backend=backend, **options)
 
 
-@pytest.mark.parametrize("kind", [Spread, Legacy, Module, WithBatchNorm])
+OPTIONS = ({}, {"ema": 0.9, "clip_norm": 0.1, "precision": "mixed_float16"}, {"remat": "full"})
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"ema": 0.9, "clip_norm": 0.1, "precision": "mixed_float16"}, {"remat": "full"}], ids=str
+    ("kind", "options"), [(Module, {}), *itertools.product([Spread, Legacy, WithBatchNorm], OPTIONS)], ids=str
 )
 def test_same_bits_as_on_one_device(kind, options, quiet):
-    if kind is Module:
-        options = {}  # the others are for models of Keras
     one, two = (trained(kind, count, quiet, **options) for count in (1, 2))
     assert (two.weights_sha256, two.metrics) == (one.weights_sha256, one.metrics)
 
 
-@pytest.mark.parametrize("kind", [Spread, WithBatchNorm])
-@pytest.mark.parametrize(("precision", "bound"), [("float32", 5e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize(("kind", "precision", "bound"), [(Spread, "float32", 5e-6), (WithBatchNorm, "float64", 1e-12)])
 def test_overlapping_micro_batches_change_nothing_but_rounding(kind, precision, bound, quiet):
     one, two = (trained(kind, count, quiet, accumulate=7, precision=precision) for count in (1, 2))
     weights = ([variable.numpy() for variable in result.model.trainable_variables] for result in (one, two))

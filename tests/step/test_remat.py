@@ -14,6 +14,7 @@ from loop import ArrayData, TrainTask, UsageError, fit
 from loop.backends import create
 from loop.step.recompute import Segment
 from tests.exactness import regression
+from tests.products import singles
 
 
 @pytest.fixture
@@ -182,9 +183,9 @@ def close(some, others):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_numbers_in_full(kind, quiet, segments):
-    plain = variables(Deep(kind, dtype="float64"), quiet)
+    plain = variables(Deep(kind, 2, dtype="float64"), quiet)
     assert not segments
-    close(variables(Deep(kind, dtype="float64"), quiet, remat="full"), plain)
+    close(variables(Deep(kind, 2, dtype="float64"), quiet, remat="full"), plain)
     assert len(segments) >= 2
 
 
@@ -207,8 +208,7 @@ def test_same_numbers_with_xla(quiet, segments):
     assert len(segments) >= 4
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("kind", ["flat", "legacy-flat"])
+@pytest.mark.parametrize(("kind", "precision"), singles(["flat", "legacy-flat"], ["bfloat16", "mixed_float16"]))
 def test_mixed_precision(kind, precision, quiet, segments):
     plain, again = (variables(Deep(kind, 2), quiet, precision=precision, remat=remat) for remat in (None, "full"))
     for a, b in zip(again, plain, strict=True):
@@ -223,8 +223,9 @@ def test_parts_of_a_module(quiet, segments):
     assert len(segments) >= 2
 
 
-@pytest.mark.parametrize("remat", ["block_*", ["block_0", "block_2"], "block_1,block_3"])
-@pytest.mark.parametrize("kind", ["flat", "stack"])
+@pytest.mark.parametrize(
+    ("kind", "remat"), singles(["flat", "stack"], ["block_*", ["block_0", "block_2"], "block_1,block_3"])
+)
 def test_named_layers(kind, remat, quiet, segments):
     variables(Deep(kind), quiet, epochs=1, remat=remat)
     names = {segment._layer.name for segment in segments}
