@@ -108,11 +108,7 @@ def in_servers(directory, partition, cases):
     addresses = [f"127.0.0.1:{port}" for port in ports]
     cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
     serve = [*TFLOOP, "train", "digits"]
-<<<<<<< HEAD
-    chief = [sys.executable, str(Path(__file__)), str(directory), partition, *cases]
-=======
-    chief = [sys.executable, "-X", "warm", str(Path(__file__)), str(tmp_path)]
->>>>>>> suite
+    chief = [sys.executable, "-X", "warm", str(Path(__file__)), str(directory), partition, *cases]
     tasks = [(chief, "chief", 0), (serve, "worker", 0), (serve, "ps", 0), (serve, "ps", 1)]
     processes = [
         subprocess.Popen(
