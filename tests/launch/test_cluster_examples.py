@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import typer
 import yaml
+from kubeflow_trainer_api import models
 
 import cli
 from loop.launch import schedulers
@@ -32,7 +33,6 @@ def manifests(name):
 
 def fits(manifest):
     """Whether the models take it, and lose nothing of it: they leave out what they don't know."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api isn't installed (uv sync)")
     try:
         return getattr(models, SCHEMAS[manifest["kind"]]).from_dict(manifest).to_dict() == manifest
     except ValueError:
