@@ -24,6 +24,7 @@ _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--accumulate=1"]
 _SMALLEST = 8  # examples: the first batch that is measured
 _CLEAR = 64e6  # bytes: two batches whose peaks differ by so much give a slope; less may be chance
 _FAINT = 16e6  # bytes: where they differ by less, the next batch is much larger
+_FURTHEST = 2  # times the largest peak measured: the line is not drawn further than that, if memory lets it be measured
 
 
 class Curve:
@@ -118,12 +119,21 @@ class Prober:
         if examples >= largest or too_much:
             yield max(1, min(examples, largest) // 2)
             return
-        while examples < largest and curve.growth < _CLEAR:
+        while examples < largest and (curve.growth < _CLEAR or self._is_far(curve, examples, largest)):
             # A batch that grows by little may be much larger, and still be small in memory.
             factor = 4 if curve.growth >= _FAINT or len(reports) == 1 else 16
             examples = min(factor * examples, largest)
             yield examples
             curve = Curve(reports)
+
+    def _is_far(self, curve: Curve, examples: int, largest: int) -> bool:
+        """Whether the largest batch is too far for the line, and a batch between can be measured here.
+
+        An allocator takes memory in blocks: a slope from small batches may be that of one block.
+        """
+        next_peak = curve.fixed + curve.slope * min(4 * examples, largest)
+        fits = not curve.on_gpu and 2 * next_peak <= available()
+        return fits and curve.slope * (largest - examples) > _FURTHEST * curve.peaks[examples]
 
     def _rows(self, batch_size: int) -> int:
         return math.ceil(batch_size / self._workers)
