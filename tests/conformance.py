@@ -62,7 +62,7 @@ def check_all_gather_gives_the_bits_of_all_replicas(backend):
     def values(replica):
         share = tf.cast(replica, tf.float32)
         large = tf.fill([1 << 18], share)  # a collective of its own
-        return [tf.stack([share, -0.0, np.inf]), large, tf.fill([2], tf.cast(share, tf.float64))]
+        return [tf.stack([share, np.float32(-0.0), np.inf]), large, tf.fill([2], tf.cast(share, tf.float64))]
 
     @tf.function(autograph=False)
     def gathered():

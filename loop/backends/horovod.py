@@ -17,11 +17,12 @@ from loop.backends.base import Backend
 from loop.backends.devices import use_gpus
 from loop.backends.step_collectives import gathered_flat, of_one_dtype
 from loop.errors import RegroupError, UsageError
-from loop.launch import horovodrun
-from loop.launch.environment import job_rank, job_size
+from loop.launch import rendezvous
+from loop.launch.environment import WORKER, job_rank, job_size
 from loop.launch.member import Member
-from loop.launch.schedulers import HOSTS
 from loop.launch.worker import await_peers, is_peer_loss
+
+_BUFFER = "HOROVOD_FUSION_THRESHOLD"  # the size in bytes of a buffer that Horovod keeps; by default, 128 MiB
 
 
 class Horovod(Backend):
@@ -67,7 +68,7 @@ class Horovod(Backend):
         return hvd.allgather(rows, name=f"gathering_{self._reductions}")
 
     def no_adasum(self) -> str:
-        if not hvd.mpi_built():
+        if not hvd.mpi_enabled():
             return "this Horovod is built without MPI, which Adasum needs (see docs/engines.md); use reduction='sum'"
         return f"it needs a power of 2 workers, not {self.workers}" if self.workers & (self.workers - 1) else ""
 
@@ -125,16 +126,16 @@ class ElasticHorovod(Horovod):
 
 def _start(check: Callable[[], None] = lambda: None) -> None:
     """Starts Horovod when all ranks are there; see `_meet`."""
-    if HOSTS in os.environ and job_rank() == 0:
-        horovodrun.serve_job()
+    rendezvous.serve_job()
     _meet(check)
     # A step waits for each of its few collectives: Horovod's thread looks for them twice as often as by default.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5")  # milliseconds; docs/performance/communication.md
     # Fused with what happens to wait at the same time, a sum of 3 or more workers would be added up in another order.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
-    # Horovod keeps a buffer of this size; on CPUs, the 128 MiB of its default are no faster (the same page).
-    if not tf.config.list_physical_devices("GPU"):
-        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(16 << 20))  # bytes
+    if {WORKER, "HOROVOD_ELASTIC"} & os.environ.keys():
+        os.environ.pop(_BUFFER, None)  # with it, Horovod 0.28.1 crashes when it starts for a second time
+    elif not tf.config.list_physical_devices("GPU"):
+        os.environ.setdefault(_BUFFER, str(16 << 20))  # on CPUs, 128 MiB are no faster (the same page)
     hvd.init()
 
 

@@ -156,7 +156,7 @@ def memory(
         UsageError: the task can't be trained at all, or not with such a batch.
         TrainingError: it fails.
     """
-    options = {name: value for name, value in (options or {}).items() if value is not None}
+    options = dict(options or {})
     arguments = [target, *command_line.arguments(options, assignments)]
     with tempfile.TemporaryDirectory(prefix="tfloop-memory-", ignore_cleanup_errors=True) as directory:
         prober = Prober(arguments, workers, batch_size, Path(directory), progress)
@@ -169,9 +169,7 @@ def memory(
     rows = []
     for setting in settings:
         curve = full if setting.remat else plain
-        rows.append(_row(setting, curve, extras[setting.shard], batch_size, workers))
-    if limit is not None:
-        rows = [dataclasses.replace(row, fits=row.total <= limit) for row in rows]
+        rows.append(_row(setting, curve, extras[setting.shard], batch_size, workers, limit))
     typed = {"batch_size": batch_size if batch_size != own["batch_size"] else None}
     typed["workers"] = workers if workers > 1 else None
     command = ["tfloop", "train", target, *command_line.arguments(typed | options, assignments)]
@@ -188,8 +186,19 @@ def _is_offered(setting: Setting, own: Mapping[str, Any], workers: int) -> bool:
     return workers == 1 or not own["shard_optimizer"]
 
 
-def _row(setting: Setting, curve: Curve, extra: float | None, batch_size: int, workers: int) -> Row:
-    """What a replica needs with a setting; `extra`: what one of several workers takes more, in bytes, if measured."""
+def _row(
+    setting: Setting, curve: Curve, extra: float | None, batch_size: int, workers: int, limit: float | None
+) -> Row:
+    """What a replica needs with a setting.
+
+    Args:
+        setting: the setting.
+        curve: of a process that is alone.
+        extra: what each of several workers takes beyond that, in bytes; None: it isn't measured.
+        batch_size: the global batch.
+        workers: the number of replicas.
+        limit: what a replica has, in bytes; None: it isn't asked whether it fits.
+    """
     about = curve.about
     own = about["own"]
     rows = math.ceil(batch_size / workers)
@@ -203,7 +212,7 @@ def _row(setting: Setting, curve: Curve, extra: float | None, batch_size: int, w
     # A checkpoint holds what it writes, while the next steps change the variables.
     checkpoint = about["weights"] + share
     rest = curve.fixed - about["weights"] - about["gradients"] - state + checkpoint + (extra or 0)
-    return Row(
+    row = Row(
         name=_name(setting, own),
         options=_options(setting, own),
         weights=about["weights"],
@@ -212,6 +221,7 @@ def _row(setting: Setting, curve: Curve, extra: float | None, batch_size: int, w
         activations=round(activations),
         rest=max(0, round(rest)),
     )
+    return row if limit is None else dataclasses.replace(row, fits=row.total <= limit)
 
 
 def _name(setting: Setting, own: Mapping[str, Any]) -> str:

@@ -12,18 +12,14 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from loop.errors import UsageError
-from loop.launch.places import PORTS
-from loop.launch.schedulers import HOSTS
+from loop.launch.rendezvous import serve
 
 if TYPE_CHECKING:
     from loop.launch.hosts import Cluster
@@ -50,7 +46,7 @@ def rendezvous(
         shares = shares or cluster.shares()
     hosts = ",".join(f"{host}:{count}" for host, count in (shares or {"localhost": workers}).items())
     slots = get_host_assignments(parse_hosts(hosts), workers)
-    server = _serve(address, 0, slots)
+    server = serve(address, 0, slots)
     port = server.server_address[1]
     places = []
     for slot in slots:
@@ -61,31 +57,6 @@ def rendezvous(
     finally:
         server.shutdown()
         server.server_close()
-
-
-def serve_job() -> None:
-    """Serves the rendezvous of a job that an outside launcher has started, until this process, its rank 0, ends.
-
-    Raises:
-        UsageError: this worker's address, or its port there, can't be used.
-    """
-    address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-    slots = get_host_assignments(parse_hosts(os.environ[HOSTS]), int(os.environ["HOROVOD_SIZE"]))
-    try:
-        _serve(address, port, slots)
-    except OSError as error:
-        raise UsageError(
-            f"Horovod's workers meet at {address}:{port}, where rank 0 can't listen ({error.strerror}): set {PORTS} to "
-            "another port for all workers, or use --backend multiworker"
-        ) from None
-
-
-def _serve(address: str, port: int, slots: list[Any]) -> RendezvousHTTPServer:
-    """The server, in a thread; port 0: any that is free."""
-    server = RendezvousHTTPServer((address, port), RendezvousHandler, 0)
-    server.init(slots)
-    threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
-    return server
 
 
 def main(workers: int, command: list[str]) -> int:

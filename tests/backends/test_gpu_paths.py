@@ -19,7 +19,7 @@ import tensorflow as tf
 from callbacks import formats, system, throughput_probe
 from loop import ArrayData, TrainTask, UsageError, backends, fit
 from loop.backends import base, devices, horovod, parameter_server, strategy
-from loop.commands import doctor, dry_run, memory, tune, verify
+from loop.commands import doctor, dry_run, memory, memory_measurements, tune, verify
 from loop.commands.cli import checks
 from loop.data import open_data
 from loop.launch import elastic_job, host_agent, hosts, machine
@@ -409,14 +409,14 @@ def test_the_peak_of_a_gpu_is_that_of_the_fullest(monkeypatch):
 
 
 def test_memory_is_that_of_the_gpu_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 1)  # of the host, which is not asked
+    monkeypatch.setattr(memory_measurements, "available", lambda: 1)  # of the host, which is not asked
     measured = []
 
-    def outcome(self, examples, is_remat):
+    def outcome(self, name, examples, settings):
         measured.append(examples)
         return report_of(1) | {"gpu_memory": (1000 + 10 * examples) * 2**20}
 
-    monkeypatch.setattr(memory._Prober, "_measured", outcome)
+    monkeypatch.setattr(memory_measurements.Prober, "_measured", outcome)
     report = memory.memory("net.py:Net")
     assert measured[:2] == [8, 32]
     assert report.on_gpu

@@ -64,6 +64,7 @@ MADE = {
     "ReduceOnPlateau": lambda: ReduceOnPlateau(patience=9),
     "TensorBoard": lambda: TensorBoard(every=2, histograms=1),
     "Timer": lambda: Timer("99h"),
+    "TrainerStatus": lambda: callbacks.TrainerStatus("https://127.0.0.1:9/status", __file__, __file__),
 }
 """Arguments of callbacks that need some, or get other ones than their defaults here."""
 TRAINS_OTHERWISE = {"EMA", "LearningRateScaling"}

@@ -37,7 +37,7 @@ from loop.commands.sweep import trials as making
 fields, command, plan, trials = map(json.loads, sys.argv[1:])
 making.COMMAND = command or making.COMMAND
 types = {"float": float, "int": int}
-kind = dataclasses.make_dataclass("Plain", [(name, types[each]) for name, each in fields.items()])
+kind = dataclasses.make_dataclass("Weighted", [(name, types[each]) for name, each in fields.items()])
 found = sweep.sweep(sweep.Plan(**plan), kind, trials, 2, Path("swept"))
 print(json.dumps(found.as_json()))
 sys.exit(75 if found.stopped else 0)

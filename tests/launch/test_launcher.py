@@ -149,7 +149,7 @@ def test_secrets_are_masked(monkeypatch):
 
 
 def test_backends_know_a_workers_side_and_not_who_starts_it():
-    known = {"environment", "machine", "worker", "member", "plugins", "signals", "stderr"}
+    known = {"environment", "machine", "worker", "member", "plugins", "rendezvous", "signals", "stderr"}
     for path in (ROOT / "loop" / "backends").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "loop.launch":

@@ -190,6 +190,12 @@ def check_horovod(found, rank, hosts):
     assert found["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == hosts[0]
 
 
+@pytest.fixture(autouse=True)
+def _without_mpi(monkeypatch):
+    """Whatever this machine's Horovod is built with; a test may set it otherwise."""
+    monkeypatch.setattr(schedulers, "horovod_has_mpi", lambda: False)
+
+
 @given(job=jobs_of(), data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_variable_gives_a_place_or_is_refused(flux, job, data):
