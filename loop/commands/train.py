@@ -19,12 +19,12 @@ from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from loop.commands import command_line, dry_run, memory_advice, runs, tracking
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
-from loop.launch import host_slots, hosts, machine, ray_cluster, ray_options, signals, ssh, stderr
+from loop.launch import host_slots, hosts, job, machine, ray_cluster, ray_options, signals, ssh, stderr
 from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.elastic_limits import Limits, read_limits
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
-from loop.launch.fixed_job import run_job
+from loop.launch.fixed_job import MOST_RESTARTS, run_job
 from loop.launch.worker import before_training, die_with_parent, reporting
 from loop.options import DEFAULTS, check_communication, read_partition, with_defaults
 from loop.target import task_loader
@@ -89,7 +89,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     place = _place(typed)
     with contextlib.ExitStack() as beginning:
         beginning.enter_context(before_training())
-        if place.backend in ("horovod", "multiworker", "parameter_server") and job_size() is None:
+        if _needs_launch(place):
             code, problem, fields = _launch(typed, place, arguments)
         elif place.backend == "parameter_server" and job_rank():
             return _serve(typed.threads or 0)
@@ -104,6 +104,13 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     elif fields is not None and code == PREEMPTED:
         _tell_how_to_go_on(typed, arguments, fields)
     return code, problem, fields
+
+
+def _needs_launch(place: Place) -> bool:
+    """Whether this process starts the workers, instead of being one."""
+    if place.ray is not None:
+        return JOB not in os.environ
+    return place.backend in ("horovod", "multiworker", "parameter_server") and job_size() is None
 
 
 def _warm(tracker: callbacks.MLflowTracker | None, beginning: contextlib.ExitStack) -> None:
@@ -163,16 +170,24 @@ def _place(typed: SimpleNamespace) -> Place:
     workers = sum(by_host.values()) or typed.workers
     limits = _limits(typed, asked or "auto", workers)
     ray = ray_options.read_request(typed)
+    devices = _devices(typed)
     if limits is not None:
         asked = "horovod"
-    devices = machine.device_names(typed.devices.split(",")) if typed.devices is not None else None
-    asked = asked or ("mirrored" if devices else "auto")
+    elif ray is not None:
+        asked = ray.backend
+    elif devices and asked is None:
+        asked = "mirrored"
 
-    backend = choose_for_command(asked, workers, asynchronous=True)
+    backend = choose_for_command(asked or "auto", workers, asynchronous=True)
     why = choose_backend(asked, workers)[1] if typed.dry_run_ else ""
     place = Place(backend, why, workers, by_host, ray, limits, devices)
     _check_fits(typed, place)
     return place
+
+
+def _devices(typed: SimpleNamespace) -> list[str] | None:
+    """The devices that were typed; None: none were."""
+    return None if typed.devices is None else machine.device_names(typed.devices.split(","))
 
 
 def _limits(typed: SimpleNamespace, backend: str, workers: int | None) -> Limits | None:
@@ -190,7 +205,7 @@ def _check_fits(typed: SimpleNamespace, place: Place) -> None:
     """Refuses options that mean nothing to the backend, or contradict each other."""
     _check_servers(typed, place.backend)
     check_communication(place.backend, typed.communication)
-    if place.ray is not None and place.backend not in ("horovod", "multiworker"):
+    if place.ray is not None and place.backend not in ("horovod", "multiworker", "single"):
         raise UsageError(f"--launcher ray with the backend {place.backend}: give --backend horovod or multiworker")
     several = ("devices_per_replica", ("single", "horovod"))
     for option, allowed in (("tpu", ("tpu",)), ("devices", ("mirrored", "central")), several):
@@ -221,17 +236,39 @@ def _check_servers(typed: SimpleNamespace, backend: str) -> None:
 
 def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> Outcome:
     """Starts workers, which come to `_work` with the same arguments, and waits for them."""
-    count = place.workers or 1
     where = f" on {len(place.hosts)} hosts" if place.hosts else " on Ray" if place.ray else ""
-    tell(f"starting {plural(count, 'worker')}{where} ({place.backend}) ...")
+    tell(f"starting {plural(place.workers or 1, 'worker')}{where} ({place.backend}) ...")
+    if place.ray is None:
+        done = _run_job(typed, place, arguments)
+    else:
+        done = _run_on_ray(typed, place, arguments)
+    if done.code == PREEMPTED and done.result is None and not done.error:
+        tell(signals.STOPPED)
+    return done[:3]
+
+
+def _run_job(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> job.Outcome:
+    """Runs the job of these workers, here or on other machines."""
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(_connected(typed, place)) if place.hosts or place.ray else None
         if place.limits is None:
-            done = run_job(place.backend, count, arguments, typed.ps or 1, cluster)
-        else:
-            done = run_elastic_job(place.limits, place.workers, arguments, cluster)
-    if done[0] == PREEMPTED and done[2] is None:
-        tell(signals.STOPPED)
+            return run_job(place.backend, place.workers or 1, arguments, typed.ps or 1, cluster)
+        return run_elastic_job(place.limits, place.workers, arguments, cluster)
+
+
+def _run_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> job.Outcome:
+    """Runs a job that goes on, on the nodes that are there, when Ray has lost a node."""
+    done = _run_job(typed, place, arguments)
+    for _ in range(MOST_RESTARTS):
+        if done.lost_run is None:
+            break
+        tell(f"{done.error}; going on from the last checkpoint, where Ray finds room")
+        if done.lost_run:
+            arguments = [*arguments, f"--run-dir={done.lost_run}", "--resume=auto"]
+        try:
+            done = _run_job(typed, place, arguments)
+        except UsageError as error:  # there was room, so that it isn't what was typed
+            return job.Outcome(PREEMPTED, f"{error}; the same command goes on", None)
     return done
 
 

@@ -35,7 +35,7 @@ def run_job(
     them. SIGUSR1 is passed on to them.
 
     Args:
-        backend: `horovod`, `multiworker` or `parameter_server`.
+        backend: `horovod`, `multiworker` or `parameter_server`; or `single`, for a single worker on a cluster.
         workers: N.
         arguments: the command line after `tfloop`.
         servers: with `parameter_server`, the number of parameter servers, beside the chief and the N workers.
@@ -65,6 +65,9 @@ def _worker_environments(
     backend: str, workers: int, servers: int, cluster: Cluster | None
 ) -> Iterator[list[dict[str, str]]]:
     """The environment variables that tell each worker its place."""
+    if backend == "single":
+        yield [{}]
+        return
     if backend == "horovod":
         from loop.launch.horovodrun import rendezvous
 
@@ -184,7 +187,14 @@ class FixedJob(Job):
         if self.stops and all(failure.echo or failure.code == PREEMPTED for failure in failures):
             return Outcome(PREEMPTED, "", result)
         first = min(failures)
-        return Outcome(first.code, first.error, result)
+        return Outcome(first.code, first.error, result, self._lost_run())
+
+    def _lost_run(self) -> str | None:
+        """See `Outcome.lost_run`."""
+        if self.stops or not any(process.lost for process in self._processes):
+            return None
+        trains = self.path("0", "trains")
+        return trains.read_text() if trains.exists() else ""
 
     def _start_rank(self, rank: int) -> WorkerProcess:
         process = start_worker(worker_command(self._arguments), {**self._environment, **self._places[rank]})

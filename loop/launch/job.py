@@ -32,11 +32,14 @@ class Outcome(NamedTuple):
         code: the exit code of the first worker that failed; `PREEMPTED`: a signal stopped all; 0: success.
         error: its message; "": none.
         result: the chief's result.
+        lost_run: of a job that has lost a host: the run directory in which it can go on, or "" if it had none yet;
+            None: it has lost none, or was asked to stop.
     """
 
     code: int
     error: str
     result: Any
+    lost_run: str | None = None
 
 
 class Failure(NamedTuple):

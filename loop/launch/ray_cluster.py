@@ -136,8 +136,11 @@ def _runtime_environment(files: Mapping[str, str | None], run_directory: Path | 
     if not own:
         return {}
     excludes = ["/runs/", f"{_MARK}*"]
-    if run_directory is not None and run_directory.absolute().is_relative_to(here):
-        excludes.append(f"/{run_directory.absolute().relative_to(here)}/")
+    if run_directory is not None:
+        of_sweep = (run_directory.parent / "run.json").exists()
+        not_brought = (run_directory.parent if of_sweep else run_directory).absolute()
+        if not_brought.is_relative_to(here):
+            excludes.append(f"/{not_brought.relative_to(here)}/")
     return {"working_dir": str(here), "excludes": excludes}
 
 
@@ -197,11 +200,21 @@ class _RayCluster(Cluster):
         free = self._ray.available_resources()
         there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in ("CPU", "GPU"))
         tell(f"waiting for room on the Ray cluster: {needed} for each worker; it has {there}")
-        if not self._group.wait(timeout):
+        while not self._group.wait(timeout):
+            if self._places(bundle) >= request.workers:
+                continue  # others have taken the room, and will leave it
             raise UsageError(
                 f"--launcher ray: no room for {plural(request.workers, 'worker')} with {needed} each within "
                 f"{timeout:g} s (--start-timeout): the cluster has {there}; start fewer workers, or add nodes"
             )
+
+    def _places(self, bundle: Mapping[str, float]) -> int:
+        """How many workers the nodes have room for, if nothing else ran there."""
+        places = 0
+        for node in self._ray.nodes():
+            if node["Alive"]:
+                places += int(min(node["Resources"].get(name, 0) // count for name, count in bundle.items()))
+        return places
 
     def _start_actor(self, bundle: Mapping[str, float], index: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -25,6 +25,7 @@ class Request(NamedTuple):
         cpus: how many CPUs Ray counts for each.
         gpus: how many GPUs each has, where the cluster has any.
         placement: one of `PLACEMENTS`.
+        backend: the one that was asked for; of a single worker `single`, whatever devices this machine has.
     """
 
     address: str
@@ -32,6 +33,7 @@ class Request(NamedTuple):
     cpus: int
     gpus: int
     placement: str
+    backend: str
 
 
 def read_request(typed: Any) -> Request | None:
@@ -47,16 +49,17 @@ def read_request(typed: Any) -> Request | None:
         _check_unused(typed)
         return None
     _check_others(typed)
-    if typed.workers is None or typed.workers < 2:
-        raise UsageError("--launcher ray needs --workers N, two at least: one worker trains without a launcher")
     cpus = 1 if typed.cpus_per_worker is None else typed.cpus_per_worker
     if not 1 <= cpus <= MOST_CPUS:
         raise UsageError(f"--cpus-per-worker {cpus}: give a whole number of 1 to {MOST_CPUS}")
     placement = typed.placement or PLACEMENTS[0]
     if placement not in PLACEMENTS:
         raise UsageError(f"--placement {placement}: give {' or '.join(PLACEMENTS)}")
-    gpus = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "-1" else typed.devices_per_replica or 1
-    return Request(typed.address or "auto", typed.workers, cpus, gpus, placement)
+    devices = getattr(typed, "devices_per_replica", None) or 1
+    gpus = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "-1" else devices
+    workers = typed.workers or 1
+    backend = typed.backend or ("single" if workers == 1 else "auto")
+    return Request(typed.address or "auto", workers, cpus, gpus, placement, backend)
 
 
 def _check_unused(typed: Any) -> None:
@@ -71,10 +74,11 @@ def _check_others(typed: Any) -> None:
     """Refuses other launchers, and options that mean nothing on a Ray cluster."""
     if typed.launcher != "ray":
         raise UsageError(f"--launcher {typed.launcher}: give ray; without it, tfloop starts the workers itself")
-    if typed.backend not in (None, "auto", "horovod", "multiworker"):
+    alone = (typed.workers or 1) == 1
+    if typed.backend not in (None, "auto", "horovod", "multiworker", *["single"] * alone):
         raise UsageError(f"--launcher ray with --backend {typed.backend}: use horovod or multiworker")
     for option in ("hosts", "elastic"):
-        value = getattr(typed, f"{option}_")
+        value = getattr(typed, f"{option}_", None)  # a command may not have it
         if value is not None:
             raise UsageError(f"--launcher ray with --{option} {value}: leave one of them out")
 

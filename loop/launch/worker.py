@@ -42,15 +42,16 @@ def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
         time.sleep(0.1)
 
 
-def mark_state(state: str) -> None:
+def mark_state(state: str, text: str = "") -> None:
     """Reports to the launcher, if it is tfloop's, how far this worker has come.
 
     Args:
         state: "arrived", where it waits for the others; "started", with all of them; or "trains", when a signal can
             have it save.
+        text: what is to be known with it: of "trains", the run directory.
     """
     if JOB in os.environ:
-        (Path(os.environ[JOB]) / f"rank-{worker_name()}.{state}").touch()
+        write_text(Path(os.environ[JOB]) / f"rank-{worker_name()}.{state}", text)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ class StopRequests:
             return
         handlers: dict[int, Any] = {**dict.fromkeys(stops, stop), signal.SIGUSR1: save}
         with signals.handled(handlers), signals.watched(announce):
-            mark_state("trains")
+            mark_state("trains", str(run.directory))
             yield
 
 

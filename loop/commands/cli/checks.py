@@ -37,7 +37,7 @@ def verify(
         return
 
     def job(directory: Path) -> str:
-        code, problem, _ = run_job(backend, 2, [*sys.argv[1:], "--record", str(directory)])
+        code, problem, *_ = run_job(backend, 2, [*sys.argv[1:], "--record", str(directory)])
         if code == PREEMPTED:
             raise KeyboardInterrupt
         return problem

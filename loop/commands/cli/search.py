@@ -20,7 +20,7 @@ from loop.commands.cli import options as typed
 from loop.commands.cli.output import show, shown_stages, stopped_clean
 from loop.commands.cli.training import train_options
 from loop.errors import FAILED, PREEMPTED, UsageError
-from loop.launch import stderr
+from loop.launch import ray_options, stderr
 from loop.launch.backend_choice import choose_for_command
 from loop.launch.environment import job_size
 from loop.options import with_defaults
@@ -93,6 +93,10 @@ def memory(
     raise typer.Exit(FAILED if limit is not None and report.best is None else 0)
 
 
+_OF_TRAIN = ("workers", "launcher", "address", "cpus_per_worker", "placement", "eval_every", "track")
+"""Options of `train` that a sweep has, beside those of `fit`."""
+
+
 def sweep(
     context: typer.Context,
     target_: typed.SweepTarget,
@@ -110,6 +114,10 @@ def sweep(
     batch_size: typed.BatchSize = None,
     backend: typed.Backend = None,
     workers: typed.Workers = None,
+    launcher: typed.Launcher = None,
+    address: typed.Address = None,
+    cpus_per_worker: typed.CpusPerWorker = None,
+    placement: typed.Placement = None,
     set_: typed.Set = None,
     trust: typed.Trust = False,
     seed: typed.SweepSeed = None,
@@ -164,9 +172,10 @@ def _plan(given: types.SimpleNamespace) -> sweep_.Plan:
     """The plan of a new sweep."""
     task_loader.check(given.target_)
     choose_for_command(given.backend or "auto", given.workers, asynchronous=True)
+    ray_options.read_request(given)
     grid = sweep_.assigned("--grid", given.grid or ())
     random = sweep_.assigned("--random", given.random or ())
-    options = _options(given) | {"workers": given.workers, "eval_every": given.eval_every, "track": given.track}
+    options = _options(given) | {name: getattr(given, name) for name in _OF_TRAIN}
     return sweep_.Plan(
         target=task_loader.absolute(given.target_),
         grid=grid,

@@ -154,7 +154,7 @@ def evaluate(
     backend_name = choose_for_command(backend or "auto", workers)
     if backend_name in ("horovod", "multiworker") and job_size() is None:
         # Its workers come here again, with the same arguments, and go on below.
-        finish(*run_job(backend_name, workers or 1, sys.argv[1:]), as_json, _metric_lines)
+        finish(*run_job(backend_name, workers or 1, sys.argv[1:])[:3], as_json, _metric_lines)
     with reporting() as report, stderr.quiet_start():
         from loop import backends
         from loop.commands.evaluate import evaluate as evaluate_
