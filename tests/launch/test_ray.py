@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import cli
 from callbacks import files
 from callbacks.mlflow.tracker import default_uri
-from loop import UsageError
+from examples.digits import Digits
+from loop import UsageError, fit
 from loop.launch import machine
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.campaigns.ray_sweep import through_kills
@@ -134,6 +135,18 @@ def test_one_worker_is_stopped_and_goes_on_to_the_weights_of_a_run_here(cluster,
     out, err = there.communicate(timeout=200)
     assert there.returncode == 0, err
     assert json.loads(out)["weights_sha256"] == json.loads(here.stdout)["weights_sha256"]
+
+
+def test_fit_is_called_from_a_ray_program(cluster, tmp_path, quiet):
+    program = ROOT / "examples" / "cluster" / "ray_program.py"
+    own = {"PYTHONPATH": str(ROOT), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    command = [sys.executable, str(program), cluster.address]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("learning rate ")]
+    result = fit(Digits(learning_rate=1e-2), epochs=3, seed=1, callbacks=quiet())
+    assert lines[1] == f"learning rate 0.01: accuracy {result.metrics['eval_accuracy']:.4f}"
+    assert len(lines) == 3
 
 
 def test_what_does_not_fit_the_cluster_is_said_before_anything_starts(cluster, tmp_path):
