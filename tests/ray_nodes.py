@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 
 from tests.conftest import ROOT
 
@@ -48,9 +49,13 @@ class Nodes:
 def nodes():
     """Within it, the cluster runs, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", _CODE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        subprocess.Popen(
+            [sys.executable, "-c", _CODE],
+            cwd=directory, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as process,
+    ):  # fmt: skip
         try:
             yield Nodes(process)
         finally:
