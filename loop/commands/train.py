@@ -175,10 +175,9 @@ def _place(typed: SimpleNamespace) -> Place:
         asked = "horovod"
     elif ray is not None:
         asked = ray.backend
-    elif devices and asked is None:
-        asked = "mirrored"
+    asked = asked or ("mirrored" if devices else "auto")
 
-    backend = choose_for_command(asked or "auto", workers, asynchronous=True)
+    backend = choose_for_command(asked, workers, asynchronous=True)
     why = choose_backend(asked, workers)[1] if typed.dry_run_ else ""
     place = Place(backend, why, workers, by_host, ray, limits, devices)
     _check_fits(typed, place)

@@ -331,7 +331,7 @@ def test_what_is_no_ssh(ssh, message, monkeypatch):
 
 def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_path):
     """There: another TensorFlow by its metadata, and an empty directory over the one that has the task."""
-    (tmp_path / "task.py").write_text("class Own:\n    pass\n")
+    (tmp_path / "task.py").write_text("from loop import TrainTask\n\n\nclass Own(TrainTask):\n    pass\n")
     other = tmp_path.parent / f"{tmp_path.name}-there"
     (other / "tensorflow-0.1.dist-info").mkdir(parents=True)
     (other / "tensorflow-0.1.dist-info" / "METADATA").write_text(
