@@ -25,6 +25,12 @@ def environments(launcher, nodes, directory):
     for rank, (host, local) in enumerate(zip(hosts, locals_)):
         numbers = {"RANK": rank, "SIZE": len(hosts), "LOCAL_RANK": local, "LOCAL_SIZE": nodes[host]}
         yield {
+            "Slurm": {
+                **{f"SLURM_{name}": str(value) for name, value in (("PROCID", rank), ("LOCALID", local))},
+                "SLURM_NODEID": str(list(nodes).index(host)), "SLURM_STEP_NUM_TASKS": str(len(hosts)),
+                "SLURM_STEP_NODELIST": ",".join(nodes), "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+                "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, nodes.values())),
+            },
             "jsrun": {
                 **{f"JSM_NAMESPACE_{name}": str(value) for name, value in numbers.items()},
                 **{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in numbers.items()},
@@ -65,10 +71,10 @@ SHARED = ("jsrun", "Flux", "blaunch", "mpiexec", "pbsdsh")
 LAUNCHERS = (*SHARED, "OpenPBS", "SkyPilot", "Kubernetes")
 
 
-def start(launcher, directory, *arguments):
-    """Starts two workers on this machine, as the launcher would; gives their processes, by rank."""
+def start(launcher, directory, *arguments, workers=2):
+    """Starts workers on this machine, as the launcher would; gives their processes, by rank."""
     processes = []
-    for environment in environments(launcher, {"localhost": 2}, directory):
+    for environment in environments(launcher, {"localhost": workers}, directory):
         variables = {**os.environ, **environment, "PATH": f"{directory}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         processes.append(
             subprocess.Popen(
@@ -79,13 +85,13 @@ def start(launcher, directory, *arguments):
     return processes
 
 
-def train(launcher, directory, backend):
-    """Trains with two such workers; gives the chief's result, and what the others print."""
-    processes = start(launcher, directory, *STEPS, "--backend", backend)
+def train(launcher, directory, backend, workers=2, arguments=STEPS):
+    """Trains with such workers; gives the chief's result, and what the others print."""
+    processes = start(launcher, directory, *arguments, "--backend", backend, workers=workers)
     try:
         outputs = [process.communicate(timeout=240) for process in processes]
     finally:
         for process in processes:  # has no effect on those that have ended
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [process.returncode for process in processes] == [0] * workers, outputs
     return json.loads(outputs[0][0]), [stdout for stdout, _ in outputs[1:]]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 from tests.conftest import ROOT
 
@@ -14,15 +15,18 @@ NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": Fals
 HEAD = NODE | {"_system_config": HEALTH}
 
 _CODE = f"""
-import os, signal, sys
+import os, signal, sys, tempfile
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={HEAD})
-nodes = [cluster.add_node(wait=False, **{NODE}) for _ in range(2)]
+cluster = Cluster(initialize_head=True, head_node_args={HEAD} | dict(temp_dir=tempfile.mkdtemp(dir=os.getcwd())))
+def node():
+    # A directory of its own, as on a machine of its own: else a node that joins makes anew what the others work in.
+    return cluster.add_node(wait=False, temp_dir=tempfile.mkdtemp(dir=os.getcwd()), **{NODE})
+nodes = [node(), node()]
 cluster.wait_for_nodes()
 print(cluster.address, flush=True)
 for line in sys.stdin:
     os.kill(nodes.pop().all_processes['raylet'][0].process.pid, signal.SIGKILL)
-    nodes.append(cluster.add_node(wait=False, **{NODE}))
+    nodes.append(node())
 cluster.shutdown()
 """
 
@@ -32,10 +36,12 @@ class Nodes:
 
     Attributes:
         address: of its head.
+        directory: its processes work in it.
     """
 
-    def __init__(self, process):
+    def __init__(self, process, directory):
         self._process = process
+        self.directory = Path(directory)
         self.address = process.stdout.readline().strip()
         assert self.address.startswith("127.0.0.1:")
 
@@ -45,19 +51,25 @@ class Nodes:
         self._process.stdin.flush()
 
 
+def _environment(directory):
+    """What the processes of a cluster need to know."""
+    # Ray writes the head's address into its default directory, which it doesn't make where nodes have their own.
+    (Path(directory) / "ray").mkdir()
+    return {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": directory}
+
+
 @contextlib.contextmanager
 def nodes():
     """Within it, the cluster runs, in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (
         tempfile.TemporaryDirectory() as directory,
         subprocess.Popen(
             [sys.executable, "-c", _CODE],
-            cwd=directory, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=directory, env=_environment(directory), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as process,
     ):  # fmt: skip
         try:
-            yield Nodes(process)
+            yield Nodes(process, directory)
         finally:
             process.stdin.close()
             process.wait(timeout=60)

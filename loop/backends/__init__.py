@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loop.backends import devices as devices_
 from loop.backends.base import Backend
@@ -14,6 +14,9 @@ from loop.launch.environment import WORKER, job_rank
 from loop.launch.worker import mark_state
 from loop.monitor import fault_injection
 from loop.options import check_communication
+
+if TYPE_CHECKING:
+    from loop.backends.parameter_server import Partitioner
 
 Loaded = TypeVar("Loaded")
 _BEFORE_THE_TASK = ("multiworker", "parameter_server", "tpu")
@@ -55,7 +58,7 @@ def create(
     devices: Sequence[str] | None = None,
     min_shard_bytes: int | None = None,
     devices_per_replica: int | None = None,
-    partition: str | Callable[..., Any] | None = None,
+    partition: str | Partitioner | None = None,
     communication: str = "auto",
 ) -> Backend:
     """The backend of this name.
@@ -93,7 +96,7 @@ def _create(
     name: str,
     workers: int | None,
     devices: Sequence[str] | None,
-    partition: str | Callable[..., Any] | None,
+    partition: str | Partitioner | None,
     communication: str,
 ) -> Backend:
     # Each backend is imported only when it is asked for: Horovod may not be installed.

@@ -6,9 +6,10 @@ Only this package has collectives.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,9 +20,34 @@ from loop.model.variables import is_legacy
 if TYPE_CHECKING:
     from loop.launch.member import Member
 
-
+Variable: TypeAlias = "keras.Variable | tf.Variable"
+"""A variable of a model of any family."""
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+"""The gradient of a variable; None: the objective doesn't depend on the variable."""
+PerReplica: TypeAlias = Any
+"""What `Backend.run` returns: the structure that the function returned, with a value for each of its replicas."""
 _FORMER_NAMES = {"outlives": "is_recoverable", "regroup": "rejoin"}
 """Deprecated names of methods that a plug-in may override, each with the name of today."""
+
+
+class Source(Protocol):
+    """What a backend is told of the data; see `loop.data.Source`."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """How many batches an epoch has; None: that is known only at its end."""
+
+
+class Sources(Protocol):
+    """The data of a run; see `loop.data.Data`."""
+
+    @property
+    def train(self) -> Source:
+        """The training data."""
+
+    @property
+    def eval(self) -> Source | None:
+        """The evaluation data, if there is any."""
 
 
 class Backend(StepCollectives):
@@ -32,13 +58,13 @@ class Backend(StepCollectives):
 
     Attributes:
         name: as in `--backend`.
-        device: where the only replica of this worker computes: a batch is copied there while the step before it is
-            made; "" where it needn't be copied.
+        device: the device of this worker's only replica, to which the next batch is copied while a step is computed;
+            "": batches needn't be copied.
         cannot_send: the values of `compression` that it can't send, each with the reason.
-        asynchronous: whether the steps of a call are made in no order, with weights that others change meanwhile.
+        asynchronous: whether the steps of a call are made in no order, while other steps change the weights.
         own_variables: whether each replica has variables of its own.
         priority: of a plug-in: `auto` asks those with a greater one first; None: it is only taken by name.
-        member: this worker's part in an elastic job, where workers come and go within a run; None: they stay.
+        member: this worker's part in an elastic job, in which workers join and are lost; None: the job isn't elastic.
     """
 
     name: ClassVar[str] = "single"
@@ -49,7 +75,7 @@ class Backend(StepCollectives):
     own_variables: ClassVar[bool] = True
     priority: ClassVar[int | None] = 0
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Lets a plug-in of an older version override the former names of two methods."""
         super().__init_subclass__(**kwargs)
         for former, name in _FORMER_NAMES.items():
@@ -60,39 +86,43 @@ class Backend(StepCollectives):
 
     @classmethod
     def available(cls, workers: int = 1) -> str | None:
-        """What is missing here for this backend with so many workers, and what to do about it; None: nothing."""
+        """What is missing here for this backend with this number of workers, and what to do about it; None: nothing."""
         return None if workers == 1 else f"it has one worker, not {workers}: leave --workers out"
 
     @classmethod
     def create(cls, workers: int | None) -> Backend:
-        """Starts it, for so many workers; None: no number was given."""
+        """Starts it for this number of workers; None: no number was given."""
         return cls()
 
     # In the compiled step
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def scope(self) -> contextlib.AbstractContextManager[object]:
         """The context in which variables are created."""
         return contextlib.nullcontext()
 
     def can_read(self, variable: tf.Variable) -> bool:
-        """Whether a variable can be read within `scope`: one that another strategy made can't."""
+        """Whether a variable can be read within `scope`. A variable of another strategy can't."""
         return True
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls `function` once in each replica of this worker; what it returns may be handed to a later `run`."""
+    def run(self, function: Callable[..., PerReplica], *args: object) -> PerReplica:
+        """Calls `function` once in each replica of this worker. The result may be an argument of a later `run`."""
         with placed():
             return function(*args)
 
-    def first(self, value: Any) -> Any:
+    def first(self, value: PerReplica) -> PerReplica:
         """The part of a result of `run` that this worker's first replica returned."""
         return value
 
-    def gradients(self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Any]) -> list[Any]:
-        """Within `run`: the gradient of each variable, None where the objective doesn't depend on it."""
+    def gradients(
+        self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Variable]
+    ) -> Sequence[Gradient]:
+        """Within `run`: the gradient of each variable."""
         return tape.gradient(objective, variables)
 
-    def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
-        """Within `run`: one optimizer step with gradients that are already the same in all replicas."""
+    def apply(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
+    ) -> None:
+        """Within `run`: one step of an optimizer of any family, with gradients that are the same in all replicas."""
         if is_legacy(optimizer):
             optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
         else:
@@ -100,11 +130,11 @@ class Backend(StepCollectives):
 
     # Between the steps, on the host
 
-    def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
+    def check(self, variables: Sequence[Variable], data: Sources, options: Mapping[str, object]) -> None:
         """Refuses a task or an option that the backend can't work with.
 
         Args:
-            variables: the model's.
+            variables: the trainable variables of the model.
             data: the sources, `loop.data.Data`.
             options: those of `fit`.
 
@@ -112,7 +142,9 @@ class Backend(StepCollectives):
             UsageError: which, why, and what to do instead.
         """
 
-    def call(self, function: Any, handle: Any, epoch: int, step: int, steps: int) -> list[tuple[int, np.ndarray]]:
+    def call(
+        self, function: Callable[..., tf.Tensor], handle: object, epoch: int, step: int, steps: int
+    ) -> list[tuple[int, np.ndarray]]:
         """Has a compiled function make `steps` steps from `step` on, in one part or in several.
 
         Args:
@@ -123,14 +155,14 @@ class Backend(StepCollectives):
             steps: how many steps to make at most.
 
         Returns:
-            At which step each part began, and what the function returned for it.
+            The first step of each part, and what the function returned for the part.
         """
-        # As tensors: with Python numbers, each call would be traced anew.
+        # As tensors: with Python numbers, TensorFlow would trace the function again for each call.
         numbers = [tf.constant(number, tf.int64) for number in (epoch, step, steps)]
         return [(step, function(handle, *numbers).numpy())]
 
     def lost(self, error: BaseException) -> str:
-        """What of the run's state the backend has lost, if that has caused this error; else ""."""
+        """The part of the run's state that the backend has lost, if the loss has caused this error; else ""."""
         return ""
 
     def snapshot(self, variable: tf.Variable) -> tf.Tensor | np.ndarray:
@@ -142,11 +174,11 @@ class Backend(StepCollectives):
         return shared_value(variable)
 
     def is_recoverable(self, error: BaseException) -> bool:
-        """Whether a run goes on after this error, with the workers that are there after `rejoin`."""
+        """Whether a run can go on after this error, with the workers that `rejoin` finds."""
         return False
 
     def rejoin(self) -> None:
-        """Joins the workers that are left, or have come; see `is_recoverable`."""
+        """Joins the workers that are left, and new ones; see `is_recoverable`."""
 
     def close(self) -> None:
         """Releases what the backend holds; the last call."""

@@ -11,7 +11,6 @@ import ctypes
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -35,7 +34,7 @@ def prepare(
     threads: int | None = None,
     per_replica: int | None = None,
 ) -> None:
-    """Sets up TensorFlow for a backend; to be called before anything uses TensorFlow.
+    """Sets up TensorFlow for a backend. It must be called before anything uses TensorFlow.
 
     Args:
         backend: the backend that will be made.
@@ -53,7 +52,7 @@ def prepare(
     gpus = use_gpus(local_rank() if backend in ("horovod", "multiworker") else None)
     if backend in ("mirrored", "central"):
         if devices:
-            count = sum(name.startswith("cpu:") for name in machine.device_names(devices))
+            count = machine.count_cpus(machine.device_names(devices))
         else:
             count = 0 if gpus else replicas or 0
         _make_logical_cpus(count)
@@ -111,16 +110,16 @@ def device(index: int) -> str:
                     outputs = keras.layers.Dense(8192, "relu")(outputs)
                 return keras.Model(inputs, outputs)
 
-    What has weights is computed where they are, in both directions, and so is the optimizer's state. The rest follows
-    what it gets. A replica owns as many devices as `--devices-per-replica` (`backends.create(...,
-    devices_per_replica=2)`) says; where it owns one, all is on that one, so that the same task also trains, evaluates
-    and exports on a smaller machine.
+    An operation with weights runs on the device of the weights, in the forward and the backward pass, and the
+    optimizer's state is there, too. Any other operation runs where its inputs come from. The number of devices of a
+    replica is `--devices-per-replica` (`backends.create(..., devices_per_replica=2)`). A replica with one device has
+    everything there, so that the same task also trains, evaluates and exports on a smaller machine.
 
     Args:
         index: from 0.
 
     Returns:
-        A name such as "GPU:1"; "" where a replica owns one device, which leaves the place to TensorFlow.
+        A name such as "GPU:1"; "" if a replica owns one device, so that TensorFlow chooses the device.
 
     Raises:
         UsageError: a replica owns several devices, but none with this index.
@@ -146,7 +145,7 @@ def is_of_replica(name: str) -> bool:
 
 
 def alike(replicas: int) -> str:
-    """Sets up devices of one kind for runs on one replica to `replicas`, whose numbers are compared.
+    """Sets up devices of one kind, for runs on 1 to `replicas` replicas whose results are compared.
 
     Returns:
         Which devices they are, in words.
@@ -183,11 +182,11 @@ def local_rank() -> int | None:
 def logical_cpus(count: int | None, what: str = "") -> list[str]:
     """The names of `count` logical CPU devices; None: of all that there are.
 
-    They are made, unless TensorFlow has already started.
+    Missing ones are made, unless TensorFlow has already started.
 
     Args:
         count: how many.
-        what: what they are for, in the error's words; "": `mirrored` with so many replicas.
+        what: what needs them, for the error; "": `mirrored` with this number of replicas.
 
     Raises:
         UsageError: TensorFlow has already started with fewer.
@@ -213,7 +212,7 @@ def _make_logical_cpus(count: int) -> None:
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
 
 
-def use_gpus(local_rank: int | None = None) -> list[Any]:
+def use_gpus(local_rank: int | None = None) -> list[tf.config.PhysicalDevice]:
     """Lets GPU memory grow as needed, and gives a worker that shares its machine with others a GPU of its own.
 
     Args:
@@ -227,7 +226,7 @@ def use_gpus(local_rank: int | None = None) -> list[Any]:
     """
     gpus = list(tf.config.get_visible_devices("GPU"))
     own = per_replica()
-    if local_rank is not None and len(gpus) > own:  # else they were chosen before, here or by the launcher
+    if local_rank is not None and len(gpus) > own:  # otherwise they were chosen already, here or by the launcher
         begin = own * local_rank
         if begin + own > len(gpus):
             raise UsageError(machine.too_few_gpus(len(gpus), f"worker {local_rank + 1} on this machine"))
@@ -246,7 +245,7 @@ def use_gpus(local_rank: int | None = None) -> list[Any]:
     return gpus
 
 
-def _let_memory_grow(gpus: Sequence[Any]) -> None:
+def _let_memory_grow(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
     for gpu in gpus:
         if tf.config.get_logical_device_configuration(gpu):  # its logical devices have memory limits of their own
             continue
@@ -272,8 +271,8 @@ def _first(*lines: str) -> str:
     return f"write this before anything uses TensorFlow (tensors, data sets, layers, metrics):{code}"
 
 
-def gpu_identity(gpus: Sequence[Any]) -> int:
-    """A number that no other GPU has, on this or another machine; 0 if it can't be known, or there isn't one GPU."""
+def gpu_identity(gpus: Sequence[tf.config.PhysicalDevice]) -> int:
+    """A number that no other GPU on any machine has; 0 if it is unknown, or there isn't exactly one GPU."""
     if len(gpus) != 1:
         return 0
     ordinal = int(gpus[0].name.rpartition(":")[2])
@@ -288,12 +287,14 @@ def gpu_identity(gpus: Sequence[Any]) -> int:
         ]
     except (OSError, AttributeError):  # no such library, or an old one
         return 0
+    if any(codes):  # a call into CUDA has failed
+        return 0
     # Shifted, because workers exchange signed numbers of 64 bits.
-    return 0 if any(codes) else int.from_bytes(uuid.raw[:8], "big") >> 1
+    return int.from_bytes(uuid.raw[:8], "big") >> 1
 
 
 def refuse_sharing(identities: Sequence[int]) -> None:
-    """Refuses a GPU that several workers have.
+    """Refuses workers that share a GPU.
 
     Args:
         identities: the `gpu_identity` of each worker, by rank.
@@ -301,9 +302,12 @@ def refuse_sharing(identities: Sequence[int]) -> None:
     Raises:
         UsageError: which workers have the same one.
     """
-    for identity in identities:
-        ranks = [rank for rank, other in enumerate(identities) if other == identity]
-        if identity and len(ranks) > 1:
+    ranks_by_gpu: dict[int, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        if identity:  # 0: it is unknown
+            ranks_by_gpu.setdefault(identity, []).append(rank)
+    for ranks in ranks_by_gpu.values():
+        if len(ranks) > 1:
             raise UsageError(
                 f"ranks {' and '.join(map(str, ranks))} have the same GPU: start at most one worker for each GPU of a "
                 "machine, or set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"

@@ -7,7 +7,6 @@ import http.client
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -37,6 +36,7 @@ class Horovod(Backend):
         gpus = use_gpus(hvd.local_rank())
         self.device = "GPU:0" if gpus else ""
         self._take_place()
+        _check_size(self.workers)
         self.refuse_shared_gpus(gpus)
 
     def _take_place(self) -> None:
@@ -46,7 +46,7 @@ class Horovod(Backend):
         # Not a constant: TensorFlow would simplify each rank's graph in its own way, and collectives wouldn't match.
         self._replica = tf.Variable(self.rank, trainable=False, dtype=tf.int64)
 
-    def replica(self) -> Any:
+    def replica(self) -> tf.Tensor:
         return self._replica.read_value()
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -73,12 +73,12 @@ class Horovod(Backend):
         return f"it needs a power of 2 workers, not {self.workers}" if self.workers & (self.workers - 1) else ""
 
     def adasum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        # Horovod's grouped operation fails with Adasum.
+        # One by one: Horovod's grouped operation fails with Adasum.
         self._reductions += 1
-        return [
-            hvd.allreduce(tensor, op=hvd.Adasum, name=f"adasum_{self._reductions}_{index}")
-            for index, tensor in enumerate(tensors)
-        ]
+        sums = []
+        for index, tensor in enumerate(tensors):
+            sums.append(hvd.allreduce(tensor, op=hvd.Adasum, name=f"adasum_{self._reductions}_{index}"))
+        return sums
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name=f"host{array.size}").numpy()
@@ -108,15 +108,15 @@ class ElasticHorovod(Horovod):
         return isinstance(error, RegroupError) or is_peer_loss(error)
 
     def rejoin(self) -> None:
-        # Horovod pairs collectives by the names of tensors, and a worker that joins builds its first model: names that
-        # Keras counts up must start anew here, too.
+        # Horovod pairs collectives by the names of tensors, and Keras counts names up. A worker that joins builds its
+        # first model: here names must start anew, too.
         for module in ("keras", "tf_keras"):
             if module in sys.modules:
                 sys.modules[module].backend.clear_session()
-        if not self.member.changed:  # no plan says so yet: the other workers may still wait for this one
+        if not self.member.changed:  # the launcher knows of no loss yet: other workers may still wait for this one
             self.member.cut()
         hvd.shutdown()
-        self.member.cut()
+        self.member.cut()  # again: an error may have left sockets open
         self._join()
 
     def _join(self) -> None:
@@ -130,13 +130,28 @@ def _start(check: Callable[[], None] = lambda: None) -> None:
     _meet(check)
     # A step waits for each of its few collectives: Horovod's thread looks for them twice as often as by default.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5")  # milliseconds; docs/performance/communication.md
-    # Fused with what happens to wait at the same time, a sum of 3 or more workers would be added up in another order.
+    # Otherwise a group could be fused with tensors that happen to wait at the same time, and the sum of 3 or more
+    # workers would be added up in another order.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     if {WORKER, "HOROVOD_ELASTIC"} & os.environ.keys():
         os.environ.pop(_BUFFER, None)  # with it, Horovod 0.28.1 crashes when it starts for a second time
     elif not tf.config.list_physical_devices("GPU"):
         os.environ.setdefault(_BUFFER, str(16 << 20))  # on CPUs, 128 MiB are no faster (the same page)
     hvd.init()
+
+
+def _check_size(workers: int) -> None:
+    """Refuses a job whose MPI doesn't connect all workers: each part would train alone, as if it were the whole job.
+
+    Raises:
+        UsageError: Horovod's MPI has another number of workers than the launcher has started.
+    """
+    expected = job_size()
+    if expected not in (None, workers):
+        raise UsageError(
+            f"Horovod's MPI has {workers} of the {expected} workers that were started: it isn't the MPI of the "
+            "launcher; build Horovod with that one, or use --backend multiworker"
+        )
 
 
 def _meet(check: Callable[[], None] = lambda: None) -> None:
@@ -181,11 +196,13 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
 
 
 class _TakenTape(tf.GradientTape):
-    """A tape that returns gradients which were taken before, over one or more micro-batches.
+    """A tape that returns its argument: gradients that were computed before, over one or more micro-batches.
 
     `DistributedGradientTape` reduces what the tape that it wraps returns. So gradients and totals, which the step
     already has, are reduced in one group.
     """
 
-    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def gradient(
+        self, target: list[tf.Tensor], sources: list[tf.Tensor], *args: object, **kwargs: object
+    ) -> list[tf.Tensor]:
         return target

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +14,9 @@ import tensorflow as tf
 from loop.backends import devices
 
 _PIECE = 1 << 24
-"""Bytes that a worker gathers at once."""
+"""The number of bytes that `gather_values` gathers at once from each worker."""
+Json: TypeAlias = Any
+"""A value that JSON can hold."""
 
 
 class HostCollectives:
@@ -45,7 +47,7 @@ class HostCollectives:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    # What a backend overrides where it differs from one worker with one replica
+    # For one worker with one replica; a backend overrides those that differ for it
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         """The sum over all workers of an int64 array of the same shape on each. All workers must call it."""
@@ -91,7 +93,8 @@ class HostCollectives:
         for variable in variables:
             value = variable.numpy()
             # As integers: a sum of floats, with zeros from the others, would lose the sign of -0.0 and change nan.
-            words = np.frombuffer(value.tobytes().ljust(-(-value.nbytes // 4) * 4, b"\0"), np.int32).astype(np.int64)
+            size = -(-value.nbytes // 4) * 4  # rounded up to whole words
+            words = np.frombuffer(value.tobytes().ljust(size, b"\0"), np.int32).astype(np.int64)
             words = self.sum_on_host(words if self.is_chief else np.zeros_like(words))
             data = words.astype(np.int32).tobytes()[: value.nbytes]
             variable.assign(np.frombuffer(data, value.dtype).reshape(value.shape))
@@ -110,16 +113,16 @@ class HostCollectives:
         words = -(-int(lengths.max()) // 8)
         table = np.zeros((self.workers, words), np.int64)
         table[self.rank] = np.frombuffer(array.tobytes().ljust(8 * words, b"\0"), np.int64)
-        # All other workers add zeros, so that all 64 bits of a number can be used.
+        # All other workers add zeros: no sum overflows, so that all 64 bits of a number can be used.
         table = self.sum_on_host(table)
         return [row.view(np.uint8)[:length] for row, length in zip(table, lengths, strict=True)]
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def gather_json(self, value: Json) -> list[Json]:
         """The JSON value of every worker, by rank. All workers must call it."""
         texts = self.gather_bytes(np.frombuffer(json.dumps(value).encode(), np.uint8))
         return [json.loads(text.tobytes()) for text in texts]
 
-    def broadcast_json(self, value: Any) -> Any:
+    def broadcast_json(self, value: Json) -> Json:
         """The chief's JSON value. All workers must call it."""
         return self.gather_json(value if self.is_chief else None)[0]
 
@@ -131,7 +134,7 @@ class HostCollectives:
                 hashes[replica].append(fingerprint(value))
         return dict(enumerate(itertools.chain.from_iterable(self.gather_json(hashes))))
 
-    def refuse_shared_gpus(self, gpus: Sequence[Any]) -> None:
+    def refuse_shared_gpus(self, gpus: Sequence[tf.config.PhysicalDevice]) -> None:
         """Refuses workers that have the same GPU; `gpus` are those of this one. All workers must call it."""
         devices.refuse_sharing(self.exchange(devices.gpu_identity(gpus))[:, 0].tolist())
 

@@ -1,7 +1,7 @@
 """The backend `parameter_server`: servers hold the variables, and workers make steps asynchronously, for one chief.
 
-The chief alone runs `fit`; workers and parameter servers run `serve`. To the step the backend is one replica: each step
-is one global batch, computed by one worker with the weights that it finds, while others change them.
+The chief alone runs `fit`; workers and parameter servers run `serve`. The step sees one replica. One worker computes
+each step, on a whole global batch, with the weights that it finds, while other workers change them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from loop.backends.base import Gradient, PerReplica, Source, Sources, Variable
 from loop.backends.devices import local_rank, use_gpus
 from loop.backends.strategy import StrategyBackend, answers
 from loop.errors import UsageError
@@ -32,9 +33,12 @@ from loop.model.variables import as_tf
 from loop.options import read_partition
 
 PARTS = 2
-"""A call is cut into so many parts for each worker: a slow worker makes fewer of them."""
+"""The number of parts of a call for each worker. There are several, so that a slow worker can make fewer of them."""
 CHIEF_GONE = 3
-"""A server ends when it has not reached the chief so many times, a second apart."""
+"""After so many failed attempts to reach the chief, a second apart, a server ends."""
+
+Partitioner: TypeAlias = Callable[..., Sequence[int]]
+"""A function in TensorFlow's form: from a variable's shape and dtype to the number of shards along each axis."""
 
 
 class ParameterServer(StrategyBackend):
@@ -42,15 +46,14 @@ class ParameterServer(StrategyBackend):
 
     Args:
         partition: how variables (of Keras 3) are cut along their first axis: "fixed:N", into N shards; "min:BYTES",
-            into a shard for each parameter server, but none smaller than this; "max:BYTES", into shards of at most so
-            many; or a function of TensorFlow's form, from shape and dtype to the number of shards along each axis.
-            None: each variable is whole, on one parameter server.
+            into a shard for each parameter server, but none smaller than this; "max:BYTES", into shards of at most this
+            size; or a function, see `Partitioner`. None: each variable is whole, on one parameter server.
     """
 
     name = "parameter_server"
     asynchronous = True
 
-    def __init__(self, partition: str | Callable[..., Any] | None = None) -> None:
+    def __init__(self, partition: str | Partitioner | None = None) -> None:
         rank, places = tf_cluster(os.environ["TF_CONFIG"])
         if rank:
             raise UsageError(
@@ -64,9 +67,9 @@ class ParameterServer(StrategyBackend):
         with contextlib.suppress(RuntimeError):  # TensorFlow has already started: neither can be set any more
             tf.config.threading.set_inter_op_parallelism_threads(operation_threads(places))
             tf.config.set_visible_devices([], "GPU")
-        # Before the strategy, which would wait for them without an end, and can't be interrupted.
+        # Before the strategy, which would wait for them without end, and can't be interrupted.
         await_peers({f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in list(places)[1:]})
-        # The coordinator handles the loss of workers itself, and logs it in hundreds of lines.
+        # The coordinator handles the loss of a worker itself, but logs hundreds of lines about it.
         logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
         # If a process is lost now, TensorFlow waits for minutes and holds the interpreter: only this ends the process.
         faulthandler.dump_traceback_later(start_timeout(), exit=True, file=stderr.descriptor())
@@ -80,7 +83,7 @@ class ParameterServer(StrategyBackend):
             # Undoes TensorFlow's own native handler of SIGTERM.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
-    def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
+    def check(self, variables: Sequence[Variable], data: Sources, options: Mapping[str, object]) -> None:
         parts = sum(len(shards(variable)) for variable in as_tf(variables))
         if len(self._servers) > parts:
             raise UsageError(
@@ -107,7 +110,9 @@ class ParameterServer(StrategyBackend):
                 "computes nothing; use another backend for it"
             )
 
-    def call(self, function: Any, handle: Any, epoch: int, step: int, steps: int) -> list[tuple[int, np.ndarray]]:
+    def call(
+        self, function: Callable[..., tf.Tensor], handle: object, epoch: int, step: int, steps: int
+    ) -> list[tuple[int, np.ndarray]]:
         parts = min(steps, self._parts)
         bounds = [step + steps * part // parts for part in range(parts + 1)]
         scheduled = []
@@ -117,25 +122,29 @@ class ParameterServer(StrategyBackend):
         self._coordinator.join()
         return [(first, result.fetch()) for first, result in scheduled]
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        # Only a function that the coordinator schedules runs in the strategy's context.
+    def run(self, function: Callable[..., PerReplica], *args: object) -> PerReplica:
+        # A function that the coordinator has scheduled is already in the context of its only replica.
         if tf.distribute.in_cross_replica_context():
             return super().run(function, *args)
         return function(*args)
 
-    def first(self, value: Any) -> Any:
+    def first(self, value: PerReplica) -> PerReplica:
         return value
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)
 
-    def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
-        # Keras 3 reads its counter of steps and then writes it: of two workers' steps at once, one would be lost.
+    def apply(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
+    ) -> None:
+        # Keras 3 reads its counter of steps and then writes it: if two workers do so at once, one step isn't counted.
         if not isinstance(optimizer.iterations, tf.Variable):
             optimizer.iterations.assign_add = optimizer.iterations.value.assign_add
         super().apply(optimizer, gradients, variables)
 
-    def gradients(self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Any]) -> list[Any]:
+    def gradients(
+        self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Variable]
+    ) -> Sequence[Gradient]:
         # TensorFlow has a gradient for each shard, not for the variable that consists of them.
         by_shard = tape.gradient(objective, [shards(variable) for variable in variables])
         return [_whole(variable, parts) for variable, parts in zip(variables, by_shard, strict=True)]
@@ -149,28 +158,31 @@ class ParameterServer(StrategyBackend):
     def lost(self, error: BaseException) -> str:
         if not isinstance(error, tf.errors.OpError):
             return ""
-        gone = [f"{name} ({address})" for name, address in self._servers.items() if not answers(address)]
+        gone = []
+        for name, address in self._servers.items():
+            if not answers(address):
+                gone.append(f"{name} ({address})")
         return f"parameter server gone: {', '.join(gone)}, and the variables in it" if gone else ""
 
 
-def _partitioner(partition: str | Callable[..., Any] | None, servers: int) -> Callable[..., Any] | None:
+def _partitioner(partition: str | Partitioner | None, servers: int) -> Partitioner | None:
     """TensorFlow's partitioner; see `ParameterServer`."""
-    if partition is None or callable(partition):
+    if not isinstance(partition, str):
         return partition
     kind, number = read_partition(partition)
-    made = tf.distribute.experimental.partitioners
+    partitioners = tf.distribute.experimental.partitioners
+    made: Partitioner
     if kind == "fixed":
-        partitioner = made.FixedShardsPartitioner(number)
+        made = partitioners.FixedShardsPartitioner(number)
     elif kind == "min":
-        partitioner = made.MinSizePartitioner(number, servers)
+        made = partitioners.MinSizePartitioner(number, servers)
     else:
-        partitioner = made.MaxSizePartitioner(number)
-    cut: Callable[..., Any] = partitioner
-    return cut
+        made = partitioners.MaxSizePartitioner(number)
+    return made
 
 
-def _check_source(name: str, source: Any) -> None:
-    """Refuses data that workers can't read batch by batch in any order; None: there is no such data."""
+def _check_source(name: str, source: Source | None) -> None:
+    """Refuses data that workers can't read batch by batch in any order; None: the run has no such data."""
     if source is None:
         return
     if getattr(source, "on_host", False):
@@ -226,7 +238,7 @@ def serve(threads: int = 0) -> None:
         ) from None
     mark_state("started")
     await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
-    # The chief ends first: it must still be able to save when all processes were asked to stop.
+    # The chief must end first: when all processes are asked to stop, it still reads the variables here to save them.
     for number in signals.STOPS:
         signal.signal(number, signal.SIG_IGN)
     misses = 0
@@ -236,16 +248,16 @@ def serve(threads: int = 0) -> None:
     del server
 
 
-def shards(variable: Any) -> list[tf.Variable]:
+def shards(variable: Variable) -> list[tf.Variable]:
     """The variables that a variable consists of: its shards, or itself alone."""
     return list(variable.variables) if _is_sharded(variable) else [variable]
 
 
-def _is_sharded(variable: Any) -> bool:
+def _is_sharded(variable: Variable) -> bool:
     return hasattr(variable, "variables")
 
 
-def _whole(variable: Any, gradients: Sequence[Any]) -> Any:
+def _whole(variable: Variable, gradients: Sequence[Gradient]) -> Gradient:
     """The gradient of a variable, from those of its shards."""
     if all(gradient is None for gradient in gradients):
         return None
@@ -257,18 +269,24 @@ def _whole(variable: Any, gradients: Sequence[Any]) -> Any:
     return tf.concat(parts, 0)
 
 
-def _update_shards(extended: Any) -> None:
+def _update_shards(extended: tf.distribute.StrategyExtended) -> None:
     """Lets Keras's optimizers update variables in shards, and make slots for them, which are cut in the same way.
 
-    A strategy refuses both: such a variable has no one place at which a slot or an update could be.
+    A strategy refuses both, because the shards are in several places, but a slot or an update can be in one place only.
     """
     original_colocate = extended.colocate_vars_with
     original_update = extended.update
 
-    def colocate_vars_with(variable: Any) -> Any:
+    def colocate_vars_with(variable: Variable) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if _is_sharded(variable) else original_colocate(variable)
 
-    def update(variable: Any, function: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+    def update(
+        variable: Variable,
+        function: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        group: bool = True,
+    ) -> object:
         if _is_sharded(variable):
             return function(variable, *args, **kwargs or {})
         return original_update(variable, function, args, kwargs, group)
@@ -277,10 +295,10 @@ def _update_shards(extended: Any) -> None:
     extended.update = update
 
 
-def operation_threads(places: Sequence[str] | dict[str, str]) -> int:
+def operation_threads(places: Mapping[str, str]) -> int:
     """How many operations each process may run at once.
 
-    An operation that waits for another process holds its thread: with as few threads as cores, a machine of two cores
-    hangs.
+    An operation that waits for another process keeps its thread. With only as many threads as cores, all threads could
+    wait for each other: on a machine with two cores, training hangs.
     """
     return max(8, 4 * len(places), os.cpu_count() or 1)

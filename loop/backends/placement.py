@@ -1,22 +1,21 @@
 """Placement: on which device each operation of a step runs, if a replica owns several.
 
-TensorFlow places an operation that isn't told where to run on the first device, also if its weights are on another, and
-so for all gradients. Here an operation runs where its variables are, a gradient where its forward operation ran, and
-anything else where what it gets comes from.
+TensorFlow places an operation without a device on the first one, even if its weights are on another one; so it places
+all gradients. Here an operation runs where its variables are, a gradient where its forward operation ran, and any other
+operation where its inputs come from.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
 from loop.backends import devices
 
 _BACKWARD = "gradient_tape/"
-"""What TensorFlow puts before the name of a forward operation, in the names of its gradient's operations."""
+"""In the name of a gradient's operation, what TensorFlow puts before the name of the forward operation."""
 
 
 @contextlib.contextmanager
@@ -40,7 +39,7 @@ class _Placement:
         device = operation.device or self._chosen(operation)
         forward = operation.name.partition(_BACKWARD)[2]
         if device and not forward:
-            # Also its scope: gradients may be named after that alone. The last operation in a scope counts.
+            # Also its scope: a gradient may be named after the scope alone. The last operation in the scope counts.
             self._by_name[operation.name] = device
             self._by_name[operation.name.rpartition("/")[0]] = device
         return device
@@ -51,20 +50,22 @@ class _Placement:
             if name in self._by_name:
                 return self._by_name[name]
             name = name.rpartition("/")[0]
-        others = ""
+        # A variable among the inputs decides; without one, the first input does.
+        first_device = ""
         for tensor in operation.inputs:
             handle = _handle_of(tensor)
             device = tensor.device if handle is None else _handle_device(handle)
-            if not devices.is_of_replica(device):  # such as that of the data
+            if not devices.is_of_replica(device):  # such as the device of the data
                 continue
             if handle is not None:
                 return device
-            others = others or device
-        return others
+            first_device = first_device or device
+        return first_device
 
 
-def _handle_of(tensor: tf.Tensor) -> Any:
-    """The handle of a variable whose handle or value this is; else None. TensorFlow places no reading itself."""
+def _handle_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """The handle of the variable whose handle or value a tensor is; None: it is neither."""
+    # TensorFlow gives the operations that read a variable no device: they are followed back to the handle.
     operation = tensor.op
     while operation.type in ("Cast", "Identity"):
         operation = operation.inputs[0].op
@@ -73,14 +74,21 @@ def _handle_of(tensor: tf.Tensor) -> Any:
     return tensor if tensor.dtype == tf.resource else None
 
 
-def _handle_device(handle: Any) -> str:
-    """The device of a variable, from its handle, which may have come through several graphs."""
+def _handle_device(handle: tf.Tensor) -> str:
+    """The device of a variable, from its handle. A graph has only a copy of the handle, captured from outside."""
     graph = getattr(handle, "graph", None)
     while graph is not None and not handle.device:
-        # The newest is the one that is being asked for, as a rule.
-        outside = next((outer for outer, inner in reversed(graph.captures) if inner is handle), None)
+        outside = _captured(graph, handle)
         if outside is None:
             return ""
         handle = outside
         graph = None if isinstance(handle, tf.__internal__.EagerTensor) else handle.graph
     return str(handle.device)
+
+
+def _captured(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor | None:
+    """The tensor outside of a graph that the graph has captured as this one; None: it has captured none as this one."""
+    for outer, inner in reversed(graph.captures):  # usually the newest one is asked for
+        if inner is tensor:
+            return outer
+    return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import tensorflow as tf
 
 from loop.backends.host_collectives import HostCollectives
 
 ALONE = 1 << 20
-"""From so many bytes on, a tensor is gathered by a collective of its own."""
+"""The size in bytes from which a tensor is gathered by a collective of its own."""
 
 
 class StepCollectives(HostCollectives):
@@ -22,8 +22,8 @@ class StepCollectives(HostCollectives):
 
     gathers_rows: ClassVar[bool] = False
 
-    def replica(self) -> Any:
-        """Within `run`: the index of this replica among all of them."""
+    def replica(self) -> tf.Tensor | int:
+        """Within `run`: the index of this replica among those of all workers."""
         return self.rank
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -43,12 +43,13 @@ class StepCollectives(HostCollectives):
         return ""
 
     def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Within `run`: the values of all replicas, [replicas, n], of each flat tensor [n]; small ones are fused."""
+        """Within `run`: of each flat tensor [n], the values of all replicas [replicas, n]. Small tensors are fused."""
+        # Each replica adds its values in its own row, and zeros in the others: the sum has all rows, bit for bit.
         own = tf.equal(tf.range(self.replicas, dtype=tf.int64), tf.cast(self.replica(), tf.int64))[:, None]
         return self.all_reduce([tf.where(own, tensor, tf.zeros_like(tensor)) for tensor in tensors])
 
     def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Within `run`: the rows of all replicas, one replica's behind the other's; each may have any number."""
+        """Within `run`: the rows of all replicas, in the order of replicas. The number of rows may differ."""
         return rows
 
     def assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
@@ -58,11 +59,11 @@ class StepCollectives(HostCollectives):
 
 
 def gathered_flat(gather: Callable[[tf.Tensor], tf.Tensor], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Gathers flat tensors of one dtype: the small ones in one collective; see `Backend.all_gather`.
+    """Gathers flat tensors of one dtype, the small ones in one collective; see `Backend.all_gather`.
 
     Args:
-        gather: returns the tensors [n] of all replicas, one behind the other.
-        tensors: of this replica.
+        gather: gathers one tensor [n] from all replicas; returns [replicas * n], in the order of replicas.
+        tensors: those of this replica.
     """
     gathered: dict[int, tf.Tensor] = {}
     small: list[int] = []
@@ -70,11 +71,12 @@ def gathered_flat(gather: Callable[[tf.Tensor], tf.Tensor], tensors: Sequence[tf
         if tensor.shape.num_elements() * tensor.dtype.size < ALONE:
             small.append(index)
         else:
-            # To copy it into a tensor with others, and out again, would take longer than to send it.
+            # Copying it into a tensor with others, and out again, would take longer than sending it.
             gathered[index] = tf.reshape(gather(tensor), [-1, tensor.shape.num_elements()])
     if small:
-        lengths = [tensors[index].shape.num_elements() for index in small]
-        rows = tf.reshape(gather(tf.concat([tensors[index] for index in small], 0)), [-1, sum(lengths)])
+        parts = [tensors[index] for index in small]
+        lengths = [part.shape.num_elements() for part in parts]
+        rows = tf.reshape(gather(tf.concat(parts, 0)), [-1, sum(lengths)])
         gathered |= zip(small, tf.split(rows, lengths, axis=1), strict=True)
     return [gathered[index] for index in range(len(tensors))]
 
@@ -83,7 +85,9 @@ def of_one_dtype(reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], tensors: 
     """Calls `reduce` once for the tensors of each dtype, usually the only one; results in the order of `tensors`."""
     reduced: dict[int, tf.Tensor] = {}
     # In the order of `tensors`, not of a set: all workers must enter the collectives in the same order.
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+    indices_by_dtype: dict[tf.DType, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices_by_dtype.setdefault(tensor.dtype, []).append(index)
+    for indices in indices_by_dtype.values():
         reduced |= zip(indices, reduce([tensors[index] for index in indices]), strict=True)
     return [reduced[index] for index in range(len(tensors))]

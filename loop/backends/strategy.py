@@ -9,13 +9,13 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Backend, shared_value
+from loop.backends.base import Backend, PerReplica, Sources, Variable, shared_value
 from loop.backends.devices import local_rank, logical_cpus, use_gpus
 from loop.backends.step_collectives import gathered_flat, of_one_dtype
 from loop.errors import UsageError
@@ -23,7 +23,7 @@ from loop.launch import machine, stderr
 from loop.launch.environment import start_timeout, tf_cluster, tpu_name
 from loop.launch.worker import await_peers
 
-_ANSWER_SECONDS = 10.0  # a TPU, or Google Cloud, that hasn't answered by then is taken to be unreachable
+_ANSWER_SECONDS = 10.0  # a TPU, or Google Cloud, that hasn't answered after this time counts as unreachable
 
 
 class StrategyBackend(Backend):
@@ -31,19 +31,19 @@ class StrategyBackend(Backend):
 
     strategy: tf.distribute.Strategy
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def scope(self) -> contextlib.AbstractContextManager[object]:
         return self.strategy.scope()
 
     def can_read(self, variable: tf.Variable) -> bool:
         return getattr(variable, "_distribute_strategy", None) in (None, self.strategy)  # None: made outside of any
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., PerReplica], *args: object) -> PerReplica:
         return self.strategy.run(function, args)
 
-    def first(self, value: Any) -> Any:
+    def first(self, value: PerReplica) -> PerReplica:
         return tf.nest.map_structure(lambda leaf: self.strategy.experimental_local_results(leaf)[0], value)
 
-    def replica(self) -> Any:
+    def replica(self) -> tf.Tensor:
         return tf.distribute.get_replica_context().replica_id_in_sync_group
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -52,7 +52,7 @@ class StrategyBackend(Backend):
     def _reduce_flat(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         reduce = tf.distribute.get_replica_context().all_reduce
         if len(tensors) == 1:
-            # A copy, because a tensor that comes from elsewhere may have no device.
+            # A copy: a tensor that was captured from another graph may have no device, which TensorFlow needs here.
             return [reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensors[0]))]
         # tf.distribute would make a collective of each tensor. One flat tensor is one collective.
         total = reduce(tf.distribute.ReduceOp.SUM, tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
@@ -65,13 +65,15 @@ class StrategyBackend(Backend):
 
     def assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
         # Not `variable.assign`, which takes the mean over replicas of a variable of tf_keras.
-        def update(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> None:
+        def update(strategy: tf.distribute.Strategy, values: Sequence[PerReplica]) -> None:
             for variable, value in zip(variables, values, strict=True):
                 strategy.extended.update(variable, lambda own, new: own.assign(new), args=(value,), group=False)
 
         tf.__internal__.distribute.interim.maybe_merge_call(update, self.strategy, list(values))
 
-    def apply(self, optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
+    def apply(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
+    ) -> None:
         # Keras 3 sums gradients over the replicas in `apply`, and no argument turns that off. These are summed already.
         inner = optimizer
         while inner is not None and hasattr(inner, "_all_reduce_sum_gradients"):
@@ -100,11 +102,11 @@ class StrategyBackend(Backend):
 
 
 class Mirrored(StrategyBackend):
-    """MirroredStrategy: all GPUs of this machine, or logical CPU devices; each replica has the variables.
+    """MirroredStrategy: all GPUs of this machine, or logical CPU devices; each replica has all variables.
 
     Args:
-        replicas: how many; None: one for each GPU, or for each logical CPU device that there is.
-        devices: the devices instead, such as `["gpu:0", "gpu:2"]`.
+        replicas: how many; None: one for each GPU; on a machine without GPUs, one for each logical CPU device.
+        devices: a replica on each of these instead, such as `["gpu:0", "gpu:2"]`.
         communication: how gradients are added up: "nccl", "hierarchical" (in two levels, for machines whose GPUs are
             connected in two groups), "one-device" (on the first one); "auto": TensorFlow chooses between GPUs.
     """
@@ -128,13 +130,13 @@ class Mirrored(StrategyBackend):
         if communication == "nccl" and not only_gpus:
             raise no_nccl(f"the devices are {', '.join(self.devices)}", "hierarchical or one-device")
         if communication == "hierarchical" and len(self.devices) % 2:
-            # TensorFlow's adds up two groups of equal size, and leaves out the replica that is in neither.
+            # TensorFlow adds up two groups of equal size, and silently leaves out a replica that is in neither.
             raise UsageError(
                 f"communication='hierarchical' adds up two halves of the devices, and there are {len(self.devices)}: "
                 "use an even number of them, or leave it out"
             )
-        # Between logical CPUs an addition is enough. With TensorFlow's collectives, no second strategy of another size
-        # could be made in the same process.
+        # Not TensorFlow's collectives between logical CPUs: a process could then have no second strategy of another
+        # size.
         if communication == "auto" and not only_gpus:
             communication = "one-device"
         operations = {
@@ -149,7 +151,7 @@ class Mirrored(StrategyBackend):
 class Central(Mirrored):
     """CentralStorageStrategy: as `mirrored`, but variables are stored once, and updated once.
 
-    They are in the CPU's memory; with a single device, in that of this device.
+    They are in the memory of the CPU or, with a single device, of this device.
     """
 
     name = "central"
@@ -165,9 +167,9 @@ class Central(Mirrored):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        # A variable must say whose value counts when all replicas assign it: else the strategy refuses the assignment.
-        # Keras 3's don't say so. All replicas assign the same, so the first one's counts.
-        def creator(create: Callable[..., Any], **named: Any) -> Any:
+        # The strategy refuses an assignment by all replicas unless the variable's `aggregation` says whose value
+        # counts. Variables of Keras 3 don't say so. All replicas assign the same value: that of the first one counts.
+        def creator(create: Callable[..., tf.Variable], **named: object) -> tf.Variable:
             if named.get("aggregation") in (None, tf.VariableAggregation.NONE):
                 named["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
             return create(**named)
@@ -175,7 +177,7 @@ class Central(Mirrored):
         with self.strategy.scope(), tf.variable_creator_scope(creator):
             yield
 
-    def check(self, variables: Sequence[Any], data: Any, options: dict[str, Any]) -> None:
+    def check(self, variables: Sequence[Variable], data: Sources, options: Mapping[str, object]) -> None:
         if options["compile"] == "xla" and set(self.devices) != {self._storage}:
             raise UsageError(
                 "compile='xla' with backend='central': variables are stored on cpu:0, and XLA reads none of another "
@@ -197,7 +199,7 @@ class MultiWorker(StrategyBackend):
 
     def __init__(self, communication: str = "auto") -> None:
         task = json.loads(os.environ["TF_CONFIG"])["task"]
-        gpus = use_gpus(local_rank())  # before the strategy, which takes all devices that it sees
+        gpus = use_gpus(local_rank())  # before the strategy, which takes all visible devices
         if communication == "nccl" and not gpus:
             raise no_nccl("there is none", "ring")
         kind = tf.distribute.experimental.CommunicationImplementation
@@ -236,10 +238,10 @@ class MultiWorker(StrategyBackend):
         flat[: array.size] = array.reshape(-1)
         return self.first(self._sum(tf.constant(flat))).numpy()[: array.size].reshape(array.shape)
 
-    def _sum_in_graph(self, array: tf.Tensor) -> Any:
+    def _sum_in_graph(self, array: tf.Tensor) -> PerReplica:
         def in_replica(array: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()
-            # The array is the worker's: its first replica adds it, the others add zeros.
+            # A worker has one array, but may have several replicas: the first adds it, the others add zeros.
             is_first = tf.cast(context.replica_id_in_sync_group % self.local_replicas == 0, tf.int64)
             return context.all_reduce(tf.distribute.ReduceOp.SUM, array * is_first)
 
@@ -259,7 +261,7 @@ class TPU(StrategyBackend):
             resolver = tf.distribute.cluster_resolver.TPUClusterResolver(name)
             if address := resolver.master().removeprefix("grpc://"):
                 host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port))).close()  # TensorFlow itself would wait for ever
+                socket.create_connection((host, int(port))).close()  # TensorFlow itself would wait without end
             with in_time():
                 tf.config.experimental_connect_to_cluster(resolver)
                 tf.tpu.experimental.initialize_tpu_system(resolver)
@@ -335,7 +337,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def all_devices(backend: str, replicas: int | None) -> list[str]:
-    """The names of so many GPUs, or of logical CPU devices on a machine without a GPU; None: of all."""
+    """The names of this number of GPUs, or of logical CPU devices on a machine without GPUs; None: of all devices."""
     gpus = use_gpus()
     if not gpus:
         return logical_cpus(replicas, f"{backend} with {replicas} replicas")
@@ -348,13 +350,13 @@ def named_devices(names: Sequence[str]) -> list[str]:
     """The devices of these names, such as `gpu:0`; of CPUs, as many logical ones are made as are named.
 
     Raises:
-        UsageError: a name that is none, comes twice, or that no device has; with those that there are.
+        UsageError: a text isn't the name of a device, comes twice, or names a missing device; with the present ones.
     """
     names = machine.device_names(names)
     gpus = [f"gpu:{index}" for index in range(len(use_gpus()))]
-    with contextlib.suppress(UsageError):  # TensorFlow has already started with fewer: those are named below
-        logical_cpus(sum(name.startswith("cpu:") for name in names))
-    present = [*(name.strip("/") for name in logical_cpus(None)), *gpus]
+    with contextlib.suppress(UsageError):  # TensorFlow has already started with fewer: the error below names them
+        logical_cpus(machine.count_cpus(names))
+    present = [name.strip("/") for name in logical_cpus(None)] + gpus
     for name in names:
         if name not in present:
             raise UsageError(f"devices: there is no {name}; there are {', '.join(present)}")

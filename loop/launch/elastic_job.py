@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from callbacks.files import read_json
 from loop.errors import PREEMPTED, UsageError
@@ -29,9 +29,11 @@ from loop.launch.job import ENDED_AT_ONCE, Failure, Job, JobWorker, Outcome, exi
 
 if TYPE_CHECKING:
     from loop.launch.hosts import Cluster
+    from loop.launch.worker import Report
 
 _GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed, has finished, or is lost
 _SAVE_GRACE = 60.0  # seconds that a worker has to save and end when the job ends for lack of workers
+_GOES_ON = float("inf")  # the end of a job that isn't to end
 
 
 def run_elastic_job(
@@ -73,13 +75,13 @@ class ElasticJob(Job):
         self._plan = Plan(directory, cluster)
         self._timeout = start_timeout()
         self._rendezvous = contextlib.ExitStack()  # a server for each generation: late workers may still ask an old one
-        self._short_since = time.monotonic()  # when workers began to be too few, or the job began
+        self._short_since = time.monotonic()  # when there began to be too few workers, or the job began
         self._formed = 0.0  # when the newest generation was planned
-        self._over_by = float("inf")  # when all workers must have ended; infinite while the job goes on
-        self._reports: list[dict[str, Any]] = []
+        self._over_by = _GOES_ON  # when all workers must have ended
+        self._reports: list[Report] = []
 
     def run(self) -> None:
-        """Runs it to its end."""
+        """Starts and watches the workers until the job is over."""
         if self._limits.discovery is not None:
             threading.Thread(target=self._discover, args=(self._limits.discovery,), daemon=True).start()
         with self._rendezvous:  # closed only at the end, with the servers of all generations
@@ -108,43 +110,49 @@ class ElasticJob(Job):
             worker.process.kill()
 
     def outcome(self) -> Outcome:
-        result = next((report["result"] for report in self._reports if report["result"] is not None), None)
+        result = None
+        has_succeeded = False
+        failures = []
+        for report in self._reports:
+            if result is None:
+                result = report["result"]
+            if report["code"] == 0:
+                has_succeeded = True
+            elif report["code"] != PREEMPTED:
+                failures.append(Failure(report["echo"], report["time"], report["code"], report["error"]))
         if self.problem:
             return Outcome(1, self.problem, result)
-        failures = [
-            Failure(report["echo"], report["time"], report["code"], report["error"])
-            for report in self._reports
-            if report["code"] not in (0, PREEMPTED)
-        ]
         if failures:
             first = min(failures)
             return Outcome(first.code, first.error, result)
-        return Outcome(0 if any(report["code"] == 0 for report in self._reports) else PREEMPTED, "", result)
+        return Outcome(0 if has_succeeded else PREEMPTED, "", result)
 
     def _advance(self) -> bool:
         """Acts on what has happened since the last call; returns whether the job goes on."""
+        # Ends first: a plan must not have a place for a worker that has ended.
         for worker in self._workers.remove_ended():
             self._take_in_end(worker)
         self.pass_signals_on()
         if self.problem == ENDED_AT_ONCE:
             self._over_by = 0.0
-        if self._over_by == float("inf"):
+
+        if self._over_by == _GOES_ON:
             if not self.stops:
                 self._workers.start_missing()
             self._plan_next()
         elif time.monotonic() > self._over_by:
             self.kill()
-        return bool(self._workers.running) or (self._over_by == float("inf") and not self.stops)
+        return bool(self._workers.running) or (self._over_by == _GOES_ON and not self.stops)
 
     def _take_in_end(self, worker: ElasticWorker) -> None:
-        """Records the end of a worker: it has finished or failed, and has reported that; or it is lost."""
+        """Records the end of a worker. Without a report of how it has ended, the worker is lost."""
         report = read_json(self.path(worker.name, "json"))
         worker.process.kill()  # processes that it may have left behind
         if report:
-            self._take_report(worker, report)
+            self._take_report(worker, cast("Report", report))
             return
         code = worker.process.returncode
-        if self._over_by < float("inf") or self.stops or not code:
+        if self._over_by < _GOES_ON or self.stops or not code:  # the job is over, or the worker was sent away
             return
         how = exit_text(code)
         if worker.host is not None and worker.host.lost:
@@ -156,7 +164,7 @@ class ElasticJob(Job):
             self._plan.note_event("worker_gone", worker, how=how)
         self._workers.pause()
 
-    def _take_report(self, worker: ElasticWorker, report: dict[str, Any]) -> None:
+    def _take_report(self, worker: ElasticWorker, report: Report) -> None:
         if report["error"]:
             report["error"] = f"{worker}: {report['error']}"
         self._reports.append(report)
@@ -171,14 +179,17 @@ class ElasticJob(Job):
         """Plans the next generation, if the newest one is broken, or other workers have come or are to go."""
         generation = self._plan.generation
         members = [worker for worker in self._workers.running if worker.place == generation >= 0]
-        if any(self._noted(worker, "waits") == generation for worker in members):
-            self._plan.note_break()  # a connection was lost, but no worker died
+        for worker in members:
+            if self._noted(worker, "waits") == generation:
+                self._plan.note_break()  # a connection was lost, but no worker died
         is_intact = self._plan.is_intact
         if is_intact and any(self._noted(worker, "joined") < generation for worker in members):
-            # Some still connect: a worker that has begun to can't be called back, so no other plan is made.
+            # A worker that has begun to connect can't be called back: no other plan may be made until it is done.
             if time.monotonic() - self._formed > _GRACE:
                 self._end_stuck(members)
             return
+
+        # Members come first, so that a newcomer never takes the place of a worker that trains.
         chosen = (members + self._ready(members))[: self._workers.wanted]
         if members and chosen == members and is_intact:
             self._short_since = time.monotonic()
@@ -186,9 +197,11 @@ class ElasticJob(Job):
             self._form_or_end(chosen, members)
 
     def _form_or_end(self, chosen: list[ElasticWorker], members: list[ElasticWorker]) -> None:
-        """Forms a generation of the chosen workers, once they are enough; ends the job if they are too few for long."""
+        """Forms a generation of the chosen workers if they are enough; ends the job if they were too few for long."""
         waited = time.monotonic() - self._short_since > self._timeout
+        # A job that was asked to stop needs one worker to save the run.
         fewest = 1 if self.stops else self._limits.low
+        # Only the first generation, or one after the loss of all, waits for every worker: nothing trains meanwhile.
         is_waiting_for_all = not members and len(chosen) < self._workers.wanted and not waited
         if len(chosen) >= fewest and not is_waiting_for_all:
             self._form(chosen, [worker for worker in members if worker not in chosen])
@@ -201,31 +214,33 @@ class ElasticJob(Job):
 
     def _ready(self, members: list[ElasticWorker]) -> list[ElasticWorker]:
         """The workers outside of the newest generation that wait for a place in the next one."""
-        return [
-            worker
-            for worker in self._workers.running
-            if worker not in members
-            and self._noted(worker, "waits") >= worker.place
-            and self.path(worker.name, "waits").exists()
-        ]
+        ready = []
+        for worker in self._workers.running:
+            # Not by the number alone: a worker without a place has -1, which also stands for a missing file.
+            waits = self.path(worker.name, "waits").exists() and self._noted(worker, "waits") >= worker.place
+            if waits and worker not in members:
+                ready.append(worker)
+        return ready
 
     def _end_stuck(self, members: list[ElasticWorker]) -> None:
-        """Kills workers that still connect to one that has died: Horovod itself gives up after minutes."""
+        """Kills workers that still connect to a worker that has died: Horovod itself gives up only after minutes."""
         for worker in members:
             if max(self._noted(worker, "waits"), self._noted(worker, "joined")) < worker.before:
                 self._print(f"{worker} still waits in Horovod for one that is gone, and can't be called back: ended")
-                worker.before = -1
+                worker.before = -1  # so that it is reported once
                 worker.process.kill()
 
     def _form(self, chosen: list[ElasticWorker], dropped: list[ElasticWorker]) -> None:
+        """Forms the next generation of the chosen workers, and sends the dropped ones away."""
         from loop.launch.horovodrun import rendezvous  # imports Horovod, which may be missing
 
         plan = self._plan
         plan.generation += 1
         shares = Counter(worker.address for worker in chosen)
-        # Horovod deals out ranks host by host; the oldest worker's host comes first, so that it is the chief.
+        # Horovod numbers ranks host by host. The oldest worker's host comes first, so that this worker is the chief.
         chosen.sort(key=lambda worker: list(shares).index(worker.address))
         places = self._rendezvous.enter_context(rendezvous(len(chosen), self._cluster, shares))
+
         for worker in chosen:
             if worker.place < 0 and plan.generation:
                 self._print(f"{worker} joins: {len(chosen)} workers from the next boundary on")
@@ -238,14 +253,14 @@ class ElasticJob(Job):
             plan.note_event("worker_gone", worker, how="sent away")
         if plan.broken == plan.generation - 1 >= 0:
             self._print(f"going on with {len(chosen)} worker{'s' * (len(chosen) > 1)}")
-        plan.form(
-            {worker.name: place for worker, place in zip(chosen, places, strict=True)},
-            [worker.name for worker in dropped],
-        )
+
+        # Last: workers follow the plan as soon as it is written.
+        names = [worker.name for worker in chosen]
+        plan.form(dict(zip(names, places, strict=True)), [worker.name for worker in dropped])
         self._short_since = self._formed = time.monotonic()
 
     def _end(self, reason: str, keeper: str = "") -> None:
-        """Ends the job; the keeper, if there is one, has time to save."""
+        """Ends the job. The worker named by `keeper`, if any, has time to save the run."""
         self._plan.end(reason, keeper)
         self._over_by = time.monotonic() + (_SAVE_GRACE if keeper else _GRACE)
 
@@ -253,8 +268,8 @@ class ElasticJob(Job):
         self.output.line(f"elastic: {text}")
 
     def _discover(self, script: Path) -> None:
-        """Asks the script every second how many workers there may be."""
-        printed = ""
+        """Asks the script every second how many workers this machine has room for."""
+        printed = ""  # the newest error, which is printed once
         while True:
             time.sleep(1.0)
             try:
@@ -267,7 +282,7 @@ class ElasticJob(Job):
             self._workers.wanted = max(self._limits.low, min(self._limits.high, slots))
 
     def _noted(self, worker: ElasticWorker, what: str) -> int:
-        """The generation that a worker has written into one of its files; -1: there is no such file."""
+        """The generation that a worker has written into its file of this kind; -1: there is no such file."""
         try:
             return int(self.path(worker.name, what).read_text())
         except FileNotFoundError:

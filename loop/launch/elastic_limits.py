@@ -18,9 +18,9 @@ class Limits:
     """How many workers a job may have.
 
     Attributes:
-        low: the fewest with which it goes on.
-        high: the most that are started.
-        discovery: a script that prints how many workers this machine has room for; None: that doesn't change.
+        low: the fewest workers with which the job goes on.
+        high: the most workers that run at once.
+        discovery: a script that prints how many workers this machine has room for; None: their number is fixed.
     """
 
     low: int
@@ -31,7 +31,7 @@ class Limits:
 def read_limits(
     text: str | None, discovery: Path | None, backend: str, workers: int | None, hosts: str | None = None
 ) -> Limits | None:
-    """The limits that `--elastic MIN:MAX` and `--discovery SCRIPT` give; None where they aren't given.
+    """The limits that `--elastic MIN:MAX` and `--discovery SCRIPT` give; None without these options.
 
     Raises:
         UsageError: numbers that are out of range, or a backend that isn't elastic.
@@ -46,6 +46,7 @@ def read_limits(
         raise UsageError(f"{given} with --elastic {text}: give a number from {low} to {high}")
     if backend not in ("auto", "horovod"):
         raise UsageError(f"--elastic {text} with --backend {backend}: only horovod can go on without a worker")
+    # A worker of an elastic job has the launcher's command line, with --elastic in it.
     if job_size() is not None and WORKER not in os.environ:
         raise UsageError(f"--elastic {text}: this job has a launcher of its own: leave one of them out")
     if discovery is not None:

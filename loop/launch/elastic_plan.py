@@ -1,18 +1,19 @@
-"""The plan of an elastic job, which its launcher writes for the workers: which of them train together."""
+"""The plan of an elastic job: which workers train together. The launcher writes it, and the workers follow it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callbacks.files import write_text
 from loop.launch.elastic_workers import ElasticWorker
-from loop.launch.member import PLAN
+from loop.launch.member import PLAN, PlanFile
 
 if TYPE_CHECKING:
     from loop.launch.hosts import Cluster
+    from loop.launch.member import Event
 
 
 class Plan:
@@ -28,7 +29,7 @@ class Plan:
         self.broken = -1
         self._directory = directory
         self._cluster = cluster
-        self._events: list[dict[str, Any]] = []
+        self._events: list[Event] = []
 
     @property
     def is_intact(self) -> bool:
@@ -46,20 +47,27 @@ class Plan:
         self._events.append({"generation": generation, "event": event, "worker": worker.name, **more})
 
     def form(self, places: Mapping[str, dict[str, str]], dropped: Sequence[str]) -> None:
-        """Writes the plan of the generation that has begun: the variables of each worker's place, by its name."""
-        self._write(places=places, dropped=dropped)
+        """Writes the plan of the generation that has begun.
+
+        Args:
+            places: the environment variables of each member's place, by the name of the worker.
+            dropped: the names of the workers that are to end.
+        """
+        self._write(places, dropped)
 
     def end(self, reason: str, keeper: str) -> None:
         """Ends the job for all workers that wait for a place; the keeper saves the run's state from its memory."""
         self.note_break()
-        self.generation += 1
-        self._write(end=reason, keeper=keeper)
+        self.generation += 1  # workers wait for a newer plan than that of their own generation
+        self._write({}, (), reason, keeper)
 
-    def _write(self, **more: object) -> None:
-        plan = {
-            "generation": self.generation, "broken": self.broken, "events": self._events, "places": {}, "dropped": [],
-            "end": "", "keeper": "", **more,
-            "run": next((path.read_text() for path in self._directory.glob("rank-*.run")), ""),
+    def _write(
+        self, places: Mapping[str, dict[str, str]], dropped: Sequence[str], end: str = "", keeper: str = ""
+    ) -> None:
+        runs = list(self._directory.glob("rank-*.run"))  # all of them name the same directory
+        plan: PlanFile = {
+            "generation": self.generation, "broken": self.broken, "events": self._events, "places": places,
+            "dropped": dropped, "end": end, "keeper": keeper, "run": runs[0].read_text() if runs else "",
         }  # fmt: skip
         text = json.dumps(plan)
         if self._cluster is not None:

@@ -1,4 +1,4 @@
-"""The workers of an elastic job: which ones are running, and how missing ones are started."""
+"""The workers of an elastic job: which ones run, and how missing ones are started."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from loop.launch.hosts import Cluster, Host
 
 MOST_RESTARTS = 10
-"""Workers are started again at most so often within `RESTART_SECONDS`: beyond that, something else is wrong."""
+"""Workers are replaced at most this often within `RESTART_SECONDS`. If more are lost, no restart will help."""
 RESTART_SECONDS = 600.0
-_PAUSE = 1.0  # seconds before a worker is started again
+_PAUSE = 1.0  # seconds between the loss of a worker and the start of another one
 
 
 @dataclasses.dataclass
 class ElasticWorker(JobWorker):
-    """A worker that is running. No other worker of the job has had its name.
+    """A worker that runs. Its name is never used again in the job.
 
     Attributes:
-        host: where it is; None: on this machine.
+        host: the host that it runs on; None: this machine.
         place: the last generation in which it was given a place; -1: none.
         before: the generation before that, in which it had a place; -1: none.
     """
@@ -38,7 +38,7 @@ class ElasticWorker(JobWorker):
 
     @property
     def address(self) -> str:
-        """The host name or address by which Horovod reaches it."""
+        """The host name or address at which Horovod reaches it."""
         return self.host.address if self.host is not None else "localhost"
 
     def __str__(self) -> str:
@@ -46,10 +46,10 @@ class ElasticWorker(JobWorker):
 
 
 class ElasticWorkers:
-    """Starts the workers of an elastic job, and those that replace lost ones.
+    """Starts the workers of an elastic job, and workers that replace lost ones.
 
     Args:
-        wanted: how many are to run.
+        wanted: how many workers are to run.
         directory: the job's directory.
         environment: the environment variables of all workers.
         arguments: the command line after `tfloop`.
@@ -57,8 +57,8 @@ class ElasticWorkers:
         output: shows what they print.
 
     Attributes:
-        wanted: how many are to run.
-        running: those that run, oldest first.
+        wanted: how many workers are to run.
+        running: the workers that run, oldest first.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class ElasticWorkers:
         self._arguments = arguments
         self._cluster = cluster
         self._output = output
-        self._hosts: list[Host] = []  # those that aren't lost
+        self._hosts: list[Host] = []  # the hosts that aren't lost
         self._started = 0
-        self._restarts: list[float] = []
-        self._not_before = 0.0  # when a worker may be started again
+        self._restarts: list[float] = []  # when workers were replaced, within the last `RESTART_SECONDS`
+        self._not_before = 0.0  # no worker is started before this time
 
     def remove_ended(self) -> list[ElasticWorker]:
         """Removes the workers that have ended, and returns them."""
         if self._cluster is not None:
-            # Before workers are looked at: those of a lost host have ended, and must not be started there again.
+            # Before the workers: those of a lost host have ended, and no other one may be started on that host.
             self._hosts = [host for host in self._cluster.hosts if not host.lost]
             self.wanted = sum(host.slots for host in self._hosts)
         ended = [worker for worker in self.running if worker.process.poll() is not None]
@@ -98,11 +98,12 @@ class ElasticWorkers:
         self._not_before = time.monotonic() + _PAUSE
 
     def start_missing(self) -> None:
-        """Starts as many as are missing, unless too many were started again lately."""
+        """Starts the missing workers, unless too many were replaced lately."""
         now = time.monotonic()
         self._restarts = [restart for restart in self._restarts if now - restart < RESTART_SECONDS]
         while len(self.running) < self.wanted and now >= self._not_before:
-            if self._started >= self.wanted and now not in self._restarts:  # workers that died together count once
+            is_replacement = self._started >= self.wanted
+            if is_replacement and now not in self._restarts:  # workers that were lost together count once
                 if len(self._restarts) >= MOST_RESTARTS:
                     return
                 self._restarts.append(now)
@@ -111,16 +112,23 @@ class ElasticWorkers:
     def _start(self) -> None:
         name = str(self._started)
         self._started += 1
-        # Horovod needs a rank, but a worker has none before a plan gives it a place: until then it is its name.
+        # A worker gets its rank with its place in a plan. Until then its name stands in: a Horovod process has a rank.
         place = {WORKER: name, "HOROVOD_RANK": name}
         if self._cluster is None:
             process = start_worker(worker_command(self._arguments), self._environment | place)
             self.running.append(ElasticWorker(name, process))
             self._output.follow(process, name)
             return
-        taken = [worker.host for worker in self.running]
-        host = next(host for host in self._hosts if taken.count(host) < host.slots)
+        host = self._free_host()
         [remote] = host.start(
             {int(name): place}, self._arguments, self._environment, self._directory, self._output.take
         )
         self.running.append(ElasticWorker(name, remote, host))
+
+    def _free_host(self) -> Host:
+        """The first host with a free slot. There is one, since fewer workers run than there are slots."""
+        taken = [worker.host for worker in self.running]
+        for host in self._hosts:
+            if taken.count(host) < host.slots:
+                return host
+        raise AssertionError("no host has a free slot")

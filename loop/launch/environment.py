@@ -42,11 +42,12 @@ def job_rank() -> int:
 
 
 def _rank_and_size() -> tuple[int, int | None]:
+    # Before TF_CONFIG, which a cluster may set for all processes: as `backend_choice` does.
     if "HOROVOD_RANK" in os.environ:
         rank = os.environ["HOROVOD_RANK"]
         size = os.environ.get("HOROVOD_SIZE", "")
         numbers = re.fullmatch(r"\d+ [1-9]\d*", f"{rank} {size}", re.ASCII)
-        # The first rank of an elastic worker is only its name, and may be any number.
+        # An elastic worker without a place yet has its name as its rank, which may be any number.
         if not numbers or (int(rank) >= int(size) and WORKER not in os.environ):
             raise UsageError(
                 f"HOROVOD_RANK={rank} with HOROVOD_SIZE={size or '(not set)'} is no place in a job: Horovod's launcher "
@@ -119,7 +120,7 @@ def tf_cluster(text: str) -> tuple[int, dict[str, str]]:
 def _addresses(cluster: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """The address of each task, in the order of ranks: the chief's first, the parameter servers' last."""
     addresses = {}
-    for job in ("chief", "worker", "ps"):
+    for job in ("chief", "worker", "ps"):  # TensorFlow numbers ranks in this order
         for index, address in enumerate(list(cluster.get(job, []))):
             addresses[f"{job} {index}"] = address
     return addresses
@@ -138,12 +139,12 @@ def _check_addresses(addresses: Mapping[str, str]) -> None:
 
 
 def _index(value: object) -> int:
-    """The index of a task in `TF_CONFIG`: a whole number, or its digits as a text, as TensorFlow takes it.
+    """The index of a task in `TF_CONFIG`: a whole number, or a text of its digits; TensorFlow accepts both.
 
     Raises:
         ValueError: it is neither.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool):  # `true` would be an int
         return value
     if isinstance(value, str) and re.fullmatch(r"\d{1,9}", value, re.ASCII):
         return int(value)

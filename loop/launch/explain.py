@@ -1,4 +1,4 @@
-"""An error that isn't tfloop's own in one line: its type, its message, and the line of the user's file it came from."""
+"""Errors that aren't tfloop's own, in one line: type, message, and the line of the user's file they came from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from callbacks.files import ROOT
@@ -30,11 +31,15 @@ def in_a_line(error: BaseException) -> str:
 
 def place(error: BaseException) -> str:
     """The last line of the user's code in the traceback, or in the message, where AutoGraph and TensorFlow put it."""
-    frames = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
-    frames += [(file, int(line), name) for file, line, name in _PLACE.findall(str(error))]
-    for file, line, name in reversed(frames):
+    places = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        places.append((frame.filename, str(frame.lineno), frame.name))
+    # AutoGraph runs a copy of the user's code; it keeps the original lines here until it raises an error of its own.
+    metadata = getattr(error, "ag_error_metadata", None)
+    places += _PLACE.findall(metadata.get_message() if metadata else str(error))
+    for file, line, name in reversed(places):  # the innermost call is last
         if _is_users(file):
-            return f"{_short(file)}, line {line}, in {name}"
+            return f"{_short(file)}, line {int(line)}, in {name}"
     return ""
 
 
@@ -42,11 +47,14 @@ def _is_users(file: str) -> bool:
     path = Path(file)
     if not path.is_absolute() or path.name.startswith("__autograph_generated"):
         return False
-    if any(path.is_relative_to(directory) for directory in _EXAMPLES):
+    if _is_in(path, _EXAMPLES):  # before `_OURS`, which has the shipped examples within it
         return True
-    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    foreign = [*_OURS, *map(Path, libraries), Path(sys.prefix)]
-    return not any(path.is_relative_to(directory) for directory in foreign)
+    libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return not _is_in(path, [*_OURS, *libraries, Path(sys.prefix)])
+
+
+def _is_in(path: Path, directories: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(directory) for directory in directories)
 
 
 def _short(file: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loop.errors import FAILED, PREEMPTED
 from loop.launch import machine
@@ -18,11 +18,12 @@ from loop.launch.process import WorkerProcess, start_worker, worker_command
 
 if TYPE_CHECKING:
     from loop.launch.hosts import Cluster, Remote
+    from loop.launch.worker import Report
 
 MOST_RESTARTS = 10
 """The launcher starts each worker of a `parameter_server` job again at most this often."""
 _GRACE = 10.0  # seconds that workers have to end by themselves when another one has failed
-_EARLY_GRACE = 3.0  # the same while some have not started: the others wait for them, and do nothing else
+_EARLY_GRACE = 3.0  # the same before all have started: the others only wait, and have nothing to save
 
 
 def run_job(
@@ -95,11 +96,12 @@ def _tf_config_environments(jobs: Mapping[str, int], cluster: Cluster | None) ->
             members[job].append(address)
             tasks.append({"type": job, "index": index})
             local_ranks.append(index if local_rank is None else local_rank)
-    # Only now are all members known, which each worker's variables name.
-    return [
-        {"TF_CONFIG": json.dumps({"cluster": members, "task": task}), "TFLOOP_LOCAL_RANK": str(local_rank)}
-        for task, local_rank in zip(tasks, local_ranks, strict=True)
-    ]
+    # In a second loop: the variables of each worker name all members.
+    environments = []
+    for task, local_rank in zip(tasks, local_ranks, strict=True):
+        config = json.dumps({"cluster": members, "task": task})
+        environments.append({"TF_CONFIG": config, "TFLOOP_LOCAL_RANK": str(local_rank)})
+    return environments
 
 
 class FixedJob(Job):
@@ -158,9 +160,11 @@ class FixedJob(Job):
             time.sleep(0.05)
 
     def running(self) -> list[JobWorker]:
-        return [
-            JobWorker(str(rank), process) for rank, process in enumerate(self._processes) if rank not in self._ended
-        ]
+        workers = []
+        for rank, process in enumerate(self._processes):
+            if rank not in self._ended:
+                workers.append(JobWorker(str(rank), process))
+        return workers
 
     def can_hear_stop(self, worker: JobWorker) -> bool:
         return self.path(worker.name, "started").exists()
@@ -172,22 +176,28 @@ class FixedJob(Job):
 
     def outcome(self) -> Outcome:
         reports = self._reports()
-        result = reports.get(0, {}).get("result")
+        chief = reports.get(0)
+        result = chief["result"] if chief else None
         if self.problem:
             return Outcome(1, self.problem, result)
-        if self._has_servers and reports.get(0, {}).get("code") == 0:
+        if self._has_servers and chief and chief["code"] == 0:
             return Outcome(0, "", result)
-        failures = []
-        for rank in self._ended:
-            failure = self._failure(rank, reports.get(rank))
-            if failure is not None:
-                failures.append(failure)
+        failures = self._failures(reports)
         if not failures:
             return Outcome(0, "", result)
         if self.stops and all(failure.echo or failure.code == PREEMPTED for failure in failures):
             return Outcome(PREEMPTED, "", result)
         first = min(failures)
         return Outcome(first.code, first.error, result, self._lost_run())
+
+    def _failures(self, reports: dict[int, Report]) -> list[Failure]:
+        """The failures of the workers that have ended."""
+        failures = []
+        for rank in self._ended:
+            failure = self._failure(rank, reports.get(rank))
+            if failure is not None:
+                failures.append(failure)
+        return failures
 
     def _lost_run(self) -> str | None:
         """See `Outcome.lost_run`."""
@@ -216,10 +226,12 @@ class FixedJob(Job):
         return failed
 
     def _started_again(self, rank: int) -> bool:
-        """Starts a worker that was killed again, where the chief goes on without it; returns whether it did."""
+        """Starts a killed worker again if the chief goes on without it; returns whether it did."""
         is_replaceable = self._has_servers and self._titles[rank].startswith("worker")
         is_ending = self.stops or self._killed < float("inf")
-        if not is_replaceable or is_ending or self._has_reported(rank) or self._without("started", among=[rank]):
+        # One that ends before it has started would fail again: its failure is reported instead.
+        has_started = self.path(str(rank), "started").exists()
+        if not is_replaceable or is_ending or self._has_reported(rank) or not has_started:
             return False
         count = self._restarts[rank] = self._restarts.get(rank, 0) + 1
         if count > MOST_RESTARTS:
@@ -228,7 +240,7 @@ class FixedJob(Job):
         self._processes[rank] = self._start_rank(rank)
         return True
 
-    def _reports(self) -> dict[int, dict[str, Any]]:
+    def _reports(self) -> dict[int, Report]:
         """The reports of the workers that have written one, by rank."""
         reports = {}
         for rank in range(len(self._processes)):
@@ -236,7 +248,7 @@ class FixedJob(Job):
                 reports[rank] = json.loads(self.path(str(rank), "json").read_text())
         return reports
 
-    def _failure(self, rank: int, report: dict[str, Any] | None) -> Failure | None:
+    def _failure(self, rank: int, report: Report | None) -> Failure | None:
         """The failure of a worker that has ended; None: it succeeded."""
         process = self._processes[rank]
         if process.lost and (report is None or report["code"]):
@@ -258,11 +270,10 @@ class FixedJob(Job):
             return Failure(echo, self._ended[rank], PREEMPTED, "")
         return Failure(echo, self._ended[rank], FAILED, self._died(rank))
 
-    def _without(self, *states: str, among: Sequence[int] | None = None) -> list[int]:
-        """The ranks that have not reached a state: the first of `states` that any has not reached."""
-        ranks = range(len(self._processes)) if among is None else among
+    def _without(self, *states: str) -> list[int]:
+        """The ranks that have not reached the first of these states which any rank has not reached."""
         for state in states:
-            missing = [rank for rank in ranks if not self.path(str(rank), state).exists()]
+            missing = [rank for rank in range(len(self._processes)) if not self.path(str(rank), state).exists()]
             if missing:
                 return missing
         return []

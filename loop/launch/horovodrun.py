@@ -1,9 +1,8 @@
 """Horovod's rendezvous for our workers; with workers on this machine: `python -m loop.launch.horovodrun N COMMAND...`.
 
-`horovodrun` loads TensorFlow in the launcher to ask what Horovod was built with, its rendezvous server listens on all
-interfaces, and it puts two processes around each worker, which hide how the worker died. This is the same server, but
-bound to loopback, because it authenticates no client, or to the one address where the hosts of a job meet. The caller
-starts the workers.
+`horovodrun` itself isn't used. It loads TensorFlow in the launcher, its rendezvous server listens on all interfaces,
+and it puts two processes around each worker, which hide how the worker died. Here the same server, which authenticates
+no client, is bound to loopback, or to the one address where the hosts of a job meet. The caller starts the workers.
 """
 
 from __future__ import annotations
@@ -63,11 +62,14 @@ def main(workers: int, command: list[str]) -> int:
     """Runs the command in N processes; returns 1 if one of them failed, which prints its failure itself."""
     with rendezvous(workers) as places:
         processes = [subprocess.Popen(command, env={**os.environ, **place}) for place in places]
-        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        while True:
+            codes = [process.poll() for process in processes]
+            if any(codes) or None not in codes:  # one has failed, or all have ended
+                break
             time.sleep(0.1)
         for process in processes:  # has no effect on those that have ended
             process.terminate()
-        return max(process.wait() != 0 for process in processes)
+        return max(process.wait() != 0 for process in processes)  # not `any`, which wouldn't wait for all of them
 
 
 if __name__ == "__main__":

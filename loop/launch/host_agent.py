@@ -3,8 +3,8 @@
 The launcher starts it as `python -m loop.launch.host_agent`, and talks to it over its stdin and stdout. The agent
 describes its host, starts the workers, passes on what they print and report, and writes the launcher's plans into
 files for them. It ends the workers when the launcher is gone: when stdin is closed, or silent for `SILENCE`. Each
-message is a line of JSON. Those to the launcher start with `MARK`, since a login shell may print, too. Imports no
-TensorFlow.
+message is a line of JSON. A message to the launcher starts with `MARK`, because a login shell may also print lines.
+Imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from callbacks.files import ROOT, write_text
 from loop.launch import machine
+from loop.launch.agent_protocol import Facts, Message, Question
 from loop.launch.environment import JOB, LAUNCHER
 from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
 from loop.target import task_loader
@@ -47,17 +48,27 @@ _GRACE = 30.0  # seconds that workers have to save and end when the launcher is 
 def main() -> None:
     """Serves one job."""
     messages = received()
-    question: dict[str, Any] = next((message["ask"] for message in messages if "ask" in message), {})
-    if not question:
+    question = _first_question(messages)
+    if question is None:
         return
     threading.Thread(target=_beat, daemon=True).start()
     send(answer=facts(question))
     _HostWorkers().obey(messages)
 
 
-def received() -> Iterator[dict[str, Any]]:
+def _first_question(messages: Iterator[Message]) -> Question | None:
+    """Reads messages up to the launcher's question; None: the launcher has ended before it asked."""
+    for message in messages:
+        if "ask" in message:
+            question: Question = message["ask"]
+            return question
+    return None
+
+
+def received() -> Iterator[Message]:
     """The launcher's messages, until it is gone."""
     rest = b""
+    # From the descriptor, not `sys.stdin`: its buffer would hide lines from `select`.
     while select.select([0], [], [], SILENCE)[0] and (piece := os.read(0, 1 << 16)):
         *lines, rest = (rest + piece).split(b"\n")
         yield from map(json.loads, lines)
@@ -66,7 +77,7 @@ def received() -> Iterator[dict[str, Any]]:
 _sending = threading.Lock()
 
 
-def send(**message: Any) -> None:
+def send(**message: object) -> None:
     """Sends the launcher a message, in one piece. If the launcher is gone, `received` ends."""
     with _sending, contextlib.suppress(OSError):
         print(MARK + json.dumps(message), flush=True)
@@ -88,8 +99,8 @@ class _HostWorkers:
         self._over = threading.Event()  # no more workers will be started
         threading.Thread(target=self._report, daemon=True).start()
 
-    def obey(self, messages: Iterable[dict[str, Any]]) -> None:
-        """Carries out the launcher's messages; when they end, has the workers save and end, and kills the others."""
+    def obey(self, messages: Iterable[Message]) -> None:
+        """Carries out the launcher's messages. When they end, the workers save and end; late ones are killed."""
         for message in messages:
             self._carry_out(message)
         workers = self._workers.values()
@@ -98,11 +109,11 @@ class _HostWorkers:
         deadline = time.monotonic() + _GRACE
         while time.monotonic() < deadline and any(worker.poll() is None for worker in workers):
             time.sleep(0.1)
-        for worker in workers:
+        for worker in workers:  # also one that has ended: it may have left processes behind
             worker.kill()
         self._end(1)
 
-    def _carry_out(self, message: dict[str, Any]) -> None:
+    def _carry_out(self, message: Message) -> None:
         if "start" in message:
             self._start(**message["start"])
         elif "over" in message:
@@ -135,7 +146,10 @@ class _HostWorkers:
             # Before the files are read: a worker's end is reported after all that it has written.
             codes = {rank: worker.poll() for rank, worker in list(self._workers.items())}
             for path in sorted(self._directory.glob("rank-*")):
-                if path.suffix != ".tmp" and sent.get(path.name) != (text := path.read_text()):
+                if path.suffix == ".tmp":  # a worker is still writing it
+                    continue
+                text = path.read_text()
+                if sent.get(path.name) != text:
                     sent[path.name] = text
                     send(file=path.name, text=text)
             for rank, code in codes.items():
@@ -149,7 +163,7 @@ class _HostWorkers:
 
     def _end(self, code: int) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
-        os._exit(code)
+        os._exit(code)  # `_report` calls this, too: in a thread, `sys.exit` would end that thread alone
 
 
 def _copy(worker: WorkerProcess, stream: IO[bytes], rank: int) -> None:
@@ -157,10 +171,10 @@ def _copy(worker: WorkerProcess, stream: IO[bytes], rank: int) -> None:
         send(line=line, rank=rank)
 
 
-# What a host has: the launcher asks for it on each host, and compares it with its own
+# What a host has: the launcher asks each host for it, and compares it with what its own machine has
 
 
-def facts(question: dict[str, Any]) -> dict[str, Any]:
+def facts(question: Question) -> Facts:
     """The answer to the launcher's first message."""
     try:
         os.chdir(question["directory"])
@@ -203,14 +217,14 @@ def digest(name: str) -> str | None:
 
 
 def source_of(name: str) -> Path | None:
-    """The file of a target, found without importing anything; a name that is no target is a file itself."""
+    """The file of a target, found without importing anything. A name that is no target is the path of a file."""
     if name in task_loader.SHIPPED:
         return task_loader.shipped_path(name)
     place, colon, _ = name.rpartition(":")
     if not colon or place.endswith(".py"):
         return Path(place or name)
     module = place.replace(".", "/")
-    for root in ("", *sys.path):
+    for root in ("", *sys.path):  # the working directory first, as when the target is imported
         for file in (f"{module}.py", f"{module}/__init__.py"):
             path = Path(root, file)
             if path.is_file():
@@ -233,8 +247,11 @@ def meeting_place(interface: str | None, reached: str | None = None) -> tuple[st
             # The variable has the client's address and port, then those of this machine.
             connection = os.environ.get("SSH_CONNECTION", "").split()
             reached = connection[2] if len(connection) > 2 else ""
-        return next((nic for nic, address in addresses.items() if address == reached), None), reached or None
-    with contextlib.suppress(ValueError):
+        for nic, address in addresses.items():
+            if address == reached:
+                return nic, address
+        return None, reached or None
+    with contextlib.suppress(ValueError):  # not a network, but the name of an interface that isn't here
         network = ipaddress.ip_network(interface)
         for nic, address in addresses.items():
             if ipaddress.ip_address(address) in network:
@@ -244,10 +261,10 @@ def meeting_place(interface: str | None, reached: str | None = None) -> tuple[st
 
 def resolve(name: str) -> str | None:
     """The address of this machine that a name resolves to, as Gloo finds it; None if it is no name of this machine."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the name can't be resolved
         for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
+                probe.bind(address)  # fails unless the address belongs to this machine
                 return str(address[0])
     return None
 

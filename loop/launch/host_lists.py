@@ -18,10 +18,11 @@ def node_list(text: str) -> list[str]:
     names = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)
     if not names or ",".join(names) != text:
         raise UsageError(f"the node list {text!r} can't be read: it must be like node[01-03,7],login")
-    nodes = []
+    nodes: list[str] = []
     for name in names:
-        parts = [_values(part) for part in re.split(r"(\[.*?\])", name)]
-        nodes += ["".join(values) for values in itertools.product(*parts)]
+        parts = map(_values, re.split(r"(\[.*?\])", name))
+        # The last range counts fastest, as in Slurm's own order of nodes.
+        nodes += map("".join, itertools.product(*parts))
     return nodes
 
 
@@ -36,7 +37,8 @@ def _values(part: str) -> list[str]:
         last = numbers[2] or first if numbers else "0"
         if int(last) < int(first) or int(last) - int(first) >= 1_000_000:
             raise UsageError(f"the node list has {part}, which can't be read: it must be like [01-03,7]")
-        values += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+        for number in range(int(first), int(last) + 1):
+            values.append(f"{number:0{len(first)}}")  # as many digits as the first one has: 08, 09, 10
     return values
 
 

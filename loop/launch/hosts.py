@@ -12,44 +12,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from callbacks.files import write_text
 from callbacks.run_record.redaction import mask
 from loop.errors import UsageError
 from loop.launch import host_agent, machine
+from loop.launch.agent_protocol import Connection, Facts, Hashes, Message, Question
 from loop.launch.environment import start_timeout
 
 AGENT = "loop.launch.host_agent"
 """The module that runs as the agent of a host."""
-# Variables that belong to one host. The others are sent to all hosts.
+# Environment variables that describe one host. The launcher sends all others to every host.
 _OF_A_HOST = re.compile(
     r"_|PATH|HOME|PWD|OLDPWD|USER|LOGNAME|MAIL|SHELL|SHLVL|TERM|HOST|HOSTNAME|TMPDIR|LD_.*|SSH_.*|XDG_.*|DBUS_.*"
     r"|DISPLAY|WAYLAND_DISPLAY|VIRTUAL_ENV|CONDA_.*|CUDA_VISIBLE_DEVICES|SLURM.*|RAY_.*|BASH_FUNC_.*"
 )
 
 
-def files(target: str, configs: Sequence[Path]) -> dict[str, str | None]:
-    """The files that every host must have, by name, with their hashes."""
+def files(target: str, configs: Sequence[Path]) -> Hashes:
+    """The hashes of the files that every host must have."""
     return {name: host_agent.digest(name) for name in (target, *map(str, configs))}
 
 
-class Connection(Protocol):
-    """What a launcher needs of the connection to an agent: a part of `subprocess.Popen`."""
-
-    stdin: Any
-    stdout: Any
-    stderr: Any
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits until it has ended; returns its exit code."""
-
-    def kill(self) -> None:
-        """Ends it at once."""
+def expected_versions(backend: str) -> dict[str, str]:
+    """What this machine has, and every host must have for a job with this backend."""
+    expected = host_agent.versions()
+    if backend != "horovod":
+        del expected["horovod"]
+    return expected
 
 
 class Remote:
-    """A worker on a host, with the interface that `process.WorkerProcess` has for one on this machine."""
+    """A worker on a host. It has the interface of `process.WorkerProcess`, a worker on this machine."""
 
     def __init__(self, host: Host, rank: int) -> None:
         self.where = f" on {host.name}"
@@ -60,7 +54,7 @@ class Remote:
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
-        # It was started after its host was lost, so that `lose` has not marked it.
+        # A worker that is started after its host was lost hasn't been marked by `lose`.
         if self.returncode is None and self._host.lost:
             self._host.lose(self._host.lost)
         return self.returncode
@@ -84,12 +78,12 @@ class Host:
 
     Attributes:
         workers: its workers, by rank.
-        answered: whether the agent has answered the first message, or the host is lost.
-        answer: the agent's answer; see `host_agent.facts`.
-        heard: when the agent last sent something.
+        answered: set when the agent has answered the first message, or the host is lost.
+        answer: the agent's answer.
+        heard: when the agent last sent a message.
         lost: why the host is lost; "": it isn't.
         here: whether it is this machine.
-        threads: they read what the agent prints, to stdout and to stderr.
+        threads: two threads, which read the agent's stdout and stderr.
     """
 
     def __init__(self, name: str, slots: int, process: Connection) -> None:
@@ -98,32 +92,38 @@ class Host:
         self.process = process
         self.workers: dict[int, Remote] = {}
         self.answered = threading.Event()
-        self.answer: dict[str, Any] = {}
+        self.answer: Facts = {}
         self.heard = time.monotonic()
         self.lost = ""
         self._printed: list[str] = []  # lines that aren't messages of the agent, such as errors of ssh
         self._show: Callable[[str, str], None] = lambda line, source: self._printed.append(line.strip())
         self._directory = Path()
-        self._over = False  # whether it was sent that no more workers will be started
+        self._over = False  # whether the agent knows that no more workers will be started
         self._sending = threading.Lock()
         self.here = host_agent.resolve(name) is not None
-        self.threads = [
-            threading.Thread(target=follow, name=f"{follow.__name__} {name}", daemon=True)
-            for follow in (self._listen, self._errors)
-        ]
-        for thread in reversed(self.threads):
-            thread.start()
+
+        # Last, because the threads use what is set above. `_listen` joins the other thread, which must have started.
+        listener = threading.Thread(target=self._listen, name=f"_listen {name}", daemon=True)
+        errors = threading.Thread(target=self._errors, name=f"_errors {name}", daemon=True)
+        self.threads = [listener, errors]
+        errors.start()
+        listener.start()
 
     @property
     def address(self) -> str:
         """The address at which the other hosts reach it."""
         return str(self.answer["address"])
 
-    def send(self, **message: Any) -> None:
-        """Sends the agent a message. If the agent is gone, `_listen` finds out."""
+    def send(self, **message: object) -> None:
+        """Sends the agent a message. An agent that is gone is ignored here: `_listen` notices it."""
+        assert self.process.stdin is not None
         with self._sending, contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
+
+    def ask(self, question: Question, files: Hashes) -> None:
+        """Sends the first message, whose answer says what the host has; see `host_agent.facts`."""
+        self.send(ask={**question, "files": list(files), "slots": self.slots})
 
     def start(
         self, places: dict[int, dict[str, str]], arguments: Sequence[str], environment: Mapping[str, str],
@@ -149,16 +149,16 @@ class Host:
         return list(workers.values())
 
     def over(self) -> None:
-        """Has the agent end when its workers have ended: no more will be started."""
+        """Tells the agent that no more workers will be started: it ends when its workers have ended."""
         self._over = True
         self.send(over=True)
 
-    def problems(self, expected: Mapping[str, str], files: Mapping[str, str | None]) -> Iterator[str]:
+    def problems(self, expected: Mapping[str, str], files: Hashes) -> Iterator[str]:
         """The reasons why it can't take part in the job.
 
         Args:
             expected: the versions that this machine has.
-            files: the hashes of the files that this machine has, by name.
+            files: the hashes of the files on this machine.
         """
         if self.lost or not self.answered.is_set():
             yield self.lost or f"can't be reached: no answer within {start_timeout():g} s (--start-timeout)"
@@ -170,14 +170,14 @@ class Host:
             if self.slots > gpus > 0:
                 yield machine.too_few_gpus(gpus, f"is to have {self.slots} workers")
 
-    def _differences(self, expected: Mapping[str, str], files: Mapping[str, str | None]) -> Iterator[str]:
-        """What is different there from this machine."""
+    def _differences(self, expected: Mapping[str, str], files: Hashes) -> Iterator[str]:
+        """What the host has that differs from this machine."""
         versions = self.answer["versions"]
         for name, version in expected.items():
             if versions[name] != version:
                 yield f"has {name} {versions[name]}, but here it is {version}: install the same"
         for name, digest in files.items():
-            if digest is None:  # it can't be found on this machine either: the workers will report it
+            if digest is None:  # it isn't on this machine either: the workers will report it
                 continue
             if self.answer["files"][name] is None:
                 yield self.missing(name)
@@ -195,11 +195,12 @@ class Host:
             if worker.returncode is None:
                 worker.lost = f"host {self.name} is gone, and rank {rank} with it: {self.lost}"
                 worker.returncode = 255
-        self.answered.set()  # `connect` needn't wait for it any longer
+        self.answered.set()  # ends the wait for its answer
         with contextlib.suppress(OSError):
             self.process.kill()
 
     def _listen(self) -> None:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             text = line.decode(errors="replace")
             if text.startswith(host_agent.MARK):
@@ -209,12 +210,13 @@ class Host:
                 self._show(text, self.name)
         code = self.process.wait()
         self.threads[1].join(1.0)  # it may still read the reason from stderr
-        if not self._over or any(worker.returncode is None for worker in self.workers.values()):
+        has_finished = self._over and None not in [worker.returncode for worker in self.workers.values()]
+        if not has_finished:
             what = "its connection ended" if self.answered.is_set() else "can't be reached"
             reason = mask(self._printed[-1]) if self._printed else f"exit code {code}"
             self.lose(f"{what}: {reason}")
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: Message) -> None:
         if "answer" in message:
             self.answer = message["answer"]
             self.answered.set()
@@ -223,10 +225,11 @@ class Host:
         elif "ended" in message:
             self.workers[message["rank"]].returncode = message["ended"]
         elif "file" in message and re.fullmatch(r"rank-\d+\.[a-z]+", message["file"]):
-            # Only such names, without a path: a host must not write anywhere else on this machine.
+            # Only names of this form, without a path: a host must not write outside of the job's directory.
             write_text(self._directory / message["file"], message["text"])
 
     def _errors(self) -> None:
+        assert self.process.stderr is not None
         for line in self.process.stderr:
             text = line.decode(errors="replace").strip()
             self._printed.append(text)
@@ -238,7 +241,7 @@ class Cluster:
     """The hosts of a job.
 
     Attributes:
-        hosts: the hosts.
+        hosts: the hosts. Elastic jobs on a Ray cluster add to them while they run.
         address: the address at which they reach this machine.
     """
 
@@ -252,27 +255,26 @@ class Cluster:
         """The threads that end when all output of the hosts has been shown."""
         return [host.threads[0] for host in self.hosts]
 
-    def compare(self, questions: Sequence[Mapping[str, Any]], backend: str, files: Mapping[str, str | None]) -> None:
+    def compare(self, questions: Sequence[Question], backend: str, files: Hashes) -> None:
         """Asks the agents what their hosts have, and compares it with this machine.
 
         Args:
-            questions: what each host is asked; see `host_agent.facts`.
-            backend: the job's.
-            files: the hashes of the files that each must have, by name.
+            questions: what each host is asked.
+            backend: the backend of the job.
+            files: the hashes of the files that each host must have.
 
         Raises:
             UsageError: hosts that can't be reached, or differ; each with its reason.
         """
         for host, question in zip(self.hosts, questions, strict=True):
-            host.send(ask={**question, "files": list(files), "slots": host.slots})
-        # Before the answers: an agent that hears nothing for long takes this launcher for gone.
+            host.ask(question, files)
+        # Started before the wait for answers: an agent that receives no message for `SILENCE` takes the launcher for
+        # gone.
         threading.Thread(target=self.watch, name="hosts", daemon=True).start()
         deadline = time.monotonic() + start_timeout()
         for host in self.hosts:
             host.answered.wait(max(0.0, deadline - time.monotonic()))
-        expected = host_agent.versions()
-        if backend != "horovod":
-            del expected["horovod"]
+        expected = expected_versions(backend)
         problems = []
         for host in self.hosts:
             problems += [f"{host.name}: {reason}" for reason in host.problems(expected, files)]
@@ -280,15 +282,16 @@ class Cluster:
             raise UsageError("; ".join(problems))
 
     def watch(self) -> None:
-        """Until `close`: sends the agents a message now and then, and takes those that send none for lost."""
+        """Sends the agents signs of life, and marks silent hosts as lost, until `close`."""
         while not self._closed.wait(host_agent.BEAT / 5):
             for host in self.hosts:
                 host.send()
+                # Before the first answer, `start_timeout` decides: a host may be slow to import Python's modules.
                 if host.answered.is_set() and time.monotonic() - host.heard > host_agent.SILENCE:
                     host.lose(f"nothing was heard of it for {host_agent.SILENCE:g} s")
 
     def meet(self, interface: str | None) -> None:
-        """Finds out at which network interface the hosts meet, and this machine's address there.
+        """Determines the network interface at which the hosts meet, and this machine's address there.
 
         Args:
             interface: `--interface`; None: the one that ssh uses.
@@ -316,7 +319,8 @@ class Cluster:
         addresses = []
         for host in self.hosts:
             name = f"[{host.address}]" if ":" in host.address else host.address  # IPv6 in brackets
-            addresses += [(f"{name}:{port}", index) for index, port in enumerate(host.answer["ports"])]
+            for index, port in enumerate(host.answer["ports"]):
+                addresses.append((f"{name}:{port}", index))
         return addresses
 
     def shares(self) -> Counter[str]:
@@ -333,20 +337,27 @@ class Cluster:
             UsageError: it isn't known, or Horovod would use another one.
         """
         # Horovod 0.28.1 forgets the interface in a second round of connections (GlooContext::InitializeForProcessSet).
-        problems = [
-            f"{host.name}: its own name, {host.answer['hostname']}, is {host.answer['hostname_is'] or 'no address'} "
-            f"there, and so no other host reaches its Horovod: make it {host.address} in its /etc/hosts"
-            for host in self.hosts
-            if host.answer["hostname_is"] != host.address
-        ]
+        # It then uses the address to which the host's own name resolves: that must be the same address.
+        problems = []
+        for host in self.hosts:
+            resolved = host.answer["hostname_is"]
+            if resolved != host.address:
+                problems.append(
+                    f"{host.name}: its own name, {host.answer['hostname']}, is {resolved or 'no address'} there, and "
+                    f"so no other host reaches its Horovod: make it {host.address} in its /etc/hosts"
+                )
         if problems and not all(host.here for host in self.hosts):
             raise UsageError("; ".join([*problems, "or use --backend multiworker"]))
+
+        interfaces = {}
         for host in self.hosts:
-            if host.answer["interface"] is None:
+            interface = host.answer["interface"]
+            if interface is None:
                 raise UsageError(
                     f"{host.name}: none of its network interfaces has the address {host.address}: give --interface"
                 )
-        return {host.address: host.answer["interface"] for host in self.hosts}
+            interfaces[host.address] = interface
+        return interfaces
 
     def start(
         self, places: Sequence[dict[str, str]], arguments: Sequence[str], environment: Mapping[str, str],
@@ -364,8 +375,10 @@ class Cluster:
         """Closes all connections. The agents then end the workers that are left."""
         self._closed.set()
         for host in self.hosts:
+            assert host.process.stdin is not None
             with contextlib.suppress(OSError):
                 host.process.stdin.close()
+        # Only when all are closed: so the agents end at the same time, not one after the other.
         for host in self.hosts:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 host.process.wait(timeout=2.0)

@@ -10,7 +10,8 @@ import signal
 import sys
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
 
 from callbacks.progress import RELAY
 from loop.launch import signals
@@ -20,6 +21,7 @@ from loop.launch.process import WorkerProcess
 
 if TYPE_CHECKING:
     from loop.launch.hosts import Remote
+    from loop.launch.worker import Result
 
 ENDED_AT_ONCE = "ended at once by a second signal; checkpoints that were there are as they were"
 """The message for a job that was asked to stop twice."""
@@ -38,12 +40,14 @@ class Outcome(NamedTuple):
 
     code: int
     error: str
-    result: Any
+    result: Result
     lost_run: str | None = None
 
 
 class Failure(NamedTuple):
-    """A worker's failure. The smallest one is the job's: the first in time, but an echo comes after its cause.
+    """A worker's failure. The smallest one is the failure of the job.
+
+    The order of the fields is the order of comparison: any echo comes after its cause, then the first in time counts.
 
     Attributes:
         echo: whether it only repeats that another worker has failed.
@@ -72,7 +76,7 @@ class JobWorker:
 
 
 class Job(abc.ABC):
-    """What all jobs have in common, wherever their workers run.
+    """What all jobs have in common, on one machine or on several hosts.
 
     Attributes:
         directory: the job's directory, in which workers report to the launcher.
@@ -85,7 +89,7 @@ class Job(abc.ABC):
         self.output = Output()
         self.problem = ""
         self._wishes = signals.Wishes()
-        self._saves = 0  # SIGUSR1 signals that were heard, and are not passed on yet
+        self._saves = 0  # SIGUSR1 signals that were received, and are not passed on yet
         self._announced = False  # whether STOPPING was printed
         self._stopped: set[Hashable] = set()  # the stop keys of workers that have certainly heard SIGTERM
 
@@ -95,7 +99,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def kill(self) -> None:
-        """Kills all processes of the job that are left, at once."""
+        """Kills all processes of the job that still run."""
 
     @abc.abstractmethod
     def outcome(self) -> Outcome:
@@ -106,7 +110,7 @@ class Job(abc.ABC):
         """Whether a SIGTERM that is sent now certainly reaches the worker's own handler."""
 
     def stop_key(self, worker: JobWorker) -> Hashable:
-        """A key of what has to hear SIGTERM once: a worker."""
+        """Identifies what must receive SIGTERM once: here a worker."""
         return worker.name
 
     @property
@@ -114,8 +118,8 @@ class Job(abc.ABC):
         """How often the job was asked to stop."""
         return self._wishes.count
 
-    def hear(self, number: int, frame: Any) -> None:
-        """Takes a signal. A handler does no more than count: `pass_signals_on` acts."""
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal. It only counts: a handler may run between any two instructions; `pass_signals_on` acts."""
         if number == signal.SIGUSR1:
             self._saves += 1
         else:
@@ -126,7 +130,7 @@ class Job(abc.ABC):
         return signals.handled(dict.fromkeys([*signals.stops(), signal.SIGUSR1], self.hear))
 
     def pass_signals_on(self) -> None:
-        """Sends to the workers the signals that were heard."""
+        """Sends the signals that were received to the workers."""
         if self.stops and not self._announced and any(self.directory.glob("rank-*.trains")):
             self._announced = True
             self.output.line(signals.STOPPING)
@@ -143,7 +147,7 @@ class Job(abc.ABC):
         return self.directory / f"rank-{worker}.{what}"
 
     def _send_stop(self) -> None:
-        # TensorFlow swallows a SIGTERM while a backend starts: it is sent again until the worker can hear it.
+        # TensorFlow discards a SIGTERM while a backend starts: it is sent again until it certainly reaches the worker.
         for worker in self.running():
             key = self.stop_key(worker)
             if key in self._stopped:
@@ -161,10 +165,10 @@ class Job(abc.ABC):
 
 @contextlib.contextmanager
 def job_directory() -> Iterator[tuple[Path, dict[str, str]]]:
-    """A directory in which workers report to the launcher, and the environment that names it to them."""
+    """Yields a directory in which workers report to the launcher, and the environment that names it to them."""
     with signals.temporary_directory("tfloop-") as directory:
         environment = {**os.environ, JOB: directory, LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        if sys.stderr.isatty():
+        if sys.stderr.isatty():  # then workers send their progress, which the launcher draws as a bar
             environment[RELAY] = "relay"
         yield Path(directory), environment
 

@@ -40,7 +40,7 @@ def check_gpus(workers: int) -> None:
 
 
 def too_few_gpus(gpus: int, who: str) -> str:
-    """The message for more workers than GPUs; `who` is its subject, such as `4 workers`."""
+    """The message for more workers than GPUs. `who` is its subject, such as `4 workers`."""
     return (
         f"{who}, but only {gpus} GPU{'s' * (gpus > 1)}, and each worker needs one of its own: start at most {gpus}, or "
         "set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"
@@ -64,6 +64,11 @@ def device_names(names: Sequence[str]) -> list[str]:
     return short_names
 
 
+def count_cpus(names: Sequence[str]) -> int:
+    """How many of these devices are logical CPU devices; see `device_names`."""
+    return len([name for name in names if name.startswith("cpu:")])
+
+
 def horovod_missing() -> str | None:
     """What is missing for Horovod, and how to get it; None if nothing is. Doesn't import Horovod."""
     libraries = horovod_libraries()
@@ -83,21 +88,22 @@ def horovod_missing() -> str | None:
 
 
 def _missing_mpi(libraries: Sequence[Path]) -> str:
-    """The library of MPI that Horovod was built with, if it isn't there any more, or not on this machine; else ""."""
+    """The name of the MPI library that Horovod was built with, if this machine doesn't have it; else ""."""
     for library in libraries:
         with _content(library) as content:
             begin = content.find(MPI)
-            name = content[begin : content.find(b"\0", begin)].decode() if begin >= 0 else ""
-        if name:
-            try:
-                ctypes.CDLL(name)
-            except OSError:
-                return name
+            if begin < 0:
+                continue
+            name = content[begin : content.find(b"\0", begin)].decode()  # such as libmpi.so.40
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            return name
     return ""
 
 
 def horovod_libraries() -> list[Path] | None:
-    """Horovod's native library for TensorFlow, if it was built; None if Horovod isn't installed."""
+    """Horovod's native library for TensorFlow; [] if it wasn't built, None if Horovod isn't installed."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -105,12 +111,12 @@ def horovod_libraries() -> list[Path] | None:
 
 
 def horovod_knows_gpus() -> bool:
-    """Whether Horovod reduces gradients on this machine's GPUs, if it has any, without a copy to the CPU."""
+    """Whether Horovod reduces gradients between GPUs without a copy to the CPU; true on a machine without GPUs."""
     return not count_gpus() or horovod_built_with(NCCL)
 
 
 def horovod_built_with(name: bytes) -> bool:
-    """Whether Horovod is there, and its library has this name in it. Doesn't load it, which would load TensorFlow."""
+    """Whether Horovod is installed, and its library contains this name. Loading the library would load TensorFlow."""
     for library in horovod_libraries() or ():
         with _content(library) as content:
             return content.find(name) >= 0
@@ -128,7 +134,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that are free now at an address of this machine; host "" means all addresses."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:  # all of them are open at once, so that no port comes twice
+        for listener in sockets:  # all are open at the same time, so that no port is returned twice
             listener.bind((host, 0))
         return [listener.getsockname()[1] for listener in sockets]
 
@@ -144,6 +150,7 @@ def port_is_free(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
         except (OSError, UnicodeError) as error:
+            # EACCES: ports below 1024 need a privilege. A UnicodeError has no `errno`: the host is no host name.
             if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
                 return False
             raise UsageError(f"--host {host}: this machine has no such address ({error})") from None

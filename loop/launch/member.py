@@ -1,4 +1,4 @@
-"""A worker's side of an elastic job: it leaves a generation that is broken, and takes its place in the next one.
+"""A worker's side of an elastic job: it leaves a broken generation, and takes its place in the next one.
 
 The workers that train together are a *generation*; `loop.launch.elastic_job` plans them. Imports no TensorFlow.
 """
@@ -10,9 +10,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from callbacks.files import read_json, write_text
 from loop.errors import PeerError
@@ -24,6 +24,36 @@ if TYPE_CHECKING:
 PLAN = "plan.json"
 """The file in the job's directory in which the launcher writes the newest plan."""
 
+Event = dict[str, int | str]
+"""That a worker has joined or is gone: the generation that records it, and what the journal has of it."""
+
+
+class PlanFile(TypedDict):
+    """The newest plan.
+
+    Attributes:
+        generation: its number.
+        broken: the newest generation that has lost a worker or a connection; -1: none.
+        events: all events of the job.
+        places: the environment variables of each member's place, by the name of the worker.
+        dropped: the names of workers that are to end.
+        end: why the job has ended; "": it goes on.
+        keeper: the worker that saves the run when the job ends; "": there is none.
+        run: the run directory; "": there is none yet.
+    """
+
+    generation: int
+    broken: int
+    events: Sequence[Event]
+    places: Mapping[str, dict[str, str]]
+    dropped: Sequence[str]
+    end: str
+    keeper: str
+    run: str
+
+
+_NO_PLAN = PlanFile(generation=-1, broken=-1, events=(), places={}, dropped=(), end="", keeper="", run="")
+
 
 class SupersededError(Exception):
     """A newer generation was planned while the workers of this one were still connecting."""
@@ -33,7 +63,7 @@ class Member:
     """A worker of an elastic job: which generation it is in, and what has been planned since.
 
     Attributes:
-        generation: the one it is in; -1 at first.
+        generation: its generation; -1: it has had no place yet.
         events: which workers have joined or been lost since its last generation, for the journal.
         kept: a snapshot of the run in this worker's memory, from which the next generation goes on.
     """
@@ -42,21 +72,21 @@ class Member:
         self._job = Path(os.environ[JOB])
         self._worker = os.environ[WORKER]
         self.generation = -1
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self.kept: Kept | None = None
-        self._plan: dict[str, Any] = {"generation": -1}
+        self._plan = _NO_PLAN
         self._run = ""
-        self._sockets: set[str] = set()
+        self._sockets: set[str] = set()  # those of the backend, while it is connected
         threading.Thread(target=self._watch, name="elastic", daemon=True).start()
 
     @property
     def changed(self) -> bool:
-        """Whether there is a newer generation."""
-        return bool(self._plan["generation"] > self.generation)
+        """Whether a newer generation is planned."""
+        return self._plan["generation"] > self.generation
 
     @property
     def run_directory(self) -> Path | None:
-        """The job's run directory, once this worker or another one has made it; that one may have died since."""
+        """The job's run directory; None: no worker has made it yet. A worker that has made it may have died since."""
         path = self._run or self._plan["run"]
         return Path(path) if path else None
 
@@ -69,8 +99,8 @@ class Member:
         """Takes this worker's place in the newest generation, as soon as there is one.
 
         Args:
-            start: starts the backend. Its argument is a function that it calls while it waits for the other workers:
-                if there is a newer plan, that raises `SupersededError`.
+            start: starts the backend. Its argument is a function for it to call while it waits for the other workers,
+                which raises `SupersededError` if there is a newer plan.
 
         Raises:
             PeerError: the job has ended; with the reason.
@@ -80,28 +110,31 @@ class Member:
             self._note("waits", self.generation)
             while not self.changed:
                 time.sleep(0.02)
-            plan = self._plan
+            plan = self._plan  # read once: the thread of `_watch` replaces it
             if plan["end"]:
                 if plan["keeper"] == self._worker and self.kept:
                     self.kept.save()
                 raise PeerError(plan["end"])
-            place = plan["places"].get(self._worker)
             last = self.generation
             self.generation = plan["generation"]
-            if place is None:
-                if self._worker in plan["dropped"]:
-                    os._exit(0)  # it needn't save anything: the other workers have the same state
-                continue
-            os.environ.update(place)
-            before = _open_sockets()
-            try:
-                start(self._check)
-            except SupersededError:
-                continue
-            self._sockets = _open_sockets() - before  # those of the backend, for `cut`
-            self._note("joined", self.generation)
-            self.events = [event for event in plan["events"] if event["generation"] > last]
-            return
+            if self._worker in plan["places"]:
+                if self._start(start, plan["places"][self._worker]):
+                    self.events = [event for event in plan["events"] if int(event["generation"]) > last]
+                    return
+            elif self._worker in plan["dropped"]:
+                os._exit(0)  # it needn't save anything: the other workers have the same state
+
+    def _start(self, start: Callable[[Callable[[], None]], None], place: Mapping[str, str]) -> bool:
+        """Starts the backend in a place; returns False if a newer generation was planned meanwhile."""
+        os.environ.update(place)
+        before = _open_sockets()
+        try:
+            start(self._check)
+        except SupersededError:
+            return False
+        self._sockets = _open_sockets() - before
+        self._note("joined", self.generation)
+        return True
 
     def cut(self) -> None:
         """Closes this worker's sockets, so that blocked peers and its own collective fail at once.
@@ -134,8 +167,9 @@ class Member:
                 version = (status.st_ino, status.st_mtime_ns)
                 if version != seen:
                     seen = version
-                    self._plan = read_json(self._job / PLAN)
-            if self._sockets and self._plan.get("broken", -1) >= self.generation:
+                    # A plan that can't be read leaves the one before: the job's directory is being removed.
+                    self._plan = cast("PlanFile", read_json(self._job / PLAN) or self._plan)
+            if self._sockets and self._plan["broken"] >= self.generation:
                 self.cut()
             time.sleep(0.1)
 

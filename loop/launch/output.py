@@ -23,7 +23,7 @@ class Output:
 
     def line(self, text: str) -> None:
         """Prints a line."""
-        with self._lock, contextlib.suppress(OSError):  # a terminal that is gone must not end the launcher
+        with self._lock, contextlib.suppress(OSError):  # a terminal that was closed must not end the launcher
             self._display.line(text)
 
     def follow(self, process: WorkerProcess, label: str) -> None:

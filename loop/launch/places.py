@@ -1,4 +1,4 @@
-"""A process's place in a job, from the variables of the launcher that has started it: one reader for each launcher."""
+"""A process's place in a job, read from the variables of its launcher. There is one reader for each launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,18 +18,18 @@ from loop.launch.host_lists import host_counts, node_list, task_counts, task_hos
 PORTS = "TFLOOP_PORT_BASE"
 """Environment variable: the first of the ports at which the workers of such a job meet on each host."""
 SERVICE = "TFLOOP_SERVICE"
-"""Environment variable: the headless service of the pods of a job on Kubernetes, which gives each pod its name."""
+"""Environment variable: the headless service of a job on Kubernetes, which gives each of its pods a host name."""
 PODS = "TFLOOP_PODS"
 """Environment variable: how many pods a job on Kubernetes has."""
 
 
 class Place(NamedTuple):
-    """Where a process stands in a job.
+    """The place of a process in a job.
 
     Attributes:
         rank: its rank.
         hosts: the host of each worker, by rank.
-        number: a number that the workers of a job share, and hardly those of another job.
+        number: a number of the job. All its workers have the same; another job most probably has a different one.
         owns_host: whether each host has one worker, which then uses all GPUs of its host.
     """
 
@@ -40,38 +40,38 @@ class Place(NamedTuple):
 
 
 def find(environment: Mapping[str, str]) -> tuple[str, Place] | None:
-    """The launcher that has started this process as one of several workers, and its place; None: there is none.
+    """The launcher that has started this process as one of several workers, and its place; None: there is no launcher.
 
     Raises:
         UsageError: the variables of the launcher are missing, can't be read, or contradict each other.
     """
     for launcher, read in LAUNCHERS.items():
         place = read(environment)
-        if place is not None:
-            if not 0 <= place.rank < len(place.hosts):
-                raise UsageError(
-                    f"{launcher} has started {len(place.hosts)} workers, but this one has rank {place.rank}"
-                )
-            return launcher, place
+        if place is None:
+            continue
+        if not 0 <= place.rank < len(place.hosts):
+            raise UsageError(f"{launcher} has started {len(place.hosts)} workers, but this one has rank {place.rank}")
+        return launcher, place
     return None
 
 
 def _jsrun(environment: Mapping[str, str]) -> Place | None:
     if environment.get("JSM_NAMESPACE_SIZE", "1") == "1":
         return None
-    rank, size, local_rank, local_size = (
-        number(environment, f"JSM_NAMESPACE_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    )
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    rank, size, local_rank, local_size = _numbers(environment, "JSM_NAMESPACE_", names)
     nodes = list(dict.fromkeys(_lsf_hosts(environment)))
     if size == local_size * (len(nodes) - 1):
-        nodes = nodes[1:]  # the first one is the launch node, where the script runs
+        nodes = nodes[1:]  # the first one is the launch node, where the job's script runs, but no task
     if not 0 < local_size * len(nodes) == size or rank % local_size != local_rank:
         raise UsageError(
             f"jsrun's task {rank} of {size}, with JSM_NAMESPACE_LOCAL_RANK={local_rank} and JSM_NAMESPACE_LOCAL_SIZE="
             f"{local_size}, has no place on the {len(nodes)} hosts of LSB_MCPU_HOSTS: start as many tasks on each of "
             "them, with jsrun --launch_distribution packed"
         )
-    hosts = [node for node in nodes for _ in range(local_size)]
+    hosts: list[str] = []
+    for node in nodes:
+        hosts += [node] * local_size
     _check_here("jsrun", rank, hosts)
     return Place(rank, hosts, _hash(_text(environment, "LSB_JOBID")))
 
@@ -79,7 +79,7 @@ def _jsrun(environment: Mapping[str, str]) -> Place | None:
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     if environment.get("OMPI_COMM_WORLD_SIZE", "1") == "1":
         return None
-    rank, size, local_size = (number(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_SIZE"))
+    rank, size, local_size = _numbers(environment, "OMPI_COMM_WORLD_", ("RANK", "SIZE", "LOCAL_SIZE"))
     if local_size != size:
         raise UsageError(
             f"mpirun has started {size} workers on several hosts, of which {local_size} are here; "
@@ -100,12 +100,12 @@ def horovod_lacks_mpi() -> str:
 def _flux(environment: Mapping[str, str]) -> Place | None:
     if environment.get("FLUX_JOB_SIZE", "1") == "1":
         return None
-    rank, local_rank = number(environment, "FLUX_TASK_RANK"), number(environment, "FLUX_TASK_LOCAL_ID")
-    size, nodes = number(environment, "FLUX_JOB_SIZE"), number(environment, "FLUX_JOB_NNODES")
+    names = ("TASK_RANK", "TASK_LOCAL_ID", "JOB_SIZE", "JOB_NNODES")
+    rank, local_rank, size, nodes = _numbers(environment, "FLUX_", names)
     job = _text(environment, "FLUX_JOB_ID")
     hosts = ["localhost"] * size if nodes == 1 else task_hosts(_flux_task_map(job))
-    is_right = len(hosts) == size > rank and len(set(hosts)) == nodes
-    if not is_right or hosts[:rank].count(hosts[rank]) != local_rank:
+    has_rank = len(hosts) == size > rank and len(set(hosts)) == nodes
+    if not has_rank or hosts[:rank].count(hosts[rank]) != local_rank:
         raise UsageError(
             f"Flux's variables and task map contradict each other: {len(set(hosts))} hosts with {len(hosts)} tasks, "
             f"but FLUX_JOB_NNODES={nodes}, FLUX_JOB_SIZE={size}, FLUX_TASK_RANK={rank}, FLUX_TASK_LOCAL_ID={local_rank}"
@@ -114,7 +114,7 @@ def _flux(environment: Mapping[str, str]) -> Place | None:
 
 
 def _flux_task_map(job: str) -> str:
-    """Which tasks run on which host; Flux has no variable for it."""
+    """The tasks of each host, as Flux's command prints them. There is no variable that has them."""
     command = [shutil.which("flux") or "flux", "job", "taskmap", "--to=hosts", job]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -129,10 +129,8 @@ def _flux_task_map(job: str) -> str:
 def _slurm(environment: Mapping[str, str]) -> Place | None:
     if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
-    rank, size, node, local_rank, job, step = (
-        number(environment, f"SLURM_{name}")
-        for name in ("PROCID", "STEP_NUM_TASKS", "NODEID", "LOCALID", "JOB_ID", "STEP_ID")
-    )
+    names = ("PROCID", "STEP_NUM_TASKS", "NODEID", "LOCALID", "JOB_ID", "STEP_ID")
+    rank, size, node, local_rank, job, step = _numbers(environment, "SLURM_", names)
     nodes = node_list(_text(environment, "SLURM_STEP_NODELIST"))
     tasks = task_counts(_text(environment, "SLURM_STEP_TASKS_PER_NODE"))
     if len(nodes) != len(tasks) or sum(tasks) != size:
@@ -142,20 +140,23 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
         )
     # A block distribution fills the nodes one after the other: the ranks of a node follow each other.
     places: list[tuple[int, int]] = []
+    hosts: list[str] = []
     for index, count in enumerate(tasks):
-        places += [(index, local) for local in range(count)]
+        hosts += [nodes[index]] * count
+        for local in range(count):
+            places.append((index, local))
     if not 0 <= rank < size or places[rank] != (node, local_rank):
         raise UsageError(
             f"Slurm's task {rank} is not where a block distribution puts it (SLURM_NODEID={node}, SLURM_LOCALID="
             f"{local_rank}): start with srun --distribution=block"
         )
-    return Place(rank, [nodes[index] for index, _ in places], job + step)
+    return Place(rank, hosts, job + step)  # the steps of a job may run at the same time
 
 
 def _lsf(environment: Mapping[str, str]) -> Place | None:
     if "LSF_PM_TASKID" not in environment:  # a job's script has none, only what blaunch starts
         return None
-    rank = number(environment, "LSF_PM_TASKID") - 1
+    rank = number(environment, "LSF_PM_TASKID") - 1  # LSF counts tasks from 1
     hosts = _lsf_hosts(environment)
     if len(hosts) == 1:
         return None
@@ -164,7 +165,7 @@ def _lsf(environment: Mapping[str, str]) -> Place | None:
 
 
 def _lsf_hosts(environment: Mapping[str, str]) -> list[str]:
-    """The host of each slot of a job of LSF. `LSB_HOSTS` says the same, but is left out where it is too long."""
+    """The host of each slot of a job of LSF. `LSB_HOSTS` has them, too, but LSF doesn't set it for a long list."""
     hosts = host_counts(_text(environment, "LSB_MCPU_HOSTS"))
     others = environment.get("LSB_HOSTS", "").split()
     if others and sorted(others) != sorted(hosts):
@@ -204,7 +205,7 @@ def _pbs(environment: Mapping[str, str]) -> Place | None:
 
 
 def _pbsdsh_rank(environment: Mapping[str, str], hosts: list[str]) -> int:
-    """The rank of a task of `pbsdsh`: Torque numbers slots, but OpenPBS and PBS Professional number hosts."""
+    """The rank of a task of `pbsdsh`. Torque gives the number of its slot, OpenPBS and PBS Professional of its host."""
     if "PBS_VNODENUM" in environment:
         return number(environment, "PBS_VNODENUM")
     if len(set(hosts)) != len(hosts):
@@ -238,9 +239,12 @@ def _skypilot(environment: Mapping[str, str]) -> Place | None:
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Place | None:
-    if SERVICE not in environment:  # pods of an indexed job may have nothing to do with each other
+    if SERVICE not in environment:  # the pods of an indexed job may each train on their own
         return None
-    counts = {name: number(environment, name) for name in (PODS, "JAX_NUM_PROCESSES") if name in environment}
+    counts = {}
+    for name in (PODS, "JAX_NUM_PROCESSES"):
+        if name in environment:
+            counts[name] = number(environment, name)
     if len(set(counts.values())) != 1:
         raise UsageError(
             f"{SERVICE} is set, but the number of pods isn't clear ({counts or 'no variable has it'}): set {PODS} to "
@@ -274,10 +278,10 @@ LAUNCHERS: dict[str, Callable[[Mapping[str, str]], Place | None]] = {
 
 
 def _check_here(launcher: str, rank: int, hosts: list[str]) -> None:
-    """Refuses a rank whose host is another one than this: the launcher has another order of ranks than its list."""
+    """Refuses a rank that the list has on another host: the launcher doesn't number ranks in the order of its list."""
     own = socket.gethostname().partition(".")[0]
     names = [host.partition(".")[0] for host in hosts]
-    # A host that the list knows by another name, or by an address, can't be judged.
+    # Nothing can be checked if the list has this host by another name, or by its address.
     if own in names and 0 <= rank < len(hosts) and names[rank] != own:
         raise UsageError(
             f"{launcher}'s task {rank} runs on {own}, but its list of hosts has {hosts[rank]} there: start one worker "
@@ -289,11 +293,16 @@ def _hash(job: str) -> int:
     return zlib.crc32(job.encode())
 
 
+def _numbers(environment: Mapping[str, str], prefix: str, names: Sequence[str]) -> list[int]:
+    """The whole numbers in variables whose names have a common prefix; see `number`."""
+    return [number(environment, prefix + name) for name in names]
+
+
 def number(environment: Mapping[str, str], name: str) -> int:
     """The whole number in a variable.
 
     Raises:
-        UsageError: it isn't set, or is no such number.
+        UsageError: the variable isn't set, or its value isn't a whole number.
     """
     text = _text(environment, name)
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from callbacks.run_record.redaction import tell
 from loop.errors import UsageError
@@ -13,20 +13,34 @@ INTERFACE = "loop.backends.base.Backend"
 """The class of which a plug-in's backend must be a subclass."""
 
 
+class BackendClass(Protocol):
+    """What is asked of a backend's class here. The class itself is above this folder; see `loop.backends.base`."""
+
+    name: str
+    priority: int | None
+
+    def available(self, workers: int) -> str | None:
+        """What is missing here for this backend with so many workers; None: nothing."""
+
+    def create(self, workers: int | None) -> Any:
+        """Starts the backend."""
+
+
 def origin(name: str) -> str:
     """Where a plug-in comes from: its package with its version, and its class."""
     plugin = entry_points()[name]
-    return (f"{plugin.dist.name} {plugin.dist.version}, " if plugin.dist else "") + plugin.value
+    package = f"{plugin.dist.name} {plugin.dist.version}, " if plugin.dist else ""
+    return package + plugin.value
 
 
-def load(name: str) -> type[Any]:
+def load(name: str) -> BackendClass:
     """The backend class of a plug-in.
 
     Raises:
         UsageError: it can't be loaded, or is no backend of this name.
     """
     try:
-        made = entry_points()[name].load()
+        made: BackendClass = entry_points()[name].load()
     except Exception as error:  # an import may raise anything
         raise _broken(name, f"{type(error).__name__}: {error}") from None
     # Compared by name, because importing the class here would load TensorFlow.
@@ -38,11 +52,11 @@ def load(name: str) -> type[Any]:
     return made
 
 
-def ask(name: str, workers: int = 1) -> tuple[type[Any], str | None]:
+def ask(name: str, workers: int = 1) -> tuple[BackendClass, str | None]:
     """The backend class of a plug-in, and why it can't be used here for so many workers; None: it can.
 
     Raises:
-        UsageError: it can't be loaded, or raises an error when it is asked.
+        UsageError: the plug-in can't be loaded, or `available` raises an error.
     """
     made = load(name)
     try:
@@ -52,7 +66,7 @@ def ask(name: str, workers: int = 1) -> tuple[type[Any], str | None]:
 
 
 def first_available(workers: int) -> str | None:
-    """The plug-in that `auto` takes: of those that can be used, the one of the greatest priority.
+    """The plug-in that `auto` takes: of those that can be used, the one with the greatest priority.
 
     A broken plug-in is reported, and passed over.
     """
@@ -64,7 +78,7 @@ def first_available(workers: int) -> str | None:
             tell(f"warning: {error}")
             continue
         if missing is None and backend.priority is not None:
-            usable.append((-backend.priority, name))
+            usable.append((-backend.priority, name))  # of equal priority, the first by name
     return min(usable)[1] if usable else None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 _LAST_WORDS = 2.0  # seconds for which output is still read after a worker has ended, from processes that it has started
-_LONGEST = 1 << 20  # bytes that are read at once, and shown as a line at most
+_LONGEST = 1 << 20  # bytes that are read at once, and the length from which a line is shown in parts
 
 
 class WorkerProcess(subprocess.Popen[bytes]):

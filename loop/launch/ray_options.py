@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 from loop.errors import UsageError
+from loop.launch.elastic_limits import Limits
 
 PLACEMENTS = ("pack", "spread")
 """The strategies of `--placement`, the default first: few nodes, or as many as there are."""
 MOST_CPUS = 1024
-"""The most CPUs of a worker."""
+"""The greatest number of CPUs that a worker can ask for."""
 _LOOPBACK = ("localhost", "127.0.0.1")
 
 
@@ -21,73 +23,100 @@ class Request(NamedTuple):
 
     Attributes:
         address: `host:port` of its head, or `auto`.
-        workers: how many there are to be.
-        cpus: how many CPUs Ray counts for each.
-        gpus: how many GPUs each has, where the cluster has any.
+        workers: the number of workers; of an elastic job, the greatest number.
+        fewest: the number of workers with which an elastic job begins; None: the job isn't elastic.
+        cpus: how many CPUs Ray reserves for each worker.
+        gpus: how many GPUs Ray reserves for each worker, if the cluster has any.
         placement: one of `PLACEMENTS`.
-        backend: the one that was asked for; of a single worker `single`, whatever devices this machine has.
+        backend: the backend that was asked for. The default of a single worker is `single`: the devices of this
+            machine, from which `auto` would be chosen, aren't those of the cluster.
     """
 
     address: str
     workers: int
+    fewest: int | None
     cpus: int
     gpus: int
     placement: str
     backend: str
 
 
-def read_request(typed: Any) -> Request | None:
+def read_request(typed: SimpleNamespace, limits: Limits | None = None) -> Request | None:
     """What a job asks of a Ray cluster by its options; None without `--launcher ray`.
 
     Args:
         typed: what was typed, by the names of the command's parameters.
+        limits: how many workers an elastic job may have; None: the job isn't elastic.
 
     Raises:
-        UsageError: a value that can't be, or options that contradict each other.
+        UsageError: a value is out of range, or options contradict each other.
     """
     if typed.launcher is None:
         _check_unused(typed)
         return None
     _check_others(typed)
-    cpus = 1 if typed.cpus_per_worker is None else typed.cpus_per_worker
-    if not 1 <= cpus <= MOST_CPUS:
-        raise UsageError(f"--cpus-per-worker {cpus}: give a whole number of 1 to {MOST_CPUS}")
+    workers = typed.workers or (limits.high if limits else 1)
+    return Request(
+        address=typed.address or "auto",
+        workers=workers,
+        fewest=limits.low if limits else None,
+        cpus=_read_cpus(typed),
+        gpus=_read_gpus(typed),
+        placement=_read_placement(typed),
+        backend=typed.backend or ("single" if workers == 1 else "auto"),
+    )
+
+
+def _read_cpus(typed: SimpleNamespace) -> int:
+    """How many CPUs Ray reserves for each worker."""
+    if typed.cpus_per_worker is None:
+        return 1
+    if not 1 <= typed.cpus_per_worker <= MOST_CPUS:
+        raise UsageError(f"--cpus-per-worker {typed.cpus_per_worker}: give a whole number of 1 to {MOST_CPUS}")
+    return int(typed.cpus_per_worker)
+
+
+def _read_gpus(typed: SimpleNamespace) -> int:
+    """How many GPUs Ray reserves for each worker, if the cluster has any: one for each device of a replica."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "-1":
+        return 0
+    return getattr(typed, "devices_per_replica", None) or 1  # some commands don't have this option
+
+
+def _read_placement(typed: SimpleNamespace) -> str:
+    """The strategy by which Ray spreads the workers over the nodes."""
     placement = typed.placement or PLACEMENTS[0]
     if placement not in PLACEMENTS:
         raise UsageError(f"--placement {placement}: give {' or '.join(PLACEMENTS)}")
-    devices = getattr(typed, "devices_per_replica", None) or 1
-    gpus = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "-1" else devices
-    workers = typed.workers or 1
-    backend = typed.backend or ("single" if workers == 1 else "auto")
-    return Request(typed.address or "auto", workers, cpus, gpus, placement, backend)
+    return str(placement)
 
 
-def _check_unused(typed: Any) -> None:
-    """Refuses options that are for Ray alone."""
+def _check_unused(typed: SimpleNamespace) -> None:
+    """Refuses the options that need `--launcher ray`, which isn't given."""
     for option in ("address", "cpus_per_worker", "placement"):
         if getattr(typed, option) is not None:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} {getattr(typed, option)} is of use with --launcher ray alone")
 
 
-def _check_others(typed: Any) -> None:
-    """Refuses other launchers, and options that mean nothing on a Ray cluster."""
+def _check_others(typed: SimpleNamespace) -> None:
+    """Refuses other launchers, and options that can't be used on a Ray cluster."""
     if typed.launcher != "ray":
         raise UsageError(f"--launcher {typed.launcher}: give ray; without it, tfloop starts the workers itself")
-    alone = (typed.workers or 1) == 1
-    if typed.backend not in (None, "auto", "horovod", "multiworker", *["single"] * alone):
+    is_single = typed.backend == "single" and (typed.workers or 1) == 1
+    if typed.backend not in (None, "auto", "horovod", "multiworker") and not is_single:
         raise UsageError(f"--launcher ray with --backend {typed.backend}: use horovod or multiworker")
-    for option in ("hosts", "elastic"):
-        value = getattr(typed, f"{option}_", None)  # a command may not have it
+    for option in ("hosts_", "discovery"):
+        value = getattr(typed, option, None)  # some commands don't have these options
         if value is not None:
-            raise UsageError(f"--launcher ray with --{option} {value}: leave one of them out")
+            raise UsageError(f"--launcher ray with --{option.rstrip('_')} {value}: leave one of them out")
 
 
 def check_address(address: str) -> None:
-    """Checks the address of a Ray cluster: Ray itself would try for minutes.
+    """Refuses an address without a cluster at once; Ray itself would try to connect for minutes.
 
     Raises:
-        UsageError: it can't be read, or nothing listens there.
+        UsageError: the address can't be read, or no process listens there.
     """
     if address == "auto":
         return
@@ -103,5 +132,5 @@ def check_address(address: str) -> None:
             f"--address {address}: no Ray cluster there ({error}): start one with `ray start`, which prints its address"
         ) from None
     if found[1] in _LOOPBACK:
-        # A cluster that is bound to loopback: without this, Ray would connect to the machine's own address.
+        # The cluster is bound to loopback. Without this variable, Ray would connect to an external address instead.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

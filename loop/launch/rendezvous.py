@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
 
-from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.common.util.hosts import SlotInfo, get_host_assignments, parse_hosts
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from loop.errors import UsageError
@@ -21,7 +20,7 @@ def serve_job() -> None:
     Raises:
         UsageError: this worker's address, or its port there, can't be used.
     """
-    if HOSTS not in os.environ or job_rank() != 0:
+    if HOSTS not in os.environ or job_rank() != 0:  # another launcher's own server, or rank 0, serves
         return
     address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     slots = get_host_assignments(parse_hosts(os.environ[HOSTS]), int(os.environ["HOROVOD_SIZE"]))
@@ -34,7 +33,7 @@ def serve_job() -> None:
         ) from None
 
 
-def serve(address: str, port: int, slots: list[Any]) -> RendezvousHTTPServer:
+def serve(address: str, port: int, slots: list[SlotInfo]) -> RendezvousHTTPServer:
     """The server for workers in these slots, in a thread; port 0: any that is free."""
     server = RendezvousHTTPServer((address, port), RendezvousHandler, 0)
     server.init(slots)

@@ -1,10 +1,11 @@
-"""Joins the job of an outside launcher, such as `mpirun`, `srun` or Kubernetes: where this process meets the others."""
+"""Joins the job of an outside launcher, such as `mpirun`, `srun` or Kubernetes: sets the variables of this process."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 
 from loop.errors import UsageError
@@ -12,7 +13,7 @@ from loop.launch import machine, places
 from loop.launch.places import PORTS, Place
 
 HOSTS = "TFLOOP_HOROVOD_HOSTS"
-"""Environment variable: the hosts of such a job with their workers, for whose Horovod its rank 0 serves."""
+"""Environment variable: the hosts of such a job, and how many workers each has; rank 0 serves Horovod's rendezvous."""
 # Each job gets a block of ports, by its number. The blocks lie below the ports that systems hand out by themselves.
 _FIRST_PORT = 10_000
 _BLOCK = 256
@@ -63,8 +64,10 @@ def _by_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
     is_slow = backend == "auto" and on_one_host and not machine.horovod_knows_gpus()
     if backend == "multiworker" or is_slow or not horovod_has_mpi():
         return {}
-    numbers = {name: places.number(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK")}
-    return {f"HOROVOD_{name}": str(value) for name, value in numbers.items()}
+    variables = {}
+    for name in ("RANK", "SIZE", "LOCAL_RANK"):
+        variables[f"HOROVOD_{name}"] = str(places.number(environment, f"OMPI_COMM_WORLD_{name}"))
+    return variables
 
 
 def _tf_config(own: Place, base: int) -> dict[str, str]:
@@ -85,24 +88,32 @@ def _horovod(own: Place, port: int) -> dict[str, str]:
         raise UsageError(f"backend='horovod' with {hosts[0]}: Horovod takes no IPv6 addresses: use multiworker")
     host = hosts[own.rank]
     local_rank = hosts[: own.rank].count(host)
-    # Of each host that has a worker of this local rank.
-    across = [other for other in dict.fromkeys(hosts) if hosts.count(other) > local_rank]
-    numbers = {
-        "RANK": own.rank, "SIZE": len(hosts), "LOCAL_RANK": local_rank, "LOCAL_SIZE": hosts.count(host),
-        "CROSS_RANK": across.index(host), "CROSS_SIZE": len(across), "GLOO_RENDEZVOUS_PORT": port,
-    }  # fmt: skip
-    texts = {"HOSTNAME": host, "GLOO_RENDEZVOUS_ADDR": hosts[0], "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
-    variables = {f"HOROVOD_{name}": str(value) for name, value in {**numbers, **texts}.items()}
-    return variables | {HOSTS: ",".join(f"{name}:{hosts.count(name)}" for name in dict.fromkeys(hosts))}
+    slots = Counter(hosts)
+    # Horovod's "cross" group: one worker of each host, all with the same local rank.
+    across = [other for other, count in slots.items() if count > local_rank]
+    return {
+        "HOROVOD_RANK": str(own.rank),
+        "HOROVOD_SIZE": str(len(hosts)),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slots[host]),
+        "HOROVOD_CROSS_RANK": str(across.index(host)),
+        "HOROVOD_CROSS_SIZE": str(len(across)),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0],
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        HOSTS: ",".join(f"{name}:{count}" for name, count in slots.items()),
+    }
 
 
 def _reachable(own: Place) -> list[str]:
-    """The host of each worker, by the name at which the others reach it."""
+    """The host of each worker, by the name at which the others reach it: on a single host, loopback."""
     return own.hosts if len(set(own.hosts)) > 1 else ["127.0.0.1"] * len(own.hosts)
 
 
 def _port_base(job: int, environment: Mapping[str, str]) -> int:
-    """The first port on each host: the same for all workers of a job, and hardly that of another job."""
+    """The first port on each host, the same for all workers of a job. Another job most probably has other ports."""
     if PORTS not in environment:
         return _FIRST_PORT + _BLOCK * (job % _BLOCKS)
     text = environment[PORTS]
@@ -112,5 +123,5 @@ def _port_base(job: int, environment: Mapping[str, str]) -> int:
 
 
 def horovod_has_mpi() -> bool:
-    """Whether Horovod is there, and was built with MPI."""
+    """Whether Horovod is installed, and was built with MPI."""
     return machine.horovod_built_with(machine.MPI)

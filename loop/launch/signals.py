@@ -11,8 +11,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+"""What Python calls for a signal; or SIG_IGN, SIG_DFL."""
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that ask a command to end; a second one ends it at once. A terminal that is closed sends SIGHUP."""
 STOPPED = "stopped before training began; start again to go on"
@@ -20,22 +23,25 @@ STOPPED = "stopped before training began; start again to go on"
 STOPPING = "interrupted: the run saves and ends; a second Ctrl-C (or signal) ends it at once, without saving"
 """The message that is printed at once when a signal stops a run."""
 _SAME = 0.3  # seconds within which a signal that comes twice counts once: `timeout` sends it to a process and its group
-_directories: set[str] = set()
-_own: set[int] = set()  # the descriptors that `watched` waits for
+_directories: set[str] = set()  # those of `temporary_directory` that exist
+_own: set[int] = set()  # the descriptors into which Python writes signals for `watched`
 
 
 def stops() -> list[signal.Signals]:
-    """The signals of `STOPS` that this process handles: not SIGHUP if it is ignored, as `nohup` asks for."""
-    return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    """The signals of `STOPS` that this process handles: without SIGHUP if it is ignored, as under `nohup`."""
+    handled_here = list(STOPS)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        handled_here.remove(signal.SIGHUP)
+    return handled_here
 
 
 class Wishes:
     """Counts how often a command was asked to stop.
 
-    SIGHUP and another signal count once: when a session ends, its processes are sent both.
+    SIGHUP and another signal count once: at the end of a session, its processes receive both.
 
     Attributes:
-        count: how often.
+        count: how often it was asked.
     """
 
     def __init__(self) -> None:
@@ -57,17 +63,20 @@ class Wishes:
 
 
 @contextlib.contextmanager
-def handled(actions: Mapping[int, Any]) -> Iterator[None]:
-    """Within it, these functions handle the signals; afterwards the handlers are those from before.
+def handled(actions: Mapping[int, Handler]) -> Iterator[None]:
+    """Within it, these functions handle the signals; afterwards the previous handlers are restored.
 
     Raises:
         ValueError: this isn't the main thread.
     """
-    before = {number: signal.signal(number, action) for number, action in actions.items()}
+    previous = {}
+    for number, action in actions.items():
+        previous[number] = signal.signal(number, action)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
+            # None: a handler that native code has set, which Python can't restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
@@ -84,7 +93,10 @@ def watched(heard: Callable[[int], None]) -> Iterator[None]:
 
     def watch() -> None:
         while number := os.read(reader, 1):
-            if before not in (-1, *_own):  # another library's descriptor, such as an event loop's
+            if before not in (
+                -1,
+                *_own,
+            ):  # the descriptor of another library, such as an event loop: it gets the signal, too
                 with contextlib.suppress(OSError):
                     os.write(before, number)
             heard(number[0])
@@ -104,19 +116,23 @@ def interrupting(always: Sequence[int] = ()) -> Iterator[None]:
     """Within it, each of `stops` raises KeyboardInterrupt, so that a command cleans up; a second one ends it at once.
 
     Args:
-        always: signals that are handled even if they are ignored, as a shell has its background jobs ignore SIGINT.
+        always: signals that are handled even if this process ignores them: a shell starts background jobs so that
+            they ignore SIGINT.
     """
     wishes = Wishes()
 
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         before = wishes.count
         if wishes.hear(number) > 1:
             die(number)
-        if not before:
+        if not before:  # else it is the same wish, and the command already cleans up
             raise KeyboardInterrupt(number)
 
-    handled_here = [number for number in stops() if number in always or signal.getsignal(number) != signal.SIG_IGN]
-    with handled(dict.fromkeys(handled_here, interrupt)):
+    actions: dict[int, Handler] = {}
+    for number in stops():
+        if number in always or signal.getsignal(number) != signal.SIG_IGN:
+            actions[number] = interrupt
+    with handled(actions):
         yield
 
 
@@ -128,7 +144,7 @@ def die(number: int) -> None:
 
 @contextlib.contextmanager
 def temporary_directory(prefix: str) -> Iterator[str]:
-    """A directory that is removed at the end, also by `leave`."""
+    """Within it, a new directory exists. It is removed at the end, also by `leave`."""
     directory = tempfile.mkdtemp(prefix=prefix)
     _directories.add(directory)
     try:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from loop.errors import UsageError
 from loop.launch import host_agent
+from loop.launch.agent_protocol import Connection, Hashes, Question
 from loop.launch.environment import start_timeout
-from loop.launch.hosts import AGENT, Cluster, Connection, Host
+from loop.launch.hosts import AGENT, Cluster, Host
 
 SSH = "TFLOOP_SSH"
 """Environment variable: the command to use for ssh, with options; `ssh`."""
@@ -22,16 +23,16 @@ SSH = "TFLOOP_SSH"
 
 @contextlib.contextmanager
 def connect(
-    slots: Mapping[str, int], backend: str, files: Mapping[str, str | None], interface: str | None, python: str | None
+    slots: Mapping[str, int], backend: str, files: Hashes, interface: str | None, python: str | None
 ) -> Iterator[Cluster]:
-    """Within it, agents run on the hosts of a job, which have been compared with this machine.
+    """Within it, agents run on the hosts of a job, and the hosts have been compared with this machine.
 
     Raises:
         UsageError: hosts that can't be reached, or differ from this machine; each with its reason.
     """
     cluster = Cluster([Host(name, count, open_agent(name, python)) for name, count in slots.items()])
     try:
-        question = {"directory": str(Path.cwd()), "interface": interface}
+        question: Question = {"directory": str(Path.cwd()), "interface": interface}
         cluster.compare([question] * len(cluster.hosts), backend, files)
         cluster.meet(interface)
         yield cluster
@@ -47,12 +48,13 @@ def open_agent(name: str, python: str | None) -> Connection:
         python: the path of Python there; None: the same as here.
     """
     is_here = host_agent.resolve(name) is not None
-    # A session of its own: Ctrl-C is for the launcher. All users can see these arguments, so no secret is in them.
+    # All users of a machine can see these arguments: no secret may be among them.
+    arguments = [sys.executable, "-P", "-m", AGENT] if is_here else command(name, python or sys.executable)
     try:
+        # In a session of its own: Ctrl-C reaches the launcher alone, which then asks the workers to stop.
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", AGENT] if is_here else command(name, python or sys.executable),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
     except OSError as error:
         raise UsageError(
             f"--hosts needs {error.filename}, which can't be run here ({error.strerror}): install it, or say by "
@@ -64,11 +66,15 @@ def command(name: str, python: str) -> list[str]:
     """The command that starts the agent on a host."""
     variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     remote = shlex.join(["exec", "env", *variables, python, "-P", "-m", AGENT])
-    # Not a shared connection: that one has the options of the process that opened it.
-    options = {"BatchMode": "yes", "ServerAliveInterval": 5, "ServerAliveCountMax": 3, "ControlPath": "none"}
-    options["ConnectTimeout"] = math.ceil(start_timeout())
+    options = [
+        "-oBatchMode=yes",  # a question for a password would wait for an answer without end
+        "-oServerAliveInterval=5",
+        "-oServerAliveCountMax=3",
+        "-oControlPath=none",  # a shared connection would have the options of the process that opened it
+        f"-oConnectTimeout={math.ceil(start_timeout())}",
+    ]
     try:
         ssh = shlex.split(os.environ.get(SSH, "")) or ["ssh"]
     except ValueError as error:
         raise UsageError(f"{SSH}={os.environ[SSH]} can't be read ({error}): give a command as in a shell") from None
-    return [*ssh, "-T", *(f"-o{option}={value}" for option, value in options.items()), "--", name, remote]
+    return [*ssh, "-T", *options, "--", name, remote]

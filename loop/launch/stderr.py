@@ -18,15 +18,14 @@ CHATTER = (
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] |WARNING:tensorflow:\d+ out of the last "
     r"|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [IWE] \d+ \d+\] "
 )
-"""What TensorFlow and Ray print to stderr while they start, whatever their log level: no user can act on it."""
-
+"""Lines that TensorFlow and Ray print to stderr while they start, at any log level, and that help no user."""
 
 _descriptor = 2
-_frozen = False
+_frozen = False  # whether `gc.freeze` was called
 
 
 def descriptor() -> int:
-    """The file descriptor of the real stderr, also while `quiet_start` has put a file in its place."""
+    """The file descriptor of the real stderr, also while `quiet_start` has replaced stderr by a file."""
     return _descriptor
 
 

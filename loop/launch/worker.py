@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol, TypedDict
 
 from callbacks.files import FileError, write_text
 from callbacks.run_record.redaction import mask
@@ -19,13 +20,43 @@ from loop.errors import BAD_INPUT, FAILED, PREEMPTED, PeerError, TrainingError, 
 from loop.launch import explain, signals, stderr
 from loop.launch.environment import JOB, LAUNCHER, job_size, not_started, start_timeout, worker_name
 
-_PEER_LOSS = ("UnavailableError", "AbortedError", "HorovodInternalError")  # names of TensorFlow's errors, and Horovod's
+# Names of TensorFlow's errors, and Horovod's. The classes aren't compared: this module imports neither library.
+_PEER_LOSS = ("UnavailableError", "AbortedError", "HorovodInternalError")
 ORPHAN_GRACE = 600.0
 """Seconds that a worker has to save and end when its launcher is gone."""
 
 
+Result = dict[str, Any] | None
+"""What a command returns, as a JSON object; None: it returns nothing."""
+
+
+class Report(TypedDict):
+    """What a worker reports to the launcher when it ends.
+
+    Attributes:
+        code: its exit code.
+        result: what the command has returned.
+        error: the message of its error; "": none.
+        echo: whether the error only repeats that another worker has failed.
+        time: when it ended.
+    """
+
+    code: int
+    result: Result
+    error: str
+    echo: bool
+    time: float
+
+
+class Reporter(Protocol):
+    """A function that reports how this worker ends; see `Report`."""
+
+    def __call__(self, code: int, error: BaseException | None = None, result: Result = None) -> None:
+        """Reports exit code, error and result."""
+
+
 def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
-    """Waits until all other workers are there. A backend would wait for them, too, but can't be interrupted then.
+    """Waits until all other workers are there. A backend would also wait for them, but can't be interrupted then.
 
     Args:
         peers: for each worker's name, a function that returns whether it is there.
@@ -36,7 +67,12 @@ def await_peers(peers: Mapping[str, Callable[[], bool]]) -> None:
     timeout = start_timeout()
     deadline = time.monotonic() + timeout
     missing = dict(peers)
-    while missing := {name: is_there for name, is_there in missing.items() if not is_there()}:
+    while True:
+        for name, is_there in list(missing.items()):
+            if is_there():
+                del missing[name]
+        if not missing:
+            return
         if time.monotonic() > deadline:
             raise TrainingError(not_started(list(missing), timeout))
         time.sleep(0.1)
@@ -46,9 +82,9 @@ def mark_state(state: str, text: str = "") -> None:
     """Reports to the launcher, if it is tfloop's, how far this worker has come.
 
     Args:
-        state: "arrived", where it waits for the others; "started", with all of them; or "trains", when a signal can
-            have it save.
-        text: what is to be known with it: of "trains", the run directory.
+        state: "arrived": it waits for the other workers; "started": all workers have started; "trains": from now on,
+            a signal has the run save.
+        text: with "trains", the run directory.
     """
     if JOB in os.environ:
         write_text(Path(os.environ[JOB]) / f"rank-{worker_name()}.{state}", text)
@@ -61,24 +97,24 @@ def before_training() -> Iterator[None]:
     A function that is called within it may set other handlers for a while, as `fit` does.
     """
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
         """Does nothing: Python calls it only when a wait in native code is over. `heard` acts at once."""
 
     def heard(number: int) -> None:
-        # Another handler is there while `fit` runs: then the signal isn't for this one.
-        if signal.getsignal(number) is stop:
-            if JOB not in os.environ:  # else the launcher prints it, once for all workers
-                with contextlib.suppress(OSError):  # a terminal that is gone
-                    os.write(stderr.descriptor(), f"{signals.STOPPED}\n".encode())
-            signals.leave(PREEMPTED)
+        if signal.getsignal(number) is not stop:  # `fit` runs, and has put its own handler in place
+            return
+        if JOB not in os.environ:  # else the launcher prints it, once for all workers
+            with contextlib.suppress(OSError):  # the terminal is closed
+                os.write(stderr.descriptor(), f"{signals.STOPPED}\n".encode())
+        signals.leave(PREEMPTED)
 
-    actions: dict[int, Any] = {**dict.fromkeys(signals.stops(), stop), signal.SIGUSR1: signal.SIG_IGN}
+    actions: dict[int, signals.Handler] = {**dict.fromkeys(signals.stops(), stop), signal.SIGUSR1: signal.SIG_IGN}
     with signals.handled(actions), signals.watched(heard):
         yield
 
 
 @contextlib.contextmanager
-def reporting() -> Iterator[Callable[..., None]]:
+def reporting() -> Iterator[Reporter]:
     """Yields a function that reports this worker's exit code, error and result to the launcher, if it is tfloop's.
 
     An error within it is translated by `as_peer_error`, reported, and raised. A `PeerError` only repeats what another
@@ -86,7 +122,7 @@ def reporting() -> Iterator[Callable[..., None]]:
     """
     job = os.environ.get(JOB)
 
-    def report(code: int, error: BaseException | None = None, result: Any = None) -> None:
+    def report(code: int, error: BaseException | None = None, result: Result = None) -> None:
         if job is None:
             return
         text = ""
@@ -94,7 +130,7 @@ def reporting() -> Iterator[Callable[..., None]]:
             text = str(error)
         elif error is not None:
             text = explain.in_a_line(error)
-        message = {
+        message: Report = {
             "code": code,
             "result": result,
             "error": mask(text),
@@ -104,10 +140,10 @@ def reporting() -> Iterator[Callable[..., None]]:
         write_text(Path(job) / f"rank-{worker_name()}.json", json.dumps(message))
 
     if job is not None:
-        # Until the run has its handler: by default, SIGUSR1 would kill this process.
+        # By default, SIGUSR1 kills a process. It is ignored until the run has its own handler.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         die_with_parent()
-        # Last: the launcher sends SIGUSR1 only once this file is there.
+        # Last: the launcher sends SIGUSR1 only once this file exists.
         (Path(job) / f"rank-{worker_name()}.pid").write_text(str(os.getpid()))
     try:
         with no_exit():
@@ -134,11 +170,11 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def die_with_parent() -> None:
-    """Has this process save and end, as SIGTERM does, when its launcher is gone: a killed launcher can't do it.
+    """Sends this process SIGTERM when its launcher is gone, so that it saves and ends: a killed launcher can't send it.
 
-    If it has not ended after `ORPHAN_GRACE`, it is killed with all processes that it has started.
+    If the process has not ended after `ORPHAN_GRACE`, it is killed with all processes that it has started.
     """
-    # The launcher's process id is in the environment, because the launcher may have ended before this line.
+    # From the environment, not by `getppid`: the launcher may have ended before this line.
     parent = int(os.environ.get(LAUNCHER, os.getppid()))
 
     def watch() -> None:
@@ -148,6 +184,6 @@ def die_with_parent() -> None:
         time.sleep(ORPHAN_GRACE)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(os.getpid(), signal.SIGKILL)
-        os._exit(FAILED)  # this process leads no group, so that it was not killed
+        os._exit(FAILED)  # `killpg` has failed, because this process leads no group
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

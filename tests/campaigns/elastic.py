@@ -117,16 +117,18 @@ class Job:
         return json.loads((self.directory / "out").read_text().splitlines()[-1])
 
     def weights(self):
-        """All variables of its last checkpoint."""
-        return checkpoint_files.read(
-            *checkpoint_files.newest(checkpoint_files.complete(self.directory / "run" / "checkpoints"), print)
-        )
+        return last_weights(self.directory / "run")
 
     def close(self):
         """Ends it, if it hasn't."""
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(timeout=60)
+
+
+def last_weights(run_dir):
+    """All variables of a run's last checkpoint."""
+    return checkpoint_files.read(*checkpoint_files.newest(checkpoint_files.complete(run_dir / "checkpoints"), print))
 
 
 def distance(one, other):

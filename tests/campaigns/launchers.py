@@ -1,32 +1,86 @@
-"""Each launcher's variables, set by hand for two real processes on this machine. `python -m tests.campaigns.launchers`
+"""Each launcher has the weights of `--workers N`, to the bit. `python -m tests.campaigns.launchers`
 
-Their weights must be those of `--workers 2`, to the bit. SkyPilot and Kubernetes start one worker on a host: for them
-tests/launch/test_hosts.py has two network namespaces. Takes some 2 minutes.
+Two tasks, digits and a CNN with BatchNorm and dropout, on 2 and 3 workers of this machine, with Horovod and
+`multiworker`. Launchers that only set variables have them set by hand; `mpirun`, `horovodrun` and Ray are themselves,
+where they are installed. SkyPilot and Kubernetes start one worker on a host: for them tests/launch/test_hosts.py has
+two network namespaces. Takes some 30 minutes on two cores.
 """
 
+import contextlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from loop.launch import schedulers
 from tests import launchers
+from tests.conftest import ROOT, TFLOOP
+from tests.ray_nodes import nodes
+
+TARGETS = ("digits", f"{ROOT / 'tests' / 'tasks.py'}:Conv")
+BY_VARIABLES = ("Slurm", *launchers.SHARED)
+OPTIONS = ("--steps", "5", "--seed", "1", "--track", "off", "--run-dir", "run", "--json")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np")
+
+
+def result_of(command, directory):
+    """What the chief prints at its end."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if "weights_sha256" in line]
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 1, done.stdout
+    return json.loads(lines[0][lines[0].index("{") :])
+
+
+def commands(address, workers, train):
+    """The commands of launchers that are themselves here, by name."""
+    found = {
+        "--hosts": [*train, f"--hosts=localhost:{workers}"],
+        "Ray": [*train, f"--workers={workers}", "--launcher=ray", f"--address={address}"],
+    }
+    if shutil.which("mpirun"):
+        found["mpirun"] = [*MPIRUN, str(workers), *train]
+    return found
+
+
+def compare(target, backend, workers, address):
+    """Trains by each launcher; yields the name of each, and what it printed."""
+    arguments = ["train", target, *OPTIONS]
+    train = [*TFLOOP, *arguments, f"--backend={backend}"]
+    started = {"--workers": [*train, f"--workers={workers}"], **commands(address, workers, train)}
+    for name, command in started.items():
+        with tempfile.TemporaryDirectory(prefix="tfloop-launchers-") as directory:
+            yield name, result_of(command, directory)
+    for launcher in BY_VARIABLES:
+        if (launcher, backend) == ("jsrun", "horovod") and schedulers.horovod_has_mpi():
+            continue  # the variables alone are no MPI
+        with tempfile.TemporaryDirectory(prefix="tfloop-launchers-") as directory:
+            result, _ = launchers.train(launcher, Path(directory), backend, workers, arguments)
+            yield launcher, result
 
 
 def main():
-    for backend in ("multiworker", "horovod"):
-        with tempfile.TemporaryDirectory(prefix="tfloop-launchers-") as directory:
-            command = [sys.executable, "-m", "cli", *launchers.STEPS, "--workers", "2", "--backend", backend]
-            done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True)
-        expected = json.loads(done.stdout)["weights_sha256"]
-        print(f"{backend:12} {'--workers 2':12} {expected[:16]}", flush=True)
-        for launcher in launchers.SHARED:
-            with tempfile.TemporaryDirectory(prefix="tfloop-launchers-") as directory:
-                result, _ = launchers.train(launcher, Path(directory), backend)
-            weights = result["weights_sha256"]
-            assert weights == expected, (launcher, result)
-            print(f"{result['backend']:12} {launcher:12} {weights[:16]}", flush=True)
+    different = 0
+    with nodes() as cluster:
+        for target in TARGETS:
+            for backend in ("multiworker", "horovod"):
+                for workers in (2, 3):
+                    print(f"{target.rpartition(':')[2]}, {backend}, {workers} workers", flush=True)
+                    expected = None
+                    for name, result in compare(target, backend, workers, cluster.address):
+                        weights = result["weights_sha256"]
+                        expected = expected or weights
+                        assert (result["backend"], result["replicas"]) == (backend, workers), (name, result)
+                        different += weights != expected
+                        verdict = "the same" if weights == expected else "OTHER WEIGHTS"
+                        print(f"  {name:12} {weights[:16]}  {verdict}", flush=True)
+    return different
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -23,6 +23,7 @@ from loop import UsageError
 from loop.launch import host_agent, schedulers
 from loop.launch import ssh as ssh_
 from loop.launch.host_slots import read_hosts
+from tests import launchers
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
 
@@ -254,9 +255,9 @@ def test_one_worker_on_each_host_by_variables_alone(launcher, backend, network, 
     assert (result["backend"], result["replicas"], result["steps"]) == (backend, 2, 5)
 
 
-def launched(command, cwd):
+def launched(command, cwd, **more):
     """Runs workers that find each other by themselves; gives the result of the chief, the only one."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, **more)
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if "weights_sha256" in line]
     return json.loads(line)
@@ -280,6 +281,42 @@ def test_mpirun_is_joined(tmp_path):
     result = launched([*command, "--steps", "5", "--track", "off", "--json"], tmp_path)
     engine = "horovod" if schedulers.horovod_has_mpi() else "multiworker"
     assert (result["backend"], result["replicas"], result["steps"]) == (engine, 2, 5)
+
+
+def test_mpirun_on_two_hosts(hosts, tmp_path):
+    """Two workers on each of two namespaces; Adasum ends, too."""
+    need("mpirun", "unshare")
+    if not schedulers.horovod_has_mpi():
+        pytest.skip("Horovod was built without MPI")
+    # Of hosts with the same name, Open MPI confuses the workers.
+    named = ["unshare", "--uts", "sh", "-c", 'hostname node0; exec "$@"', "sh"]
+    shell = f"ssh -F {hosts.directory / 'ssh.conf'}"
+    mca = {"btl_tcp_if_include": "cable", "oob_tcp_if_include": "cable", "plm_rsh_agent": shell}
+    options = [text for name, value in mca.items() for text in ("--mca", name, value)]
+    mpirun = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-np", "4", "--host", f"{HERE}:2,{THERE}:2"]
+    train = [*TFLOOP, "train", "digits", "--steps=5", "--seed=1", "--track=off", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def loss(*more):
+        command = [*named, *mpirun, *options, "-x", "PATH", "-x", "PYTHONPATH", *train, *more]
+        result = launched(hosts.inside(0, *command), tmp_path, env=environment)
+        assert (result["backend"], result["replicas"], result["steps"]) == ("horovod", 4, 5)
+        return result["metrics"]["loss"]
+
+    here = launched([*train, "--workers=4"], tmp_path)["metrics"]["loss"]
+    # MPI adds up in another order than Gloo: a sum of 4 numbers in float32 differs by some 1e-7 of it.
+    assert loss() == pytest.approx(here, rel=1e-6)
+    assert loss("--reduction=adasum") != here
+
+
+def test_parts_of_a_job_that_know_nothing_of_each_other_do_not_train(tmp_path):
+    """Variables of a launcher whose MPI is not Horovod's."""
+    if not schedulers.horovod_has_mpi():
+        pytest.skip("Horovod was built without MPI")
+    processes = launchers.start("jsrun", tmp_path, *launchers.STEPS, "--backend=horovod")
+    errors = [process.communicate(timeout=200)[1].splitlines()[-1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("Horovod's MPI has 1 of the 2 workers that were started: it isn't the MPI of" in text for text in errors)
 
 
 @given(st.dictionaries(st.from_regex(r"(root@)?[a-z0-9][a-z0-9.]{0,5}", fullmatch=True), st.integers(1, 9), min_size=2))

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,11 +15,13 @@ from typer.testing import CliRunner
 
 import cli
 from callbacks import files
+from callbacks.example_log import ExampleLog, differences, used
 from callbacks.mlflow.tracker import default_uri
 from examples.digits import Digits
 from loop import UsageError, fit
+from loop.commands.command_line import callback_option
 from loop.launch import machine
-from tests.campaigns.elastic import OPTIONS, TASK
+from tests.campaigns.elastic import OPTIONS, TASK, distance, last_weights
 from tests.campaigns.ray_sweep import through_kills
 from tests.conftest import ROOT, TFLOOP, needs_horovod, tfloop
 from tests.ray_nodes import nodes
@@ -30,9 +33,23 @@ def cluster():
         yield found
 
 
-def on_ray(cluster, *arguments, workers=3, **more):
+OF_TASK = ["task.py:Held", *OPTIONS, "--epochs=3"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The directory of a run of `OF_TASK` with three workers here, and what it printed."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    (directory / "task.py").write_text(TASK)
+    log = callback_option(ExampleLog, directory / "used")
+    done = tfloop("train", *OF_TASK, log, "--workers=3", "--run-dir=run", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return directory, json.loads(done.stdout)
+
+
+def on_ray(cluster, *arguments, workers="--workers=3", **more):
     """Starts `tfloop train` with workers there."""
-    command = [*TFLOOP, "train", *arguments, f"--workers={workers}", "--launcher=ray", f"--address={cluster.address}"]
+    command = [*TFLOOP, "train", *arguments, workers, "--launcher=ray", f"--address={cluster.address}"]
     return subprocess.Popen(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         **more,
@@ -47,13 +64,14 @@ def wait_for(condition, process):
         time.sleep(0.05)
 
 
-def left_behind(directory):
-    """The processes of a job in this directory that still run."""
+def left_behind(cluster, directory):
+    """The agents of the cluster, and the processes of a job in this directory, that still run."""
     found = []
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
-            ours = "loop.launch.host_agent" in command or str(directory) in " ".join(command)
+            is_agent = "loop.launch.host_agent" in command and Path(process.cwd()).is_relative_to(cluster.directory)
+            ours = is_agent or str(directory) in " ".join(command)
         except psutil.Error:
             continue
         if ours and process.pid != os.getpid():
@@ -79,14 +97,13 @@ def test_digits_have_the_weights_of_local_workers(cluster, tmp_path):
 
 @needs_horovod
 @pytest.mark.timeout(600)
-def test_a_raylet_is_killed_and_another_one_joins(cluster, tmp_path, monkeypatch):
+def test_a_raylet_is_killed_and_another_one_joins(cluster, undisturbed, tmp_path, monkeypatch):
     """The job goes on by itself, to the bits of a run that nothing has disturbed."""
     (tmp_path / "task.py").write_text(TASK)
     go = tmp_path / "go"
     monkeypatch.setenv("ELASTIC_GO", str(go))
-    options = ["task.py:Held", *OPTIONS, "--epochs=3", "--checkpoint-every=9"]
     runs = tmp_path / "runs"
-    job = on_ray(cluster, *options)
+    job = on_ray(cluster, *OF_TASK, "--checkpoint-every=9")
     wait_for(lambda: [*runs.glob("*/checkpoints/step-00000009")], job)
     cluster.replace_one()
     wait_for(lambda: events(runs).count("fit_start") == 2, job)
@@ -96,17 +113,50 @@ def test_a_raylet_is_killed_and_another_one_joins(cluster, tmp_path, monkeypatch
     assert "host 127.0.0.1 is gone, and rank " in err
     assert "; going on from the last checkpoint, where Ray finds room" in err
     result = json.loads(out)
-    local = tfloop("train", *options, "--workers=3", "--run-dir=local")
-    assert result["weights_sha256"] == json.loads(local.stdout)["weights_sha256"]
+    assert result["weights_sha256"] == undisturbed[1]["weights_sha256"]
     about = json.loads(Path(result["run_dir"], "run.json").read_text())
     assert about["target"] == f"{tmp_path / 'task.py'}:Held"  # not the copy that Ray has made
-    assert not left_behind(tmp_path)
+    assert not left_behind(cluster, tmp_path)
+
+
+@needs_horovod
+@pytest.mark.timeout(600)
+def test_an_elastic_job_goes_on_from_memory_and_takes_the_next_node_in(cluster, undisturbed, tmp_path, monkeypatch):
+    (tmp_path / "task.py").write_text(TASK)
+    go = tmp_path / "go"
+    monkeypatch.setenv("ELASTIC_GO", str(go))
+    runs = tmp_path / "runs"
+    log = callback_option(ExampleLog, tmp_path / "there")
+    job = on_ray(cluster, *OF_TASK, log, "--run-dir=runs/there", workers="--elastic=2:3")
+    wait_for(lambda: "steps_end" in events(runs), job)
+    cluster.replace_one()
+    wait_for(lambda: "worker_gone" in events(runs) and last_of(events(runs)) == "worker_joined", job)
+    go.touch()
+    out, err = job.communicate(timeout=200)
+    assert job.returncode == 0, err
+    assert "starting 2 to 3 workers on Ray (horovod) ..." in err
+    assert "elastic: going on with 2 workers" in err
+    assert " joins: 3 workers from the next boundary on" in err
+    assert json.loads(out)["steps"] == 303
+
+    here, _ = undisturbed
+    assert list(differences(used(here / "used"), used(tmp_path / "there"))) == []
+    assert distance(last_weights(here / "run"), last_weights(runs / "there")) < 1e-4
+    deadline = time.monotonic() + 60
+    while left_behind(cluster, tmp_path):  # the worker of the node that is gone: its agent gives it time to save
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def last_of(events):
+    """The last change of an elastic job's workers."""
+    return [event for event in events if event.startswith("worker_")][-1]
 
 
 def events(runs):
     """What the journal of the only run has noted."""
-    [path] = runs.glob("*/journal.jsonl")
-    return [json.loads(line)["event"] for line in path.read_text().splitlines()]
+    text = "".join(path.read_text() for path in runs.glob("*/journal.jsonl"))
+    return [json.loads(line)["event"] for line in text.splitlines()]
 
 
 @pytest.mark.timeout(600)
@@ -119,7 +169,7 @@ def test_one_worker_is_stopped_and_goes_on_to_the_weights_of_a_run_here(cluster,
     go = tmp_path / "go"
     monkeypatch.setenv("ELASTIC_GO", str(go))
     options = ["task.py:Held", *OPTIONS, "--epochs=1", "--checkpoint-every=9"]
-    stopped = on_ray(cluster, *options, workers=1)
+    stopped = on_ray(cluster, *options, workers="--workers=1")
     wait_for(lambda: [*tmp_path.glob("runs/*/checkpoints/step-00000009")], stopped)
     stopped.send_signal(signal.SIGTERM)
     out, err = stopped.communicate(timeout=200)
@@ -127,10 +177,10 @@ def test_one_worker_is_stopped_and_goes_on_to_the_weights_of_a_run_here(cluster,
     found = json.loads(out)
     assert found["backend"] == "single"
     assert found["steps"] < 101
-    assert not left_behind(tmp_path)
+    assert not left_behind(cluster, tmp_path)
 
     go.touch()
-    there = on_ray(cluster, *options, f"--run-dir={found['run_dir']}", workers=1)
+    there = on_ray(cluster, *options, f"--run-dir={found['run_dir']}", workers="--workers=1")
     here = tfloop("train", *options, "--run-dir=local")
     out, err = there.communicate(timeout=200)
     assert there.returncode == 0, err
@@ -160,7 +210,7 @@ def test_what_does_not_fit_the_cluster_is_said_before_anything_starts(cluster, t
     out, err = outside.communicate(timeout=100)
     assert (outside.returncode, out) == (2, "")
     assert "127.0.0.1: has no ../task.py:Held: Ray brings only what is in " in err.splitlines()[-1]
-    assert not left_behind(tmp_path)
+    assert not left_behind(cluster, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
@@ -183,6 +233,15 @@ def test_no_cluster(tmp_path):
     assert f"--address 127.0.0.2:{port}: no Ray cluster there (" in done.stderr.splitlines()[-1]
 
 
+def test_no_answer(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        done = tfloop("train", "digits", "--launcher=ray", f"--address={address}", "--start-timeout=2")
+    assert done.returncode == 2
+    message = done.stderr.splitlines()[-1]
+    assert f"--address {address}: no answer within 2 s (--start-timeout); if it asks for a token, set " in message
+
+
 def test_ray_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     done = CliRunner().invoke(cli.app, ["train", "digits", "--launcher=ray", "--workers=2"])
@@ -197,7 +256,6 @@ def test_ray_is_not_installed(monkeypatch):
         (["--launcher", "ray", "--workers", "2", "--backend", "mirrored"], "use horovod or multiworker"),
         (["--launcher", "ray", "--workers", "2", "--backend", "single"], "use horovod or multiworker"),
         (["--launcher", "ray", "--hosts", "a,b"], "--launcher ray with --hosts a,b: leave one of them out"),
-        (["--launcher", "ray", "--elastic", "1:3"], "--launcher ray with --elastic 1:3: leave one of them out"),
         (["--launcher", "ray", "--workers", "2", "--cpus-per-worker", "0"], "--cpus-per-worker 0: give a whole number"),
         (["--launcher", "ray", "--workers", "2", "--placement", "near"], "--placement near: give pack or spread"),
         (["--launcher", "ray", "--workers", "2", "--address", "ray://h:1"], "--address ray://h:1: give HOST:PORT"),
