@@ -5,6 +5,7 @@ Imports no TensorFlow.
 
 from loop.commands.runs.comparison import compare
 from loop.commands.runs.details import show, shown_as_json
+from loop.commands.runs.differences import diff
 from loop.commands.runs.directories import ROOT, checkpointed, locate, named
 from loop.commands.runs.events import event_line, tail
 from loop.commands.runs.fields import FIELDS
@@ -12,6 +13,6 @@ from loop.commands.runs.listing import as_json, listed, table
 from loop.commands.runs.removal import check_removable, remove, size
 
 __all__ = [
-    "FIELDS", "ROOT", "as_json", "check_removable", "checkpointed", "compare", "event_line", "listed",
+    "FIELDS", "ROOT", "as_json", "check_removable", "checkpointed", "compare", "diff", "event_line", "listed",
     "locate", "named", "remove", "show", "shown_as_json", "size", "table", "tail",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[Render
     by_letter = dict(zip(LETTERS, records, strict=False))
     parts: list[RenderableType] = [f"{letter}  {record.name}" for letter, record in by_letter.items()]
 
-    different = _differences(records)
+    different = differences(records)
     if different:
         parts += ["", *terminal.tables(different, ["differs", *by_letter])]
     else:
@@ -52,7 +52,7 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[Render
     return parts
 
 
-def _differences(records: Sequence[Record]) -> list[list[str]]:
+def differences(records: Sequence[Record]) -> list[list[str]]:
     """A row for each value that isn't the same in all runs: its name, and what each run has."""
     rows = _differing("", [_facts(record) for record in records])
     for group, label in _LABELS.items():

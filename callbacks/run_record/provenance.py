@@ -1,0 +1,166 @@
+"""Where the numbers of a run come from: code, commit, changes that were not committed, lock file, command, host.
+
+The facts are recorded in `run.json` under `provenance`. The texts are kept below `source/` in the run directory: the
+task's file, and the changes since the commit. They are shown (`tfloop runs diff`), and never imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from callbacks import files
+from callbacks.run_record.redaction import HIDDEN, is_secret, mask
+
+FOLDER = "source"
+"""The folder of a run directory with the texts."""
+LOCKS = ("uv.lock", "poetry.lock", "pdm.lock", "requirements.lock", "requirements.txt")
+"""The names of files that fix the versions of packages, the most exact first."""
+IMAGES = ("TFLOOP_IMAGE", "CONTAINER_IMAGE", "SINGULARITY_CONTAINER", "APPTAINER_CONTAINER")
+"""Environment variables that name the container image, in this order."""
+
+_ASSIGNED = re.compile(r"\b([A-Za-z_]\w*)(\s*(?::[^=\n]*)?=\s*)([\"'])[^\"'\n]*\3")
+_LONGEST = 1 << 20  # bytes of a text that is kept
+_SECONDS = 5.0  # for git, which may have to read a slow disk
+
+# A repository can name programs that git runs while it compares files. None of them is run.
+_GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+_DIFF = ("diff", "--no-ext-diff", "--no-textconv", "HEAD")
+
+
+def collect(run_dir: Path, task_file: Path | None) -> dict[str, object]:
+    """Collects where a run comes from, and keeps its texts.
+
+    What can't be found out is left out: a run never fails for it.
+
+    Args:
+        run_dir: the run directory.
+        task_file: the file of the task's class; None: it has none, as in a notebook.
+
+    Returns:
+        JSON values: `command`, `host`, and where there are any `image`, `task_file`, `task_sha256`, `task_copy`,
+        `lock_file`, `lock_sha256`, `commit`, `branch`, `changed` (the number of changed files), `diff_sha256`,
+        `diff_copy`. Copies are paths in the run directory.
+    """
+    facts: dict[str, object] = {"command": mask(" ".join(sys.argv)), "host": platform.node()}
+    image = next((os.environ[name] for name in IMAGES if os.environ.get(name)), "")
+    if image:
+        facts["image"] = mask(image)
+    if task_file is None:
+        return facts
+
+    content = _content(task_file)
+    if content is not None:
+        facts |= {"task_file": str(task_file), **_kept(run_dir, "task", task_file.suffix, content)}
+    lock = _lock_file(task_file.parent)
+    if lock is not None:
+        facts |= {"lock_file": str(lock), "lock_sha256": _digest(lock.read_bytes())}
+    return facts | _commit(run_dir, task_file.parent)
+
+
+def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
+    """A text that a run has kept; None if there is none.
+
+    Args:
+        run_dir: the run directory.
+        provenance: the facts in its `run.json`, which may be damaged or a stranger's.
+        what: `task` or `diff`.
+    """
+    name = provenance.get(f"{what}_copy")
+    if not isinstance(name, str) or Path(name).name != name:
+        return None
+    try:
+        return files.read(run_dir / FOLDER / name, _LONGEST).decode(errors="replace")
+    except (OSError, files.FileError):
+        return None
+
+
+def _commit(run_dir: Path, folder: Path) -> dict[str, object]:
+    """The commit of the folder's repository, and what was changed since."""
+    status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    if status is None:
+        return {}
+    facts: dict[str, object] = {}
+    changed = 0
+    for line in status.decode(errors="replace").splitlines():
+        if line.startswith("# branch.oid "):
+            facts["commit"] = line.split()[2]
+        elif line.startswith("# branch.head "):
+            facts["branch"] = line.split(maxsplit=2)[2]
+        elif not line.startswith("#"):
+            changed += 1
+    facts["changed"] = changed
+    diff = _git(folder, *_DIFF) if changed else None
+    return facts | (_kept(run_dir, "diff", ".diff", diff) if diff else {})
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """What git prints about a folder; None if there is no git or no repository, or if it takes too long."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            [*_GIT, "-C", str(folder), *arguments],
+            env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _kept(run_dir: Path, what: str, suffix: str, content: bytes) -> dict[str, object]:
+    """Keeps a text in the run directory, with its hash in the name: a later attempt writes over no other text."""
+    digest = _digest(content)
+    facts: dict[str, object] = {f"{what}_sha256": digest}
+    if len(content) > _LONGEST:
+        return facts
+    name = f"{what}-{digest[:12]}{suffix}"
+    try:
+        folder = files.make_directory(run_dir / FOLDER)
+        if not files.is_plain(folder / name):
+            files.write_text(folder / name, _masked(content.decode(errors="replace")))
+    except (OSError, files.FileError):
+        return facts
+    return facts | {f"{what}_copy": name}
+
+
+def _masked(code: str) -> str:
+    """Code without secrets, also those that it assigns to a name: `API_TOKEN = "..."`."""
+
+    def hide(assigned: re.Match[str]) -> str:
+        name, sign, quote = assigned.groups()
+        return f"{name}{sign}{quote}{HIDDEN}{quote}" if is_secret(name) else assigned[0]
+
+    return mask(_ASSIGNED.sub(hide, code))
+
+
+def _lock_file(folder: Path) -> Path | None:
+    """The lock file of the nearest folder, from this one upward, that has one."""
+    for parent in (folder, *folder.parents):
+        for name in LOCKS:
+            if (parent / name).is_file():
+                return parent / name
+        if (parent / ".git").exists():
+            break
+    return None
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file, as hexadecimal digits; "" if it can't be read."""
+    content = _content(path)
+    return "" if content is None else _digest(content)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

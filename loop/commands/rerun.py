@@ -1,0 +1,179 @@
+"""`tfloop rerun`: trains a run again, with the same code, settings and data, and compares the bits of the weights."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from callbacks.run_record import provenance
+from callbacks.run_record.record import Record
+from callbacks.run_record.redaction import HIDDEN, tell
+from loop.commands.config import Option
+from loop.errors import PREEMPTED, TrainingError, UsageError
+
+_COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
+_UNUSED = ("backend", "resume", "accept_changes", "profile", "stall_timeout")
+"""Options that decide no number, or that are given in another way."""
+_DEVICES = ("mirrored", "central")
+"""Backends whose replicas are devices of one process."""
+
+
+class Rerun(NamedTuple):
+    """How a second training has come out.
+
+    Attributes:
+        first: the run directory of the first one.
+        second: that of the second one.
+        steps: the steps of both.
+        variables: how many variables were compared.
+        differing: those whose bits differ: their names, and the greatest differences.
+    """
+
+    first: Path
+    second: Path
+    steps: tuple[int, int]
+    variables: int
+    differing: dict[str, float]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the second training has come to the same bits."""
+        return not self.differing and self.steps[0] == self.steps[1]
+
+
+def arguments(record: Record, options: Mapping[str, Option]) -> list[str]:
+    """The options of `tfloop train` with which a run is made again.
+
+    Args:
+        record: of the run.
+        options: those that can be typed, by their long names without dashes.
+
+    Raises:
+        UsageError: the run isn't one that has the same bits twice.
+    """
+    _check(record)
+    typed = [f"--backend={record.backend}"]
+    parallel = record.replicas if record.backend in _DEVICES else record.workers
+    if (parallel or 1) > 1:
+        typed.append(f"--workers={parallel}")
+    for name, value in record.options.items():
+        flag = name.replace("_", "-")
+        if name not in _UNUSED and value is not None and flag in options:
+            typed += _typed(flag, value, options[flag])
+    for name, value in record.hyperparameters.items():
+        text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+        if HIDDEN in text:
+            tell(f"note: {name}: a run does not record secrets, so the task's default is taken")
+        else:
+            typed.append(f"--set={name}={text}")
+    return typed
+
+
+def _typed(flag: str, value: object, option: Option) -> list[str]:
+    if value is True:
+        return [f"--{flag}"]
+    if value is False:
+        return [option.off] if option.off else []
+    return [f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"]
+
+
+def _check(record: Record) -> None:
+    """Refuses a run that can't be made again with the same bits."""
+    if record.status != "finished":
+        raise UsageError(f"{record.path} is {record.status or 'no run'}, and not finished: let it end first")
+    if record.backend == "parameter_server":
+        raise UsageError(f"{record.path}: parameter_server trains asynchronously, so no two runs have the same bits")
+
+
+def changes(record: Record) -> Iterator[str]:
+    """What has changed since a run that may change its numbers, each as a line."""
+    file = record.provenance.get("task_file")
+    kept = record.provenance.get("task_sha256")
+    if isinstance(file, str) and kept and kept != provenance.digest(Path(file)):
+        yield f"{file} has changed since: tfloop runs diff shows where"
+    for name, recorded in record.versions.items():
+        version = _version(name)
+        if version != recorded:
+            yield f"{name} was {recorded}, and is {version}"
+
+
+def _version(name: str) -> str:
+    """The version of a package, or of Python."""
+    if name == "python":
+        return sys.version.split()[0]
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def train(target: str, options: list[str], run_dir: Path | None) -> Path:
+    """Trains in a process of its own, which says on stderr how far it is. Returns its run directory.
+
+    Raises:
+        UsageError: it could not start.
+        TrainingError: it failed, or was stopped.
+    """
+    own = ["--track=off", "--resume=never", "--json", *([f"--run-dir={run_dir}"] if run_dir else [])]
+    done = subprocess.run([*_COMMAND, target, *options, *own], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        why = "was stopped" if done.returncode == PREEMPTED else f"ended with exit code {done.returncode}"
+        raise (UsageError if done.returncode == 2 else TrainingError)(f"the second training {why}: see above")
+    return Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
+
+
+def compare(first: Path, second: Path) -> Rerun:
+    """Compares the weights that two runs have as their result, bit by bit."""
+    import numpy as np
+
+    from loop.checkpoint import checkpoint_files
+    from loop.run import run_directory
+    from loop.run.state import averaged
+
+    weights = []
+    steps = []
+    for path in (first, second):
+        checkpoint, manifest = run_directory.locate_weights(path)
+        steps.append(int(manifest["step"]))
+        arrays = averaged(checkpoint_files.read(checkpoint, manifest))
+        # `model/00003:dense/kernel`: by number alone, since Keras counts names up from fit to fit in a process.
+        weights.append({name.partition(":")[0]: array for name, array in arrays.items() if name.startswith("model/")})
+    differing: dict[str, float] = {}
+    for name in sorted(weights[0].keys() | weights[1].keys()):
+        one, other = weights[0].get(name), weights[1].get(name)
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            differing[name] = float("nan")
+        elif one.tobytes() != other.tobytes():
+            differing[name] = float(np.max(np.abs(one.astype("float64") - other.astype("float64"))))
+    return Rerun(first, second, (steps[0], steps[1]), len(weights[0]), differing)
+
+
+def lines(report: Rerun) -> Iterator[tuple[str, bool | None]]:
+    """The result for people: each line, and whether it is good news."""
+    yield f"again in {report.second}", None
+    if report.exact:
+        yield f"the same weights to the bit: {report.variables} variables after {report.steps[0]:,} steps", True
+        return
+    if report.steps[0] != report.steps[1]:
+        yield f"{report.steps[1]:,} steps instead of {report.steps[0]:,}", False
+    if report.differing:
+        name, most = max(report.differing.items(), key=lambda item: item[1])
+        yield f"{len(report.differing)} of {report.variables} variables differ, {name} the most, by {most:.3g}", False
+    yield f"tfloop runs diff {report.first} {report.second} shows what differs in code, data and settings", None
+
+
+def as_json(report: Rerun) -> dict[str, object]:
+    """The result as JSON values."""
+    return {
+        "exact": report.exact,
+        "first": str(report.first),
+        "second": str(report.second),
+        "steps": list(report.steps),
+        "variables": report.variables,
+        "differing": report.differing,
+    }

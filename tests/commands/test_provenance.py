@@ -1,0 +1,156 @@
+"""Where a run comes from: what is recorded, `tfloop runs diff` and `tfloop rerun`."""
+
+import json
+import subprocess
+
+import pytest
+
+from callbacks.run_record import provenance
+from callbacks.run_record.record import read
+
+TASK = """
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+
+from loop import ArrayData, TrainTask
+
+API_TOKEN = "not-to-be-shown-12345"
+
+
+@dataclass
+class Line(TrainTask):
+    width: int = 4
+    rates: tuple[float, ...] = (0.1, 0.2)
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(self.width, "tanh"), keras.layers.Dense(1)])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(self.rates[0])
+
+    def train_data(self):
+        inputs = np.arange(60, dtype="float32").reshape(20, 3) / 60
+        return ArrayData(inputs, inputs.sum(-1, keepdims=True))
+
+    def compute(self, model, batch, training):
+        inputs, targets = batch
+        return {"loss": keras.losses.mean_squared_error(targets, model(inputs, training=training))}
+"""
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A repository with a task, a lock file and one commit; the working directory."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "line.py").write_text(TASK)
+    (folder / "requirements.lock").write_text("keras==3\n")
+    git(folder, "init", "-q", "-b", "trunk")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "begin")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def train(command, run_dir, *more):
+    code, _, problem = command("train", "line.py:Line", "--epochs", 2, "--track", "off", "--run-dir", run_dir, *more)
+    assert code == 0, problem
+
+
+def test_a_run_records_where_it_comes_from_and_diff_shows_the_changed_line(project, command):
+    train(command, "a")
+    first = read(project / "a")
+    assert first.provenance["branch"] == "trunk"
+    assert first.provenance["changed"] == 0
+    assert first.provenance["lock_file"] == str(project / "requirements.lock")
+    assert first.data["train"]["examples"] == 20
+
+    changed = TASK.replace('"tanh"', '"relu"')
+    (project / "line.py").write_text(changed)
+    train(command, "b", "--set", "width=5")
+    code, shown, _ = command("runs", "diff", "a", "b")
+    assert code == 0
+    assert '-        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(self.width, "tanh")' in shown
+    assert '+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(self.width, "relu")' in shown
+    assert "changes since the commit" in shown
+    [row] = [line for line in shown.splitlines() if line.startswith("width")]
+    assert row.split() == ["width", "4", "5"]
+    assert "train data" not in shown  # it is the same
+
+    for path in (project / "b").rglob("*"):
+        if path.is_file():
+            assert b"not-to-be-shown-12345" not in path.read_bytes(), path
+
+
+def test_rerun_has_the_same_bits_and_says_what_has_changed(project, command):
+    train(command, "a", "--set", "rates=0.05,0.3", "--batch-size", 6, "--no-shuffle", "--clip-norm", "0.5")
+    code, shown, said = command("rerun", "a", "--run-dir", "again")
+    assert (code, "the same weights to the bit: 4 variables after 8 steps" in shown) == (0, True), said
+    assert read(project / "again").options["shuffle"] is False
+    assert "has changed since" not in said
+
+    (project / "line.py").write_text(TASK.replace('"tanh"', '"relu"'))
+    code, shown, said = command("rerun", "a", "--run-dir", "other", "--json")
+    assert code == 1
+    assert "line.py has changed since: tfloop runs diff shows where" in said
+    report = json.loads(shown.splitlines()[-1])
+    assert not report["exact"]
+    assert set(report["differing"]) <= {"model/00000", "model/00001", "model/00002", "model/00003"}
+    assert report["differing"]
+
+
+def test_what_cannot_be_made_again_is_refused(project, command):
+    train(command, "a")
+    about = json.loads((project / "a" / "run.json").read_text())
+    for change, message in [
+        ({"status": "preempted"}, "a is preempted, and not finished: let it end first"),
+        ({"backend": "parameter_server"}, "parameter_server trains asynchronously"),
+    ]:
+        (project / "a" / "run.json").write_text(json.dumps(about | change))
+        code, _, said = command("rerun", "a")
+        assert (code, message in said) == (2, True), said
+
+
+def test_code_that_a_strange_directory_names_is_not_run(project, command, tmp_path):
+    train(command, "a")
+    (project / "a").rename(tmp_path / "strange")
+    code, _, said = command("rerun", tmp_path / "strange")
+    assert (code, "you haven't trained there on this machine" in said) == (2, True), said
+
+
+@pytest.mark.parametrize("name", ["../run.json", "/etc/passwd", "link", "none", 3, None])
+def test_only_plain_files_in_the_folder_of_texts_are_shown(name, tmp_path):
+    folder = tmp_path / provenance.FOLDER
+    folder.mkdir()
+    (tmp_path / "run.json").write_text("{}")
+    (folder / "link").symlink_to("/etc/passwd")
+    assert provenance.text(tmp_path, {"task_copy": name}, "task") is None
+
+
+def test_no_program_that_a_repository_names_is_run(project):
+    (project / "evil").write_text(f"#!/bin/sh\ntouch {project}/ran\n")
+    (project / "evil").chmod(0o755)
+    for key in ("core.fsmonitor", "diff.external", "diff.evil.textconv", "diff.evil.command"):
+        git(project, "config", key, str(project / "evil"))
+    (project / ".gitattributes").write_text("*.py diff=evil\n")
+    (project / "line.py").write_text(TASK + "\n")
+    (project / "run").mkdir()
+    facts = provenance.collect(project / "run", project / "line.py")
+    assert facts["changed"] == 1
+    assert "+" in provenance.text(project / "run", facts, "diff")
+    assert not (project / "ran").exists()
+
+
+def test_without_git_and_without_a_file_there_is_less_and_no_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "task.py").write_text("")
+    facts = provenance.collect(tmp_path, tmp_path / "task.py")
+    assert {"commit", "changed"}.isdisjoint(facts)
+    assert set(provenance.collect(tmp_path, None)) == {"command", "host"}
