@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from callbacks.files import original_path
 from loop.errors import UsageError
 from loop.options import Phase
+
+if TYPE_CHECKING:  # a command that only looks for the task needs no TensorFlow
+    import keras
+    import tensorflow as tf
+
+    from callbacks import Callback
+
+# `Any`, because each task uses other types: they are here so that signatures say what is meant.
+Model: TypeAlias = Any
+"""A `keras.Model` of Keras 3, a `tf_keras.Model`, or any `tf.Module`."""
+Optimizer: TypeAlias = Any
+"""A Keras optimizer of the model's family, or a dict of them by name."""
+Batch: TypeAlias = Any
+"""Examples, stacked along the first axis: a tensor, or a tuple, list or dict of tensors."""
+Dataset: TypeAlias = Any
+"""`ArrayData`, `StreamData`, `IndexedData`, or an unbatched `tf.data.Dataset` of examples."""
+Values: TypeAlias = dict[str, Any]
+"""What `compute` returns: tensors by name; for a metric of `build_metrics`, a tensor or a tuple of them."""
+
+
+class Step(Protocol):
+    """One step while it is traced, as `TrainTask.train_step` sees it."""
+
+    def minimize(self, values: Callable[[Batch], Values], optimizer: str = "") -> dict[str, tf.Tensor]:
+        """See `TrainTask.train_step`."""
 
 
 class TrainTask:
@@ -32,18 +57,18 @@ class TrainTask:
     loss_reduction: str = "mean"
     repeated_rows: str = "summed"
 
-    def build_model(self) -> Any:
+    def build_model(self) -> Model:
         """Returns a `keras.Model` (Keras 3), a `tf_keras.Model`, or any `tf.Module`, with all its variables."""
         raise UsageError(f"{type(self).__name__} has no build_model(): define it and return the model")
 
-    def build_optimizer(self) -> Any:
+    def build_optimizer(self) -> Optimizer:
         """Returns a Keras optimizer of the model's family (for a plain `tf.Module`: of either family).
 
         Or it returns a dict of optimizers by name: each trains the variables that `optimizer_variables` returns.
         """
         raise UsageError(f"{type(self).__name__} has no build_optimizer(): define it and return a Keras optimizer")
 
-    def optimizer_variables(self, model: Any, names: list[str]) -> dict[str, Any]:
+    def optimizer_variables(self, model: Model, names: list[str]) -> dict[str, list[keras.Variable | tf.Variable]]:
         """The variables that each of several optimizers trains.
 
         Args:
@@ -56,19 +81,20 @@ class TrainTask:
         """
         parts = {}
         for name in names:
-            part: Any = getattr(model, name, None)
+            part = getattr(model, name, None)
             if part is None:
-                part = next((layer for layer in getattr(model, "layers", []) if layer.name == name), None)
-            if not hasattr(part, "trainable_variables"):
+                part = _layer(model, name)
+            variables = getattr(part, "trainable_variables", None)
+            if variables is None:
                 raise UsageError(
                     f"build_optimizer() has an optimizer {name!r}, but the model has no attribute or layer of that "
                     f"name: define optimizer_variables(self, model, names) in {type(self).__name__}, and return the "
                     "variables of each"
                 )
-            parts[name] = part.trainable_variables
+            parts[name] = variables
         return parts
 
-    def build_metrics(self) -> dict[str, Any]:
+    def build_metrics(self) -> dict[str, keras.Metric]:
         """Returns metrics that aren't means over examples: `keras.metrics` (AUC, F1Score, ...), by name.
 
         `compute` returns under the same name the arguments of the metric's update: a tensor, or a tuple such as
@@ -87,32 +113,32 @@ class TrainTask:
         """
         return []
 
-    def begin_phase(self, model: Any, phase: Phase) -> None:
+    def begin_phase(self, model: Model, phase: Phase) -> None:
         """Called at the start of each phase, before its data and optimizer are made.
 
         Freeze (`layer.trainable = False`) and unfreeze layers here. A resumed run calls it for each phase so far, so
         the changes must depend only on the phase and the model.
         """
 
-    def build_callbacks(self) -> list[Any]:
+    def build_callbacks(self) -> list[Callback]:
         """Returns callbacks for each run of the task, such as `[callbacks.ShardData("file")]`.
 
         Each replaces the standard callback of its class; callbacks that are passed to `fit` win.
         """
         return []
 
-    def _prepare(self, model: Any, example: Any) -> None:
+    def _prepare(self, model: Model, example: Batch) -> None:
         """Called with the model and a few examples, before `build_metrics`; `KerasTask` overrides it."""
 
-    def train_data(self) -> Any:
+    def train_data(self) -> Dataset:
         """Returns `ArrayData(...)`, `StreamData(...)`, or an unbatched `tf.data.Dataset` of examples."""
         raise UsageError(f"{type(self).__name__} has no train_data(): define it and return ArrayData(...)")
 
-    def eval_data(self) -> Any:
+    def eval_data(self) -> Dataset | None:
         """The same for evaluation; None for no evaluation."""
         return None
 
-    def compute(self, model: Any, batch: Any, training: bool) -> dict[str, Any]:
+    def compute(self, model: Model, batch: Batch, training: bool) -> Values:
         """The values of each example. It is traced into the compiled step.
 
         Args:
@@ -131,7 +157,7 @@ class TrainTask:
         """
         raise UsageError(f"{type(self).__name__} has no compute(): define it and return a dict with per-example 'loss'")
 
-    def train_step(self, model: Any, step: Any) -> None:
+    def train_step(self, model: Model, step: Step) -> None:
         """One training step, traced into the compiled loop. Override it for more than one loss.
 
         A GAN, whose two optimizers have the names of two parts of its model, makes a step with each:
@@ -149,7 +175,28 @@ class TrainTask:
         """
         step.minimize(lambda batch: self.compute(model, batch, training=True))
 
-    def sample(self, model: Any, batch: Any) -> Any:
+    def predict(self, model: Model, batch: Batch) -> Batch:
+        """What `loop.predict` and `tfloop predict` write for each example. It is traced into a compiled function.
+
+        Args:
+            model: what `build_model` returned.
+            batch: examples, stacked, as for `compute`; or the inputs alone, where they are read from a file: an array,
+                or a dict of arrays.
+
+        Returns:
+            A tensor of shape `[n, ...]`, or a dict or tuple of them. By default, what the model returns where `compute`
+            calls it first, with `training=False`.
+        """
+        with ModelCalls(model) as calls:
+            self.compute(model, batch, training=False)
+        if not calls.results:
+            raise UsageError(
+                f"compute() of {type(self).__name__} never calls the model as model(...), so that its outputs aren't "
+                f"known: define predict(self, model, batch) in {type(self).__name__}, and return a value per example"
+            )
+        return calls.results[0]
+
+    def sample(self, model: Model, batch: Batch) -> list[str] | dict[str, tf.Tensor]:
         """What `callbacks.SamplePredictions` shows of some examples. By default for examples (inputs, labels, ...).
 
         Args:
@@ -168,7 +215,56 @@ class TrainTask:
         return {"input": batch[0], "label": batch[1], "prediction": model(batch[0], training=False)}
 
 
-def check_is_task(task: Any) -> None:
+def _layer(model: Model, name: str) -> keras.Layer | None:
+    """The model's first layer of this name."""
+    for layer in getattr(model, "layers", []):
+        if layer.name == name:
+            return layer
+    return None
+
+
+class ModelCalls:
+    """Within it, the results of calls `model(...)` are noted.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        results: what the calls have returned so far, in order.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.results: list[Any] = []
+        self._model = model
+        self._kind: Any = type(model)
+
+    def __enter__(self) -> ModelCalls:
+        """Listens, if the model can be called at all."""
+        self._own = "__call__" in vars(self._kind)
+        self._listens = callable(self._model)
+        if self._listens:
+            self._original = self._kind.__call__
+            self._kind.__call__ = self._listening(self._original)
+        return self
+
+    def _listening(self, original: Any) -> Any:
+        def call(model: Model, *args: Any, **kwargs: Any) -> Any:
+            result = original(model, *args, **kwargs)
+            if model is self._model:
+                self.results.append(result)
+            return result
+
+        return call
+
+    def __exit__(self, *error: object) -> None:
+        """Gives the model's class its own method back."""
+        if self._listens and self._own:
+            self._kind.__call__ = self._original
+        elif self._listens:
+            del self._kind.__call__
+
+
+def check_is_task(task: object) -> None:
     """Refuses an object that `fit` can't train.
 
     Raises:
@@ -183,7 +279,7 @@ def check_is_task(task: Any) -> None:
         )
 
 
-def hyperparameters(task: TrainTask) -> dict[str, Any]:
+def hyperparameters(task: TrainTask) -> dict[str, object]:
     """The task's dataclass fields and their values; {} if it isn't a dataclass."""
     if not dataclasses.is_dataclass(task):
         return {}

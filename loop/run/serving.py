@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from loop.checkpoint.writer import arrays
@@ -20,18 +21,30 @@ from loop.step.example_trace import of_size, put_back
 from loop.step.replica import probing
 from loop.step.sharding import SlicedVariable
 from loop.step.tracing import as_written
-from loop.task import TrainTask
+from loop.task import Batch, Model, TrainTask
 
 if TYPE_CHECKING:
     from loop.run.run import Run
 
 
-def examples_for(built: BuiltModel, example: Any) -> Any:
+T = TypeVar("T")
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call, by position and by name: tensors in any structure, and other values."""
+
+Outputs: TypeAlias = tf.Tensor | dict[str, tf.Tensor]
+"""One tensor as it is; several by name."""
+
+ServedArrays: TypeAlias = np.ndarray | dict[str, np.ndarray]
+"""The same as arrays."""
+
+
+def examples_for(built: BuiltModel, example: Batch) -> Batch:
     """Examples for a model to be called with: as many as it takes, if it takes batches of one size alone."""
     return example if built.fixed_rows is None else of_size(example, built.fixed_rows)
 
 
-def export_run(run: Run, out: Path) -> tuple[Any, Any]:
+def export_run(run: Run, out: Path) -> tuple[ServedArrays, ServedArrays]:
     """Writes the model of a run that is under way as a SavedModel; see `Run.export`."""
     weights = {}
     for name, variable in named_variables(run).items():
@@ -76,18 +89,19 @@ def _longer_shapes(task: TrainTask, built: BuiltModel, source: Source) -> list[t
     return [tensor.shape for tensor in named_tensors(call, "input").values()]
 
 
-def call_of(task: TrainTask, model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_of(task: TrainTask, model: Model, batch: Batch) -> Arguments:
     """The arguments with which `compute` calls the model first, on a batch that is evaluated."""
-    kind: Any = type(model)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    kind = type(model)
+    calls: list[Arguments] = []
     if callable(model):
         original = kind.__call__
 
-        def listening(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def listening(self: Model, *args: Any, **kwargs: Any) -> Any:
             if self is model:
                 calls.append((args, kwargs))
             return original(self, *args, **kwargs)
 
+        # On the class, where Python looks up `model(...)`; it is put back as it was, or removed if it was inherited.
         own = "__call__" in vars(kind)
         kind.__call__ = listening
         try:
@@ -119,13 +133,13 @@ class Served(tf.Module):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         other_shapes: Sequence[tf.TensorShape] = (),
     ) -> None:
         super().__init__()
-        self.model: Any = model
+        self.model: Model = model
         inputs = named_tensors((args, kwargs), "input")
         if not inputs:
             raise UsageError("compute() calls the model without a tensor: there is nothing to serve")
@@ -144,33 +158,33 @@ class Served(tf.Module):
         shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])
         others = self._other_shapes.value
         if len(others) == len(self._inputs.value) and others[index].rank == shape.rank:
-            sizes = zip(shape, others[index], strict=True)
-            shape = tf.TensorShape([size if size == other else None for size, other in sizes])
+            shape = _common_shape(shape, others[index])
+        # The model's own shape wins, if its inputs are those of this call.
         if len(known) == len(self._inputs.value) and tf.TensorShape(known[index]).is_compatible_with(leaf.shape):
             shape = tf.TensorShape(known[index])
         return tf.TensorSpec(shape, leaf.dtype, name)
 
-    def _serve(self, inputs: Any) -> Any:
+    def _serve(self, inputs: Outputs) -> Outputs:
         return self.call(inputs if isinstance(inputs, dict) else {next(iter(self._inputs.value)): inputs})
 
-    def call(self, inputs: dict[str, tf.Tensor]) -> Any:
-        """The model's outputs: a tensor, or tensors by name."""
+    def call(self, inputs: dict[str, tf.Tensor]) -> Outputs:
+        """The model's outputs."""
         tensors = iter([inputs[name] for name in self._inputs.value])
         args, kwargs = keras.tree.map_structure(
             lambda leaf: next(tensors) if tf.is_tensor(leaf) else leaf, self._call.value
         )
         return plain_outputs(as_written(called)(self.model, args, kwargs))
 
-    def example(self) -> Any:
+    def example(self) -> ServedArrays:
         """The examples that it was made with, as `serve` takes them."""
-        arrays_ = {name: tensor.numpy() for name, tensor in self._inputs.value.items()}
-        return arrays_ if len(arrays_) > 1 else next(iter(arrays_.values()))
+        by_name = arrays(self._inputs.value)
+        return by_name if len(by_name) > 1 else next(iter(by_name.values()))
 
-    def outputs(self) -> Any:
+    def outputs(self) -> ServedArrays:
         """The outputs of `serve` for these examples."""
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), self.serve(self.example()))
 
-    def skeleton(self) -> Any:
+    def skeleton(self) -> object:
         """The arguments of the model as JSON values; an input is `{"input": name}`."""
         names = iter(self._inputs.value)
         return keras.tree.map_structure(
@@ -178,19 +192,27 @@ class Served(tf.Module):
         )
 
 
-class Hidden:
+class Hidden(Generic[T]):
     """Hides a value in a `tf.Module` from TensorFlow, which would save it with the module."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: T) -> None:
         self.value = value
 
 
-def called(model: Any, args: Any, kwargs: Any) -> Any:
+def _common_shape(shape: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:
+    """The shape with those axes open in which another one differs."""
+    sizes = []
+    for size, other_size in zip(shape, other, strict=True):
+        sizes.append(size if size == other_size else None)
+    return tf.TensorShape(sizes)
+
+
+def called(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the model. A function by itself, so that AutoGraph converts it."""
     return model(*args, **kwargs)
 
 
-def plain_outputs(outputs: Any) -> Any:
+def plain_outputs(outputs: Any) -> Outputs:
     """The outputs of a model: one tensor as it is, several by name; bfloat16, which few programs read, as float32."""
     tensors = named_tensors(outputs, "output")
     for name, tensor in tensors.items():
@@ -203,11 +225,13 @@ def named_tensors(structure: Any, kind: str) -> dict[str, tf.Tensor]:
     """The tensors of a structure, named by their keys in it; `kind_0`, `kind_1` and so on without keys."""
     tensors: dict[str, tf.Tensor] = {}
     for path, leaf in keras.tree.flatten_with_path(structure):
-        if tf.is_tensor(leaf):
-            name = "_".join(re.sub(r"\W", "_", key) for key in path if isinstance(key, str))
-            if not name or name in tensors:
-                name = f"{name or kind}_{len(tensors)}"
-            tensors[name] = leaf
+        if not tf.is_tensor(leaf):
+            continue
+        keys = [key for key in path if isinstance(key, str)]
+        name = re.sub(r"\W", "_", "_".join(keys))
+        if not name or name in tensors:
+            name = f"{name or kind}_{len(tensors)}"
+        tensors[name] = leaf
     return tensors
 
 

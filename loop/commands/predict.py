@@ -1,0 +1,282 @@
+"""`tfloop predict`: what a model predicts for each example, in order, the same bytes on any number of workers.
+
+The examples are cut into blocks of `batch_size`, and the blocks into parts. Each worker computes whole blocks on one
+device, in one graph: so the numbers of a block don't depend on how many workers there are, nor on the backend.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from callbacks.run_record.redaction import redact
+from loop.backends.base import Backend
+from loop.backends.host_collectives import fingerprint
+from loop.commands.evaluate import read_weights
+from loop.commands.prediction_files import check_names, write
+from loop.commands.prediction_output import OWN_DATA, check_data, check_out
+from loop.commands.prediction_parts import Parts, blocks_in_part, owner
+from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, StreamSource, source
+from loop.errors import TrainingError, UsageError
+from loop.model.variables import all_variables
+from loop.run import run_directory
+from loop.run.serving import Served, first_line, plain_outputs, served_by
+from loop.run.session import Session, index_of, options_and_backend
+from loop.run.state import assign, numbered, plain
+from loop.step import approximations
+from loop.step.prediction import Prediction
+from loop.step.tracing import as_written
+from loop.task import TrainTask, hyperparameters
+
+_FORMAT = 1
+
+
+def predict(
+    task: TrainTask,
+    run_or_model: Any,
+    data: Any = "eval",
+    *,
+    out: str | Path | None = None,
+    batch_size: int | None = None,
+    backend: str | Backend | None = None,
+    precision: str | None = None,
+) -> Any:
+    """Predicts for each example once, in the order of the data.
+
+    Args:
+        task: the task, with the hyperparameters of the run; its `predict` says what is predicted.
+        run_or_model: a checkpoint, or a run directory, whose weights are those that `evaluate` takes; or a model.
+        data: "eval", "train" or "test": the data of the task; or inputs alone: an array, a dict of arrays, or the path
+            of a file `.npy`, `.npz` or `.parquet`.
+        out: a file `.npy`, `.npz`, `.parquet` or `.jsonl`, written as a whole at the end. What was computed before a
+            kill isn't computed again. None: the arrays are returned.
+        batch_size: the examples in a block, which are computed at once.
+        backend: as for `fit`. Its workers share the blocks; each computes on one device.
+        precision: as for `fit`.
+
+    Returns:
+        With `out`, a dict of the file, the number of rows, and dtype and shape of the arrays, the same on all workers;
+        without it, an array, or a dict of arrays.
+
+    Raises:
+        UsageError: the data can't be predicted on, or `out` can't be written.
+    """
+    path = None if out is None else Path(out)
+    if path is not None:
+        check_out(path)
+    if isinstance(data, str | Path):
+        check_data(str(data))
+    options, backend = options_and_backend(task, {"batch_size": batch_size, "backend": backend, "precision": precision})
+    if path is None and backend.workers > 1:
+        raise UsageError(f"predict() on {backend.workers} workers returns no arrays: give out='predictions.npy'")
+    session, weights = _session(task, run_or_model, options, reads_eval=isinstance(data, str) and data == "eval")
+    examples = _source(session, data)
+    prediction = Prediction(session.built, examples, _function(session, data), session.phase_options["seed"])
+    names = _names(prediction, session, data)
+    try:
+        if path is None:
+            return _in_memory(prediction)
+        check_names(path, names)
+        about = _about(session, data, examples) | {"weights": weights}
+        return _to_file(Parts(path), prediction, about, backend)
+    finally:
+        session.data.close()
+
+
+def _session(task: TrainTask, run_or_model: Any, options: dict[str, Any], reads_eval: bool) -> tuple[Session, str]:
+    """Data and model, with its weights, on one device; and a hash of the weights."""
+    manifest: dict[str, Any] = {}
+    if isinstance(run_or_model, str | Path):
+        weights, manifest = read_weights(Path(run_or_model))
+    else:
+        weights = {}
+        for name, variable in numbered("model", all_variables(run_or_model)).items():
+            weights[name] = np.asarray(variable)
+    # The training data isn't used, unless it is asked for; the checkpoint's moving averages are loaded as the weights.
+    options |= {"eval_every": "epoch" if reads_eval else "never", "steps": 1, "shuffle": False, "ema": None}
+    options |= approximations.OFF | {"drop_remainder": False, "overfit": None, "shard_optimizer": False}
+    with run_directory.of_a_run(str(run_or_model)):
+        session = Session(task, Backend(), options, index_of(manifest, task), trained_on=1, change=_in_order)
+    assign(numbered("model", all_variables(session.built.model)), weights)
+    return session, fingerprint(*weights.values())
+
+
+def _in_order(data: Any, options: Mapping[str, Any]) -> Any:
+    """The data without buckets, which would bring its examples into another order."""
+    padding = getattr(data, "padding", None)
+    if padding is None or not padding.bucket_by:
+        return data
+    unsorted = copy.copy(data)
+    unsorted.padding = dataclasses.replace(padding, bucket_by=False)
+    return unsorted
+
+
+def _source(session: Session, data: Any) -> Source:
+    """The examples, in order.
+
+    Raises:
+        UsageError: the task has no such data, or it has no end.
+    """
+    kind = type(session.task).__name__
+    batching = BatchOptions(session.phase_options["batch_size"], prefetch=session.phase_options["prefetch"])
+    if not isinstance(data, str) or data not in OWN_DATA:
+        return source(_inputs(data), batching, f"DATA {data}" if isinstance(data, str | Path) else "data")
+    found: Source | None = session.data.train
+    if data == "eval":
+        found = session.data.eval
+    elif data == "test":
+        method: Any = getattr(session.task, "test_data", lambda: None)
+        examples = _in_order(method(), {})
+        found = None if examples is None else source(examples, batching, "test_data()")
+    if found is None:
+        raise UsageError(f"{kind}.{data}_data() returned None, or isn't defined: give other DATA, or define it")
+    if found.endless:
+        raise UsageError(f"{kind}.{data}_data() is endless: .take(n) gives it an end")
+    return found
+
+
+def _inputs(data: Any) -> Any:
+    """Inputs of the model, from a file or from arrays."""
+    if not isinstance(data, str | Path):
+        return data if isinstance(data, ArrayData | IndexedData | StreamData) else ArrayData(data)
+    path = Path(data)
+    if path.suffix != ".npz":
+        return IndexedData(str(path))
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return ArrayData({name: arrays[name] for name in arrays.files})
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"DATA {path}: it can't be read as .npz ({first_line(error)}): write it with np.savez"
+        ) from None
+
+
+def _function(session: Session, data: Any) -> Callable[[Any, Any], Any]:
+    """What is called while the forward pass is traced."""
+    task = session.task
+    own = as_written(task.predict)
+    if isinstance(data, str) and data in OWN_DATA:
+        if type(task).predict is not TrainTask.predict:
+            return own
+        return lambda model, batch: plain_outputs(own(model, batch))
+    if type(task).predict is not TrainTask.predict:
+        return own
+    served = served_by(task, session.built, session.data.eval or session.data.train)
+    return lambda model, batch: served.call(_named(served, batch))
+
+
+def _named(served: Served, batch: Any) -> dict[str, tf.Tensor]:
+    """Inputs by the names that the model's arguments have. The names don't matter where there is one of each."""
+    example = served.example()
+    wanted = example if isinstance(example, dict) else {"inputs": example}
+    arrays = batch if isinstance(batch, dict) else dict(zip(wanted, tf.nest.flatten(batch), strict=False))
+    if len(wanted) == len(arrays) == 1:
+        arrays = dict(zip(wanted, arrays.values(), strict=True))
+    missing = [name for name in wanted if name not in arrays]
+    if missing:
+        raise UsageError(
+            f"DATA has no array {missing[0]!r}: the model's inputs are {', '.join(wanted)}, the arrays are "
+            f"{', '.join(map(str, arrays))}: give them the same names"
+        )
+    return {name: _as_dtype(arrays[name], array.dtype) for name, array in wanted.items()}
+
+
+def _as_dtype(tensor: tf.Tensor, dtype: np.dtype) -> tf.Tensor:
+    return tensor if tensor.dtype == tf.string else tf.cast(tensor, dtype)
+
+
+def _names(prediction: Prediction, session: Session, data: Any) -> list[str]:
+    """Traces the forward pass; returns the names of what is predicted."""
+    try:
+        return prediction.names()
+    except Exception as error:
+        if isinstance(error.__context__, UsageError):  # AutoGraph shows the lines of the task that led to it
+            raise error.__context__ from None
+        is_of_inputs = isinstance(error, ValueError | TypeError | tf.errors.InvalidArgumentError)
+        if isinstance(error, UsageError) or not is_of_inputs or (isinstance(data, str) and data in OWN_DATA):
+            raise
+        raise UsageError(
+            f"the model can't be called with these inputs ({first_line(error)}): give arrays of the shape and dtype "
+            f"that the model of {type(session.task).__name__} takes"
+        ) from error
+
+
+def _about(session: Session, data: Any, examples: Source) -> dict[str, Any]:
+    """What the numbers depend on, as JSON; a prediction that goes on must have the same."""
+    size = None if isinstance(examples, StreamSource) else examples.size
+    batch_size = examples.options.batch_size
+    blocks = None if size is None else -(-size // batch_size)
+    in_part = blocks_in_part(blocks, batch_size)
+    return {
+        "format": _FORMAT,
+        "task": type(session.task).__name__,
+        "fields": redact(plain(hyperparameters(session.task))),
+        "data": _described(data),
+        "examples": size,
+        "batch_size": batch_size,
+        "blocks_in_part": in_part,
+        "parts": None if blocks is None else -(-blocks // in_part),
+        "precision": session.options["precision"],
+        "threads": tf.config.threading.get_intra_op_parallelism_threads(),
+    }
+
+
+def _described(data: Any) -> str:
+    """What tells data from other data."""
+    if isinstance(data, str | Path):
+        path = Path(data)
+        if str(data) in OWN_DATA:
+            return str(data)
+        return f"{path.resolve()}, {path.stat().st_size} bytes, of {path.stat().st_mtime_ns}"
+    arrays = data.arrays if isinstance(data, ArrayData) else data
+    leaves = [leaf for leaf in tf.nest.flatten(arrays) if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject]
+    return f"arrays {fingerprint(*leaves)}"
+
+
+def _in_memory(prediction: Prediction) -> Any:
+    """An array of all examples, or a dict of them."""
+    blocks = [columns for _, columns in prediction.blocks(lambda number: True)]
+    joined = {name: np.concatenate([columns[name] for columns in blocks]) for name in blocks[0]}
+    return joined["output"] if list(joined) == ["output"] else joined
+
+
+def _to_file(parts: Parts, prediction: Prediction, about: dict[str, Any], backend: Backend) -> dict[str, Any]:
+    """Computes the parts that are missing, on all workers; the chief makes the file of all of them."""
+    if not backend.is_chief:
+        _compute(parts, prediction, about, backend, [])
+        result: dict[str, Any] = backend.broadcast_json(None)
+        return result
+    with parts.held():
+        count = _compute(parts, prediction, about, backend, parts.begin(about))
+        rows = parts.read(count)
+        write(parts, rows)
+        parts.remove()
+    arrays = {name: f"{np.dtype(dtype).name}{shape}" for name, (dtype, shape) in rows.specs.items()}
+    return backend.broadcast_json({"out": str(parts.out), "rows": rows.rows, "arrays": arrays})
+
+
+def _compute(
+    parts: Parts, prediction: Prediction, about: Mapping[str, Any], backend: Backend, complete: list[int]
+) -> int:
+    """Computes this worker's share of the parts that are missing; returns how many parts there are in all."""
+    in_part = about["blocks_in_part"]
+    complete = backend.broadcast_json(complete)
+    done = set(complete)
+
+    def is_mine(block: int) -> bool:
+        part = block // in_part
+        return part not in done and owner(part, complete, backend.workers) == backend.rank
+
+    for part, blocks in itertools.groupby(prediction.blocks(is_mine), lambda block: block[0] // in_part):
+        parts.write(part, (columns for _, columns in blocks))
+    read = backend.exchange(prediction.blocks_read)[:, 0].tolist()
+    if len(set(read)) > 1:
+        raise TrainingError(f"the workers have read {read} blocks of the data: it must be the same on all of them")
+    return -(-read[0] // in_part)

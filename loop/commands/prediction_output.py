@@ -1,0 +1,121 @@
+"""What of a prediction is known without TensorFlow: the checks of what was typed, and how far its parts on disk are."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from callbacks import files
+from callbacks.progress import counted
+from loop.errors import UsageError
+from loop.launch.backend_choice import MOST_WORKERS
+from loop.launch.environment import JOB
+
+OUT_ENDINGS = (".parquet", ".npy", ".npz", ".jsonl")
+"""The ends of the names of files that can be written."""
+INPUT_ENDINGS = (".npy", ".npz", ".parquet")
+"""The ends of the names of files of inputs."""
+OWN_DATA = ("eval", "train", "test")
+"""The data of a task that can be named."""
+_MANIFEST = "manifest.json"
+
+
+def parts_directory(out: Path) -> Path:
+    """Where the parts of a prediction are until it is complete."""
+    return out.with_name(out.name + ".parts")
+
+
+def manifest_path(out: Path) -> Path:
+    """The file that says what the parts are of."""
+    return parts_directory(out) / _MANIFEST
+
+
+def check_out(out: Path) -> None:
+    """Refuses a file that can't be written, or that is there and isn't of an interrupted prediction.
+
+    Raises:
+        UsageError: why.
+    """
+    if out.suffix not in OUT_ENDINGS:
+        raise UsageError(f"--out {out}: there is no such format: give a name that ends in {', '.join(OUT_ENDINGS)}")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no directory {out.parent}: make it first")
+    if (out.exists() or out.is_symlink()) and not files.read_json(manifest_path(out)):
+        raise UsageError(f"--out {out} exists already: remove it, or give another name")
+    if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise UsageError(f"--out {out} needs pyarrow: pip install pyarrow, or give .npy, .npz or .jsonl")
+
+
+def check_data(data: str) -> None:
+    """Refuses data that can't be there.
+
+    Raises:
+        UsageError: no data of a task, and no file of inputs.
+    """
+    if data in OWN_DATA:
+        return
+    if Path(data).suffix not in INPUT_ENDINGS:
+        raise UsageError(
+            f"DATA {data!r}: give {', '.join(OWN_DATA)}, or a file that ends in {', '.join(INPUT_ENDINGS)}"
+        )
+    if not Path(data).is_file():
+        raise UsageError(f"DATA {data!r}: there is no such file")
+
+
+def threads_for(out: Path, threads: int | None) -> int:
+    """TensorFlow's threads for an operation: those of an interrupted prediction, or as many as there are cores.
+
+    The last bits of a sum depend on them: they must not depend on the number of workers.
+
+    Args:
+        out: the file.
+        threads: what was typed.
+    """
+    if threads is not None and not 1 <= threads <= MOST_WORKERS:
+        raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {MOST_WORKERS}")
+    before = files.read_json(manifest_path(out)).get("threads")
+    if threads is None and isinstance(before, int) and 1 <= before <= MOST_WORKERS:
+        return before
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return threads or cores
+
+
+@contextlib.contextmanager
+def shown_parts(out: Path) -> Iterator[None]:
+    """Within it, a bar shows on a terminal how many parts of a prediction are complete, whoever computes them.
+
+    What is on disk is counted: so it is the same with one process and with several, and goes on after a kill.
+    """
+    # A copy of stderr, because `quiet_start` turns the descriptor itself elsewhere.
+    with os.fdopen(os.dup(2), "w") as stderr:
+        if JOB in os.environ or not stderr.isatty():
+            yield
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=_show, args=(out, stderr, ended), name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _show(out: Path, stderr: Any, ended: threading.Event) -> None:
+    about: dict[str, Any] = {}
+    while not about:
+        if ended.wait(0.2):
+            return
+        about = files.read_json(manifest_path(out))
+    shown = 0
+    with counted(about.get("parts"), " parts", stderr) as move:
+        while not ended.wait(0.2):
+            complete = sum(1 for _ in parts_directory(out).glob("*.part"))
+            if complete > shown:
+                move(complete - shown)
+                shown = complete

@@ -1,0 +1,171 @@
+"""The compiled forward pass of predictions: whole blocks of examples, each in one graph wherever it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.data import EVALUATION_EPOCH, Rows, Source, StreamSource, count
+from loop.errors import UsageError
+from loop.model.variables import carried_variables, model_variables
+from loop.step.build import BuiltModel
+from loop.step.replica import Replica, within
+
+Columns = dict[str, np.ndarray]
+"""The arrays of a block by name, each with one row per example."""
+
+
+class Prediction:
+    """What is predicted for each block of a source. A block is a batch of the source: whole, on one device.
+
+    Args:
+        built: the model.
+        source: the data, not sharded.
+        predict: is called with the model and a batch while the forward pass is traced.
+        seed: of the run, for random numbers.
+
+    Attributes:
+        blocks_read: how many blocks the source has, once all of them have been iterated over.
+    """
+
+    def __init__(self, built: BuiltModel, source: Source, predict: Callable[[Any, Any], Any], seed: int) -> None:
+        self._model = built.model
+        self._source = source
+        self._predict = predict
+        self._seed = seed
+        self._fixed_rows = built.fixed_rows
+        self._check_size()
+        self.blocks_read = 0
+
+        # A forward pass may change it. Each block starts with the same state, so that their order doesn't matter.
+        self._state = [*carried_variables(self._model), *_seeds(self._model)]
+        self._initial = [variable.read_value() for variable in self._state]
+
+        # One graph for all blocks: with a graph for each size, the last block would be computed by another one.
+        specs = [_open(tensor, longer) for tensor, longer in zip(*self._examples(), strict=True)]
+        index = tf.TensorSpec([None], tf.int64)
+        signature = [specs, index, tf.TensorSpec([], tf.int64)]
+        self._forward = tf.function(self._of_block, autograph=False, input_signature=signature)
+
+    def _check_size(self) -> None:
+        size = self._source.options.batch_size
+        if self._fixed_rows not in (None, size):
+            raise UsageError(
+                f"batch_size={size}: the model takes batches of {self._fixed_rows} rows alone: give "
+                f"batch_size={self._fixed_rows} (--batch-size {self._fixed_rows})"
+            )
+
+    def _examples(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The tensors of a few examples; and the same with longer padding, where examples are padded."""
+        example = self._source.example
+        longer = self._source.longer_example()
+        return tf.nest.flatten(example), tf.nest.flatten(example if longer is None else longer)
+
+    def names(self) -> list[str]:
+        """The names of the arrays that are predicted. Traces the forward pass."""
+        return list(self._forward.get_concrete_function().structured_outputs)
+
+    def blocks(self, is_wanted: Callable[[int], bool]) -> Iterator[tuple[int, Columns]]:
+        """The blocks that are wanted, in order.
+
+        Args:
+            is_wanted: whether the block of this number is to be computed. A stream reads the others, too.
+
+        Yields:
+            The number of a block, and what is predicted for its examples.
+
+        Raises:
+            UsageError: an array has another number of rows than the block.
+        """
+        for number, rows in self._read(is_wanted):
+            self.blocks_read = number + 1
+            if rows is not None:
+                yield number, self._computed(number, rows)
+
+    def _read(self, is_wanted: Callable[[int], bool]) -> Iterator[tuple[int, Rows | None]]:
+        """The number and the rows of each block; None for a block that isn't wanted."""
+        source = self._source
+        epoch = tf.constant(EVALUATION_EPOCH, tf.int64)
+        if not isinstance(source, StreamSource):
+            assert source.steps_per_epoch is not None
+            for number in range(source.steps_per_epoch):
+                yield number, source.whole(epoch, tf.constant(number, tf.int64)) if is_wanted(number) else None
+            return
+        for number, batch in enumerate(source.start(0, 0)):
+            yield number, source.whole(epoch, tf.constant(number, tf.int64), batch) if is_wanted(number) else None
+
+    def _computed(self, number: int, rows: Rows) -> Columns:
+        for variable, value in zip(self._state, self._initial, strict=True):
+            variable.assign(value)
+        n = int(count(rows.batch))
+        outputs = self._forward(tf.nest.flatten(rows.batch), rows.index, tf.constant(number, tf.int64))
+        columns = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in outputs.items()}
+        for name, array in columns.items():
+            if len(array) != n:
+                raise UsageError(
+                    f"predict() returned {len(array)} rows for {name!r} of {n} examples: return one row per example, "
+                    "in their order"
+                )
+        return columns
+
+    def _of_block(self, leaves: list[tf.Tensor], index: tf.Tensor, number: tf.Tensor) -> dict[str, tf.Tensor]:
+        batch = tf.nest.pack_sequence_as(self._source.example, leaves)
+        n = count(batch)
+        zero = tf.constant(0, tf.int64)
+        rows = Rows(batch, zero, tf.constant(EVALUATION_EPOCH, tf.int64), number, index)
+        replica = Replica(Backend(), rows, self._seed, self._source.options.batch_size)
+        replica.fixed_rows = self._fixed_rows
+        if self._fixed_rows is not None:
+            replica.fill_up(self._fixed_rows)
+        with within(replica):
+            outputs = named_outputs(self._predict(self._model, replica.batch))
+        return outputs if self._fixed_rows is None else {name: tensor[:n] for name, tensor in outputs.items()}
+
+
+def named_outputs(outputs: Any) -> dict[str, tf.Tensor]:
+    """What `predict` returned, by name: the keys of a dict, `output_0` and so on of a tuple, else `output`.
+
+    Raises:
+        UsageError: it has no arrays of numbers, or one without a row for each example.
+    """
+    if isinstance(outputs, dict):
+        named = {str(name): value for name, value in outputs.items()}
+    elif isinstance(outputs, tuple | list):
+        named = {f"output_{place}": value for place, value in enumerate(outputs)}
+    else:
+        named = {"output": outputs}
+    if not named:
+        raise UsageError("predict() returned no array: return an array with a row per example, or a dict of them")
+    return {name: _checked(name, value) for name, value in named.items()}
+
+
+def _checked(name: str, value: Any) -> tf.Tensor:
+    try:
+        tensor = tf.convert_to_tensor(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"predict() returned {type(value).__name__} for {name!r}: return a tensor with a row per example; nested "
+            "dicts and tuples must be made flat"
+        ) from None
+    if tensor.shape.rank == 0:
+        raise UsageError(f"predict() returned a scalar for {name!r}: return one row per example, without a mean")
+    if tensor.dtype == tf.bfloat16:  # which few programs read
+        return tf.cast(tensor, tf.float32)
+    if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype == tf.bool):
+        raise UsageError(f"predict() returned {tensor.dtype.name} for {name!r}: return real numbers or bool")
+    return tensor
+
+
+def _open(tensor: tf.Tensor, longer: tf.Tensor) -> tf.TensorSpec:
+    """The spec of any number of examples, of any padded length."""
+    sizes = zip(tensor.shape[1:], longer.shape[1:], strict=True)
+    return tf.TensorSpec([None, *(size if size == other else None for size, other in sizes)], tensor.dtype)
+
+
+def _seeds(model: Any) -> list[tf.Variable]:
+    """The integers among the variables that aren't trained: states of random generators, and counters."""
+    return [variable for variable in model_variables(model) if variable.dtype.is_integer and not variable.trainable]
