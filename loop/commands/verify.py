@@ -154,16 +154,16 @@ def _reference(task: TrainTask, options: dict[str, Any]) -> Arrays | str:
     """What one replica records; or why a task isn't compared in this precision."""
     try:
         return record(task, Backend(), options)
-    except UsageError:
-        raise
     except Exception as error:
-        if options["precision"] == "float32":
+        # A user error about types that don't fit has TensorFlow's error as its cause.
+        cause = error.__cause__ if isinstance(error, UsageError) else error
+        if options["precision"] == "float32" or cause is None:
             raise
         # Such as a tf.Module of float32 tensors: no mistake of the task.
-        return _why_not(task, error)
+        return _why_not(task, cause)
 
 
-def _why_not(task: TrainTask, error: Exception) -> str:
+def _why_not(task: TrainTask, error: BaseException) -> str:
     """Why a task that can be computed in float32 can't be computed in float64."""
     text = str(error)
     file = inspect.getsourcefile(type(task)) or "?"

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import RowCounts
-from loop.errors import UsageError
+from loop.errors import UsageError, message_of
 from loop.model.precision import keras_precision
 from loop.model.variables import (
     as_tf,
@@ -40,6 +40,7 @@ from loop.step.example_trace import (
 )
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
+from loop.step.mistakes import ERRORS, check_optimizer_is_given
 from loop.step.optimizers import assign_optimizers
 from loop.step.replica import probing
 from loop.step.sharding import Shards
@@ -135,6 +136,7 @@ def build(
     with backend.scope(), keras_precision(precision):
         names, grows = _try_compute(task, model, made, backend, trial)
         optimizer = task.build_optimizer()
+        check_optimizer_is_given(task, optimizer, model)
         minimized = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
             with put_back(_state(task, model, made, backend)):
@@ -222,6 +224,45 @@ def _try_compute(
         names = trial.names(tried)
         grows = penalties[0] != penalties[-1] and trial.grow(tried, penalties)
     return names, grows
+
+
+def try_evaluation(task: TrainTask, built: BuiltModel, backend: Backend, trained: Any, evaluated: Any) -> None:
+    """Tries `compute` on examples of the evaluation data, if their shapes or types are others than those trained on.
+
+    Otherwise a mistake would show after the first epoch.
+
+    Args:
+        task: the task.
+        built: its model.
+        backend: the backend.
+        trained: a few examples of the training data, as a batch.
+        evaluated: a few examples of the evaluation data.
+
+    Raises:
+        UsageError: `compute` doesn't take them.
+    """
+    if type(task).compute is TrainTask.compute or _specs(trained) == _specs(evaluated):
+        return
+    batch = evaluated if built.fixed_rows is None else of_size(evaluated, built.fixed_rows)
+    rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
+    try:
+        with backend.scope(), put_back(_state(task, built.model, (), backend)), probing(rows):
+            task.compute(built.model, batch, training=False)
+    except ERRORS as error:
+        raise UsageError(
+            f"eval_data() has other examples than train_data(), {_in_words(evaluated)} instead of "
+            f"{_in_words(trained)}, and compute() doesn't take them: {message_of(error)}"
+        ) from error
+
+
+def _specs(batch: Any) -> Any:
+    """The types and shapes of the parts of one example, in their structure."""
+    return tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), batch)
+
+
+def _in_words(batch: Any) -> str:
+    parts = [f"{tensor.dtype.name} {list(tensor.shape[1:])}" for tensor in tf.nest.flatten(batch)]
+    return ", ".join(parts)
 
 
 def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: Backend) -> list[tf.Variable]:

@@ -13,6 +13,7 @@ from loop.backends.base import Backend
 from loop.data import Data, IndexedSource, Rows, Source, count, stacking_problem
 from loop.errors import UsageError
 from loop.step.example_trace import of_size
+from loop.step.mistakes import explained
 from loop.step.replica import CollectiveNeededError, Replica, within
 
 
@@ -76,7 +77,7 @@ class Computing:
             if problem is None:
                 raise
             if not isinstance(problem, CollectiveNeededError | RetraceError):
-                raise problem from None
+                raise problem from problem.__cause__  # not from TensorFlow's error, which only wraps it
         compile()
         return self.call(function, iterator, *numbers, compile=compile)
 
@@ -118,7 +119,7 @@ class Computing:
             with within(replica):
                 yield replica
         except Exception as error:
-            own = replica.problem or (error if isinstance(error, UsageError) else None)
+            own = replica.problem or (error if isinstance(error, UsageError) else explained(error))
             self._problem = own or self._problem  # this replica's error may be only an echo of another replica's
             if not isinstance(self._problem, CollectiveNeededError):
                 raise

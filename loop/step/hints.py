@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.errors import UsageError
+from loop.step.mistakes import ERRORS, explained
 from loop.task import TrainTask
 
 _SHAPES = re.compile(r"\bshapes?\b|incompatible|\brank\b|dimension|\bndim\b", re.IGNORECASE)
@@ -70,10 +71,13 @@ class _Watch:
         self._calls += 1
         try:
             return self._compute(model, batch, training=training)
-        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-            if isinstance(error, UsageError) or not _SHAPES.search(str(error)):
+        except ERRORS as error:
+            problem = explained(error)
+            if problem is None and is_about_shapes(error):
+                problem = UsageError(shapes_hint(model, batch, error))
+            if problem is None:
                 raise
-            raise UsageError(shapes_hint(model, batch, error)) from error
+            raise problem from error
         finally:
             for name, value in vars(self._task).items():
                 is_number = isinstance(value, int | float | np.generic) and not isinstance(value, bool)
@@ -90,6 +94,12 @@ class _Watch:
                     "model; a value that compute() returns is a metric",
                     stacklevel=2,
                 )
+
+
+def is_about_shapes(error: BaseException) -> bool:
+    """Whether an error says that shapes don't fit."""
+    kinds = ValueError | TypeError | tf.errors.InvalidArgumentError
+    return isinstance(error, kinds) and not isinstance(error, UsageError) and bool(_SHAPES.search(str(error)))
 
 
 def shapes_hint(model: Any, batch: Any, error: BaseException) -> str:

@@ -83,7 +83,7 @@ def _check_names(values: Any) -> None:
     """Refuses an object that is no dict with a loss, and names that the loop itself uses."""
     if not isinstance(values, dict) or "loss" not in values:
         got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
-        raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss"')
+        raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss", as in {{"loss": values}}')
     for name in values:
         if not isinstance(name, str) or name in ("epoch", "step", "examples") or name.startswith("eval_"):
             raise UsageError(

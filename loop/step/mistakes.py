@@ -1,0 +1,80 @@
+"""Mistakes that are often made in `compute`: the errors by which they show, and the fix of each."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from loop.errors import UsageError, message_of
+from loop.launch.explain import place
+from loop.task import TrainTask
+
+
+class Mistake(NamedTuple):
+    """A mistake, and how it shows.
+
+    Attributes:
+        pattern: a regular expression that finds it in the message of an error.
+        fix: what to do, in one sentence; `{0}`, `{1}` stand for the groups of the pattern.
+    """
+
+    pattern: re.Pattern[str]
+    fix: str
+
+
+MISTAKES = (
+    Mistake(
+        re.compile(r"object has no attribute '(numpy)'|(Cannot convert a symbolic)"),
+        "compute() becomes a graph, whose tensors have no values yet: use TensorFlow's functions instead of NumPy's, "
+        "such as tf.reduce_mean(x, -1) for x.numpy().mean(-1); what needs values belongs into a callback",
+    ),
+    Mistake(
+        re.compile(r"expected to be an? (\w+) tensor but is an? (\w+) tensor"),
+        "compute() mixes {0} and {1}: cast one of them, as by tf.cast(x, tf.{0})",
+    ),
+    Mistake(
+        re.compile(r"has type (\w+) that does not match type (\w+) of argument"),
+        "compute() mixes {1} and {0}: cast one of them, as by tf.cast(x, tf.{1})",
+    ),
+)
+"""Tried in this order."""
+
+ERRORS = (AttributeError, NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError)
+"""The types of the errors by which mistakes show."""
+
+_NAMES = {"float": "float32", "double": "float64", "half": "float16"}
+"""How TensorFlow's kernels call types that have another name in Python."""
+
+
+def explained(error: BaseException) -> UsageError | None:
+    """The error to raise in place of one that shows a known mistake, which is its cause; None for all others."""
+    if not isinstance(error, ERRORS) or isinstance(error, UsageError):
+        return None
+    message = message_of(error)
+    for mistake in MISTAKES:
+        found = mistake.pattern.search(message)
+        if found is None:
+            continue
+        types = [_NAMES.get(group, group) for group in found.groups()]
+        where = place(error)
+        problem = UsageError(
+            f"{mistake.fix.format(*types)} ({where}{'; ' if where else ''}{type(error).__name__}: {message})"
+        )
+        problem.__cause__ = error  # also where it is raised later, from elsewhere
+        return problem
+    return None
+
+
+def check_optimizer_is_given(task: TrainTask, optimizer: object, model: object) -> None:
+    """Refuses a task that leaves its optimizer to `model.compile`.
+
+    Raises:
+        UsageError: `build_optimizer` returned None, and the model has been compiled.
+    """
+    if optimizer is None and getattr(model, "optimizer", None) is not None:
+        raise UsageError(
+            f"build_optimizer() of {type(task).__name__} returned None, and the model is compiled, which only Keras's "
+            "fit uses: return the optimizer from build_optimizer(); or take loop.KerasTask.from_compiled(...)"
+        )

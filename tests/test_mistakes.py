@@ -1,0 +1,133 @@
+"""The mistakes that users make first: each is one line with the fix, before the first step."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from callbacks import EarlyStopping
+from loop import ArrayData, TrainTask, UsageError, fit
+
+INPUTS = np.random.default_rng(0).normal(size=(40, 8)).astype("float32")
+LABELS = (INPUTS[:, 0] > 0).astype("int64")
+
+
+def losses(labels, logits):
+    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+
+
+class Task(TrainTask):
+    """A task without a mistake; `error` is what its `compute` does instead."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.1)
+
+    def train_data(self):
+        return ArrayData(INPUTS, LABELS)
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        logits = model(inputs, training=training)
+        return {"loss": losses(labels, logits)} if self.error is None else self.error(labels, logits)
+
+
+class OneHot(Task):
+    def train_data(self):
+        return ArrayData(INPUTS, np.eye(2, dtype="float32")[LABELS])
+
+
+class OneExample(Task):
+    def compute(self, model, batch, training):
+        return {"loss": losses(batch[1], model(batch[0][0], training=training))}
+
+
+class Compiled(Task):
+    def build_model(self):
+        model = super().build_model()
+        model.compile("sgd", "mse")
+        return model
+
+    def build_optimizer(self):
+        return None
+
+
+class OtherEvaluation(Task):
+    def eval_data(self):
+        return ArrayData(INPUTS[:, :4], LABELS)
+
+
+class BareArrays(Task):
+    def train_data(self):
+        return INPUTS, LABELS
+
+
+class Softmax(Task):
+    def build_model(self):
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, "softmax")])
+
+
+def numpy_method(labels, logits):
+    return {"loss": tf.constant(logits.numpy()[:, 0] ** 2)}
+
+
+def numpy_function(labels, logits):
+    return {"loss": np.square(logits).sum(-1)}
+
+
+MISTAKES = {
+    "a mean": (Task(lambda y, x: {"loss": tf.reduce_mean(losses(y, x))}), "never a mean (shape [n])"),
+    "one-hot labels": (OneHot(), "give classes, as by labels.argmax(-1)"),
+    "a tensor's numpy()": (Task(numpy_method), "use TensorFlow's functions instead of NumPy's"),
+    "NumPy's functions": (Task(numpy_function), "use TensorFlow's functions instead of NumPy's"),
+    "int and float": (
+        Task(lambda y, x: {"loss": tf.square(x[:, 0] - y)}),
+        "compute() mixes float32 and int64: cast one of them, as by tf.cast(x, tf.float32)",
+    ),
+    "no batch dimension": (OneExample(), "compute() can't take examples of shapes [8], []"),
+    "compile instead of an optimizer": (Compiled(), "return the optimizer from build_optimizer()"),
+    "a loss without a name": (Task(losses), 'return a dict with a per-example "loss", as in {"loss": values}'),
+    "another shape in the evaluation": (
+        OtherEvaluation(),
+        "eval_data() has other examples than train_data(), float32 [4], int64 [] instead of float32 [8], int64 []",
+    ),
+    "arrays without ArrayData": (BareArrays(), "train_data() returned tuple: return ArrayData(...)"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_first_mistake_is_one_line_with_the_fix_and_no_step_is_made(name, quiet):
+    task, fix = MISTAKES[name]
+    with pytest.raises(UsageError, match=re.escape(fix)) as refused:
+        fit(task, callbacks=quiet())
+    assert "\n" not in str(refused.value)
+
+
+def test_the_line_of_the_user_stands_in_the_message(quiet):
+    with pytest.raises(UsageError, match=r"test_mistakes\.py, line \d+, in numpy_method"):
+        fit(Task(numpy_method), callbacks=quiet())
+
+
+def test_a_metric_that_is_not_there_is_named(quiet):
+    with pytest.raises(UsageError, match="this run has no such metric; did you mean 'loss'"):
+        fit(Task(), callbacks=quiet() + [EarlyStopping("val_loss")])
+
+
+def test_softmax_twice_is_warned_of(quiet):
+    with pytest.warns(UserWarning, match="does not represent logits"):
+        fit(Softmax(), callbacks=quiet())
+
+
+def test_without_a_mistake_it_trains_on_evaluation_data_of_another_type(quiet):
+    class Doubles(Task):
+        def eval_data(self):
+            return ArrayData(INPUTS.astype("float64"), LABELS)
+
+    assert "eval_loss" in fit(Doubles(), callbacks=quiet()).metrics
