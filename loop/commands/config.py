@@ -6,6 +6,7 @@ import itertools
 import json
 import reprlib
 import tomllib
+import typing
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ class Option(NamedTuple):
     """An option of a command line.
 
     Attributes:
-        kind: bool, int, float or str.
+        kind: bool, int, float or str; of an option that may be repeated, `list[str]`.
         off: of a bool: what is typed for False; "": nothing.
     """
 
@@ -84,6 +85,8 @@ def _typed(path: Path, name: str, value: object, option: Option) -> list[str]:
         int: ((int,), "a whole number"),
         float: ((int, float), "a number"),
     }.get(option.kind, ((str, int), "a text, in quotes"))
+    if typing.get_origin(option.kind) is list and isinstance(value, list):
+        return [text for item in value for text in _typed(path, name, item, option)]
     if not _plain(value, kinds) or (isinstance(value, str) and not value.isprintable()):
         raise UsageError(f"--config {path}: {name} = {shown(value)}: give {what}")
     if value is True:

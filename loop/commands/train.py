@@ -6,7 +6,6 @@ Loads no TensorFlow before training begins.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import callbacks
 from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
-from loop.commands import command_line, dry_run, memory_advice, runs, tracking
+from loop.commands import command_line, dry_run, memory_advice, runs, tracking, typed_callbacks
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
 from loop.launch import host_slots, hosts, job, machine, ray_cluster, ray_options, signals, ssh, stderr
 from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
@@ -59,7 +58,7 @@ def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
         if JOB in os.environ:  # the launcher hears of it
             raise
         outcome = (FAILED, str(error), None)
-    is_trial = bool(typed.callback) or LAUNCHER in os.environ
+    is_trial = typed_callbacks.of_commands(typed.callback) or LAUNCHER in os.environ
     if OUT_OF_MEMORY in outcome[1] and not is_trial:
         _end_with_memory(typed, outcome[1])
     return outcome
@@ -148,7 +147,8 @@ def _check(typed: SimpleNamespace) -> None:
     """Refuses values that no backend can have; sets what all workers are to have."""
     if typed.threads is not None and not 1 <= typed.threads <= MOST_WORKERS:
         raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {MOST_WORKERS}")
-    if typed.callback:  # another command has started this one, and is not to be outlived
+    typed_callbacks.make(typed.callback)  # refused here, before TensorFlow loads
+    if typed_callbacks.of_commands(typed.callback):  # another command has started this one, and is not to be outlived
         die_with_parent()
     if typed.start_timeout is not None:
         if not 0 < typed.start_timeout < float("inf"):
@@ -169,7 +169,7 @@ def _place(typed: SimpleNamespace) -> Place:
     by_host = host_slots.read_hosts(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
     workers = sum(by_host.values()) or typed.workers
     limits = _limits(typed, asked or "auto", workers)
-    ray = ray_options.read_request(typed)
+    ray = ray_options.read_request(typed, limits)
     devices = _devices(typed)
     if limits is not None:
         asked = "horovod"
@@ -236,7 +236,10 @@ def _check_servers(typed: SimpleNamespace, backend: str) -> None:
 def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> Outcome:
     """Starts workers, which come to `_work` with the same arguments, and waits for them."""
     where = f" on {len(place.hosts)} hosts" if place.hosts else " on Ray" if place.ray else ""
-    tell(f"starting {plural(place.workers or 1, 'worker')}{where} ({place.backend}) ...")
+    limits = place.limits
+    fewest = f"{limits.low} to " if limits and limits.low < limits.high and place.ray else ""
+    many = place.workers or (limits.high if limits else 1)
+    tell(f"starting {fewest}{plural(many, 'worker')}{where} ({place.backend}) ...")
     if place.ray is None:
         done = _run_job(typed, place, arguments)
     else:
@@ -318,10 +321,10 @@ def _work(
             )
         from loop.fit import fit
 
-        added = [_load_callback(text) for text in typed.callback or ()]
+        added = typed_callbacks.make(typed.callback)
         if any(getattr(callback, "alone", False) for callback in added):
             chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None)
-        chosen += added
+        chosen = callbacks.StandardSet(callbacks.complete(chosen, added))
         if typed.dry_run_:
             fields = dry_run.dry_run(task, backend, given)
         else:
@@ -336,12 +339,3 @@ def _work(
         # A saved run is no failure for which the others are to be ended: its code is in the report.
         return 0, "", None
     return code, "", fields if backend.is_chief else None
-
-
-def _load_callback(text: str) -> callbacks.Callback:
-    """The callback that another command adds: see `command_line.callback_option`."""
-    name, has_argument, argument = text.partition("=")
-    module, _, class_name = name.partition(":")
-    kind = getattr(importlib.import_module(module), class_name)
-    callback: callbacks.Callback = kind(argument) if has_argument else kind()
-    return callback

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import typer
 
+from callbacks.run_record.record import read, read_about
+from callbacks.run_record.redaction import tell
 from loop.commands import command_line, runs
+from loop.commands import rerun as rerun_
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import show, shown_stages, stopped_clean
+from loop.commands.cli.training import train_options
 from loop.errors import FAILED, PREEMPTED, UsageError
 from loop.launch import signals, stderr
 from loop.launch.backend_choice import choose_backend, choose_for_command, job_backend
@@ -97,6 +101,31 @@ def replay(
         task, _ = run_directory.task_of(directory, task_target, trust)
         report = replay_.replay(task, directory)
     show(replay_.as_json(report), replay_.lines(report), as_json)
+
+
+def rerun(
+    run: typed.Name,
+    task_target: typed.TaskTarget = None,
+    trust: typed.Trust = False,
+    run_dir: typed.TrainRunDir = None,
+    root: typed.Root = None,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Train a run again, and compare the bits of the weights."""
+    from loop.run.trust import known_target
+
+    path = runs.locate(root or runs.ROOT, run)
+    record = read(path)
+    options = rerun_.arguments(record, train_options())
+    target = known_target(path, read_about(path).get("target"), task_target, trust)
+    task_loader.check(target)
+    for change in rerun_.changes(record):
+        tell(f"note: {change}")
+    second = rerun_.train(target, options, run_dir)
+    with stderr.quiet_start():
+        report = rerun_.compare(path, second)
+    show(rerun_.as_json(report), rerun_.lines(report), as_json)
+    raise typer.Exit(0 if report.exact else FAILED)
 
 
 def chaos(

@@ -144,9 +144,23 @@ DryRun = Annotated[
     bool, Option("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
 ]
 Debug = Annotated[bool, Option("--debug", help="If it fails in code that isn't tfloop's: the whole traceback.")]
-Callback = Annotated[list[str] | None, Option(hidden=True)]
+Callback = Annotated[
+    list[str] | None,
+    Option(help="A callback of tfloop's: TensorBoard, or \"EarlyStopping(metric='eval_loss')\"; repeatable."),
+]
 EvaluateBackend = Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")]
 EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
+PredictData = Annotated[
+    str,
+    Argument(metavar="[DATA]", help="eval, train or test of the task; or a file .npy, .npz, .parquet of inputs."),
+]
+PredictOut = Annotated[Path, Option(help="What is written: OUT.parquet, OUT.npy, OUT.npz or OUT.jsonl.")]
+PredictBackend = Annotated[str | None, Option(help="auto, single, mirrored, central, multiworker or horovod.")]
+PredictWorkers = Annotated[int | None, Option("--workers", help="Processes on this machine.")]
+PredictBatchSize = Annotated[int | None, Option("--batch-size", help="Examples in a block, computed at once.")]
+PredictThreads = Annotated[
+    int | None, Option("--threads", help="TensorFlow's threads for an operation, in each worker; all cores.")
+]
 Out = Annotated[Path, Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")]
 Check = Annotated[bool, Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")]
 VerifyBatchSize = Annotated[int | None, Option(help="The global batch; the task's own if not given.")]

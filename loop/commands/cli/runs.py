@@ -66,6 +66,13 @@ def compare_runs(
     terminal.write(runs.compare(records, metric))
 
 
+@runs_app.command("diff")
+def diff_runs(context: typer.Context, first: typed.Name, second: typed.Name, root: typed.Root = None) -> None:
+    """Show what two runs differ in: settings, versions, data, commit, and the lines of their code."""
+    folder = root or context.obj or runs.ROOT
+    terminal.write(runs.diff(read(runs.locate(folder, first)), read(runs.locate(folder, second))))
+
+
 @runs_app.command("rm")
 def remove_runs(
     context: typer.Context,

@@ -19,6 +19,7 @@ from loop.commands import config, dry_run, runs, tracking
 from loop.commands import train as train_
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import finish, shown_stages
+from loop.commands.prediction_output import check_data, check_out, shown_parts, threads_for
 from loop.errors import UsageError
 from loop.launch import explain, stderr
 from loop.launch.backend_choice import choose_for_command
@@ -168,6 +169,51 @@ def evaluate(
         report(0, None, metrics)
     if JOB not in os.environ and chosen.is_chief:
         finish(0, "", metrics, as_json, _metric_lines)
+
+
+def predict(
+    run: typed.RunDir,
+    data: typed.PredictData = "eval",
+    out: typed.PredictOut = Path("predictions.parquet"),
+    task_target: typed.TaskTarget = None,
+    trust: typed.Trust = False,
+    backend: typed.PredictBackend = None,
+    workers: typed.PredictWorkers = None,
+    batch_size: typed.PredictBatchSize = None,
+    threads: typed.PredictThreads = None,
+    set_: typed.Set = None,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Predict for each example, in order, into a file; a killed one goes on where it was."""
+    with_defaults(None, {"batch_size": batch_size, "backend": backend})
+    path = _checkpointed(run, task_target)
+    check_out(out)
+    check_data(data)
+    cores = threads_for(out, threads)
+    backend_name = choose_for_command(backend or "auto", workers)
+    if backend_name in ("horovod", "multiworker") and job_size() is None:
+        with shown_parts(out):
+            ended = run_job(backend_name, workers or 1, sys.argv[1:])[:3]
+        finish(*ended, as_json, _prediction_lines)
+    with reporting() as report, shown_parts(out), stderr.quiet_start():
+        from loop import backends
+        from loop.commands.predict import predict as predict_
+        from loop.run import run_directory
+
+        (task, manifest), chosen = backends.with_task(
+            lambda: run_directory.task_of(path, task_target, trust, set_ or ()), backend_name, workers, cores
+        )
+        precision = manifest["run"]["options"]["precision"]
+        result = predict_(task, path, data, out=out, batch_size=batch_size, backend=chosen, precision=precision)
+        report(0, None, result)
+    if JOB not in os.environ and chosen.is_chief:
+        finish(0, "", result, as_json, _prediction_lines)
+
+
+def _prediction_lines(result: Mapping[str, Any]) -> list[str]:
+    """What was written, in a line."""
+    shown = ", ".join(f"{name} {kind}" for name, kind in result["arrays"].items())
+    return [f"wrote {result['out']}: {result['rows']:,} rows of {shown}"]
 
 
 def _metric_lines(metrics: Mapping[str, float]) -> list[str]:

@@ -1,0 +1,104 @@
+"""Callbacks that are typed: `--callback "EarlyStopping(metric='eval_loss', patience=3)"`. Literals alone, no code.
+
+Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterable, Sequence
+
+import callbacks
+from callbacks.nearest import nearest
+from loop.errors import UsageError
+
+_OF_COMMANDS = re.compile(r"[\w.]+:\w+(=.*)?", re.DOTALL)
+"""The form in which a command adds a callback to the trainings it starts: see `command_line.callback_option`."""
+_REFUSED = {
+    "LambdaCallback": "takes functions",
+    "Notify": "takes an address that is a secret, and a command line can be read by others",
+    "SamplePredictions": "takes a function",
+}
+"""Callbacks whose arguments can't be typed, and why."""
+_MOST_CHARACTERS = 2000
+
+
+def of_commands(texts: Iterable[str] | None) -> bool:
+    """Whether another command has started this training, and has added a callback."""
+    return any(_OF_COMMANDS.fullmatch(text) for text in texts or ())
+
+
+def names() -> list[str]:
+    """The names of the callbacks that can be typed."""
+    return [name for name in callbacks.__all__ if _is_callback(name) and name not in _REFUSED]
+
+
+def _is_callback(name: str) -> bool:
+    kind = getattr(callbacks, name)
+    return isinstance(kind, type) and issubclass(kind, callbacks.Callback) and kind is not callbacks.Callback
+
+
+def make(texts: Sequence[str] | None) -> list[callbacks.Callback]:
+    """Makes the callbacks that were typed.
+
+    Raises:
+        UsageError: there is no such callback, or an argument is no literal or not one that it takes.
+    """
+    return [_made_by_command(text) if _OF_COMMANDS.fullmatch(text) else _made(text) for text in texts or ()]
+
+
+def _made_by_command(text: str) -> callbacks.Callback:
+    name, has_argument, argument = text.partition("=")
+    module, _, class_name = name.partition(":")
+    kind = getattr(importlib.import_module(module), class_name)
+    callback: callbacks.Callback = kind(argument) if has_argument else kind()
+    return callback
+
+
+def _made(text: str) -> callbacks.Callback:
+    name, positional, named = _parsed(text)
+    if name in _REFUSED:
+        raise UsageError(f"--callback {name}: it {_REFUSED[name]}: return it from the task's build_callbacks()")
+    if name not in names():
+        raise UsageError(f"--callback {name}: tfloop has no callback of this name{nearest(name, names())}")
+    try:
+        callback: callbacks.Callback = getattr(callbacks, name)(*positional, **named)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--callback {text}: {error}") from None
+    return callback
+
+
+def _parsed(text: str) -> tuple[str, list[object], dict[str, object]]:
+    """The name of the class, its positional and its named arguments. Nothing of the text is evaluated but literals."""
+    shown = f"--callback {text:.100}"
+    usage = "give a name, as TensorBoard, or a call with literals, as \"EarlyStopping(metric='eval_loss', patience=3)\""
+    text = text[:_MOST_CHARACTERS].strip()
+    try:
+        node = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise UsageError(f"{shown}: it can't be read: {usage}") from None
+    if isinstance(node, ast.Name):
+        return node.id, [], {}
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise UsageError(f"{shown}: it is no callback: {usage}")
+
+    positional = [_literal(argument, text) for argument in node.args]
+    named: dict[str, object] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise UsageError(f"{shown}: ** can't be typed: {usage}")
+        named[keyword.arg] = _literal(keyword.value, text)
+    return node.func.id, positional, named
+
+
+def _literal(node: ast.expr, text: str) -> object:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        argument = f"{ast.get_source_segment(text, node)}"
+        raise UsageError(
+            f"--callback {text:.100}: {argument:.60} is no literal: give numbers, texts in quotes, True, False, None, "
+            "or lists and tuples of these"
+        ) from None
