@@ -97,8 +97,13 @@ def standard(**changes: Callback | None) -> StandardSet:
     }
     if unknown := set(changes) - set(kinds):
         raise TypeError(f"standard() has no {', '.join(sorted(unknown))}: its callbacks are {', '.join(kinds)}")
-    made = [changes[name] if name in changes else kind() for name, kind in kinds.items()]
-    return StandardSet([callback for callback in made if callback is not None])
+    callbacks = StandardSet()
+    for name, kind in kinds.items():
+        # A callback that is changed or dropped isn't even made: its constructor may read the environment.
+        callback = changes[name] if name in changes else kind()
+        if callback is not None:
+            callbacks.append(callback)
+    return callbacks
 
 
 def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ()) -> list[Callback]:
@@ -116,13 +121,25 @@ def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ())
 def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callback]:
     """The callbacks in `present`, each replaced by those in `added` of the same standard class; then the others."""
     added = list(added)
-    standard_classes = [type(callback) for callback in standard()]
+    standard_classes = tuple(map(type, standard()))
     callbacks: list[Callback] = []
     for callback in present:
-        own_class = next((kind for kind in standard_classes if isinstance(callback, kind)), ())
-        replacements = [other for other in added if isinstance(other, own_class)]
-        callbacks += [other for other in replacements or [callback] if other not in callbacks]
-    return callbacks + [other for other in added if other not in callbacks]
+        _add(callbacks, _replacements(callback, added, standard_classes) or [callback])
+    _add(callbacks, added)
+    return callbacks
+
+
+def _replacements(callback: Callback, added: list[Callback], standard_classes: tuple[type, ...]) -> list[Callback]:
+    """The callbacks in `added` of the standard class that `callback` has; none if it has no standard class."""
+    for kind in standard_classes:
+        if isinstance(callback, kind):
+            return [other for other in added if isinstance(other, kind)]
+    return []
+
+
+def _add(callbacks: list[Callback], more: Iterable[Callback]) -> None:
+    """Appends callbacks, each once: one that replaces two standard callbacks must not be called twice."""
+    callbacks += [callback for callback in more if callback not in callbacks]
 
 
 def _last(callback: Callback) -> bool:

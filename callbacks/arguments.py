@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
 
 
-def is_whole(value: Any, least: int, most: float = math.inf) -> bool:
+def is_whole(value: object, least: int, most: float = math.inf) -> bool:
     """Whether it is a whole number of any type but bool, within these bounds."""
     # NumPy's integers are Integral, too; and so is bool, but `patience=True` is a mistake.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
-def is_number(value: Any, least: float, most: float = math.inf) -> bool:
+def is_number(value: object, least: float, most: float = math.inf) -> bool:
     """Whether it is a finite number of any type but bool, within these bounds."""
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and math.isfinite(value) and least <= value <= most
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and least <= float(value) <= most
 
 
-def check(callback: object, is_valid: bool, fix: str, **given: Any) -> None:
+def check(callback: object, is_valid: bool, fix: str, **given: object) -> None:
     """Refuses an invalid argument of a callback.
 
     Args:

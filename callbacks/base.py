@@ -6,7 +6,22 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
+
+from callbacks.types import (
+    Backend,
+    Data,
+    Foreign,
+    Json,
+    JsonObject,
+    Model,
+    Optimizer,
+    Phase,
+    Progress,
+    Task,
+    Tensors,
+    Variable,
+)
 
 # A new event needs its name here, a hook in `Callback`, and a place in the loop that fires it.
 EVENTS = (
@@ -28,15 +43,6 @@ EVENTS = (
 
 Metrics = Mapping[str, float]
 Every = int | str | tuple[int, ...]
-
-
-class Progress(Protocol):
-    """How far the run has come; see `loop.run.progress.Progress`."""
-
-    step: int
-    epoch: int
-    step_in_epoch: int
-    examples: int
 
 
 class Run(Protocol):
@@ -71,13 +77,13 @@ class Run(Protocol):
         seconds: the time since the start of this process, by part: see `loop.monitor.stopwatch`.
     """
 
-    task: Any
-    model: Any
-    optimizer: Any
-    backend: Any
-    progress: Any
+    task: Task
+    model: Model
+    optimizer: Optimizer | dict[str, Optimizer]
+    backend: Backend
+    progress: Progress
     directory: Path
-    options: dict[str, Any]
+    options: JsonObject
     total_steps: int | None
     history: list[dict[str, float]]
     save_on_stop: bool
@@ -87,26 +93,26 @@ class Run(Protocol):
     save_must_succeed: bool
     check_on_save: bool
     saved_path: Path | None
-    best: dict[str, Any] | None
+    best: JsonObject | None
     stop_reason: str
     gauges: dict[str, Callable[[], float]]
 
     @property
-    def phase(self) -> Any: ...
+    def phase(self) -> Phase | None: ...
     @property
-    def weights(self) -> list[tuple[str, Any, bool]]: ...
+    def weights(self) -> list[tuple[str, Variable, bool]]: ...
     @property
-    def graph(self) -> Any: ...
+    def graph(self) -> Foreign: ...
     @property
     def examples_per_second(self) -> float: ...
     @property
     def seconds(self) -> dict[str, float]: ...
     @property
-    def variables(self) -> list[Any]: ...
+    def variables(self) -> list[Variable]: ...
     @property
-    def sliced_variables(self) -> list[Any]: ...
+    def sliced_variables(self) -> list[Variable]: ...
     @property
-    def info(self) -> dict[str, Any]: ...
+    def info(self) -> JsonObject: ...
     def stop(self, reason: str) -> None: ...
     def save(self, reason: str, later: bool = False) -> None: ...
     def keep_best(self, metric: str, value: float, step: int) -> None: ...
@@ -115,7 +121,7 @@ class Run(Protocol):
     def fingerprints(self) -> dict[int, list[str]]: ...
     def check_replicas(self) -> None: ...
     def check_directory(self) -> None: ...
-    def export(self, out: Path) -> tuple[Any, Any]: ...
+    def export(self, out: Path) -> tuple[Tensors, Tensors]: ...
 
 
 class Callback:
@@ -148,7 +154,7 @@ class Callback:
     def on_setup(self, run: Run) -> None:
         """Model and optimizer exist. Nothing has been restored, and no data has been read."""
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
         """The data sources (`data.train`, `data.eval`) of a phase are known. Returns them, changed or unchanged."""
         return data
 
@@ -176,7 +182,7 @@ class Callback:
     def on_checkpoint(self, run: Run, reason: str) -> None:
         """A checkpoint is complete on disk: `run.saved_path`. Training may have made further steps meanwhile."""
 
-    def on_profile(self, run: Run, kind: str, entry: dict[str, Any]) -> None:
+    def on_profile(self, run: Run, kind: str, entry: JsonObject) -> None:
         """Only with `profile`: the time of a "call" and what followed it, or of the whole run ("summary"), by part."""
 
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -185,11 +191,11 @@ class Callback:
     def on_fit_end(self, run: Run, status: str) -> None:
         """The run ends: "finished", "stopped", "preempted" or "failed". Always called."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """The state that the callback must keep across a restart, as JSON values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores the state that `state_dict` returned."""
 
 
@@ -227,7 +233,8 @@ class Schedule:
         """The steps from `step` to the next call that depends on the number of steps; None if there is none."""
         if self.steps is not None:
             return self.steps - step % self.steps
-        return min((at - step for at in self.at if at > step), default=None)
+        later = [at for at in self.at if at > step]
+        return min(later) - step if later else None
 
     def due(self, step: int, now: float, epoch_ended: bool) -> bool:
         """Whether the callback is called now, after `step` steps, at `now` seconds."""
@@ -238,6 +245,16 @@ class Schedule:
         if self.steps is not None:
             return step % self.steps == 0
         return self.call or (self.epoch and epoch_ended) or step in self.at
+
+
+def as_floats(metrics: Metrics) -> dict[str, float]:
+    """The metrics as plain floats: a hook may be handed numbers of NumPy, which JSON doesn't take."""
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def of_training(metrics: Mapping[str, Json]) -> dict[str, Json]:
+    """The metrics without those of the evaluation."""
+    return {name: value for name, value in metrics.items() if not name.startswith("eval_")}
 
 
 def shown_status(status: str) -> str:

@@ -28,6 +28,7 @@ class BroadcastVariables(Callback):
                         f"rank {rank} has built another model than the chief: {of_rank} where the chief has "
                         f"{of_chief}; look for code that depends on the rank"
                     )
+        # All of them, also those that a seed makes equal: a restore may have read another file on each worker.
         run.backend.broadcast_variables(run.variables)
         run.check_replicas()
 

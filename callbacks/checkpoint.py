@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 from callbacks import metric_direction
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.run_record.redaction import tell
+from callbacks.types import Data, JsonObject
 
 DEFAULT = "eval_loss"
 """The metric by which the best checkpoint is kept, if no other is given."""
@@ -73,7 +73,7 @@ class Checkpoint(Callback):
         self.best_value = self.best_step = None
         self._best_saved = self._result_saved = None
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
         if run.options["keep"] == "best" and self._asked in (None, DEFAULT):
             self.best = "loss" if data.eval is None else DEFAULT
         return data
@@ -91,7 +91,7 @@ class Checkpoint(Callback):
             self._save(run, "epoch")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
-        steps_on_disk = [step_of(path) for path in run.checkpoints()]
+        steps_on_disk = list(map(step_of, run.checkpoints()))
         if self.best_step in steps_on_disk:
             self._best_saved = self.best_step
         if run.options["keep"] == "best" and self.best is not None and self.best_step is not None:
@@ -113,10 +113,10 @@ class Checkpoint(Callback):
         result = run.best["step"] if run.best is not None else None
         if step == result:
             self._result_saved = step
-        # Later checkpoints are of an earlier attempt and damaged: they don't count. The previous best one is kept until
-        # the new one is on disk.
-        paths = [path for path in run.checkpoints() if step_of(path) <= step]
+        # The previous best one is kept until the new one is on disk.
         kept = (self.best_step, self._best_saved, result, self._result_saved)
+        # Later checkpoints are of an earlier attempt and damaged: they don't count.
+        paths = [path for path in run.checkpoints() if step_of(path) <= step]
         run.discard([path for path in paths[: -self.keep_last] if step_of(path) not in kept])
 
     def _judge(self, run: Run, metrics: Metrics) -> None:
@@ -138,10 +138,10 @@ class Checkpoint(Callback):
         run.save(reason)
         self._due = time.monotonic() + self.pause
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"best_value": self.best_value, "best_step": self.best_step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
 

@@ -27,7 +27,9 @@ class CSVLogger(Callback):
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         history = redact(run.history)
-        columns = dict.fromkeys(name for row in history for name in row)  # a set in the order of the first occurrence
+        columns: dict[str, None] = {}  # a set in the order of the first occurrence
+        for row in history:
+            columns |= dict.fromkeys(row)
         text = io.StringIO(newline="")
         table = csv.DictWriter(text, columns)
         table.writeheader()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from callbacks.arguments import check
 from callbacks.base import Run
 from callbacks.checkpoint import step_of, tell_lost_best
 from callbacks.patience import Patience
+from callbacks.types import Data, JsonObject
 
 
 class EarlyStopping(Patience):
@@ -44,7 +44,7 @@ class EarlyStopping(Patience):
         self.best_step = None
         run.best_is_judged |= self.restore_best  # else `Checkpoint` would choose the result by its own metric
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
         if self.restore_best and run.options["keep"] == "best":
             raise ValueError("EarlyStopping(restore_best=True) with keep='best': give one of the two")
         if self.restore_best and not run.save_on_stop:
@@ -67,14 +67,15 @@ class EarlyStopping(Patience):
         self.best_step = run.progress.step
         if self.restore_best:
             run.keep_best(self.metric, value, run.progress.step)
+            # In memory until the next checkpoint is written: a file at each improvement would slow a fast run down.
             run.save("best", later=True)
 
     def act(self, run: Run) -> None:
         run.stop(f"{self.metric} has not improved on {self.best} for {self.waited} measurements")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return super().state_dict() | {"best_step": self.best_step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         super().load_state_dict(state)
         self.best_step = state.get("best_step")  # older checkpoints don't have it

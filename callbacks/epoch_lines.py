@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from callbacks.formats import number
+from callbacks.types import JsonObject
 
 FEW_EPOCHS = 20
 """A run of at most this many epochs has a line for each of them, however fast they are."""
 _NARROWEST = 6  # characters of a value at least: most values have four digits and a point
+
+
+class State(TypedDict):
+    """What a line or a bar shows of a run, as JSON values: a worker relays it to its launcher.
+
+    `status` and `why` belong to the end of the run alone; `epochs` and `total` are None where they aren't known.
+    """
+
+    kind: str
+    metrics: dict[str, float]
+    step: int
+    total: int | None
+    epoch: int
+    epochs: int | None
+    speed: float
+    run: JsonObject
+    directory: str
+    status: NotRequired[str]
+    why: NotRequired[str]
 
 
 class EpochLines:
@@ -23,10 +43,10 @@ class EpochLines:
     def __init__(self, seconds: float = 3.0) -> None:
         self._seconds = seconds
         self._last = -math.inf
-        self._held: dict[str, Any] | None = None
+        self._held: State | None = None
         self._widths: dict[str, int] = {}
 
-    def take(self, state: dict[str, Any], now: float) -> dict[str, Any] | None:
+    def take(self, state: State, now: float) -> State | None:
         """Takes the state at the end of an epoch. Returns it if its line is due at `now`, in monotonic seconds."""
         has_few_epochs = state["epochs"] is not None and state["epochs"] <= FEW_EPOCHS
         is_last = state["epoch"] == state["epochs"] or state["step"] == state["total"]
@@ -37,13 +57,13 @@ class EpochLines:
         self._held = state
         return None
 
-    def held(self) -> dict[str, Any] | None:
+    def held(self) -> State | None:
         """The state of the last epoch, if its line was held back; then it is held no more."""
         state = self._held
         self._held = None
         return state
 
-    def text(self, state: dict[str, Any], columns: int | None = None) -> str:
+    def text(self, state: State, columns: int | None = None) -> str:
         """The line of an epoch.
 
         Args:
@@ -52,10 +72,9 @@ class EpochLines:
         """
         epoch = self._padded("epoch", epoch_of(state), epoch_of(state | {"epoch": state["epochs"] or 0}))
         step = self._padded("step", f"step {state['step']:,}", f"step {state['total'] or 0:,}")
-        cells = [
-            f"{name} {self._padded(f'metric {name}', number(value))}"
-            for name, value in by_importance(state["metrics"]).items()
-        ]
+        cells = []
+        for name, value in by_importance(state["metrics"]).items():
+            cells.append(f"{name} {self._padded(f'metric {name}', number(value))}")
         line = "  ".join([epoch, step, *cells]).rstrip()
         if columns is None or len(line) <= columns:
             return line
@@ -91,10 +110,11 @@ def by_importance(metrics: Mapping[str, float]) -> dict[str, float]:
         if not name.startswith("eval_"):
             order.setdefault(f"eval_{name}")
             order.setdefault(name)
-    return {name: metrics[name] for name in [*order, *metrics] if name in metrics}
+    order |= dict.fromkeys(metrics)
+    return {name: metrics[name] for name in order if name in metrics}
 
 
-def epoch_of(state: Mapping[str, Any]) -> str:
+def epoch_of(state: State) -> str:
     """The number of the epoch, and of all epochs: "epoch 2/5"."""
     return f"epoch {state['epoch']}" + (f"/{state['epochs']}" if state["epochs"] else "")
 

@@ -10,10 +10,15 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from callbacks.base import Callback, Run
+from callbacks.types import Data, Json, Tensors
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Example(NamedTuple):
@@ -39,18 +44,18 @@ class ExampleLog(Callback):
         self.directory = Path(directory)
         self._file = -1
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
         self.directory.mkdir(parents=True, exist_ok=True)
         newest = max((int(path.name[:6]) for path in self.directory.glob("*-*.jsonl")), default=-1)
         attempt = 1 + int(run.backend.exchange(newest).max())
         path = self.directory / f"{attempt:06d}-{run.backend.rank}.jsonl"
-        self._close()
+        self._close()  # a later phase begins another file
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         data = copy.copy(data)  # other callbacks may hold the original
         train = data.train = copy.copy(data.train)
         replica_rows = train.replica_rows
 
-        def watched(*arguments: Any) -> Any:
+        def watched(*arguments: Tensors) -> Tensors:
             import tensorflow as tf
 
             rows = replica_rows(*arguments)
@@ -72,17 +77,17 @@ class ExampleLog(Callback):
             os.close(self._file)
         self._file = -1
 
-    def _write(self, first: Any, epoch: Any, number: Any, index: Any, *parts: Any) -> None:
+    def _write(self, first: int, epoch: int, number: int, index: np.ndarray, *parts: np.ndarray) -> None:
         if len(index):
             contents = [_hash(parts, row) for row in range(len(index))]
             self._line(int(epoch), int(number), int(first), index.tolist(), contents)
 
-    def _line(self, *values: Any) -> None:
+    def _line(self, *values: Json) -> None:
         # Unbuffered, in one call: the line is complete even if the process is killed in the next moment.
         os.write(self._file, json.dumps(values).encode() + b"\n")
 
 
-def _hash(parts: Sequence[Any], row: int) -> str:
+def _hash(parts: Sequence[np.ndarray], row: int) -> str:
     """The hash of the content of an example, a row of each part of the batch; 64 bits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -116,18 +121,26 @@ def used(directory: Path) -> dict[int, list[Example]]:
 
 def _add_attempt(batches: dict[_BatchKey, list[Example]], paths: Sequence[Path]) -> None:
     """Adds what the files of an attempt say; removes the batches after the position from which it continued."""
-    lines = [(path.name, line) for path in paths for line in _lines(path)]
-    for _, line in lines:
-        if len(line) == 2:
-            for key in [key for key in batches if [*key[:2]] >= line]:
-                del batches[key]
-    for name, line in lines:
-        if len(line) > 2:
-            epoch, number, first, addresses, contents = line
-            batches[epoch, number, first, name] = list(map(Example, addresses, contents))
+    added: dict[_BatchKey, list[Example]] = {}
+    for path in paths:
+        for line in _lines(path):
+            if len(line) == 2:
+                _remove_from(batches, line)
+            else:
+                epoch, number, first, addresses, contents = line
+                added[epoch, number, first, path.name] = list(map(Example, addresses, contents))
+    # At the end: a position in one file removes batches of earlier attempts, not those in the other files of this one.
+    batches |= added
 
 
-def _lines(path: Path) -> Iterator[list[Any]]:
+def _remove_from(batches: dict[_BatchKey, list[Example]], position: list[int]) -> None:
+    """Removes the batches from a position on: epoch, and number in the epoch."""
+    for key in list(batches):
+        if [*key[:2]] >= position:
+            del batches[key]
+
+
+def _lines(path: Path) -> Iterator[list[Json]]:
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError):  # the process was killed while it wrote the line
             yield json.loads(line)
@@ -141,19 +154,31 @@ def differences(expected: Mapping[int, list[Example]], found: Mapping[int, list[
 
 
 def _differences_of_epoch(expected: list[Example], found: list[Example]) -> Iterator[str]:
-    expected_counts = Counter(example.address for example in expected)
-    counts = Counter(example.address for example in found)
-    yield from (f"example {address} was used {count} times" for address, count in counts.items() if count > 1)
-    yield from (f"example {address} was not used" for address in expected_counts if address not in counts)
-    yield from (
-        f"example {address} was used, but not without kills" for address in counts if address not in expected_counts
-    )
     contents = dict(expected)
+    counts = Counter(map(attrgetter("address"), found))
+    for address, count in counts.items():
+        if count > 1:
+            yield f"example {address} was used {count} times"
+    for address in contents:
+        if address not in counts:
+            yield f"example {address} was not used"
+    for address in counts:
+        if address not in contents:
+            yield f"example {address} was used, but not without kills"
+
     for address, content in found:
-        if address in contents and contents[address] != content:
+        if contents.get(address, content) != content:
             yield f"example {address} had another content"
-    if counts == expected_counts:
-        for place, (one, other) in enumerate(zip(expected, found, strict=True)):
-            if one.address != other.address:
-                yield f"another order from place {place} on"
-                return
+    yield from _other_order(expected, found)
+
+
+def _other_order(expected: list[Example], found: list[Example]) -> Iterator[str]:
+    """Where the same examples come in another order; nothing if they aren't the same ones."""
+    expected_order = list(map(attrgetter("address"), expected))
+    order = list(map(attrgetter("address"), found))
+    if sorted(order) != sorted(expected_order):
+        return
+    for place, (one, other) in enumerate(zip(expected_order, order, strict=True)):
+        if one != other:
+            yield f"another order from place {place} on"
+            return

@@ -16,8 +16,10 @@ import weakref
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from urllib.parse import unquote
+
+from callbacks.types import Json, JsonObject
 
 ROOT = Path(__file__).resolve().parent.parent
 """The directory that holds the packages `loop` and `callbacks`, and `cli.py`."""
@@ -163,7 +165,7 @@ def read(path: Path, most: int = LONGEST, shared: bool = False) -> bytes:
         return file.read(most)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """A JSON object from a file; {} if there is none, or it can't be read."""
     try:
         value = json.loads(read(path))
@@ -241,7 +243,7 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Json) -> None:
     """Writes JSON durably: see `replacing`."""
     with replacing(path, durable=True) as file:
         file.write(json.dumps(value, indent=1, allow_nan=False).encode())

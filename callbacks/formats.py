@@ -40,7 +40,11 @@ def lasting(seconds: float) -> str:
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
     while not parts[0][0]:
         parts.pop(0)
-    return " ".join(f"{count} {unit}" for count, unit in parts[:2] if count)
+    texts = []
+    for count, unit in parts[:2]:
+        if count:
+            texts.append(f"{count} {unit}")
+    return " ".join(texts)
 
 
 def moment(seconds: float) -> str:

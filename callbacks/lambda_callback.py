@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from callbacks.base import EVENTS, Callback, Every, Schedule
 from callbacks.nearest import nearest
@@ -23,7 +22,7 @@ class LambdaCallback(Callback):
         ValueError: there is no such event, something is no function, or another argument is wrong.
     """
 
-    def __init__(self, *, runs_on: str = "chief", every: Every = "epoch", **hooks: Callable[..., Any]) -> None:
+    def __init__(self, *, runs_on: str = "chief", every: Every = "epoch", **hooks: Callable[..., object]) -> None:
         if runs_on not in ("chief", "all"):
             raise ValueError(f"LambdaCallback(runs_on={runs_on!r}): give chief or all")
         try:

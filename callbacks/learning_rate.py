@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Callback, Run
+from callbacks.types import Data, Foreign, JsonObject, Optimizer, Tensors
 
 
 class LearningRateScaling(Callback):
@@ -48,7 +49,7 @@ class LearningRateScaling(Callback):
         self.warmup_epochs = warmup_epochs
         self.warmup_steps = warmup_steps
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
         steps = self.warmup_steps
         if steps is None:
             if data.train.steps_per_epoch is None:
@@ -60,12 +61,12 @@ class LearningRateScaling(Callback):
             # Keras 3's `learning_rate` is the value of a schedule, and `_learning_rate` the schedule itself.
             rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
             if not callable(rate):
-                rate = rate_of(optimizer)
+                rate = rate_of(optimizer)  # as a number: the variable itself is replaced by the schedule
             optimizer.learning_rate = _schedule(optimizer, rate, scale, steps)
         return data
 
 
-def _schedule(optimizer: Any, rate: Any, scale: float, warmup: int) -> Any:
+def _schedule(optimizer: Optimizer, rate: Foreign, scale: float, warmup: int) -> Foreign:
     """`rate` (a float, or a schedule) times a factor that climbs from 1 to `scale` in `warmup` steps."""
     import tensorflow as tf
 
@@ -75,24 +76,24 @@ def _schedule(optimizer: Any, rate: Any, scale: float, warmup: int) -> Any:
         from keras.optimizers.schedules import LearningRateSchedule
 
     class ScaledRate(LearningRateSchedule):
-        def __call__(self, step: Any) -> Any:
+        def __call__(self, step: Tensors) -> Tensors:
             # `step` is the optimizer's own counter, which a checkpoint holds.
             done = tf.minimum(tf.cast(step, tf.float32) / float(max(warmup, 1)), 1.0) if warmup else 1.0
             base = rate(step) if callable(rate) else rate
             return base * (1.0 + (scale - 1.0) * done)
 
-        def get_config(self) -> dict[str, Any]:
+        def get_config(self) -> JsonObject:
             return {"rate": repr(rate), "scale": scale, "warmup": warmup}
 
     return ScaledRate()
 
 
-def optimizers_of(run: Run) -> dict[str, Any]:
+def optimizers_of(run: Run) -> dict[str, Optimizer]:
     """The optimizers of a run by name; a single one has the name ""."""
     return run.optimizer if isinstance(run.optimizer, dict) else {"": run.optimizer}
 
 
-def rate_of(optimizer: Any) -> float:
+def rate_of(optimizer: Optimizer) -> float:
     """The learning rate of the next step."""
     import numpy as np
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from collections.abc import Container, Iterator, Sequence
+from typing import TextIO
 
 from callbacks import formats
 from callbacks.arguments import check
 from callbacks.base import Callback, Run
 from callbacks.run_record.redaction import tell
+from callbacks.types import Foreign, Model, Variable
 
 _HEAD = ("layer", "shape", "trained", "not trained", "bytes")
 
@@ -42,7 +43,7 @@ class _Count:
     fixed: int = 0
     size: int = 0
 
-    def add(self, variable: Any, is_trained: bool) -> None:
+    def add(self, variable: Variable, is_trained: bool) -> None:
         elements = int(variable.shape.num_elements())
         self.trained += elements if is_trained else 0
         self.fixed += 0 if is_trained else elements
@@ -56,9 +57,14 @@ class _Count:
 
 def summary(run: Run) -> str:
     """The table, with the totals in a line below it."""
-    weights = {id(variable): (name, variable, trained) for name, variable, trained in run.weights}
-    floats = {key: weight for key, weight in weights.items() if _dtype(weight[1]).is_floating}
     total = _Count()
+    weights = {}  # by identity: names need not be unique, and variables can't be compared
+    floats = {}
+    for weight in run.weights:
+        variable = weight[1]
+        weights[id(variable)] = weight
+        if _dtype(variable).is_floating:
+            floats[id(variable)] = weight
     for _, variable, is_trained in floats.values():
         total.add(variable, is_trained)
 
@@ -79,31 +85,39 @@ def summary(run: Run) -> str:
             count.add(variable, is_trained)
             rows.append((name, str(tuple(variable.shape)), *count.cells()))
 
-    state = [*run.variables, *run.sliced_variables]
-    slots = sum(_bytes(variable) for variable in state if id(variable) not in weights)
+    slots = _bytes_beside(weights, run)
     parameters = f"{total.cells()[0] or 0} parameters are trained, {total.cells()[1] or 0} are not"
     return "\n".join(
         [*_aligned(rows), f"{parameters}: {formats.size(total.size)}, and {formats.size(slots)} of the optimizer"]
     )
 
 
+def _bytes_beside(weights: Container[int], run: Run) -> int:
+    """The bytes of the run's variables that are none of the model's weights, given by identity."""
+    count = 0
+    for variable in (*run.variables, *run.sliced_variables):
+        if id(variable) not in weights:
+            count += _bytes(variable)
+    return count
+
+
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """The lines of a table: names and shapes start in one column, numbers end in one."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        cells = list(map(str.ljust, row[:2], widths[:2]))
+        cells += map(str.rjust, row[2:], widths[2:])
         yield "  ".join(cells).rstrip()
 
 
-def _layers(model: Any, indent: str) -> Iterator[tuple[str, Any]]:
+def _layers(model: Model, indent: str) -> Iterator[tuple[str, Foreign]]:
     """The layers of a Keras model; the layers of a model within it follow, indented."""
     for layer in getattr(model, "layers", ()):
         yield f"{indent}{layer.name} ({type(layer).__name__})", layer
         yield from _layers(layer, indent + "  ")
 
 
-def _output(layer: Any) -> str:
+def _output(layer: Foreign) -> str:
     """The shape of a layer's output, or its shapes; "?" if it isn't known."""
     import tensorflow as tf
 
@@ -114,18 +128,18 @@ def _output(layer: Any) -> str:
     return "?"
 
 
-def _tf(variable: Any) -> Any:
+def _tf(variable: Variable) -> Variable:
     """The TensorFlow variable behind one of Keras 3."""
     import tensorflow as tf
 
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
-def _dtype(variable: Any) -> Any:
+def _dtype(variable: Variable) -> Foreign:
     import tensorflow as tf
 
     return tf.as_dtype(variable.dtype)
 
 
-def _bytes(variable: Any) -> int:
+def _bytes(variable: Variable) -> int:
     return int(variable.shape.num_elements()) * int(_dtype(variable).size)

@@ -18,7 +18,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def near_file(path: Path) -> str:
     """The file in the same directory that was probably meant by a path without a file; "" if none is near."""
     with contextlib.suppress(OSError, ValueError):
-        names = sorted(file.name for file in path.parent.iterdir() if not path.exists())
+        if path.exists():
+            return ""
+        names = sorted(file.name for file in path.parent.iterdir())
         matches = difflib.get_close_matches(path.name, names, 1)
         return f"; did you mean {str(path.parent / matches[0])!r}?" if matches else ""
     return ""

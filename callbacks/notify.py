@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from callbacks.arguments import check, is_number
@@ -19,6 +19,12 @@ from callbacks.nearest import nearest
 from callbacks.run_record import redaction
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.journal import jsonable
+from callbacks.types import JsonObject
+
+if TYPE_CHECKING:
+    import ssl
+    import urllib.request
+
 
 KINDS = ("end", "failure", "checkpoint")
 """The events for which a message can be sent."""
@@ -55,11 +61,12 @@ class Posting(Callback):
     def on_setup(self, run: Run) -> None:
         self._has_warned = False
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: JsonObject) -> None:
         """Posts a message, without its secrets, in a thread."""
         body = json.dumps(jsonable(redaction.redact(message)), allow_nan=False).encode()
         # A daemon, so that a server that never answers can't keep the process alive: `_wait` limits the time.
         thread = threading.Thread(target=self._post, args=(body,), name="notify", daemon=True)
+        # Before the start: the thread removes itself, and may end before the next line here.
         _under_way[thread] = time.monotonic() + self.timeout
         try:
             thread.start()
@@ -91,7 +98,7 @@ class Posting(Callback):
         """The headers of a message; read when it is sent."""
         return self._headers
 
-    def _tls(self) -> Any:
+    def _tls(self) -> ssl.SSLContext | None:
         """The TLS context of a message; None: that of the system's authorities."""
         return None
 
@@ -158,12 +165,12 @@ class Notify(Posting):
         })  # fmt: skip
 
 
-def _opener(tls: Any) -> Any:
+def _opener(tls: ssl.SSLContext | None) -> urllib.request.OpenerDirector:
     """Opens requests. A redirect is an error: another host must not get the credentials."""
     import urllib.request
 
     class Refusing(urllib.request.HTTPRedirectHandler):
-        def redirect_request(self, *arguments: Any) -> None:
+        def redirect_request(self, *arguments: object) -> None:
             return None
 
     return urllib.request.build_opener(Refusing, urllib.request.HTTPSHandler(context=tls))

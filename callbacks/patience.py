@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from callbacks import metric_direction
 from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Callback, Metrics, Run
+from callbacks.types import JsonObject
 
 
 class Patience(Callback):
@@ -69,9 +69,9 @@ class Patience(Callback):
         if self.waited >= self.patience:
             self.act(run)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"best": self.best, "waited": self.waited}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         self.best = state["best"]
         self.waited = state["waited"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
 from callbacks.run_record.redaction import tell
+from callbacks.types import JsonObject
 
 
 class Profiler(Callback):
@@ -49,10 +50,11 @@ class Profiler(Callback):
         elif run.progress.step == self.first - 1:
             self._start(run)
 
-    def on_profile(self, run: Run, kind: str, entry: dict[str, Any]) -> None:
+    def on_profile(self, run: Run, kind: str, entry: JsonObject) -> None:
         self._lines = entry.get("text", [])
 
     def on_fit_end(self, run: Run, status: str) -> None:
+        # TensorFlow has one profiler in a process: one left running would refuse the next run's.
         if self._first_traced and not self._last_traced:
             self._stop(run)
         if run.backend.is_chief and self._lines:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from callbacks.arguments import check, is_number
-from callbacks.base import Callback, Every, Metrics, Run, shown_status
-from callbacks.epoch_lines import EpochLines, epoch_of, numbers
+from callbacks.base import Callback, Every, Metrics, Run, as_floats, of_training, shown_status
+from callbacks.epoch_lines import EpochLines, State, epoch_of, numbers
 from callbacks.formats import number, plural
 from callbacks.run_record.redaction import mask, shown
+from callbacks.types import Foreign
 
 RELAY = "TFLOOP_PROGRESS"
 """Environment variable: "relay" makes a worker write its progress as marked lines, which its launcher draws."""
@@ -58,16 +58,16 @@ class Progress(Callback):
         epoch = max(1, run.progress.epoch + (run.progress.step_in_epoch > 0))
         self._update(self._state(run, "end", {}) | {"epoch": epoch, "status": status, "why": run.stop_reason})
 
-    def _update(self, state: dict[str, Any]) -> None:
+    def _update(self, state: State) -> None:
         # A terminal or a launcher that is gone is no reason to stop training.
         with contextlib.suppress(OSError):
             self._show.update(state)
 
     @staticmethod
-    def _state(run: Run, kind: str, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _state(run: Run, kind: str, metrics: Mapping[str, float]) -> State:
         return {
             "kind": kind,
-            "metrics": {name: float(value) for name, value in metrics.items()},
+            "metrics": as_floats(metrics),
             "step": run.progress.step,
             "total": run.total_steps,
             "epoch": run.progress.epoch + 1,
@@ -81,7 +81,7 @@ class Progress(Callback):
 class Relay:
     """Writes states as marked lines on stderr."""
 
-    def update(self, state: dict[str, Any]) -> None:
+    def update(self, state: State) -> None:
         print(MARK + json.dumps(state), file=sys.stderr, flush=True)
 
 
@@ -99,14 +99,14 @@ class Display:
         self.terminal = self.stream.isatty()
         self.log_seconds = log_seconds
         self._epochs = EpochLines(epoch_seconds)
-        self._bar: Any = None
+        self._bar: Foreign = None
         self._last_line = time.monotonic()
 
-    def update(self, state: dict[str, Any]) -> None:
+    def update(self, state: State) -> None:
         metrics = {shown(name): value for name, value in state["metrics"].items()}
         getattr(self, f"_{state['kind']}")({**state, "metrics": metrics})
 
-    def _start(self, state: dict[str, Any]) -> None:
+    def _start(self, state: State) -> None:
         if self._bar is not None:  # the workers of an elastic job have formed anew
             self._bar.close()
             self._bar = None
@@ -127,7 +127,7 @@ class Display:
                 if state["total"] else None,
             )  # fmt: skip
 
-    def _steps(self, state: dict[str, Any]) -> None:
+    def _steps(self, state: State) -> None:
         if self._bar is not None:
             self._tell_bar(state)
             self._bar.update(state["step"] - self._bar.n)
@@ -135,13 +135,13 @@ class Display:
             of = f"/{state['total']:,}" if state["total"] else ""
             self.line(f"step {state['step']:,}{of}  {numbers(state['metrics'])}  {state['speed']:,.0f} examples/s")
 
-    def _epoch(self, state: dict[str, Any]) -> None:
+    def _epoch(self, state: State) -> None:
         if self._bar is not None:
             self._tell_bar(state)
             self._bar.update(state["step"] - self._bar.n)
         self._epoch_line(self._epochs.take(state, time.monotonic()))
 
-    def _end(self, state: dict[str, Any]) -> None:
+    def _end(self, state: State) -> None:
         self._epoch_line(self._epochs.held())
         if self._bar is not None:
             self._tell_bar(state)
@@ -151,14 +151,14 @@ class Display:
         why = f" ({shown(state['why'])})" if state["why"] else ""
         self.line(f"{shown_status(state['status'])} at step {state['step']:,}{why}, {state['speed']:,.0f} examples/s")
 
-    def _tell_bar(self, state: dict[str, Any]) -> None:
+    def _tell_bar(self, state: State) -> None:
         """Gives the bar the epoch and the metrics of a state, without drawing it."""
         self._bar.set_description_str(epoch_of(state) + " ", refresh=False)
         if state["metrics"]:  # else the bar keeps the last ones
             room = self._columns() - len(epoch_of(state)) - 2 * len(f"{state['total'] or 0}") - _BAR_WIDTH
             self._bar.set_postfix_str(_beside_bar(state, room), refresh=False)
 
-    def _epoch_line(self, state: dict[str, Any] | None) -> None:
+    def _epoch_line(self, state: State | None) -> None:
         if state is not None:
             self.line(self._epochs.text(state, self._columns() if self.terminal else None))
 
@@ -178,13 +178,13 @@ class Display:
             print(text, file=self.stream, flush=True)
 
 
-def _beside_bar(state: Mapping[str, Any], room: int) -> str:
+def _beside_bar(state: State, room: int) -> str:
     """The text beside the bar: the first metric, and the speed and a second metric if there is room for them.
 
     The metrics of the evaluation are in the line of the epoch.
     """
-    of_training = ((name, value) for name, value in state["metrics"].items() if not name.startswith("eval_"))
-    first, *others = [f"{name} {number(value)}" for name, value in itertools.islice(of_training, 2)]
+    texts = [f"{name} {number(value)}" for name, value in of_training(state["metrics"]).items()]
+    first, *others = texts[:2]
     text = first
     speed = f", {state['speed']:,.0f} examples/s"
     if len(text + speed) <= room:
@@ -230,7 +230,7 @@ class Stages:
 
 
 @contextlib.contextmanager
-def counted(total: int, unit: str, stream: TextIO) -> Iterator[Callable[[int], Any]]:
+def counted(total: int | None, unit: str, stream: TextIO) -> Iterator[Callable[[int], object]]:
     """Yields a function that takes the number of pieces done: on a terminal it moves a bar, else it does nothing."""
     if not stream.isatty():
         yield lambda count: None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_number, is_whole
-from callbacks.base import Metrics, Run
+from callbacks.base import Metrics, Run, as_floats
 from callbacks.learning_rate import optimizers_of, rate_of
 from callbacks.patience import Patience
 from callbacks.run_record.redaction import tell
+from callbacks.types import JsonObject
 
 
 class ReduceOnPlateau(Patience):
@@ -74,7 +75,7 @@ class ReduceOnPlateau(Patience):
 
     def judge(self, run: Run, metrics: Metrics) -> None:
         # The chief's, so that all ranks act alike: a callback that runs only there may have changed them.
-        metrics = run.backend.broadcast_json({name: float(value) for name, value in metrics.items()})
+        metrics = run.backend.broadcast_json(as_floats(metrics))
         if self._cooling:
             self._cooling -= 1
             self.waited = -1  # 0 after this measurement
@@ -84,6 +85,7 @@ class ReduceOnPlateau(Patience):
         rates = []
         for optimizer in optimizers_of(run).values():
             before = rate_of(optimizer)
+            # A rate that is below `min_lr` from the start stays: the callback never raises one.
             rates.append(min(before, max(before * self.factor, self.min_lr)))
             optimizer.learning_rate = rates[-1]
         if run.backend.is_chief:
@@ -94,9 +96,9 @@ class ReduceOnPlateau(Patience):
         self.waited = 0
         self._cooling = self.cooldown
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return super().state_dict() | {"cooling": self._cooling}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         super().load_state_dict(state)
         self._cooling = state["cooling"]

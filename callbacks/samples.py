@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from callbacks import files
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Metrics, Run
 from callbacks.formats import number
 from callbacks.run_record import journal
+from callbacks.types import Data, Tensors
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ-+.,:>/_%? "
 # Three pixels wide, five high: each octal digit is a row. That is enough for labels.
@@ -42,10 +46,11 @@ class SamplePredictions(Callback):
     def __init__(self, examples: int = 16) -> None:
         check(self, is_whole(examples, 1, 1024), "give a whole number from 1 to 1024", examples=examples)
         self.examples = examples
-        self._batch: Any = None
+        self._batch: Tensors = None
         self._evaluates = False
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
+        # A task may have evaluation data that this run never uses: then epochs are the moments to show predictions.
         self._evaluates = data.eval is not None and run.options["eval_every"] != "never"
         self._batch = (data.eval or data.train).head(self.examples)
         return data
@@ -65,8 +70,13 @@ class SamplePredictions(Callback):
             values = {name: np.asarray(value) for name, value in shown.items()}
             if "prediction" in values:
                 values["prediction"] = _classes(values["prediction"], values.get("label"))
-            pictures = [value for value in values.values() if value.ndim in (3, 4)]
-            captions = {name: value for name, value in values.items() if value.ndim <= 2}
+            pictures = []
+            captions = {}
+            for name, value in values.items():
+                if value.ndim <= 2:
+                    captions[name] = value
+                elif value.ndim <= 4:
+                    pictures.append(value)
             if pictures:
                 self._write(run, "png", grid(pictures[0], captions.get("label"), captions.get("prediction")))
                 return
@@ -81,13 +91,13 @@ class SamplePredictions(Callback):
         journal.artifact(run, path)
 
 
-def _classes(predictions: Any, labels: Any) -> Any:
+def _classes(predictions: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
     """The predictions; if they are a value for each class, and labels are classes, the class of the greatest value."""
     has_classes = predictions.ndim == 2 and predictions.shape[1] > 1
     return predictions.argmax(-1) if has_classes and (labels is None or labels.ndim == 1) else predictions
 
 
-def _lines(captions: Mapping[str, Any]) -> list[str]:
+def _lines(captions: Mapping[str, np.ndarray]) -> list[str]:
     """A line for each example: names and values."""
     lines = []
     for index in range(min(map(len, captions.values()), default=0)):
@@ -95,7 +105,7 @@ def _lines(captions: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A value as it is shown."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -106,7 +116,7 @@ def _text(value: Any) -> str:
     return number(value) if isinstance(value, float) else str(value)
 
 
-def grid(pictures: Any, labels: Any = None, predictions: Any = None) -> bytes:
+def grid(pictures: np.ndarray, labels: np.ndarray | None = None, predictions: np.ndarray | None = None) -> bytes:
     """A PNG with all pictures in rows, and a caption below each.
 
     Args:
@@ -141,7 +151,7 @@ def grid(pictures: Any, labels: Any = None, predictions: Any = None) -> bytes:
     return bytes(tf.io.encode_png(sheet).numpy())
 
 
-def _as_rgb(pictures: Any) -> Any:
+def _as_rgb(pictures: np.ndarray) -> np.ndarray:
     """Pictures of any kind as uint8 with three channels."""
     import numpy as np
 
@@ -155,7 +165,7 @@ def _as_rgb(pictures: Any) -> Any:
     return ((tiles - low) / max(high - low, 1e-12) * 255).round().astype("uint8")
 
 
-def _caption(labels: Any, predictions: Any, index: int) -> tuple[str, tuple[int, int, int]]:
+def _caption(labels: np.ndarray | None, predictions: np.ndarray | None, index: int) -> tuple[str, tuple[int, int, int]]:
     """The text below a picture, and its color."""
     label = _text_at(labels, index)
     prediction = _text_at(predictions, index)
@@ -164,11 +174,11 @@ def _caption(labels: Any, predictions: Any, index: int) -> tuple[str, tuple[int,
     return (prediction, _RIGHT) if label == prediction else (f"{label}>{prediction}", _WRONG)
 
 
-def _text_at(values: Any, index: int) -> str | None:
+def _text_at(values: np.ndarray | None, index: int) -> str | None:
     return None if values is None or not len(values) else _text(values[index])
 
 
-def _letters(text: str) -> Any:
+def _letters(text: str) -> np.ndarray:
     """A line of text as pixels: [height, width], bool."""
     import numpy as np
 
@@ -179,4 +189,4 @@ def _letters(text: str) -> Any:
 
 def _pixels(glyph: str) -> list[list[int]]:
     """A letter as rows of pixels. The last pixel of each row is the gap to the next letter."""
-    return [[int(bit) for bit in f"{int(row):03b}0"] for row in glyph]
+    return [list(map(int, f"{int(row):03b}0")) for row in glyph]

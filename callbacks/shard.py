@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from callbacks.arguments import check
 from callbacks.base import Callback, Run
+from callbacks.types import Data
 
 
 class ShardData(Callback):
@@ -32,5 +33,5 @@ class ShardData(Callback):
         check(self, policy in self.POLICIES, f"give one of {', '.join(self.POLICIES)}", policy=policy)
         self.policy = "example" if policy == "auto" else policy
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
         return data.sharded(run.backend, self.policy)

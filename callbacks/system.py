@@ -8,11 +8,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Metrics, Run
 from callbacks.run_record import journal
+from callbacks.types import Foreign, JsonObject
 
 _MEGA = 1e6
 
@@ -39,7 +40,7 @@ class SystemMetrics(Callback):
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()  # two threads use `_samples`: the one that measures, and the one that trains
-        self._samples: list[dict[str, Any]] = []
+        self._samples: list[JsonObject] = []
 
     def on_fit_start(self, run: Run) -> None:
         self._stop()  # the workers of an elastic job may have formed anew, with other ranks
@@ -49,6 +50,7 @@ class SystemMetrics(Callback):
         self._thread.start()
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        # Taken under the lock and sent without it: a collective may wait long, and must not stop the measuring.
         with self._lock:
             own = self._samples
             self._samples = []
@@ -124,7 +126,7 @@ def named_gpus() -> list[str] | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
-    names = [name.strip() for name in visible.split(",") if name.strip()]
+    names = list(filter(None, map(str.strip, visible.split(","))))
     # CUDA ignores the names after it.
     return names[: names.index("-1")] if "-1" in names else names
 
@@ -154,7 +156,7 @@ def _gpus() -> dict[str, Callable[[], float]]:
     return readers
 
 
-def _readers(pynvml: Any, name: str, handle: Any) -> dict[str, Callable[[], float]]:
+def _readers(pynvml: Foreign, name: str, handle: Foreign) -> dict[str, Callable[[], float]]:
     return {
         f"{name}/use": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
         f"{name}/memory_mb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / _MEGA,

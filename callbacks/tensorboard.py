@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from callbacks.arguments import check, is_whole
-from callbacks.base import Callback, Every, Metrics, Run
+from callbacks.base import Callback, Every, Metrics, Run, of_training
+from callbacks.types import Foreign, Tensors
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BUCKETS = 30
 """The buckets of a histogram: as many as TensorBoard's own histograms have."""
@@ -40,7 +44,7 @@ class TensorBoard(Callback):
         self.every = every
         self.histograms = histograms
         self.graph = graph
-        self._writer: Any = None
+        self._writer: Foreign = None
         self._written: dict[str, int] = {}  # the last step of each tag
         self._graph_written = False
         self._last = 0  # the step at which `on_steps_end` was last called
@@ -67,18 +71,18 @@ class TensorBoard(Callback):
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         self._write_graph(run)
-        own = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
-        self._write(run, "scalars", own)
+        self._write(run, "scalars", of_training(metrics))  # `on_eval_end` has written the others
         if self.histograms and (run.progress.epoch + 1) % self.histograms == 0:
-            trained = [(name, variable) for name, variable, is_trained in run.weights if is_trained]
-            values = run.backend.local_values
-            tables = {f"weights/{name}": _histogram(values(variable)[0]) for name, variable in trained}
+            tables = {}
+            for name, variable, is_trained in run.weights:
+                if is_trained:
+                    tables[f"weights/{name}"] = _histogram(run.backend.local_values(variable)[0])
             self._write(run, "histograms", tables)
 
     def on_fit_end(self, run: Run, status: str) -> None:
         self._close()
 
-    def _write(self, run: Run, plugin: str, values: Mapping[str, Any]) -> None:
+    def _write(self, run: Run, plugin: str, values: Mapping[str, Tensors]) -> None:
         """Writes the points that aren't in the files yet, and flushes them."""
         import tensorflow as tf
 
@@ -89,6 +93,7 @@ class TensorBoard(Callback):
             for tag, value in values.items():
                 if step > self._written.get(tag, -1):  # a resumed run makes steps again that the files have
                     self._written[tag] = step
+                    # The types that `tf.summary.scalar` and `histogram` write.
                     dtype = tf.float32 if plugin == "scalars" else tf.float64
                     tf.summary.write(tag, tf.constant(value, dtype), metadata=about)
         self._writer.flush()
@@ -125,7 +130,7 @@ def _written(directory: Path) -> tuple[dict[str, int], bool]:
     return last, graph
 
 
-def _histogram(values: Any) -> Any:
+def _histogram(values: np.ndarray) -> np.ndarray:
     """Buckets as TensorBoard reads them: left end, right end, count; float64 [BUCKETS, 3]."""
     import numpy as np
 

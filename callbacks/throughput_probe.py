@@ -10,10 +10,11 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from callbacks.base import Callback, Metrics, Run
 from callbacks.files import write_text
+from callbacks.types import Data, JsonObject
 
 CALLS = 3
 """The calls that aren't measured: the first one is compiled, and then the loop finds the length of calls."""
@@ -35,18 +36,19 @@ class ThroughputProbe(Callback):
 
     def __init__(self, seconds: float | str) -> None:
         self.seconds = float(seconds)
-        self.about: dict[str, Any] = {"examples_per_second": None}
+        self.about: JsonObject = {"examples_per_second": None}
         self._calls = 0
         self._warm_at = math.inf
         self._measured_from = math.inf
         self._examples_before = 0
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
         train = data.train
         self.about |= {"stream": train.steps_per_epoch is None, "examples": getattr(train, "size", None)}
         return data
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        # A stop by the chief ends all workers at the same step; their own clocks would disagree.
         if not run.backend.is_chief:
             return
         now = time.monotonic()
@@ -71,8 +73,11 @@ def peak_memory() -> tuple[int, int]:
     """The peak memory of this process, in bytes: on the host, and on one GPU."""
     import tensorflow as tf
 
-    gpus = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices("GPU")]
-    return _host_peak(), max((tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus), default=0)
+    gpu_peak = 0
+    for device in tf.config.list_logical_devices("GPU"):
+        memory = tf.config.experimental.get_memory_info(device.name.removeprefix("/device:"))
+        gpu_peak = max(gpu_peak, memory["peak"])
+    return _host_peak(), gpu_peak
 
 
 def _host_peak() -> int:

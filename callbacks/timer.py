@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
 
 from callbacks.base import Callback, Metrics, Run
+from callbacks.types import JsonObject
 
 _SPAN = re.compile("".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms"), re.ASCII)
 
@@ -25,8 +25,10 @@ class Timer(Callback):
 
     def __init__(self, max_duration: str) -> None:
         match = _SPAN.fullmatch(max_duration) if isinstance(max_duration, str) else None
-        numbers = [float(number or 0) for number in match.groups()] if match else []
-        self.seconds = sum(number * unit for number, unit in zip(numbers, (86400, 3600, 60, 1), strict=False))
+        self.seconds = 0.0
+        if match is not None:
+            for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True):
+                self.seconds += float(number or 0) * unit
         if not self.seconds:
             raise ValueError(f'Timer(max_duration={max_duration!r}): give a time > 0 like "2h30m", "90s" or "1.5d"')
         self.max_duration = max_duration
@@ -55,8 +57,9 @@ class Timer(Callback):
         if self.elapsed >= self.seconds:
             run.stop(f"the run has taken its max_duration of {self.max_duration}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"seconds": self.elapsed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
+        # Only that of earlier attempts: `on_setup` has started the clock of this one.
         self._before = state["seconds"]

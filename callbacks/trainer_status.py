@@ -6,10 +6,15 @@ import os
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from callbacks.base import Every, Metrics, Run
+from callbacks.base import Every, Metrics, Run, as_floats
 from callbacks.notify import Posting
+from callbacks.types import JsonObject
+
+if TYPE_CHECKING:
+    import ssl
+
 
 URL = "KUBEFLOW_TRAINER_SERVER_URL"
 """Environment variable that Trainer sets, where its feature `TrainJobStatus` is on: where to post."""
@@ -63,7 +68,8 @@ class TrainerStatus(Posting):
         self._report(run)
 
     def _take(self, run: Run, metrics: Metrics) -> None:
-        self._metrics |= {name: float(value) for name, value in metrics.items()}
+        # Kept even if nothing is sent now: each message has the last value of every metric.
+        self._metrics |= as_floats(metrics)
         if not self._sending.locked():  # else the server is slow
             self._report(run)
 
@@ -72,8 +78,10 @@ class TrainerStatus(Posting):
         values = {"step": str(step), "epoch": str(run.progress.epoch)}
         for name, value in self._metrics.items():
             values[name[:_LONGEST]] = f"{value:.6g}"
-        listed = [{"name": name, "value": value} for name, value in list(values.items())[:_MOST_METRICS]]
-        status: dict[str, Any] = {"metrics": listed, "lastUpdatedTime": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
+        listed = []
+        for name, text in list(values.items())[:_MOST_METRICS]:
+            listed.append({"name": name, "value": text})
+        status: JsonObject = {"metrics": listed, "lastUpdatedTime": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
         if total:
             status["progressPercentage"] = 100 * step // total
             if run.examples_per_second > 0:
@@ -88,7 +96,7 @@ class TrainerStatus(Posting):
     def _all_headers(self) -> dict[str, str]:
         return {**self._headers, "Authorization": f"Bearer {self._token_file.read_text().strip()}"}
 
-    def _tls(self) -> Any:
+    def _tls(self) -> ssl.SSLContext:
         import ssl
 
         return ssl.create_default_context(cafile=self._ca_file)

@@ -6,6 +6,7 @@ import sys
 import nbformat
 from nbclient import NotebookClient
 
+from callbacks.run_record import cell
 from tests.conftest import ROOT
 
 SETUP = """
@@ -52,8 +53,9 @@ EXPECTED = ["finished 10 13\nNone\n", "finished 10 21\nNone\n"]
 
 
 def test_a_class_of_a_cell_trains_again_and_again_also_when_it_is_redefined(tmp_path):
+    shown = "result"
     again = "result = train(Line(hidden=2))\nprint(result.status, result.steps, result.model.count_params())"
-    cells = [SETUP.format(root=str(ROOT)), *TASKS, again]
+    cells = [SETUP.format(root=str(ROOT)), *TASKS, again, shown]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
@@ -61,7 +63,23 @@ def test_a_class_of_a_cell_trains_again_and_again_also_when_it_is_redefined(tmp_
         "".join(output["text"] for output in cell["outputs"] if output.get("name") == "stdout")
         for cell in notebook.cells[1:]
     ]
-    assert printed == [*EXPECTED, "finished 10 9\n"]
+    assert printed == [*EXPECTED, "finished 10 9\n", ""]
+    [output] = notebook.cells[-1]["outputs"]
+    page = output["data"]["text/html"]
+    assert "finished · 10 steps · single, 1 replica" in page
+    assert page.count("<svg") == 1  # the loss
+
+
+def test_what_a_notebook_shows_is_safe_and_complete():
+    history = [{"epoch": n, "step": n, "examples": n, "<b>": float(n), "loss": 1 / n, "flat": 2.0} for n in (1, 2, 3)]
+    history[1]["loss"] = float("nan")
+    page = cell.html(["<script>", "finished"], history)
+    assert "<script>" not in page
+    assert "<b>" not in page
+    assert "0.3333" in page
+    assert cell.html(["stopped"], []) == "<div><div>stopped</div></div>"
+    many = cell.html([], [{"epoch": 1, **{f"m{n}": 0.0 for n in range(25)}}])
+    assert "and 5 more" in many
 
 
 def test_a_class_of_a_main_without_a_file_trains(tmp_path):

@@ -38,6 +38,7 @@ class Courier(threading.Thread):
         """Delivers the rest after the end of the run, for at most `wait` seconds. Returns what went wrong, or ""."""
         self._run_ended.set()
         self.join(wait)
+        # Only now: set earlier, it would keep the thread from its last delivery.
         self._given_up = True
         if self._done:
             return ""

@@ -13,15 +13,14 @@ import contextlib
 import copy
 import dataclasses
 import fcntl
+import itertools
 import logging
 import os
 import posixpath
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from callbacks.files import SQLITE, appending, is_plain, read_json, sqlite_path
 from callbacks.mlflow.mlflow_run import MLflowRun
@@ -30,6 +29,7 @@ from callbacks.mlflow.tracker import STATE, write_state
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, redact
 from callbacks.run_record.report import NAME as REPORT
+from callbacks.types import Foreign, JsonObject
 
 SENT = "tfloop.artifacts"
 """The tag with the number of the journal's artifacts that the store has."""
@@ -53,7 +53,7 @@ class _Position:
 
     last_steps: dict[str, int]
     sent_artifacts: int
-    artifacts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    artifacts: list[JsonObject] = dataclasses.field(default_factory=list)
     offset: int = 0
     time: int = 0
 
@@ -80,7 +80,7 @@ class Delivery:
         self.artifacts = 0
         about = read_json(directory / "run.json")
         self._experiment = experiment or read_json(directory / STATE).get("experiment") or about["task"]
-        self._client: Any = None  # None: not connected
+        self._client: Foreign = None  # None: not connected
         self._names = Names()
         self._missing: dict[str, None] = {}  # artifacts that are not in the run directory any more
         self._problem = ""  # why artifacts can't be sent, where all else works
@@ -88,7 +88,8 @@ class Delivery:
     def warnings(self) -> list[str]:
         """What could not be delivered unchanged."""
         texts = [self._problem] if self._problem else []
-        texts += [f"{name} isn't in {self.directory} any more: MLflow doesn't have it" for name in self._missing]
+        for name in self._missing:
+            texts.append(f"{name} isn't in {self.directory} any more: MLflow doesn't have it")
         changed = self._names.changed()
         if changed:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
@@ -144,6 +145,7 @@ class Delivery:
     def pending(self) -> int:
         """The number of points in the journal that the store doesn't have."""
         self.connect()
+        # Of a copy, which `_due` moves: counting must not make `deliver` skip these points.
         return sum(1 for _ in self._due(copy.deepcopy(self._position)))
 
     def deliver(self, progress: Callable[[int], object] = lambda count: None) -> None:
@@ -152,7 +154,7 @@ class Delivery:
         from mlflow.entities import Metric
 
         due = self._due(self._position)
-        while batch := [Metric(*point) for point in islice(due, _METRICS_AT_ONCE)]:
+        while batch := list(itertools.starmap(Metric, itertools.islice(due, _METRICS_AT_ONCE))):
             self._client.log_batch(self.run_id, metrics=batch)
             self.count += len(batch)
             progress(len(batch))
@@ -245,8 +247,11 @@ def _is_sound(path: Path) -> bool:
     """Whether it is a file, or a directory of files. A link would lead MLflow elsewhere; a pipe would block it."""
     if not path.is_dir():
         return is_plain(path, shared=True)
-    entries = [entry for entry in path.rglob("*") if entry.is_symlink() or not entry.is_dir()]
-    return all(is_plain(entry, shared=True) for entry in entries)
+    for entry in path.rglob("*"):
+        is_directory = entry.is_dir() and not entry.is_symlink()
+        if not is_directory and not is_plain(entry, shared=True):
+            return False
+    return True
 
 
 def reason(error: BaseException) -> str:

@@ -6,13 +6,13 @@ import getpass
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 from callbacks.files import LONGEST, read_json, reading, sqlite_path
 from callbacks.mlflow.points import Names, milliseconds
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import redact
+from callbacks.types import Foreign, JsonObject
 
 ID = "tfloop.id"
 """The tag by which a run is found again in its experiment."""
@@ -45,7 +45,7 @@ class MLflowRun:
         """Whether tfloop made the MLflow run of this id, and not the user."""
         return run_id != self._state.get("given")
 
-    def find(self, client: Any, parent_id: str | None) -> Any:
+    def find(self, client: Foreign, parent_id: str | None) -> Foreign:
         """The MLflow run, which is created if there is none.
 
         Args:
@@ -77,7 +77,7 @@ class MLflowRun:
             tags[PARENT] = parent.info.run_id
         return client.create_run(experiment, self._start(), tags=tags, run_name=self._run_name())
 
-    def _state_of_store(self) -> dict[str, Any]:
+    def _state_of_store(self) -> JsonObject:
         """What `mlflow.json` says, if it is of this store."""
         return self._state if self._state.get("uri") == redact(self.uri) else {}
 
@@ -88,7 +88,7 @@ class MLflowRun:
         # What tells runs apart comes first: MLflow's tables cut the end.
         return f"{about['backend']}-{about['replicas']} {self.directory.name.removeprefix(about['task'] + '-')}"
 
-    def _is_of_original(self, run: Any) -> bool:
+    def _is_of_original(self, run: Foreign) -> bool:
         """Whether a run belongs to another directory that still exists, of which this one is a copy."""
         other = Path(run.data.tags.get(DIRECTORY, self.directory))
         return other != self.directory and read_json(other / STATE).get("run_id") == run.info.run_id
@@ -105,19 +105,21 @@ class MLflowRun:
 
     def _start(self) -> int | None:
         """The time of the first line of the journal, in ms."""
-        entries = (entry for entry, _ in journal.read(self.directory / journal.NAME))
-        return milliseconds(next(entries, {})) or None
+        entry, _ = next(journal.read(self.directory / journal.NAME), ({}, 0))
+        return milliseconds(entry) or None
 
-    def describe(self, client: Any, run: Any) -> None:
+    def describe(self, client: Foreign, run: Foreign) -> None:
         """Sends the parameters and tags that the run doesn't have. A parameter never changes: MLflow's rule."""
         from mlflow.entities import Param, RunTag
 
-        params = [Param(*pair) for pair in self._names.texts(self._params()) if pair[0] not in run.data.params]
-        tags = [
-            RunTag(name, value)
-            for name, value in self._names.texts(self._tags(run))
-            if run.data.tags.get(name) != value
-        ]
+        params = []
+        for name, value in self._names.texts(self._params()):
+            if name not in run.data.params:
+                params.append(Param(name, value))
+        tags = []
+        for name, value in self._names.texts(self._tags(run)):
+            if run.data.tags.get(name) != value:
+                tags.append(RunTag(name, value))
         for start in range(0, len(params), _PARAMS_AT_ONCE):
             client.log_batch(run.info.run_id, params=params[start : start + _PARAMS_AT_ONCE])
         for start in range(0, len(tags), _PARAMS_AT_ONCE):
@@ -125,30 +127,39 @@ class MLflowRun:
         if self.is_ours(run.info.run_id) and self._about["status"] == "running" and run.info.status != "RUNNING":
             client.update_run(run.info.run_id, status="RUNNING")
 
-    def _params(self) -> dict[str, Any]:
+    def _params(self) -> JsonObject:
         """The options of `fit` and the fields of the task; where both have a name, the field bears it."""
         options = self._about["options"]
         fields = self._about["hyperparameters"]
-        clashes = {f"option.{name}": options[name] for name in options if name in fields}
-        return {name: value for name, value in (options | fields | clashes).items() if value is not None}
+        params = options | fields
+        for name in options:
+            if name in fields:
+                params[f"option.{name}"] = options[name]
+        return _given(params)
 
-    def _tags(self, run: Any) -> dict[str, Any]:
+    def _tags(self, run: Foreign) -> JsonObject:
         about = self._about
         tags = {
             "mlflow.user": _user(),
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": about["target"],
+            "mlflow.source.git.commit": about.get("provenance", {}).get("commit"),
+            "mlflow.source.git.branch": about.get("provenance", {}).get("branch"),
             DIRECTORY: self.directory,
             "tfloop.parameters": about.get("parameters"),
-            **{f"version.{name}": version for name, version in about["versions"].items()},
-            **{name: about.get(name) for name in ("backend", "replicas", "workers")},
         }
-        tags = {name: value for name, value in tags.items() if value is not None}  # a sweep has fewer than a run
-        if not self.is_ours(run.info.run_id):  # the tags that the user gave the run stay
-            tags = {ID: self._own_id(), **{name: value for name, value in tags.items() if name not in run.data.tags}}
+        for name, version in about["versions"].items():
+            tags[f"version.{name}"] = version
+        for name in ("backend", "replicas", "workers"):
+            tags[name] = about.get(name)
+        tags = _given(tags)  # a sweep has fewer than a run
+        if not self.is_ours(run.info.run_id):
+            for name in run.data.tags:  # the tags that the user gave the run stay
+                tags.pop(name, None)
+            tags[ID] = self._own_id()
         return tags | self._state.get("tags", {})
 
-    def _experiment_id(self, client: Any) -> str:
+    def _experiment_id(self, client: Foreign) -> str:
         from mlflow.exceptions import MlflowException
 
         experiment = client.get_experiment_by_name(self._experiment)
@@ -167,7 +178,12 @@ class MLflowRun:
             return str(experiment.experiment_id)
 
 
-def _existing_run(client: Any, run_id: str) -> Any:
+def _given(values: JsonObject) -> JsonObject:
+    """The values that are not None: MLflow would store the text "None"."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _existing_run(client: Foreign, run_id: str) -> Foreign:
     """The MLflow run of this id; None if it was deleted."""
     from mlflow.exceptions import MlflowException
 

@@ -6,15 +6,16 @@ import hashlib
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from callbacks.base import of_training
 from callbacks.run_record.redaction import mask, redact
+from callbacks.types import Json, JsonObject
 
 _KEY_LENGTH = 250
 _VALUE_LENGTH = 6000  # of the 1 MB of a request: parameters are sent by tens, and may be \u escapes
 
 
-def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:
+def points(entry: JsonObject) -> list[tuple[str, float, int, int]]:
     """The metric points of a line of a journal: name, value, time in ms, step. A malformed line has none."""
     event = entry.get("event")
     metrics = entry.get("metrics")
@@ -22,8 +23,8 @@ def points(entry: dict[str, Any]) -> list[tuple[str, float, int, int]]:
     if not isinstance(metrics, dict) or not isinstance(step, int):
         return []
     prefix = "step/" if event == "steps_end" else ""
-    if event == "epoch_end":  # the metrics of the evaluation had a line of their own
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
+    if event == "epoch_end":
+        metrics = of_training(metrics)  # those of the evaluation had a line of their own
     elif event not in ("steps_end", "eval_end", "system"):
         return []
     try:
@@ -43,7 +44,7 @@ def key(name: str) -> str:
     return f"{text[: _KEY_LENGTH - 9]}-{digest}"
 
 
-def milliseconds(entry: dict[str, Any]) -> int:
+def milliseconds(entry: JsonObject) -> int:
     """The time of a line of a journal; 0 if it has none."""
     try:
         return int(entry["time"] * 1000)
@@ -64,7 +65,7 @@ class Names:
             self._keys[name] = key(name)
         return self._keys[name]
 
-    def texts(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def texts(self, values: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
         """Names with their values as texts, without secrets."""
         for name, value in redact(values).items():
             text = mask(str(value))

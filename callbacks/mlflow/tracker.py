@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 from callbacks import files
 from callbacks.arguments import check, is_number
@@ -19,6 +18,7 @@ from callbacks.files import ROOT, read_json, write_text
 from callbacks.mlflow import logged_model
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import redact, tell
+from callbacks.types import Json, JsonObject
 
 STATE = "mlflow.json"
 """The file in the run directory that names the store, the experiment and the MLflow run."""
@@ -35,7 +35,7 @@ def default_uri() -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or files.sqlite_uri(files.launch_path("runs").resolve() / "mlflow.db")
 
 
-def _is_store(uri: Any) -> bool:
+def _is_store(uri: object) -> bool:
     """Whether MLflow may have a store there. Without a known scheme it is a typing error, such as `of` for `off`."""
     if not isinstance(uri, str) or uri.strip() in ("", "http://", "https://"):
         return False
@@ -77,7 +77,7 @@ class MLflowTracker(Callback):
         uri: str | None = None,
         experiment: str | None = None,
         wait: float = 60.0,
-        tags: Mapping[str, Any] | None = None,
+        tags: Mapping[str, Json] | None = None,
         parent: str | None = None,
         log_model: bool = False,
         register: str | None = None,
@@ -174,7 +174,7 @@ class MLflowTracker(Callback):
                 text = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 _warn(f"the model isn't logged ({text})")
         self.close()  # if the run ended before `on_fit_start`
-        outcome: dict[str, Any] = {"error": self._error, "warnings": []}
+        outcome: JsonObject = {"error": self._error, "warnings": []}
         if self._courier is not None:
             outcome |= _finish(self._courier, self.wait)
             self._courier = None
@@ -188,7 +188,7 @@ class MLflowTracker(Callback):
             )
 
 
-def _finish(courier: subprocess.Popen[str], wait: float) -> dict[str, Any]:
+def _finish(courier: subprocess.Popen[str], wait: float) -> JsonObject:
     """Has the courier deliver the rest; returns the outcome."""
     try:
         try:
@@ -196,7 +196,7 @@ def _finish(courier: subprocess.Popen[str], wait: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             tell(f"sending the rest to MLflow (at most {wait:.0f} s) ...")
             output, _ = courier.communicate(timeout=wait + _GRACE)
-        outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
+        outcome: JsonObject = json.loads(output.splitlines()[-1])
         return outcome
     except subprocess.TimeoutExpired:
         courier.kill()
@@ -210,11 +210,11 @@ def _warn(text: str) -> None:
     tell(f"warning: {text}")
 
 
-def _is_model_name(name: Any) -> bool:
+def _is_model_name(name: object) -> bool:
     return isinstance(name, str) and name.strip() != "" and not set("/:'\"") & set(name)
 
 
-def write_state(directory: Path, uri: str, experiment: str, **more: Any) -> None:
+def write_state(directory: Path, uri: str, experiment: str, **more: Json) -> None:
     """Notes in `mlflow.json` where the run is delivered to. Other entries stay; for another store, only the tags do."""
     old = read_json(directory / STATE)
     uri = redact(uri)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from callbacks.formats import number, round_number
 
@@ -110,9 +110,14 @@ class _Axes:
     """The scales: a step is a percentage of the width, a value is a pixel of the height."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
-        points = [point for line in lines for point in line.points]
-        steps = [step for step, _ in points]
-        values = [value for _, value in points if _is_drawn(value)] or [0.0]
+        steps: list[float] = []
+        values: list[float] = []
+        for line in lines:
+            for step, value in line.points:
+                steps.append(step)
+                if _is_drawn(value):
+                    values.append(value)
+        values = values or [0.0]
         self.first = min(steps, default=0)
         self.last = max(steps, default=0)
         self.log = _looks_flat(values)
@@ -138,7 +143,10 @@ class _Axes:
 
 def chart(title: str, lines: Sequence[Line], marks: Sequence[int]) -> Chart:
     """A picture of lines, with a dashed line at each step of `marks`; a value that is not finite is a gap."""
-    thinned = [dataclasses.replace(line, points=_thinned(line.points)) for line in lines if line.points]
+    thinned = []
+    for line in lines:
+        if line.points:
+            thinned.append(dataclasses.replace(line, points=_thinned(line.points)))
     axes = _Axes(thinned)
     # The line within epochs is pale and has the most points, so the others are drawn over it.
     in_drawing_order = sorted(thinned, key=lambda line: line.kind != "within")
@@ -153,6 +161,22 @@ def chart(title: str, lines: Sequence[Line], marks: Sequence[int]) -> Chart:
         curves=[_curve(line, axes) for line in in_drawing_order],
         rows=_hovers(thinned, axes),
     )
+
+
+def pace(clock: Sequence[Point]) -> Iterator[tuple[int, float]]:
+    """Steps per second between points (step, seconds), each over at least a hundredth of the time."""
+    if not clock:
+        return
+    shortest = max((clock[-1][1] - clock[0][1]) / 100, 0.05)
+    last_step, last_time = clock[0]
+    for step, time_ in clock[1:]:
+        went_back = step < last_step  # an attempt continued from an earlier step
+        if not went_back and time_ - last_time < shortest:
+            continue
+        if step > last_step:
+            yield int(step), (step - last_step) / (time_ - last_time)
+        last_step = step
+        last_time = time_
 
 
 def _curve(line: Line, axes: _Axes) -> Curve:
@@ -205,9 +229,13 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     kept: list[Point] = []
     for start in range(0, len(points), width):
         stretch = points[start : start + width]
-        drawn = sorted((point for point in stretch if _is_drawn(point[1])), key=lambda point: point[1])
-        gaps = [point for point in stretch if not _is_drawn(point[1])]
-        kept += sorted({*drawn[:1], *drawn[-1:], *gaps[:1]}, key=lambda point: point[0])
+        drawn: list[Point] = []
+        gaps: list[Point] = []
+        for point in stretch:
+            (drawn if _is_drawn(point[1]) else gaps).append(point)
+        drawn.sort(key=operator.itemgetter(1))
+        # A set, since the lowest point may be the highest one, too.
+        kept += sorted({*drawn[:1], *drawn[-1:], *gaps[:1]}, key=operator.itemgetter(0))
     return kept
 
 
@@ -222,18 +250,26 @@ def _range(values: Sequence[float]) -> Point:
 def _ticks(low: float, high: float) -> list[float]:
     """At most four round numbers between two numbers."""
     unit = 10.0 ** math.floor(math.log10((high - low) / 4))
-    unit *= next(times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= 4)
+    for times in (1, 2, 5, 10):
+        if (high - low) / (unit * times) <= 4:
+            unit *= times
+            break
     return [unit * count for count in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
 def _powers(low: float, high: float) -> list[float]:
     """Round numbers whose logarithms are between two numbers."""
     every = max(1, math.ceil((high - low) / 4))
-    decades = [decade for decade in range(math.floor(low), math.ceil(high) + 1) if decade % every == 0]
+    # Multiples of `every`, wherever the range begins: charts of similar ranges get the same labels.
+    first = every * math.ceil(math.floor(low) / every)
+    decades = range(first, math.ceil(high) + 1, every)
     values: list[float] = []
     for digits in ((1,), (1, 3), (1, 2, 5)):
-        values = [digit * 10.0**decade for decade in decades for digit in digits]
-        values = [value for value in values if low <= math.log10(value) <= high]
+        values = []
+        for decade, digit in itertools.product(decades, digits):
+            value = digit * 10.0**decade
+            if low <= math.log10(value) <= high:
+                values.append(value)
         if len(values) >= 3:
             break
     return values

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+
+from callbacks.types import Json, JsonObject
 
 Row = dict[str, float]
 
@@ -14,7 +15,7 @@ COUNTERS = ("epoch", "step", "examples")
 """The entries of a row that are not metrics."""
 
 
-def of_entries(entries: Iterable[tuple[dict[str, Any], int]], end: int | None = None) -> list[Row]:
+def of_entries(entries: Iterable[tuple[JsonObject, int]], end: int | None = None) -> list[Row]:
     """The rows that the lines of a journal give, in order.
 
     A `restore` line begins another attempt, which makes later steps again: the rows of those are dropped. The line
@@ -51,20 +52,18 @@ def missing(rows: Sequence[Row], epochs: int) -> int:
     return sum(epoch not in present for epoch in range(1, epochs + 1))
 
 
-def as_numbers(row: Mapping[str, Any]) -> Row:
+def as_numbers(row: Mapping[str, Json]) -> Row:
     """A row from JSON, with all values as numbers: nan and infinities are texts in JSON."""
     return {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
 
 
-def _restored(rows: dict[float, Row], entry: Mapping[str, Any]) -> dict[float, Row]:
+def _restored(rows: dict[float, Row], entry: Mapping[str, Json]) -> dict[float, Row]:
     """The rows that remain when a run goes on from an earlier step."""
-    if "history" in entry:
-        given_rows = [as_numbers(row) for row in entry["history"]]
-        return {row["epoch"]: row for row in until(given_rows, entry["step"])}
-    return {epoch: row for epoch, row in rows.items() if row["step"] <= entry["step"]}
+    given = list(map(as_numbers, entry["history"])) if "history" in entry else list(rows.values())
+    return {row["epoch"]: row for row in until(given, entry["step"])}
 
 
-def _row(entry: Mapping[str, Any]) -> Row:
+def _row(entry: Mapping[str, Json]) -> Row:
     """The row that an `epoch_end` line stands for."""
     counters = {"epoch": entry["epoch"] + 1, "step": entry["step"]}
     if "examples" in entry:  # older journals don't have it

@@ -9,12 +9,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from callbacks import files
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.run_record import history
 from callbacks.run_record.redaction import redact
+from callbacks.types import Json, JsonObject
 
 NAME = "journal.jsonl"
 
@@ -33,7 +34,7 @@ class Journal(Callback):
 
     def __init__(self, every: Every = "1s") -> None:
         self.every = every
-        self._file: Any = None
+        self._file: IO[bytes] | None = None
         self._is_torn = False  # the file ends within a line, since the disk was full or the process was killed
         self._is_silent = False  # nothing is written yet
         self._last = 0  # the step at which `on_steps_end` was last called
@@ -86,7 +87,7 @@ class Journal(Callback):
     def on_checkpoint(self, run: Run, reason: str) -> None:
         self._write(run, "checkpoint", reason=reason, checkpoint=run.saved_path and run.saved_path.name)
 
-    def on_profile(self, run: Run, kind: str, entry: dict[str, Any]) -> None:
+    def on_profile(self, run: Run, kind: str, entry: JsonObject) -> None:
         self._write(run, kind, **entry)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -102,7 +103,7 @@ class Journal(Callback):
             if self._file:
                 self._file.close()
 
-    def _write(self, run: Run, event: str, **more: Any) -> None:
+    def _write(self, run: Run, event: str, **more: Json) -> None:
         if self._file is None or self._is_silent:  # without a file, the run ended before `on_setup`
             return
         path = run.directory / NAME
@@ -121,7 +122,7 @@ class Journal(Callback):
         self._is_torn = False
 
 
-def append(run: Run, event: str, **more: Any) -> None:
+def append(run: Run, event: str, **more: Json) -> None:
     """Adds a line to the journal of a run, if it has one. Any thread of the chief may call it."""
     path = run.directory / NAME
     if path.exists():
@@ -146,7 +147,7 @@ def artifact(run: Run, path: Path, to: str | None = None, register: str | None =
     append(run, "artifact", path=path.relative_to(run.directory).as_posix(), **more)
 
 
-def _line(run: Run, event: str, more: Mapping[str, Any]) -> bytes:
+def _line(run: Run, event: str, more: Mapping[str, Json]) -> bytes:
     # `time` and `event` come first: `record` relies on it to read long journals fast.
     phase = {"phase": run.phase.name} if run.phase else {}
     position = {"step": run.progress.step, "epoch": run.progress.epoch, **phase}
@@ -163,7 +164,7 @@ def is_torn(path: Path) -> bool:
         return file.read() != b"\n"
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: object) -> Json:
     """A value, or a structure of values, that JSON can hold: nan and infinities become strings."""
     if isinstance(value, Mapping):
         return {name: jsonable(item) for name, item in value.items()}
@@ -177,7 +178,7 @@ def read_history(path: Path, end: int | None = None) -> list[history.Row]:
     return history.of_entries(read(path, events=history.EVENTS), end)
 
 
-def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tuple[dict[str, Any], int]]:
+def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tuple[JsonObject, int]]:
     """The complete lines of a journal from byte `offset` on, each with the offset of its end.
 
     A last line that is incomplete, because it is being written or a kill has torn it, is not read. A line that is no

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from callbacks import files
 from callbacks.checkpoint import step_of
@@ -19,6 +18,7 @@ from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, printable, redact
 from callbacks.run_record.story import STEP, Fault, Story
 from callbacks.run_record.values import as_count, as_dict, as_number, as_stamp, as_text, clean, parsed
+from callbacks.types import Json, JsonObject
 
 ABOUT = "run.json"
 LOCK = "lock"
@@ -75,6 +75,8 @@ class Record:
         options: those of `fit`.
         versions: of Python and packages.
         machine: what else may change bits.
+        provenance: where the code comes from: see `callbacks.run_record.provenance`.
+        data: of `train` and `eval`: `examples`, how many there are, and `sha256` of the first ones.
         curves: points (step, value) of each metric, by step. Training has one point for each epoch; the names of points
             within an epoch begin with `step/`, those of evaluations with `eval_`. Values may be nan or infinite.
         speed: points (step, examples per second).
@@ -105,10 +107,12 @@ class Record:
     examples: int = 0
     total_steps: int | None = None
     parameters: int | None = None
-    hyperparameters: dict[str, Any] = dataclasses.field(default_factory=dict)
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    versions: dict[str, Any] = dataclasses.field(default_factory=dict)
-    machine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    hyperparameters: JsonObject = dataclasses.field(default_factory=dict)
+    options: JsonObject = dataclasses.field(default_factory=dict)
+    versions: JsonObject = dataclasses.field(default_factory=dict)
+    machine: JsonObject = dataclasses.field(default_factory=dict)
+    provenance: JsonObject = dataclasses.field(default_factory=dict)
+    data: JsonObject = dataclasses.field(default_factory=dict)
     curves: dict[str, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
     speed: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     clock: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -123,9 +127,12 @@ class Record:
         less = lower_is_better(metric)
         if less is None:
             return None
-        sign = 1 if less else -1
-        points = [(step, value) for step, value in self.curves.get(metric, ()) if math.isfinite(value)]
-        return min(points, key=lambda point: sign * point[1], default=None)
+        best = None
+        for step, value in self.curves.get(metric, ()):
+            # Of equal values, the first one counts.
+            if math.isfinite(value) and (best is None or (value < best[1] if less else value > best[1])):
+                best = (step, value)
+        return best
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric, whatever it is."""
@@ -135,8 +142,10 @@ class Record:
     @property
     def metric(self) -> str:
         """The metric by which runs are compared by default: the loss, of the evaluation if there is one."""
-        names = ["eval_loss", "loss", STEP + "loss", *self.curves]
-        return next((name for name in names if name in self.curves), "")
+        for name in ("eval_loss", "loss", STEP + "loss", *self.curves):
+            if name in self.curves:
+                return name
+        return ""
 
 
 def is_run(path: Path) -> bool:
@@ -198,6 +207,8 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
         options=as_dict(about.get("options")),
         versions=as_dict(about.get("versions")),
         machine=as_dict(about.get("machine")),
+        provenance=as_dict(about.get("provenance")),
+        data=as_dict(about.get("data")),
         curves={name: sorted(points.items()) for name, points in story.curves.metrics.items()},
         speed=sorted(story.curves.speed.items()),
         clock=story.timeline.points,
@@ -209,7 +220,7 @@ def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
     )
 
 
-def _read_story(path: Path, options: Any, whole: bool, quick: bool) -> Story:
+def _read_story(path: Path, options: Json, whole: bool, quick: bool) -> Story:
     """What the journal of a run directory says; see `read`."""
     story = Story(whole, options)
     stride = 1 + _size(path / journal.NAME) // _LONG if quick else 1
@@ -238,7 +249,7 @@ def _status(path: Path, recorded: str, story: Story) -> str:
     return recorded if recorded in STATUSES else ""
 
 
-def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+def entries(path: Path, offset: int = 0) -> Iterator[tuple[JsonObject, int]]:
     """The complete lines of a run's journal from byte `offset` on, parsed, each with the offset of its end."""
     for line, end in _lines(path / journal.NAME, offset):
         yield parsed(line), end
@@ -254,7 +265,7 @@ def begun(path: Path) -> float:
     return as_stamp(read_about(path).get("updated")) or 0.0
 
 
-def read_about(path: Path) -> dict[str, Any]:
+def read_about(path: Path) -> JsonObject:
     """The `run.json` of a run directory, fit to be printed; an empty one where there is none that can be read."""
     file = path / ABOUT
     try:
@@ -279,7 +290,7 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
 def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Iterator[Checkpoint]:
     """The checkpoints in a directory, oldest first; `saved` has reason and time of those in the journal."""
     try:
-        paths = [path for path in directory.iterdir() if _is_checkpoint(path)]
+        paths = list(filter(_is_checkpoint, directory.iterdir()))
     except OSError:
         return
     for path in sorted(paths, key=step_of):

@@ -20,8 +20,10 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 from urllib.parse import quote, quote_plus, unquote
+
+from callbacks.types import Json
 
 HIDDEN = "***"
 """What stands in place of a secret."""
@@ -87,7 +89,7 @@ def is_secret(name: str, number: bool = False) -> bool:
 
     Names are read word by word, in snake_case and camelCase alike: `path`, `author`, `max_tokens` are no secrets.
     """
-    words = [word.lower() for word in _WORD.findall(name[:500])]
+    words = list(map(str.lower, _WORD.findall(name[:500])))
     ends_in_tokens = bool(words) and words[-1].endswith("tokens")
     words = [word.removesuffix("s") if word in _PLURALS else word for word in words]
     if words and words[-1] == "value":
@@ -136,12 +138,12 @@ def _has_secret_pair(words: Sequence[str]) -> bool:
     return False
 
 
-def remember(value: Any, name: str = "") -> None:
+def remember(value: object, name: str = "") -> None:
     """Hides the secrets of a value, or of a structure, from now on: by name, and credentials in URIs."""
     hidden.update(_secrets(value, name))
 
 
-def _secrets(value: Any, name: str = "") -> Iterator[str]:
+def _secrets(value: object, name: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _secrets(item, name if is_secret(name) else str(key))
@@ -163,7 +165,9 @@ def _in_uri(text: str) -> Iterator[str]:
     for authority in _AUTHORITY.finditer(text):
         user_and_password, _ = _split_user(authority[1])
         passwords.append(user_and_password.partition(":")[2])
-    passwords += [query[3] for query in _QUERY.finditer(text) if _is_secret_in_query(query[2])]
+    for query in _QUERY.finditer(text):
+        if _is_secret_in_query(query[2]):
+            passwords.append(query[3])
     for password in passwords:
         yield password
         yield unquote(password)
@@ -249,15 +253,15 @@ def _forms(secret: str) -> set[str]:
         json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], quote(plain), quote(plain, safe=""),
         quote_plus(plain), html.escape(secret), printable(secret), secret.replace("'", "'\"'\"'"),
     ]  # fmt: skip
-    return {form for form in forms if form}
+    return set(filter(None, forms))
 
 
-def redact(value: Any, name: str = "") -> Any:
+def redact(value: Json, name: str = "") -> Json:
     """`value` without its secrets. Dicts and lists are walked through; other values are returned as they are."""
     return _redacted(value, name, _pattern())
 
 
-def _redacted(value: Any, name: str, known: re.Pattern[str] | None) -> Any:
+def _redacted(value: Json, name: str, known: re.Pattern[str] | None) -> Json:
     if isinstance(value, Mapping):
         return _redacted_items(value, name, known)
     if isinstance(value, list | tuple):
@@ -269,7 +273,7 @@ def _redacted(value: Any, name: str, known: re.Pattern[str] | None) -> Any:
     return _masked(value, known) if isinstance(value, str) else value
 
 
-def _redacted_items(values: Mapping[Any, Any], name: str, known: re.Pattern[str] | None) -> dict[Any, Any]:
+def _redacted_items(values: Mapping[Json, Json], name: str, known: re.Pattern[str] | None) -> dict[Json, Json]:
     within_secret = is_secret(name)
     redacted = {}
     for key, item in values.items():
@@ -333,14 +337,14 @@ def printable(text: str) -> str:
     """The text with all characters escaped that can control a terminal, or that a file may not take."""
     if text.isprintable():
         return text
-    return "".join(character if character.isprintable() else _escaped(character) for character in text)
+    return "".join(map(_escaped, text))
 
 
 def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
-def shown(text: Any) -> str:
+def shown(text: object) -> str:
     """A text as it may be shown within a line: without secrets and control characters."""
     return printable(mask(str(text)))
 

@@ -14,15 +14,16 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callbacks import files, formats
 from callbacks.base import Callback, Run, shown_status
 from callbacks.formats import lasting, moment, number, part_name, plural
 from callbacks.run_record import record
-from callbacks.run_record.charts import Chart, Line, Point, chart
+from callbacks.run_record.charts import Chart, Line, chart, pace
 from callbacks.run_record.record import STEP, Record
 from callbacks.run_record.redaction import mask, redact, tell
+from callbacks.types import Json, JsonObject
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -130,7 +131,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _printed(value: Any) -> Any:
+def _printed(value: object) -> object:
     """A value as a template prints it, before it is escaped: without secrets, not too long, and valid UTF-8."""
     if hasattr(value, "__html__"):  # a part of the page, from a macro or marked as safe
         return value
@@ -246,10 +247,15 @@ def _tiles(of: Record) -> Iterator[_Tile]:
     if of.speed:
         yield _Tile("examples/s", f"{of.speed[-1][1]:,.0f}", "while training")
 
+    for name in _main_metrics(of):
+        yield _metric_tile(of, name)
+
+
+def _main_metrics(of: Record) -> list[str]:
+    """At most three metrics: of the evaluation, or of the epochs where there is none; the one that ranks runs first."""
     names = [name for name in of.curves if name.startswith("eval_")]
     names = names or [name for name in of.curves if not name.startswith(STEP)]
-    for name in sorted(names, key=lambda name: name != of.metric)[:3]:
-        yield _metric_tile(of, name)
+    return sorted(names, key=lambda name: name != of.metric)[:3]
 
 
 def _metric_tile(of: Record, name: str) -> _Tile:
@@ -270,8 +276,11 @@ def _curves(of: Record) -> _Curves:
     bases.sort(key=lambda base: base != "loss")
     marks = _marks(of)
     charts = [chart(base, _lines(of, base), marks) for base in bases[:_CHARTS]]
-    names = [name for base in bases[_CHARTS:] for name in (base, "eval_" + base) if name in of.curves]
-    rows = [(name, number(of.last(name)), _best(of, name)) for name in names]
+    rows = []
+    for base in bases[_CHARTS:]:
+        for name in (base, "eval_" + base):
+            if name in of.curves:
+                rows.append((name, number(of.last(name)), _best(of, name)))
     others = _table(("metric", "last", "best"), rows) if rows else None
     return _Curves(charts, others, bool(marks))
 
@@ -303,28 +312,15 @@ def _best(of: Record, name: str) -> str:
 
 def _speeds(of: Record) -> list[Chart]:
     """The charts of the speed: while it trained, and in wall-clock time."""
-    lines = [
-        ("examples per second, while training", Line("mean since its process began", "train", of.speed)),
-        ("steps per second, by the clock", Line("evaluation and all else included", "train", list(_pace(of.clock)))),
-    ]
-    marks = _marks(of)
-    return [chart(title, [line], marks) for title, line in lines if len(line.points) > 1]
-
-
-def _pace(clock: Sequence[Point]) -> Iterator[tuple[int, float]]:
-    """Steps per second between points (step, seconds), each over at least a hundredth of the time."""
-    if not clock:
-        return
-    shortest = max((clock[-1][1] - clock[0][1]) / 100, 0.05)
-    last_step, last_time = clock[0]
-    for step, time_ in clock[1:]:
-        went_back = step < last_step  # an attempt continued from an earlier step
-        if not went_back and time_ - last_time < shortest:
-            continue
-        if step > last_step:
-            yield int(step), (step - last_step) / (time_ - last_time)
-        last_step = step
-        last_time = time_
+    lines = {
+        "examples per second, while training": Line("mean since its process began", "train", of.speed),
+        "steps per second, by the clock": Line("evaluation and all else included", "train", list(pace(of.clock))),
+    }
+    charts = []
+    for title, line in lines.items():
+        if len(line.points) > 1:
+            charts.append(chart(title, [line], _marks(of)))
+    return charts
 
 
 def _times(of: Record) -> _Times:
@@ -332,14 +328,19 @@ def _times(of: Record) -> _Times:
     rows = [("the chief, all attempts" if of.lives > 1 else "the chief", of.split)]
     for rank, seconds in enumerate(of.ranks[:_RANKS]):
         rows.append((f"rank {rank}, without its start and compiling", seconds))
-    bars = [_bar(title, seconds) for title, seconds in rows if 0 < sum(seconds.values()) < math.inf]
+    bars = []
+    for title, seconds in rows:
+        if 0 < sum(seconds.values()) < math.inf:  # the journal may hold any number
+            bars.append(_bar(title, seconds))
 
-    used = {part for seconds in (of.split, *of.ranks) for part, duration in seconds.items() if duration > 0}
+    used: set[str] = set()
+    for seconds in (of.split, *of.ranks):
+        used |= {part for part, duration in seconds.items() if duration > 0}
     has_verdict = len(of.verdict) > 2
     return _Times(
         parts=[part for part in _PARTS if part in used],
         bars=bars,
-        verdict=[mask(line) for line in of.verdict[-2:]] if has_verdict else [],
+        verdict=list(map(mask, of.verdict[-2:])) if has_verdict else [],
         can_be_split="training" in of.split and not of.ranks,
     )
 
@@ -355,8 +356,10 @@ def _bar(title: str, seconds: Mapping[str, float]) -> _Bar:
             label = f"{part_name(name)}: {lasting(seconds[name])}, {share:.0f}%"
             parts.append(_Part(name, at, share, label))
             at += share
-    largest = sorted(parts, key=lambda part: -part.share)
-    shares = [f"{part_name(part.kind)} {part.share:.0f}%" for part in largest if part.share >= 0.5]
+    shares = []
+    for part in sorted(parts, key=lambda part: -part.share):
+        if part.share >= 0.5:  # less would read 0%
+            shares.append(f"{part_name(part.kind)} {part.share:.0f}%")
     return _Bar(title, total, parts, " · ".join(shares))
 
 
@@ -374,7 +377,7 @@ def _checkpoint_rows(of: Record) -> list[tuple[str, ...]]:
     return rows
 
 
-def _topology(of: Record) -> dict[str, Any]:
+def _topology(of: Record) -> JsonObject:
     topology = {"backend": of.backend, "replicas": of.replicas, "workers": of.workers, "target": of.target}
     return topology | of.versions | of.machine
 
@@ -384,13 +387,13 @@ def _table(heads: Iterable[str], rows: Sequence[Sequence[str]]) -> _Table:
     return _Table(list(heads), rows[-_ROWS:], len(rows) - _ROWS)
 
 
-def _pairs(values: Mapping[str, Any]) -> _Pairs:
+def _pairs(values: Mapping[str, Json]) -> _Pairs:
     """Names and values, without secrets. They are redacted together, since the name says what is a secret."""
     shown = list(redact(dict(values)).items())[:_ROWS]
     return _Pairs([(name, _value(value)) for name, value in shown], len(values) - len(shown))
 
 
-def _value(value: Any) -> str:
+def _value(value: Json) -> str:
     """A value as a text; "" for None."""
     if value is None:
         return ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from callbacks.run_record.redaction import mask, printable
 from callbacks.run_record.values import as_count, as_dict, as_number, as_seconds, as_text, parsed
+from callbacks.types import Json, JsonObject
 
 SPEED = "examples_per_second"
 STEP = "step/"
@@ -79,7 +79,7 @@ class Curves:
     metrics: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)
     speed: dict[int, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, event: str, step: int, values: Mapping[str, Json]) -> None:
         """Takes in the metrics of a line."""
         prefix = STEP if event == "steps_end" else ""
         for name, value in values.items():
@@ -111,15 +111,19 @@ class TimeSplit:
     verdict: list[str] = dataclasses.field(default_factory=list)
     has_calls: bool = False
 
-    def add(self, seconds: Mapping[str, Any]) -> None:
+    def add(self, seconds: Mapping[str, Json]) -> None:
         """Adds the seconds of a line."""
         for part, duration in as_seconds(seconds).items():
             self.seconds[part] = self.seconds.get(part, 0.0) + duration
 
-    def add_total(self, seconds: Mapping[str, Any]) -> None:
+    def add_total(self, seconds: Mapping[str, Json]) -> None:
         """Adds the seconds of a whole attempt, unless the lines of its calls have given them already."""
         if not self.has_calls:
-            self.add({"training" if part == "other" else part: duration for part, duration in seconds.items()})
+            # Without lines of calls, the time of training isn't split, and `other` is the whole of it.
+            renamed = {}
+            for part, duration in seconds.items():
+                renamed["training" if part == "other" else part] = duration
+            self.add(renamed)
 
 
 class Story:
@@ -144,9 +148,9 @@ class Story:
         split: where the time went.
     """
 
-    def __init__(self, whole: bool, options: Any) -> None:
+    def __init__(self, whole: bool, options: Json) -> None:
         self.skipped = b""
-        self.about: dict[str, Any] = {}
+        self.about: JsonObject = {}
         self.step = 0
         self.epoch = 0
         self.total_steps: int | None = None
@@ -188,7 +192,7 @@ class Story:
             self._read(parsed(self.skipped))
             self.skipped = b""
 
-    def _read(self, entry: dict[str, Any]) -> None:
+    def _read(self, entry: JsonObject) -> None:
         event = entry.get("event")
         time = as_number(entry.get("time"))
         # Anyone can write a journal: a time in the far future would make the run last for ages.
@@ -213,51 +217,51 @@ class Story:
         self.status = ""  # that of the attempt before says nothing about this one
         self._end_is_known = False
 
-    def _measured(self, event: str, metrics: dict[str, Any]) -> None:
+    def _measured(self, event: str, metrics: JsonObject) -> None:
         self.curves.add(event, self.step, metrics)
         self.timeline.points.append((self.step, self.timeline.seconds))
         skipped_steps = as_number(metrics.get("skipped_steps")) or 0
         if event == "epoch_end" and skipped_steps > 0:
             self.fault(f"{skipped_steps:g} steps of the epoch were skipped: a loss or gradient not finite")
 
-    def _restore(self, entry: dict[str, Any]) -> None:
+    def _restore(self, entry: JsonObject) -> None:
         checkpoint = as_text(entry.get("checkpoint"))
         if self.timeline.attempts > 1 or checkpoint:
             self.fault(f"went on from {checkpoint or 'the start'}")
 
-    def _fit_start(self, entry: dict[str, Any]) -> None:
+    def _fit_start(self, entry: JsonObject) -> None:
         self.about = as_dict(entry.get("about"))
         self.total_steps = as_count(entry.get("total_steps"))
         self.split.add({"starting": self.timeline.seconds_of_attempt})
 
-    def _phase_start(self, entry: dict[str, Any]) -> None:
+    def _phase_start(self, entry: JsonObject) -> None:
         self.total_steps = as_count(entry.get("total_steps"))
 
-    def _call(self, entry: dict[str, Any]) -> None:
+    def _call(self, entry: JsonObject) -> None:
         self.split.has_calls = True
         self.split.add(as_dict(entry.get("seconds")))
 
-    def _summary(self, entry: dict[str, Any]) -> None:
+    def _summary(self, entry: JsonObject) -> None:
         ranks = entry.get("seconds")
         lines = entry.get("text")
         self.split.ranks = [as_seconds(as_dict(seconds)) for seconds in ranks] if isinstance(ranks, list) else []
-        self.split.verdict = [as_text(line) for line in lines] if isinstance(lines, list) else []
+        self.split.verdict = list(map(as_text, lines)) if isinstance(lines, list) else []
 
-    def _checkpoint(self, entry: dict[str, Any]) -> None:
+    def _checkpoint(self, entry: JsonObject) -> None:
         self.saved[as_text(entry.get("checkpoint"))] = (as_text(entry.get("reason")), self.timeline.now)
 
-    def _exception(self, entry: dict[str, Any]) -> None:
+    def _exception(self, entry: JsonObject) -> None:
         self.fault(as_text(entry.get("error")))
 
-    def _worker_gone(self, entry: dict[str, Any]) -> None:
+    def _worker_gone(self, entry: JsonObject) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} gone: {as_text(entry.get('how'))}")
         self._end_is_known = True
 
-    def _worker_joined(self, entry: dict[str, Any]) -> None:
+    def _worker_joined(self, entry: JsonObject) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} joined")
         self._end_is_known = True
 
-    def _fit_end(self, entry: dict[str, Any]) -> None:
+    def _fit_end(self, entry: JsonObject) -> None:
         self._end_is_known = True
         self.status = as_text(entry.get("status"))
         self.reason = as_text(entry.get("reason"))
@@ -269,7 +273,7 @@ class Story:
         self.split.add_total(as_dict(entry.get("seconds")))
 
 
-_READERS: dict[str, Callable[[Story, dict[str, Any]], None]] = {
+_READERS: dict[str, Callable[[Story, JsonObject], None]] = {
     "restore": Story._restore,
     "fit_start": Story._fit_start,
     "phase_start": Story._phase_start,

@@ -8,16 +8,16 @@ import re
 from calendar import timegm
 from collections.abc import Mapping
 from time import strptime
-from typing import Any
 
 from callbacks.run_record.redaction import printable
+from callbacks.types import Json, JsonObject
 
 _DEEPEST = 20  # levels of nested values
 _LARGEST = 2.0**53  # beyond, a float does not hold every whole number
 _PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # can be printed as it is: no escapes, no control characters
 
 
-def parsed(line: bytes) -> dict[str, Any]:
+def parsed(line: bytes) -> JsonObject:
     """A line of a journal, whose texts can be printed; {} if it is no JSON object."""
     flat = line.count(b"{") + line.count(b"[") < _DEEPEST
     try:
@@ -28,7 +28,7 @@ def parsed(line: bytes) -> dict[str, Any]:
         return {}
 
 
-def clean(value: Any, depth: int = _DEEPEST) -> Any:
+def clean(value: Json, depth: int = _DEEPEST) -> Json:
     """A JSON value with its texts made printable.
 
     Raises:
@@ -43,19 +43,19 @@ def clean(value: Any, depth: int = _DEEPEST) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def as_dict(value: Any) -> dict[str, Any]:
+def as_dict(value: object) -> JsonObject:
     """The value, if it is a dict; else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """The value as a text; "" for None."""
     if isinstance(value, str):
         return value
     return "" if value is None else printable(str(value))
 
 
-def as_number(value: Any, finite: bool = True) -> float | None:
+def as_number(value: object, finite: bool = True) -> float | None:
     """A number as the journal writes it: nan and infinities are texts there. None if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -68,13 +68,13 @@ def as_number(value: Any, finite: bool = True) -> float | None:
     return number if math.isfinite(number) or not finite else None
 
 
-def as_count(value: Any) -> int | None:
+def as_count(value: object) -> int | None:
     """A whole number that is not negative; else None."""
     number = as_number(value)
     return int(number) if number is not None and 0 <= number < _LARGEST else None
 
 
-def as_seconds(parts: Mapping[str, Any]) -> dict[str, float]:
+def as_seconds(parts: Mapping[str, Json]) -> dict[str, float]:
     """Durations by part; values that can't be one are left out."""
     durations = {}
     for part, value in parts.items():
@@ -84,7 +84,7 @@ def as_seconds(parts: Mapping[str, Any]) -> dict[str, float]:
     return durations
 
 
-def as_stamp(value: Any) -> float | None:
+def as_stamp(value: object) -> float | None:
     """The time of an ISO text such as `run.json` has."""
     try:
         return float(timegm(strptime(str(value), "%Y-%m-%dT%H:%M:%SZ")))

@@ -26,7 +26,7 @@ from loop.commands import command_line, runs, sweep, terminal, trial, tune
 from loop.commands.evaluate import evaluate
 from loop.run.run_directory import differences, task_of
 from tests.conftest import ROOT
-from tests.tasks import Plain
+from tests.connected import Connected
 
 SECRETS = (
     "hf_token github_token private_key passphrase pwd db_pass dbPassword openaiApiKey signing_key ssh_key cookie "
@@ -192,16 +192,6 @@ def test_one_function_prints_all_that_is_told():
 # Runs
 
 
-@dataclass
-class Connected(Plain):
-    """Has secrets as defaults of its fields: neither command line nor environment holds them."""
-
-    db_password: str = "tr0ub4dor&3"
-    hf_token: str = "hf_abcdefghijklmnop"
-    openaiApiKey: str = "sk-0123456789abcdef"
-    url: str = "mysql+pymysql://me:p@ss/w0rd9@host/db?token=qwertyuiop"
-
-
 GONE = ("tr0ub4dor", "abcdefghijklmnop", "0123456789abcdef", "w0rd9", "qwertyuiop")
 
 
@@ -271,7 +261,7 @@ def test_a_run_of_an_older_version_shows_no_secret_and_goes_on(quiet, tmp_path):
 def test_a_command_that_reads_a_run_says_which_fields_are_not_recorded(quiet, tmp_path, capsys, monkeypatch):
     result = fit(Connected(), epochs=1, callbacks=quiet(), run_dir=tmp_path / "run")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    task, _ = task_of(result.run_dir, f"{Path(__file__)}:Connected")
+    task, _ = task_of(result.run_dir, "tests.connected:Connected")
     assert task.db_password == "tr0ub4dor&3"
     said = (
         "note: db_password, hf_token, openaiApiKey, url: a run does not record secrets, so the task's default is taken"
