@@ -40,11 +40,11 @@ from typer import Option
 
 from callbacks.run_record.redaction import guard_streams
 from loop.commands import command_line
-from loop.commands.cli.checks import chaos, replay, verify
+from loop.commands.cli.checks import chaos, replay, rerun, verify
 from loop.commands.cli.machine import doctor, new, ui
 from loop.commands.cli.runs import report, runs_app, sync, tail
 from loop.commands.cli.search import find_lr, memory, sweep, tune
-from loop.commands.cli.training import Configurable, evaluate, export, train
+from loop.commands.cli.training import Configurable, evaluate, export, predict, train
 from loop.errors import FAILED, no_exit
 from loop.launch import signals
 from loop.launch.environment import JOB
@@ -76,9 +76,11 @@ def tfloop(
 # The order of the help.
 app.command(cls=Configurable)(train)
 app.command()(evaluate)
+app.command()(predict)
 app.command()(export)
 app.command()(verify)
 app.command()(replay)
+app.command()(rerun)
 app.command()(chaos)
 app.command()(tune)
 app.command()(memory)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 STEPS = 4
@@ -33,7 +34,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def measure_one(task_name: str, options: dict[str, Any]) -> dict[str, float]:
+def measure_one(task_name: str, options: dict[str, Any], assignments: Sequence[str] = ()) -> dict[str, float]:
     """The peak of this process in MB, and the median time of a step in seconds."""
     import callbacks
     from callbacks.throughput_probe import peak_memory
@@ -51,7 +52,7 @@ def measure_one(task_name: str, options: dict[str, Any]) -> dict[str, float]:
         def on_steps_end(self, run: Any, metrics: Any) -> None:
             self.times.append(time.perf_counter())
 
-    task = task_loader.load(f"{task_loader.shipped_path('bigger')}:{task_name}")
+    task = task_loader.load(f"{task_loader.shipped_path('bigger')}:{task_name}", assignments)
     clock = Clock()
     with tempfile.TemporaryDirectory() as directory:
         fit(task, steps=STEPS, steps_per_call=1, eval_every="never", callbacks=[clock], run_dir=directory, **options)

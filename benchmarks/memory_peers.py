@@ -3,17 +3,19 @@
 The Transformer of `examples/bigger.py`, plain and with each of its blocks computed again: here, by Keras's `RematScope`
 in its own training, by `tf.recompute_grad` in a loop by hand, and by `checkpoint` in PyTorch, if its environment is
 there (`python -m benchmarks setup torch`). Each measurement is a process of its own; those of a round come one after
-the other. Activations are the peak less that of a batch of one example.
+the other. Activations are the peak less that of a batch of one example. There is no dropout: two of the peers leave it
+out the second time, as `--gradients` shows, which compares their gradients with and without blocks computed again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import environments
@@ -39,30 +41,46 @@ def waits(step: Callable[[int], None]) -> dict[str, float]:
     return {"peak": status_field("VmHWM"), "step": statistics.median(times[1:])}
 
 
-def keras_parts(batch_size: int) -> tuple[Any, Any, Any]:
+NO_DROPOUT = ("dropout=0",)
+
+
+def keras_parts(batch_size: int, assignments: Sequence[str] = NO_DROPOUT) -> tuple[Any, Any, Any]:
     """The task; inputs and labels of the steps."""
     from loop.target import task_loader
 
-    task = task_loader.load(f"{task_loader.shipped_path('bigger')}:Transformer")
+    task = task_loader.load(f"{task_loader.shipped_path('bigger')}:Transformer", assignments)
     symbols = task.train_data().arrays[: STEPS * batch_size]
     return task, symbols[:, :-1], symbols[:, 1:]
 
 
 def keras_fit(batch_size: int, again: bool) -> dict[str, float]:
     """Keras's `fit`, with `RematScope`."""
-    import contextlib
-
     import keras
 
     task, inputs, labels = keras_parts(batch_size)
-    scope = keras.RematScope(mode="list_of_layers", layer_names=[f"block_{n}" for n in range(task.blocks)])
-    with scope if again else contextlib.nullcontext():
+    with keras_scope(task.blocks) if again else contextlib.nullcontext():
         model = task.build_model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(task.build_optimizer(), loss, jit_compile=False)
     return waits(
         lambda n: model.train_on_batch(inputs[n * batch_size :][:batch_size], labels[n * batch_size :][:batch_size])
     )
+
+
+def keras_scope(blocks: int) -> Any:
+    """Keras's scope, in which blocks are computed again."""
+    import keras
+
+    return keras.RematScope(mode="list_of_layers", layer_names=[f"block_{number}" for number in range(blocks)])
+
+
+def recompute(model: Any) -> None:
+    """Has the blocks of a model computed again, by hand."""
+    import tensorflow as tf
+
+    for block in model.layers:
+        if block.name.startswith("block_"):
+            block.call = tf.recompute_grad(block.call)
 
 
 def by_hand(batch_size: int, again: bool) -> dict[str, float]:
@@ -76,9 +94,7 @@ def by_hand(batch_size: int, again: bool) -> dict[str, float]:
     variables = model.trainable_variables
     optimizer.build(variables)
     if again:
-        for block in model.layers:
-            if block.name.startswith("block_"):
-                block.call = tf.recompute_grad(block.call)
+        recompute(model)
 
     @tf.function
     def step(inputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -107,7 +123,7 @@ def pytorch(batch_size: int, again: bool) -> dict[str, float]:
     embedding = nn.Embedding(symbols, width)
     places = nn.Parameter(torch.zeros(length, width))
     layers = nn.ModuleList(
-        nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
+        nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         for _ in range(blocks)
     )
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, symbols))
@@ -134,7 +150,7 @@ def one(peer: str, batch_size: int, again: bool) -> dict[str, float]:
     """One measurement, in this process."""
     if peer == "tfloop":
         options = {"batch_size": batch_size, **({"remat": "block_*"} if again else {})}
-        return measure_one("Transformer", options)
+        return measure_one("Transformer", options, NO_DROPOUT)
     return {"Keras fit": keras_fit, "by hand": by_hand, "PyTorch": pytorch}[peer](batch_size, again)
 
 
@@ -148,6 +164,36 @@ def in_its_process(peer: str, batch_size: int, again: bool) -> dict[str, float]:
     )  # fmt: skip
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def gradients(kind: str, dropout: float) -> list[Any]:
+    """The gradients of two blocks for a batch of 8, with the same draws for each kind: by what SGD changes weights."""
+    import keras
+    import numpy as np
+
+    keras.utils.set_random_seed(1)
+    task, inputs, labels = keras_parts(8, ("blocks=2", f"dropout={dropout}"))
+    with keras_scope(task.blocks) if kind == "Keras fit" else contextlib.nullcontext():
+        model = task.build_model()
+    if kind == "by hand":
+        recompute(model)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1.0), loss, jit_compile=False)
+    before = [np.array(weight) for weight in model.trainable_weights]
+    model.train_on_batch(inputs[:8], labels[:8])
+    return [np.array(weight) - old for weight, old in zip(model.trainable_weights, before, strict=True)]
+
+
+def compare_gradients() -> None:
+    """Prints by how much gradients differ where blocks are computed again: the norm of the difference, of theirs."""
+    import numpy as np
+
+    for dropout in (0.0, 0.1, 0.3):
+        plain = np.concatenate([each.ravel() for each in gradients("plain", dropout)])
+        for kind in ("Keras fit", "by hand"):
+            again = np.concatenate([each.ravel() for each in gradients(kind, dropout)])
+            difference = np.linalg.norm(again - plain) / np.linalg.norm(plain)
+            print(f"  dropout {dropout}  {kind:10} {difference:.1e}", flush=True)
 
 
 def measure(rounds: int, batch_size: int = 64) -> None:
@@ -175,5 +221,7 @@ def measure(rounds: int, batch_size: int = 64) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(one(*json.loads(sys.argv[2]))))
+    elif sys.argv[1:] == ["--gradients"]:
+        compare_gradients()
     else:
         measure(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

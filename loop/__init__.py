@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loop.backends.devices import device
     from loop.commands.evaluate import evaluate
+    from loop.commands.predict import predict
     from loop.data import ArrayData, IndexedData, Padding, StreamData, mix, records
     from loop.errors import PeerError, TrainingError, UsageError
     from loop.fit import fit
@@ -50,6 +51,7 @@ __all__ = [
     "first_row",
     "fit",
     "mix",
+    "predict",
     "records",
     "remat",
     "unweighted",
@@ -76,11 +78,13 @@ _HOMES = {
     "first_row": "step.replica",
     "fit": "fit",
     "mix": "data",
+    "predict": "commands.predict",
     "records": "data",
     "remat": "step.remat",
     "unweighted": "step.values",
 }
 
+# A user's own `callbacks.py` beside his task would be imported in place of ours: better said than an odd error later.
 _callbacks = importlib.util.find_spec("callbacks")
 if _callbacks is None or Path(_callbacks.origin or "").parent.parent != Path(__file__).parent.parent:
     raise ImportError(f"{_callbacks and _callbacks.origin} hides tfloop's own package 'callbacks': rename it")
@@ -100,7 +104,7 @@ def __getattr__(name: str) -> Any:
 class _Package(ModuleType):
     """Keeps `loop.fit` the function: importing the module `loop.fit` would bind that over it."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

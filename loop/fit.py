@@ -6,21 +6,21 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from callbacks import Callback, Checkpoint, Profiler, complete
+from callbacks import Callback
 from callbacks.run_record.redaction import remember
 from loop.backends.base import Backend
-from loop.errors import RegroupError, UsageError, no_exit
+from loop.errors import RegroupError, no_exit
 from loop.monitor import stopwatch
-from loop.options import DEFAULTS
+from loop.options import DEFAULTS, Options
 from loop.run import run_directory
 from loop.run.bad_step import keep_bad_step
-from loop.run.bus import Bus
-from loop.run.ending import end, wait_for_checkpoints
-from loop.run.result import FitResult, result, take_best
+from loop.run.bus import Bus, callbacks_of
+from loop.run.ending import end, end_failed, finish, wait_for_checkpoints
+from loop.run.phase_change import enter_phase, next_phase
+from loop.run.result import FitResult, result
 from loop.run.run import Run
 from loop.run.session import Session, options_and_backend
 from loop.step.train_step import LAST_SKIPPED, NOT_FINITE, not_finite
@@ -84,7 +84,7 @@ def fit(
         if anything went wrong                                   on_exception
         always                                                   on_fit_end
 
-    Every argument that isn't given takes the task's own default (`TrainTask.defaults`), else the one below.
+    An argument that isn't given takes the task's own default (`TrainTask.defaults`), else the one at the end below.
 
     Args:
         task: the task.
@@ -93,67 +93,65 @@ def fit(
         batch_size: the *global* batch, over all replicas; 32.
         backend: `auto`, `single`, `mirrored`, `central`, `multiworker`, `horovod`, `parameter_server`, `tpu`, a
             plug-in's name, or a `Backend` object; `auto`.
-        callbacks: None: the standard set. A list is added to it, and each of its callbacks takes the place of a
-            standard one of its kind. What `callbacks.standard(...)` built is taken as it is. The task's own are added
-            to either: `TrainTask.build_callbacks`.
+        callbacks: added to the standard set, where each replaces the standard callback of its class. What
+            `callbacks.standard(...)` returned is taken as it is. The task's own (`TrainTask.build_callbacks`) are added
+            to either; None: the standard set.
         run_dir: the run directory; a new one below `runs/`.
         resume: `auto` goes on from the newest good checkpoint in the run directory, also if a callback has stopped the
-            run; `never` refuses a directory that has one; a path of a checkpoint or a run directory starts from there,
-            in a run directory of its own; `auto`.
+            run. `never` refuses a directory that has one. The path of a checkpoint or a run directory starts from
+            there, in a run directory of its own; `auto`.
         seed: of initial weights and of the data's order; 0.
-        shuffle: whether `ArrayData` is permuted anew each epoch; True. A `tf.data.Dataset` has its own order.
-        precision: `float32`, `float64`; or `bfloat16`, `mixed_float16`: layers compute in it, variables stay float32
-            (with float16, the loss is scaled as much as its reduced gradients bear); `float32`.
-        accumulate: into how many micro-batches a global batch is cut, one after the other, to save memory; 1. The
-            result doesn't depend on it, unless something looks at the whole batch (BatchNormalization, `all_gather`):
-            it then sees the micro-batch, of all replicas.
-        compression: the type in which gradients are sent between replicas: `fp16`, or `bf16` (not with Horovod). Their
-            sums are then rounded to 11 or 8 bits, and nothing else is; `none`.
-        groups: in how many collectives the gradients are reduced, the last layers' first, while those of the layers
-            before are still computed; 1.
-        reduction: `sum`; or `adasum` (Horovod built with MPI): the adaptive sum of the replicas' own mean gradients,
+        shuffle: whether `ArrayData` is permuted anew each epoch. A `tf.data.Dataset` has its own order; True.
+        precision: `float32` or `float64`; or `bfloat16` or `mixed_float16`, in which layers compute while variables
+            stay float32. With `mixed_float16` the loss is scaled, as far as its gradients stay finite; `float32`.
+        accumulate: the number of micro-batches into which a global batch is cut, to save memory. The result doesn't
+            depend on it, unless the model looks at the whole batch (BatchNormalization, `all_gather`): it then sees the
+            micro-batch of all replicas; 1.
+        compression: the type in which gradients are sent between replicas: `fp16`, or `bf16` (not with Horovod). Only
+            their sums are rounded, to 11 or 8 bits; `none`.
+        groups: the number of collectives that reduce the gradients. The last layers' gradients are reduced while those
+            of earlier layers are computed; 1.
+        reduction: `sum`; or `adasum` (Horovod built with MPI), the adaptive sum of the replicas' own mean gradients,
             for large batches. Inexact: the weights depend on the number of replicas; `sum`.
-        local_steps: after how many steps of an epoch the replicas average their weights and the optimizer's state. In
-            between, each makes its own steps on its own share of the batches, and nothing is sent (local SGD).
-            Inexact: the weights depend on the number of replicas, and on when callbacks and evaluations look at the
-            run, since the replicas average then, too. For arrays, with `horovod` or `multiworker` and one device for
-            each process. BatchNormalization's statistics are each replica's own in between; 1: exact.
+        local_steps: how many steps each replica makes on its own share of the batches before the replicas average their
+            weights and the optimizer's state (local SGD). Inexact: the weights depend on the number of replicas, and on
+            when callbacks and evaluations look at the run, because the replicas average then, too. BatchNormalization's
+            statistics stay each replica's own in between. For arrays, with `horovod` or `multiworker` and one device
+            for each process; 1, which is exact.
         clip_norm: the greatest global norm of the reduced gradient; no clipping.
         clip_value: the greatest absolute value of an element of the reduced gradient; no clipping.
-        on_nonfinite: what to do when the loss or its gradient is nan or infinite: `stop`, or `skip` the step, on all
-            replicas; `stop`.
-        sync_batch_norm: whether BatchNormalization takes its statistics over all replicas, exactly; True. Without it,
-            each replica has its own, and their mean is what is evaluated and saved.
+        on_nonfinite: if the loss or its gradient is nan or infinite, `stop`, or `skip` the step everywhere; `stop`.
+        sync_batch_norm: whether BatchNormalization takes its statistics over all replicas, exactly. Otherwise each
+            replica has its own, and their mean is evaluated and saved; True.
         shard_optimizer: whether each replica holds only its part of the optimizer's state and of the moving averages,
-            which saves memory (ZeRO, stage 1). The weights are the same. With `horovod`, `multiworker` and `mirrored`,
-            and optimizers that compute each element by itself, such as `Adam`; False: each replica holds all of it.
-        ema: the decay of a moving average of the weights, such as 0.999: what is evaluated, exported and returned is
-            the average; no average.
-        remat: which layers' results are computed again on the way back instead of being remembered, which saves memory
-            and costs time: `full`, in segments of the model; a size such as `64MB`: of layers whose results for a
-            replica's micro-batch are at least that large; or a list of layers' names, in which * stands for any
-            letters. The numbers don't change; none.
-        steps_per_call: steps in a compiled call at most; `auto`: as many as take a quarter of a second, and
-            of slow ones up to eight in a second.
-        compile: `graph`, or `xla`: on one device, many steps become one XLA program, if the data are arrays; else
-            forward and backward pass of each replica do. Random layers draw other numbers in XLA, so they are refused
-            on several replicas; `graph`.
-        prefetch: how many batches a `tf.data.Dataset` is read ahead, or `auto`: as TensorFlow finds best; 2.
-        eval_every: `epoch`, a number of steps, or `never`; `epoch`. The end of training is always evaluated, except
-            with `never`.
-        drop_remainder: whether a short last batch is left out; False: it is used, and weighs what it should.
-        stall_timeout: when nothing has ended for so many seconds, each worker prints what it is doing, with the stacks
-            of its threads; 300.
+            to save memory (ZeRO, stage 1). The weights are the same. With `horovod`, `multiworker` and `mirrored`, and
+            optimizers that compute each element by itself, such as `Adam`; False.
+        ema: the decay of a moving average of the weights, such as 0.999. The average is what is evaluated, exported and
+            returned; no average.
+        remat: the layers whose results are computed again in the backward pass, to save memory at the cost of time:
+            `full`, in segments of the model; a size such as `64MB`, layers whose results for a replica's micro-batch
+            are at least that large; or a list of layers' names, in which * matches any letters. The numbers stay the
+            same; none.
+        steps_per_call: the most steps of a compiled call; `auto`: as many as take a quarter of a second, and of slow
+            ones up to eight in a second.
+        compile: `graph`; or `xla`, which makes one XLA program of many steps on one device if the data are arrays, else
+            of each replica's forward and backward pass. Random layers draw other numbers in XLA, so they are refused on
+            several replicas; `graph`.
+        prefetch: how many batches of a `tf.data.Dataset` are read ahead; `auto`: as TensorFlow finds best; 2.
+        eval_every: `epoch`, a number of steps, or `never`. The end of training is evaluated, too, except with `never`;
+            `epoch`.
+        drop_remainder: whether a short last batch is left out. If used, it weighs what it should; False.
+        stall_timeout: after how many seconds without progress each worker prints what it is doing, with the stacks of
+            its threads; 300.
         profile: `"10:20"` traces steps 10 to 20 on each worker, for TensorBoard, and reports where the time of each
             call and of the whole run goes: data, compute, all-reduce, evaluation, callbacks, saving; no profile.
-        accept_changes: whether a run that goes on may have other settings, or other hyperparameters of the task, than
-            it had; False: they are shown and refused.
-        overfit: trains on the first so many global batches alone, again and again, and evaluates on the same examples.
-            They are read once, and not shuffled unless `shuffle` is given. A model that can't learn them by heart has
-            a mistake; None: all data.
-        keep: which weights are returned, and what `export` and `evaluate` of the run take: those of the `last` step, or
-            the `best`, by the metric of `callbacks.Checkpoint` (`eval_loss`; without an evaluation `loss`). The run
-            itself can go on from its last step in either case; `last`.
+        accept_changes: whether a resumed run may have other settings, or other hyperparameters of the task, than
+            before. Otherwise they are shown and refused; False.
+        overfit: trains on the first so many global batches alone, again and again, and evaluates on them. They are read
+            once, and not shuffled unless `shuffle` is given. A model that can't memorize them has a bug; all data.
+        keep: the weights that are returned, and that `export` and `evaluate` of the run take: of the `last` step, or
+            the `best`, by the metric of `callbacks.Checkpoint` (`eval_loss`; without an evaluation `loss`). A resumed
+            run goes on from its last step in either case; `last`.
 
     Raises:
         UsageError: an argument or the task is wrong; the message says what to do.
@@ -162,32 +160,19 @@ def fit(
     given = {name: value for name, value in locals().items() if name in DEFAULTS}
     check_is_task(task)
     remember(hyperparameters(task))  # from here on, the secrets among them are hidden in all output
-    options, backend = options_and_backend(task, given)
-    return result(attempts(task, backend, options, callbacks_of(task, callbacks, options), run_dir))
-
-
-def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Mapping[str, Any]) -> list[Callback]:
-    """All callbacks of a run: the standard set, those that were given, the task's own, and what the options add."""
-    callbacks = complete(given, task.build_callbacks())
-    if options["profile"]:
-        callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
-    if options["keep"] == "best" and not any(isinstance(callback, Checkpoint) for callback in callbacks):
-        raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
-    return callbacks
+    return result(attempts(task, given, callbacks, run_dir))
 
 
 def attempts(
-    task: TrainTask,
-    backend: Backend,
-    options: dict[str, Any],
-    callbacks: list[Callback],
-    run_dir: str | Path | None,
+    task: TrainTask, given: Mapping[str, object], callbacks: Iterable[Callback] | None, run_dir: str | Path | None
 ) -> Run:
     """Makes attempts until one has come to the end of the run. Only an elastic job makes several."""
+    options, backend = options_and_backend(task, given)
+    all_callbacks = callbacks_of(task, callbacks, options)
     while True:
         try:
             with no_exit():
-                return attempt(task, backend, options, callbacks, run_dir)
+                return attempt(task, backend, options, all_callbacks, run_dir)
         except Exception as error:
             if not backend.is_recoverable(error):
                 raise
@@ -196,11 +181,7 @@ def attempts(
 
 
 def attempt(
-    task: TrainTask,
-    backend: Backend,
-    options: dict[str, Any],
-    callbacks: list[Callback],
-    run_dir: str | Path | None,
+    task: TrainTask, backend: Backend, options: Options, callbacks: list[Callback], run_dir: str | Path | None
 ) -> Run:
     """One attempt at a run, with the workers that are there at its start."""
     with (
@@ -213,22 +194,9 @@ def attempt(
             try:
                 set_up(run, bus)
                 train(run, bus)
-                wait_for_checkpoints(run, bus)
-                run.step.average_statistics()
-                report_time(run, bus)
-                if options["profile"]:
-                    bus.fire("profile", "summary", stopwatch.summary(backend.gather_json(run.stopwatch.total)))
-                take_best(run)
-                # The last events are the chief's alone, which couldn't gather the averages.
-                run.step.averages.settle()
-                run.synchronize()
+                finish(run, bus)
             except BaseException as error:
-                translated = run.translate_error(error)
-                # The next attempt of an elastic job fires the last events.
-                if backend.is_recoverable(error):
-                    run.checkpointing.close()
-                else:
-                    end(run, bus, "failed", translated)
+                translated = end_failed(run, bus, error)
                 if translated is error:
                     raise
                 raise translated from error
@@ -240,7 +208,7 @@ def attempt(
 
 def set_up(run: Run, bus: Bus) -> None:
     """Takes the run to where it starts."""
-    # An error of a hook is deferred: all workers end with it at the next `synchronize`.
+    # An error of a hook is deferred. All workers end with it at the next `synchronize`, so one follows each event.
     bus.fire("setup")
     run.session.make_step(bus.fire_data(run.session.data))
     bus.check_metrics()
@@ -254,40 +222,15 @@ def set_up(run: Run, bus: Bus) -> None:
     run.synchronize()
     bus.fire("fit_start")
     run.synchronize()
-    if path is None:
+    if path is None:  # after the hooks, which may have changed the weights
         run.step.averages.restart()
-
-
-def enter_phase(run: Run, bus: Bus) -> None:
-    """Goes to the task's next phase: the model goes on; data, optimizer and compiled step are made anew."""
-    run.enter_phase()
-    bus.forget()
-    run.session.make_step(bus.fire_data(run.session.data))
-
-
-def next_phase(run: Run, bus: Bus) -> None:
-    """Ends the phase under way, and begins the next one. All workers do the same."""
-    if not run.epoch.is_closed(run.progress):  # a callback has ended the phase within an epoch
-        bus.fire("epoch_end", run.close_epoch())
-    if run.progress.step_in_epoch:
-        run.next_epoch()
-    with run.watchdog.phase("beginning a phase"):
-        run.step.averages.take()
-        with run.defer_errors():
-            enter_phase(run, bus)
-        run.synchronize()
-        run.backend.broadcast_variables(run.variables)
-        run.step.averages.restart()
-        with run.defer_errors():
-            run.data.open(run)
-        run.synchronize()
 
 
 def train(run: Run, bus: Bus) -> None:
     """The loop itself, from where the run stands to its end."""
     epoch_under_way = False
     while not run.at_end:
-        report_time(run, bus)
+        bus.fire_profile()
         if run.phase_over:
             next_phase(run, bus)
             epoch_under_way = False
@@ -296,6 +239,7 @@ def train(run: Run, bus: Bus) -> None:
             if run.plan.begins:
                 bus.fire("phase_start")
             bus.fire("epoch_start")
+            # A hook may ask for a stop or a checkpoint: both come before the first step.
             if between_calls(run, bus):
                 return
 
@@ -326,6 +270,7 @@ def make_steps(run: Run, bus: Bus) -> None:
         TrainingError: a step isn't finite, and the options don't let it be skipped.
     """
     ending, totals = run.make_steps()
+    # First of all, since it keeps the state after this step; a hook may change that.
     if ending in (NOT_FINITE, LAST_SKIPPED):
         kept = keep_bad_step(run, skipped=ending == LAST_SKIPPED)
     if ending == NOT_FINITE:
@@ -382,10 +327,3 @@ def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
         wait_for_checkpoints(run, bus)
         raise RegroupError
     return run.decision.stop
-
-
-def report_time(run: Run, bus: Bus) -> None:
-    """With `profile`, reports to callbacks where the time of the last call, and of what followed it, went."""
-    entry = run.stopwatch.split()
-    if entry is not None and run.options["profile"]:
-        bus.fire("profile", "call", entry)

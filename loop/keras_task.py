@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -15,17 +16,23 @@ from loop.data import ArrayData
 from loop.errors import UsageError
 from loop.model.variables import keras_models, layers
 from loop.step import keras_compile
-from loop.task import TrainTask
+from loop.task import Batch, Dataset, Model, Optimizer, TrainTask, Values
+
+Tensors: TypeAlias = tf.Tensor | list[tf.Tensor] | tuple[tf.Tensor, ...] | dict[str, tf.Tensor]
+"""The inputs, labels or predictions of a model: one tensor, or one for each of its inputs or outputs."""
+
+Compiled: TypeAlias = Any
+"""An argument of `compile`: a name, a function or an object of Keras, or a list or dict of them for several outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
     """The arguments of `compile`, but for the optimizer."""
 
-    loss: Any = None
-    loss_weights: Any = None
-    metrics: Any = None
-    weighted_metrics: Any = None
+    loss: Compiled = None
+    loss_weights: Compiled = None
+    metrics: Compiled = None
+    weighted_metrics: Compiled = None
 
 
 class KerasTask(TrainTask):
@@ -54,15 +61,15 @@ class KerasTask(TrainTask):
 
     def __init__(
         self,
-        model_fn: Callable[[], Any],
-        optimizer_fn: Callable[[], Any] | str | None = None,
-        loss_fn: Any = None,
-        train: Any = None,
-        eval: Any = None,
-        metrics: Any = None,
+        model_fn: Callable[[], Model],
+        optimizer_fn: Callable[[], Optimizer] | str | None = None,
+        loss_fn: Compiled = None,
+        train: Dataset = None,
+        eval: Dataset = None,
+        metrics: Compiled = None,
         *,
-        weighted_metrics: Any = None,
-        loss_weights: Any = None,
+        weighted_metrics: Compiled = None,
+        loss_weights: Compiled = None,
         class_weight: Mapping[int, float] | None = None,
     ) -> None:
         _check_makes("model_fn", model_fn, "keras.Sequential([...])")
@@ -81,18 +88,18 @@ class KerasTask(TrainTask):
                 "KerasTask(optimizer_fn=None): without an optimizer, model_fn returns a compiled model, from which "
                 "loss and metrics are taken too: give an optimizer, or leave out the others"
             )
-        self._compiled_optimizer: Any = None
+        self._compiled_optimizer: Optimizer = None  # until a compiled model is built
         self._takes_training = True
         self._losses: keras_compile.Losses | None = None
         self._compiled_metrics: keras_compile.Metrics | None = None
-        self._built_metrics: dict[str, Any] = {}
+        self._built_metrics: dict[str, keras.Metric] = {}
 
     @classmethod
     def from_compiled(
         cls,
-        model_fn: Callable[[], Any],
-        train: Any,
-        eval: Any = None,
+        model_fn: Callable[[], Model],
+        train: Dataset,
+        eval: Dataset = None,
         *,
         class_weight: Mapping[int, float] | None = None,
     ) -> KerasTask:
@@ -104,18 +111,19 @@ class KerasTask(TrainTask):
             eval: as for `KerasTask`.
             class_weight: as in `fit`.
         """
-        task = cls.__new__(cls)  # a subclass may have an __init__ with other arguments
+        # Not `cls(...)`: a subclass may have an `__init__` with other arguments.
+        task = cls.__new__(cls)
         KerasTask.__init__(task, model_fn, train=train, eval=eval, class_weight=class_weight)
         return task
 
-    def build_model(self) -> Any:
+    def build_model(self) -> Model:
         model = self._model_fn()
         _check_no_own_step(model)
         if self._optimizer_fn is None:
             self._take_compiled(model)
         return model
 
-    def _take_compiled(self, model: Any) -> None:
+    def _take_compiled(self, model: keras.Model) -> None:
         """Reads the arguments with which a model was compiled."""
         if not getattr(model, "compiled", False):
             raise UsageError(
@@ -126,6 +134,7 @@ class KerasTask(TrainTask):
         if model.dtype_policy.name == "mixed_float16":  # `compile` has wrapped it in a loss scale; tfloop has its own
             optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._compiled_optimizer = optimizer
+        # Keras has no public way to the arguments of `compile`.
         losses = model._compile_loss
         metrics = model._compile_metrics
         self._compiled = _Compiled(
@@ -135,7 +144,7 @@ class KerasTask(TrainTask):
             metrics and metrics._user_weighted_metrics,
         )
 
-    def build_optimizer(self) -> Any:
+    def build_optimizer(self) -> Optimizer:
         if self._optimizer_fn is None:
             if self._compiled_optimizer is None:
                 self.build_model()
@@ -153,17 +162,17 @@ class KerasTask(TrainTask):
             )
         return optimizer
 
-    def train_data(self) -> Any:
+    def train_data(self) -> Dataset:
         return _as_data(self._train)
 
-    def eval_data(self) -> Any:
+    def eval_data(self) -> Dataset | None:
         return None if self._eval is None else _as_data(self._eval)
 
-    def build_metrics(self) -> dict[str, Any]:
+    def build_metrics(self) -> dict[str, keras.Metric]:
         return dict(self._built_metrics)
 
-    def _prepare(self, model: Any, example: Any) -> None:
-        # `compute` is traced with these values, so they are found before.
+    def _prepare(self, model: Model, example: Batch) -> None:
+        # Before `compute` is traced: the graph keeps what these attributes are then.
         self._takes_training = "training" in inspect.signature(model.call).parameters
         if not self._takes_training:
             _warn_of_modes(model)
@@ -177,9 +186,13 @@ class KerasTask(TrainTask):
                 f"KerasTask: Keras can't put together losses, metrics, labels and predictions: {reason}"
             ) from error
 
-    def _resolve(self, names: Any, labels: Any, predictions: Any, weights: Any) -> None:
+    def _resolve(
+        self, names: list[str] | None, labels: Tensors | None, predictions: Tensors, weights: Tensors | None
+    ) -> None:
         """Has Keras match losses and metrics with the outputs, by means of a few examples."""
-        self._losses = self._compiled_metrics = None  # a later phase, or a resumed run, resolves them anew
+        # A later phase, or a resumed run, resolves them anew.
+        self._losses = None
+        self._compiled_metrics = None
         self._built_metrics = {}
         compiled = self._compiled
         if compiled.loss is not None:
@@ -194,17 +207,17 @@ class KerasTask(TrainTask):
             self._compiled_metrics.check(labels, predictions, weights)
             self._built_metrics |= self._compiled_metrics.by_name()
 
-    def compute(self, model: Any, batch: Any, training: bool) -> dict[str, Any]:
+    def compute(self, model: Model, batch: Batch, training: bool) -> Values:
         inputs, labels, weights = self._parts(batch, training)
         predictions = self._predictions(model, inputs, training)
         return self._values(model, labels, predictions, weights)
 
-    def _predictions(self, model: Any, inputs: Any, training: bool) -> Any:
+    def _predictions(self, model: Model, inputs: Tensors, training: bool) -> Tensors:
         # As in `fit`: a model without the argument is called without it, and its layers run in inference mode.
         return model(inputs, training=training) if self._takes_training else model(inputs)
 
     @tf.autograph.experimental.do_not_convert
-    def _values(self, model: Any, labels: Any, predictions: Any, weights: Any) -> dict[str, Any]:
+    def _values(self, model: Model, labels: Tensors | None, predictions: Tensors, weights: Tensors | None) -> Values:
         """The values that `compute` returns, from the model's predictions."""
         if self._losses is None:
             values = keras_compile.added(model, predictions)
@@ -216,8 +229,9 @@ class KerasTask(TrainTask):
         return values
 
     @tf.autograph.experimental.do_not_convert
-    def _parts(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+    def _parts(self, batch: Batch, training: bool) -> tuple[Tensors, Tensors | None, Tensors | None]:
         """Inputs, labels (or None), and weights (or None)."""
+        # A dict or a single tensor is inputs alone.
         is_tuple = isinstance(batch, tuple | list)
         needs_labels = self._compiled.loss is not None
         if not is_tuple and not needs_labels:
@@ -236,7 +250,7 @@ class KerasTask(TrainTask):
         return inputs, labels, weights
 
 
-def _check_makes(name: str, function: Any, example: str) -> None:
+def _check_makes(name: str, function: object, example: str) -> None:
     """Refuses a model or optimizer instead of a function that makes it: a resumed run has to make it again."""
     is_object = hasattr(function, "variables") and not isinstance(function, type)
     if is_object or not callable(function):
@@ -255,7 +269,7 @@ _PORTS = {
 """Methods that `fit` would call, and what to do instead of overriding them."""
 
 
-def _check_no_own_step(model: Any) -> None:
+def _check_no_own_step(model: Model) -> None:
     """Refuses a model with a method of its own that `fit` would call, and this task would not."""
     if not isinstance(model, keras_models()):
         return
@@ -269,9 +283,12 @@ def _check_no_own_step(model: Any) -> None:
             )
 
 
-def _warn_of_modes(model: Any) -> None:
+def _warn_of_modes(model: Model) -> None:
     """Warns of layers that stay in inference mode, because the model's `call` has no argument to pass on."""
-    names = [layer.name for layer in layers(model) if layer is not model and _has_modes(layer)]
+    names = []
+    for layer in layers(model):
+        if layer is not model and _has_modes(layer):
+            names.append(layer.name)
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
@@ -282,21 +299,21 @@ def _warn_of_modes(model: Any) -> None:
         )
 
 
-def _has_modes(layer: Any) -> bool:
+def _has_modes(layer: keras.Layer) -> bool:
     """Whether a layer of Keras differs between training and inference."""
     is_of_keras = type(layer).__module__.startswith(("keras.", "tf_keras."))
     if not is_of_keras or "training" not in inspect.signature(layer.call).parameters:
         return False
-    return any(word in type(layer).__name__ for word in ("Dropout", "Normalization", "Noise", "Random"))
+    return re.search("Dropout|Normalization|Noise|Random", type(layer).__name__) is not None
 
 
-def _named_optimizer(name: str) -> Any:
+def _named_optimizer(name: str) -> keras.Optimizer:
     try:
         return keras.optimizers.get(name)
     except ValueError:
         raise UsageError(f"KerasTask(optimizer_fn={name!r}): keras.optimizers has no optimizer of that name") from None
 
 
-def _as_data(data: Any) -> Any:
+def _as_data(data: Dataset) -> Dataset:
     """The data as a task returns it: a tuple or list of arrays, as `fit` takes it, becomes `ArrayData`."""
     return ArrayData.of(data) if isinstance(data, tuple | list) else data

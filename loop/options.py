@@ -12,10 +12,16 @@ import reprlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
 
 from callbacks.nearest import nearest
 from loop.errors import UsageError
+
+Options: TypeAlias = dict[str, Any]
+"""The options of `fit` by name, each of the type that its argument has."""
+
+Rule: TypeAlias = Callable[[object], bool]
+"""Whether a value, which may have been typed or loaded from a file, is valid."""
 
 BACKENDS = ("auto", "single", "mirrored", "central", "multiworker", "horovod", "parameter_server", "tpu")
 """The backends of tfloop itself; see `loop.launch.plugins` for others."""
@@ -42,12 +48,12 @@ class Option:
     """
 
     name: str
-    default: Any
-    is_valid: Callable[[Any], bool]
+    default: object
+    is_valid: Rule
     fix: str
     is_kept: bool = False
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         """Refuses an invalid value.
 
         Raises:
@@ -59,18 +65,27 @@ class Option:
             raise UsageError(f"{self.name}={value!r}: {self.fix}")
 
 
-def _is_int(minimum: int, *others: Any) -> Callable[[Any], bool]:
-    return lambda value: (
-        value in others or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum)
-    )
+class HasDefaults(Protocol):
+    """What the options need of a task. This file stands below `TrainTask`, which has it."""
+
+    defaults: ClassVar[Mapping[str, Any]]
 
 
-def _is_one_of(*values: Any) -> Callable[[Any], bool]:
+def _is_whole(value: object) -> TypeGuard[int]:
+    # `True` is an int of Python's.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_int(minimum: int, *others: object) -> Rule:
+    return lambda value: value in others or (_is_whole(value) and value >= minimum)
+
+
+def _is_one_of(*values: object) -> Rule:
     # The type is compared too, since 1 equals True.
     return lambda value: isinstance(value, type(values[0])) and value in values
 
 
-def _is_backend(value: Any) -> bool:
+def _is_backend(value: object) -> bool:
     return isinstance(value, str) and (value in BACKENDS or value in plugin_entry_points())
 
 
@@ -81,45 +96,52 @@ def plugin_entry_points() -> dict[str, EntryPoint]:
     return {plugin.name: plugin for plugin in plugins}
 
 
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (is_number and 0 < value < float("inf"))
+def _is_positive(value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return value is None
+    return isinstance(value, int | float) and 0 < value < float("inf")
 
 
-def _is_decay(value: Any) -> bool:
+def _is_decay(value: object) -> bool:
     return value is None or (isinstance(value, float) and 0 < value < 1)
 
 
-def _is_seed(value: Any) -> bool:
-    return _is_int(0)(value) and value < 2**31
+def _is_seed(value: object) -> bool:
+    return _is_whole(value) and 0 <= value < 2**31
 
 
-def _is_path(value: Any) -> bool:
+def _is_path(value: object) -> bool:
     return isinstance(value, str | Path)
 
 
-def _is_span(value: Any) -> bool:
-    if not (isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value, re.ASCII)):
+def _is_span(value: object) -> bool:
+    if not isinstance(value, str):
         return value is None
-    first, last = map(int, value.split(":"))
-    return first <= last
+    span = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", value, re.ASCII)
+    return span is not None and int(span[1]) <= int(span[2])
 
 
 _SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt]i?b)\s*", re.ASCII | re.IGNORECASE)
 _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def size_in_bytes(value: Any) -> float | None:
-    """The bytes of a size such as `64MB`; None: it is none, or 0."""
-    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    return (float(found[1]) * _UNITS[found[2].lower()] or None) if found else None
+def size_in_bytes(value: object) -> float | None:
+    """The bytes of a size such as `64MB`; None if the value is no size, or is 0."""
+    size = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if size is None:
+        return None
+    return float(size[1]) * _UNITS[size[2].lower()] or None
 
 
-def _is_remat(value: Any) -> bool:
+def _is_remat(value: object) -> bool:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple):
         return value is None
-    return bool(names) and all(isinstance(name, str) and name.strip() for name in names)
+    return bool(names) and all(map(_is_layer_name, names))
+
+
+def _is_layer_name(name: object) -> bool:
+    return isinstance(name, str) and bool(name.strip())
 
 
 def check_communication(backend: str, communication: str) -> None:
@@ -138,14 +160,16 @@ def check_communication(backend: str, communication: str) -> None:
 
 
 def read_partition(text: str) -> tuple[str, int]:
-    """How the variables of parameter servers are cut: `fixed`, `min` or `max`, and the number that belongs to it.
+    """How the variables of parameter servers are cut: `fixed` with the number of shards, or `min` or `max` with a size.
 
     Raises:
         UsageError: it is none of these, or the number is no number of shards or bytes.
     """
     kind, _, value = text.partition(":")
-    size = size_in_bytes(value) if kind != "fixed" else None
-    number = int(value) if re.fullmatch(r"\d{1,15}", value, re.ASCII) else int(size or 0)
+    if re.fullmatch(r"\d{1,15}", value, re.ASCII):
+        number = int(value)
+    else:  # only a size may have a unit
+        number = int(size_in_bytes(value) or 0) if kind != "fixed" else 0
     if kind not in ("fixed", "min", "max") or number < 1:
         raise UsageError(
             f"partition={text!r}: give fixed:N shards, or min:SIZE or max:SIZE of a shard, such as min:1MB"
@@ -206,14 +230,14 @@ OPTIONS = (
 )  # fmt: skip
 """The options of `fit` that a task may have defaults for."""
 
-DEFAULTS: dict[str, Any] = {option.name: option.default for option in OPTIONS}
+DEFAULTS: Options = {option.name: option.default for option in OPTIONS}
 """The default of each option."""
 
 KEPT = tuple(option.name for option in OPTIONS if option.is_kept)
 """The options that a resumed run must keep."""
 
 
-def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Options:
     """The options of a run: the given values (not None), else the task's own defaults, else ours; all are checked.
 
     Args:
@@ -229,7 +253,11 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(
                 f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}"
             )
-    passed = {name: whole(value) for name, value in given.items() if value is not None}
+    passed: dict[str, object] = {}
+    for name, value in given.items():
+        if value is not None:
+            passed[name] = whole(value)
+
     phases = [] if task is None else phases_of(task)
     _refuse_two_lengths(task, phases, own, passed)
     if "epochs" in passed:
@@ -245,24 +273,28 @@ def with_defaults(task: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return options | _lengths(phases)
 
 
-def _refuse_two_clips(options: Mapping[str, Any]) -> None:
+def _refuse_two_clips(options: Options) -> None:
     if options["clip_norm"] is not None and options["clip_value"] is not None:
         raise UsageError(
             f"clip_norm={options['clip_norm']} and clip_value={options['clip_value']}: give one of the two"
         )
 
 
-def _refuse_unshardable(options: Mapping[str, Any]) -> None:
-    """Refuses a sharded optimizer where replicas make steps of their own, which need all of its state."""
-    for name, usual in (("local_steps", 1), ("reduction", "sum")) if options["shard_optimizer"] else ():
-        if options[name] != usual:
+def _refuse_unshardable(options: Options) -> None:
+    """Refuses a sharded optimizer if replicas make steps of their own, which need all of its state."""
+    if not options["shard_optimizer"]:
+        return
+    for name in ("local_steps", "reduction"):
+        if options[name] != DEFAULTS[name]:
             raise UsageError(f"shard_optimizer=True and {name}={options[name]!r}: give one of the two")
 
 
-def _refuse_two_lengths(task: Any, phases: list[Phase], own: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
+def _refuse_two_lengths(
+    task: object, phases: list[Phase], own: Mapping[str, object], passed: Mapping[str, object]
+) -> None:
     """Refuses a length in addition to that of the phases, and epochs in addition to steps."""
-    for name in ("epochs", "steps") if phases else ():
-        if name in passed or name in own:
+    for name in ("epochs", "steps"):
+        if phases and (name in passed or name in own):
             names = ", ".join(phase.name for phase in phases)
             raise UsageError(
                 f"{name}={passed.get(name, own.get(name))}: {type(task).__name__} has phases "
@@ -272,16 +304,23 @@ def _refuse_two_lengths(task: Any, phases: list[Phase], own: Mapping[str, Any], 
         raise UsageError(f"epochs={passed['epochs']} and steps={passed['steps']}: give one of the two")
 
 
-def _lengths(phases: list[Phase]) -> dict[str, int | None]:
+def _lengths(phases: list[Phase]) -> Options:
     """The options for the length of a run of these phases: None if it isn't known; {} without phases."""
-    total: dict[str, int | None] = {}
-    for name in ("epochs", "steps") if phases else ():
-        lengths = [getattr(phase, name) for phase in phases]
-        total[name] = None if None in lengths else sum(lengths)
+    if not phases:
+        return {}
+    return {"epochs": _sum([phase.epochs for phase in phases]), "steps": _sum([phase.steps for phase in phases])}
+
+
+def _sum(lengths: list[int | None]) -> int | None:
+    total = 0
+    for length in lengths:
+        if length is None:  # this phase counts in the other unit
+            return None
+        total += length
     return total
 
 
-def whole(value: Any) -> Any:
+def whole(value: object) -> object:
     """A whole number of another type, such as NumPy's, as a Python int; any other value unchanged."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
@@ -303,7 +342,7 @@ class Phase:
     batch_size: int | None = None
 
 
-def phases_of(task: Any) -> list[Phase]:
+def phases_of(task: object) -> list[Phase]:
     """The phases of a task, checked; [] if it has none.
 
     Raises:
@@ -314,7 +353,8 @@ def phases_of(task: Any) -> list[Phase]:
         return []
     task_name = type(task).__name__
     phases = method()
-    if not isinstance(phases, list | tuple) or not all(isinstance(phase, Phase) for phase in phases):
+    is_list = isinstance(phases, list | tuple)
+    if not is_list or not all(isinstance(phase, Phase) for phase in phases):
         raise UsageError(
             f"{task_name}.phases() returned {phases!r:.99}: return a list of loop.Phase, such as "
             '[Phase("head", epochs=3)]'
@@ -322,7 +362,9 @@ def phases_of(task: Any) -> list[Phase]:
     names = [phase.name for phase in phases]
     for phase in phases:
         _check_phase(task_name, phase, names)
-    if phases and dataclasses.is_dataclass(task) and "phase" in [field.name for field in dataclasses.fields(task)]:
+    # `fit` sets `task.phase`, so that a hyperparameter of that name would be lost.
+    fields = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
+    if phases and "phase" in [field.name for field in fields]:
         raise UsageError(
             f"{task_name} has phases(), and a field named phase, which is where the phase stands: rename it"
         )
@@ -340,5 +382,5 @@ def _check_phase(task_name: str, phase: Phase, names: list[str]) -> None:
         raise UsageError(f"{what}: give its length, as epochs=N or as steps=N")
     for name in ("epochs", "steps", "batch_size"):
         value = getattr(phase, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and not (_is_whole(value) and value >= 1):
             raise UsageError(f"{what}: {name}={value!r}: give a whole number >= 1")

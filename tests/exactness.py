@@ -11,7 +11,8 @@ import tensorflow as tf
 
 import callbacks
 import loop
-from loop import ArrayData, TrainTask, fit
+from loop import ArrayData, TrainTask, backends, fit
+from loop.backends import devices
 from loop.model.precision import keras_precision
 from tests import products
 
@@ -47,17 +48,18 @@ class Prime(TrainTask):
     contrastive: bool = False
     judged: bool = False
     table: bool = False
+    split: bool = False
     dropout: float = 0.0
     seed: int = 0
     bad: int | None = None
     log: list = field(default_factory=list, repr=False)
 
     def build_model(self):
-        layers = [
-            keras.Input((5,)),
-            *self.looked_up(),
-            keras.layers.Dense(4, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-2)),
-        ]
+        hidden = keras.layers.Dense(4, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-2))
+        if self.split:
+            with tf.device(loop.device(1)):
+                hidden.build((None, 5))
+        layers = [keras.Input((5,)), *self.looked_up(), hidden]
         if self.batch_norm:
             layers += [keras.layers.BatchNormalization(momentum=0.8)]
         if self.dropout:
@@ -114,24 +116,43 @@ class Prime(TrainTask):
 
 CASES = {
     "plain": ({}, {}),
-    "clip": ({}, {"clip_norm": 0.02, "groups": 3}),
+    "clip": ({"split": True}, {"clip_norm": 0.02, "groups": 3}),
     "accumulate": ({}, {"accumulate": 3, "groups": 2, "remat": "full"}),
     "all_gather": ({"contrastive": True}, {}),
     "batch_norm": ({"batch_norm": True}, {}),
     "judged": ({"judged": True}, {}),
-    "table": ({"table": True}, {}),
+    "table": ({"table": True}, {"shard_optimizer": True}),
 }
-"""Fields of the task, and options of `fit`."""
+"""Fields of the task, and options of `fit`.
+
+So each engine also trains with parts that are computed again (`accumulate`), with a sharded optimizer (`table`), and
+with a model over two devices (`clip`): where the engine can; the others train these cases without.
+"""
 
 SETTINGS = {"epochs": 2, "batch_size": 20, "seed": 3}
+SPLITTING = ("single", "horovod")
+"""The engines on which a model may be over several devices."""
 
 
 def trained(backend, fields, options, **settings):
     """The result of `fit`."""
     quiet = callbacks.standard(mlflow=None, progress=None, checkpoint=None, journal=None)
     precision = fields.get("dtype", "float32")
-    settings = {**SETTINGS, **settings}
-    return fit(Prime(**fields), backend=backend, precision=precision, callbacks=quiet, **settings, **options)
+    settings = {**SETTINGS, "callbacks": quiet, "precision": precision, **settings, **options}
+    name = backend if isinstance(backend, str) else backend.name
+    if name == "central":  # it stores variables once
+        settings.pop("shard_optimizer", None)
+    if not (fields.get("split") and name in SPLITTING):
+        return fit(Prime(**fields), backend=backend, **settings)
+    backend = backends.create(backend) if isinstance(backend, str) else backend
+    devices.own_several(name, 2)  # not before: a new engine owns one
+    try:
+        result = fit(Prime(**fields), backend=backend, **settings)
+    finally:
+        devices.own_several(name, None)
+    places = [variable.value.device[-5:] for variable in result.model.variables]
+    assert places == ["CPU:1", "CPU:1", "CPU:0", "CPU:0"]
+    return result
 
 
 LOCAL_STEPS = 4

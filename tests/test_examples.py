@@ -181,3 +181,52 @@ def test_each_shipped_example_is_listed_with_its_command():
         assert f"`tfloop train {name}" in listed
     for path in (ROOT / "examples" / "cluster").iterdir():
         assert f"({path.name})" in (path.parent / "README.md").read_text() or path.name == "README.md"
+
+
+def mnist_file(path, train=96, test=32):
+    """A file in the format of MNIST: each digit is a bar at a place of its own."""
+    arrays = {}
+    for name, count in (("train", train), ("test", test)):
+        labels = (np.arange(count) % 10).astype("uint8")
+        images = np.zeros((count, 28, 28), "uint8")
+        for image, label in zip(images, labels, strict=True):
+            image[2 * label + 2 : 2 * label + 5] = 255
+        arrays |= {f"x_{name}": images, f"y_{name}": labels}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **arrays)
+
+
+def test_mnist_trains_from_a_file_in_its_format_and_goes_on(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    mnist_file(tmp_path / "keras" / "datasets" / "mnist.npz")
+    run = [
+        "train",
+        "mnist",
+        "--track",
+        "off",
+        "--run-dir",
+        tmp_path / "run",
+        "--set",
+        "width=4",
+        "--set",
+        "dropout=0.0",
+    ]
+    run += ["--batch-size", 16, "--set", "learning_rate=0.02"]
+    code, _, said = command(*run, "--epochs", 2)
+    assert code == 0, said
+    code, _, said = command(*run, "--epochs", 6, "--accept-changes")
+    assert code == 0, said
+    assert "going on from step 12" in said
+    checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert len(checkpoints) >= 3
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+
+def test_mnist_without_a_file_and_a_network_is_one_line(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # where nothing listens
+    code, _, said = command("train", "mnist", "--track", "off", "--set", f"file={tmp_path / 'none.npz'}")
+    assert (code, "none.npz is no file of MNIST" in said) == (2, True), said
+    code, _, said = command("train", "mnist", "--track", "off")
+    assert code == 2, said
+    assert f"MNIST isn't at {tmp_path / 'datasets' / 'mnist.npz'}, and can't be downloaded" in said

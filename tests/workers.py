@@ -53,8 +53,11 @@ def run(engine, workers, out):
 
 if __name__ == "__main__":
     from loop import backends
+    from loop.backends import devices
     from tests import conformance, exactness, sharded
 
+    if sys.argv[1] in exactness.SPLITTING:
+        devices.own_several(sys.argv[1], 2)  # before TensorFlow starts, for the case that needs both
     made = backends.create(sys.argv[1])
     for name, check in conformance.CHECKS.items():
         check(made)

@@ -11,12 +11,15 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes  # gives NumPy bfloat16 and its like by name
 import numpy as np
 
 from callbacks.files import created, reading
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object, such as the manifest of a checkpoint, or a part of one."""
 
 TENSORS = "tensors.npz"
 PART = re.compile(r"part-[0-9]{5}\.npz")
@@ -42,27 +45,33 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.npz"
 
 
-def write_arrays(path: Path, tensors: Mapping[str, np.ndarray | InParts]) -> dict[str, Any]:
+def write_arrays(path: Path, tensors: Mapping[str, np.ndarray | InParts]) -> Json:
     """Writes arrays into a file, durably; those of which each worker writes a part are left out.
 
     Returns:
         Size and hash, by the name of the file.
     """
-    arrays = {name: array for name, array in tensors.items() if not isinstance(array, InParts)}
+    arrays = {}
+    for name, array in tensors.items():
+        if not isinstance(array, InParts):
+            arrays[name] = array.view(_stored(array.dtype))
     with created(path) as file:
-        np.savez(file, allow_pickle=False, **{name: array.view(_stored(array.dtype)) for name, array in arrays.items()})
+        np.savez(file, allow_pickle=False, **arrays)
+        # Before the hash is taken: what the manifest says must be on the disk.
         file.flush()
         os.fsync(file.fileno())
     return {path.name: describe(path)}
 
 
-def entry_of(name: str, array: np.ndarray | InParts) -> dict[str, Any]:
+def entry_of(name: str, array: np.ndarray | InParts) -> Json:
     """What a manifest says about an array."""
-    entry = {"name": name, "dtype": array.dtype.name, "shape": list(array.shape)}
-    return entry | ({"elements_of_part": array.elements} if isinstance(array, InParts) else {})
+    entry: Json = {"name": name, "dtype": array.dtype.name, "shape": list(array.shape)}
+    if isinstance(array, InParts):
+        entry["elements_of_part"] = array.elements
+    return entry
 
 
-def read_arrays(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+def read_arrays(path: Path, entries: Sequence[Json]) -> dict[str, np.ndarray]:
     """The arrays that are whole, by name.
 
     Args:
@@ -73,12 +82,11 @@ def read_arrays(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, n
         Exception: of any type; the file is damaged, or not what the manifest says.
     """
     with _opened(path) as stored:
-        return {entry["name"]: _array(stored, entry) for entry in entries if "elements_of_part" not in entry}
+        whole = [entry for entry in entries if "elements_of_part" not in entry]
+        return {entry["name"]: _array(stored, entry) for entry in whole}
 
 
-def read_part(
-    path: Path, rank: int, parts: int, entries: Sequence[Mapping[str, Any]], arrays: dict[str, np.ndarray]
-) -> None:
+def read_part(path: Path, rank: int, parts: int, entries: Sequence[Json], arrays: dict[str, np.ndarray]) -> None:
     """Adds one part to the arrays that are in parts; see `read_arrays`.
 
     Args:
@@ -92,13 +100,16 @@ def read_part(
         for entry in entries:
             if "elements_of_part" not in entry:
                 continue
-            name, size, elements = entry["name"], math.prod(entry["shape"]), entry["elements_of_part"]
+            name = entry["name"]
+            size = math.prod(entry["shape"])
+            elements = entry["elements_of_part"]
             if elements * parts < size:
                 raise ValueError(f"{name!r:.99} is not {parts} parts of {elements:,} elements")
             part = _array(stored, {**entry, "shape": [elements]})
-            # Now that there is a part of this size, so much memory isn't asked for in vain.
+            # Not before a part was read: a forged manifest could ask for any amount of memory.
             if rank == 0:
                 arrays[name] = np.empty(entry["shape"], part.dtype)
+            # Behind the end of the array, the last parts hold zeros.
             begin = rank * elements
             arrays[name].reshape(-1)[begin : begin + elements] = part[: max(size - begin, 0)]
 
@@ -117,12 +128,13 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         yield stored
 
 
-def _array(stored: zipfile.ZipFile, entry: Mapping[str, Any]) -> np.ndarray:
+def _array(stored: zipfile.ZipFile, entry: Json) -> np.ndarray:
     """One array of an npz file, checked before it is read: it takes no more memory than the file is long."""
     name = entry["name"]
     shape = tuple(entry["shape"])
     dtype = dtype_of(entry["dtype"])
     member = stored.getinfo(f"{name}.npy")
+    # A few compressed bytes can stand for more numbers than memory holds.
     if member.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name!r:.99} is compressed")
     with stored.open(member) as file:
@@ -150,7 +162,7 @@ def _stored(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.isbuiltin == 1 else np.dtype(f"V{dtype.itemsize}")
 
 
-def describe(path: Path, size: int | None = None) -> dict[str, Any]:
+def describe(path: Path, size: int | None = None) -> Json:
     """Size and hash of a file. If it hasn't the expected `size`, the hash is "", which saves reading it."""
     with reading(path, shared=True) as file:
         actual_size = os.fstat(file.fileno()).st_size

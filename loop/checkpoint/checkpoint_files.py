@@ -19,7 +19,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from loop.checkpoint.array_files import (
     PART,
     TENSORS,
     InParts,
+    Json,
     describe,
     dtype_of,
     entry_of,
@@ -51,7 +51,7 @@ class CheckpointError(UsageError):
     """A checkpoint can't be used; the message says what is wrong with it."""
 
 
-def write(directory: Path, step: int, tensors: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
+def write(directory: Path, step: int, tensors: Mapping[str, np.ndarray], state: Json) -> Path:
     """Writes the checkpoint of `step` below `directory`, durably. Its name never stands for an incomplete one.
 
     Args:
@@ -84,7 +84,7 @@ def begin(directory: Path, step: int) -> Path:
     if not directory.is_dir():
         directory.mkdir(exist_ok=True)  # without its parents: a run directory that was moved must not appear again
         fsync_directory(directory.parent)
-    mend(directory)
+    mend(directory)  # before leftovers are removed: one of them may be the only copy of a good checkpoint
     for leftover in directory.glob("step-*.tmp"):  # of an attempt that was cut off
         _remove(leftover)
     with removed_on_error(partial):
@@ -108,9 +108,9 @@ def removed_on_error(partial: Path) -> Iterator[None]:
 def finish(
     partial: Path,
     step: int,
-    files: Mapping[str, Any],
+    files: Json,
     tensors: Mapping[str, np.ndarray | InParts],
-    state: Mapping[str, Any],
+    state: Json,
 ) -> Path:
     """Writes the manifest of a checkpoint whose files are written, and gives it its name.
 
@@ -136,6 +136,7 @@ def finish(
     manifest = json.loads(json.dumps(manifest))
     write_json(partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})  # makes the directory durable too
     fault_injection.reached("write-manifest", step=step)
+    # The same state again, for example of a resumed run: what is durable already isn't put at risk.
     if os.path.lexists(final) and _is_same(final, manifest):
         shutil.rmtree(partial)
         return final
@@ -144,7 +145,7 @@ def finish(
     return final
 
 
-def _is_same(path: Path, manifest: dict[str, Any]) -> bool:
+def _is_same(path: Path, manifest: Json) -> bool:
     """Whether there is a good checkpoint with this manifest."""
     try:
         return verify(path) == manifest
@@ -158,7 +159,7 @@ def _move_into_place(partial: Path, final: Path, step: int) -> None:
     if os.path.lexists(final):
         final.rename(aside)  # not removed yet: after a kill between the two renames, `mend` brings it back
         fault_injection.reached("write-aside", step=step)
-    partial.rename(final)
+    partial.rename(final)  # atomic: from here on the checkpoint is complete
     fault_injection.reached("write-rename", step=step)
     fsync_directory(final.parent)
     with contextlib.suppress(OSError):  # the next write removes what can't be removed now
@@ -182,13 +183,17 @@ def complete(directory: Path) -> list[Path]:
     try:
         if not directory.is_dir():
             return []
-        paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        checkpoints = [path for path in directory.iterdir() if _is_checkpoint(path)]
     except OSError as error:
         raise CheckpointError(f"{error.filename or directory} can't be read ({error.strerror})") from None
-    return sorted(paths, key=step_of)
+    return sorted(checkpoints, key=step_of)
 
 
-def verify(path: Path) -> dict[str, Any]:
+def _is_checkpoint(path: Path) -> bool:
+    return _NAME.fullmatch(path.name) is not None and path.is_dir()
+
+
+def verify(path: Path) -> Json:
     """Checks each file of a checkpoint against its manifest.
 
     Returns:
@@ -198,7 +203,7 @@ def verify(path: Path) -> dict[str, Any]:
         CheckpointError: something is missing, cut short or changed.
     """
     try:
-        manifest: dict[str, Any] = json.loads(read_file(path / MANIFEST, _LONGEST, shared=True))
+        manifest: Json = json.loads(read_file(path / MANIFEST, _LONGEST, shared=True))
         digest = manifest.pop("sha256")
         if manifest["format"] not in (FORMAT, FORMAT_WITH_PARTS):
             raise CheckpointError(
@@ -213,6 +218,7 @@ def verify(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # foreign JSON can fail in any way, by its depth for example
         raise CheckpointError(f"{path}: its {MANIFEST} can't be read ({type(error).__name__}: {error})") from None
+    # Last: `_check` has made sure that no name leads out of the checkpoint.
     for name, expected in manifest["files"].items():
         try:
             actual = describe(path / name, expected["bytes"])
@@ -224,8 +230,8 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def newest(
-    paths: Sequence[Path], warn: Callable[[str], object], verify: Callable[[Path], dict[str, Any]] = verify
-) -> tuple[Path, dict[str, Any]] | None:
+    paths: Sequence[Path], warn: Callable[[str], object], verify: Callable[[Path], Json] = verify
+) -> tuple[Path, Json] | None:
     """The newest good checkpoint, with its manifest; None if there are no checkpoints.
 
     Args:
@@ -248,7 +254,7 @@ def newest(
     return None
 
 
-def read(path: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
+def read(path: Path, manifest: Json) -> dict[str, np.ndarray]:
     """The tensors of a verified checkpoint, by name, in order.
 
     Raises:
@@ -266,12 +272,12 @@ def read(path: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{path}: {name} can't be read ({type(error).__name__}: {error})") from None
 
 
-def _digest(manifest: dict[str, Any]) -> str:
+def _digest(manifest: Json) -> str:
     """The hash of a manifest's content, whatever its spaces and the order of its keys."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _check(manifest: dict[str, Any]) -> None:
+def _check(manifest: Json) -> None:
     """Refuses a manifest whose entries are not what `write` makes.
 
     Raises:
@@ -289,8 +295,12 @@ def _check(manifest: dict[str, Any]) -> None:
     for entry in manifest["tensors"]:
         dtype_of(entry["dtype"])
         sizes = [*entry["shape"], entry.get("elements_of_part", 0)]
-        if type(entry["name"]) is not str or not all(type(size) is int and size >= 0 for size in sizes):
+        if type(entry["name"]) is not str or not all(map(_is_size, sizes)):
             raise TypeError(f"tensors has {entry!r:.99}")
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0  # not `isinstance`: true and false are ints of Python's
 
 
 def _remove(path: Path) -> None:

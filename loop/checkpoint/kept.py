@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,6 +11,7 @@ import tensorflow as tf
 from callbacks.files import read_json, write_json
 from callbacks.run_record.redaction import tell
 from loop.checkpoint import checkpoint_files
+from loop.checkpoint.array_files import Json
 from loop.checkpoint.writer import arrays
 
 
@@ -27,7 +27,7 @@ class Kept:
 
     directory: Path
     tensors: dict[str, tf.Tensor | np.ndarray]
-    state: dict[str, Any]
+    state: Json
 
     @property
     def path(self) -> Path:

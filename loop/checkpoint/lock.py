@@ -72,21 +72,7 @@ def _taken(path: Path, deadline: float) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            owner = read_json(path)
-            is_local = owner.get("host") == socket.gethostname() and owner.get("namespace") == _namespace()
-            if not is_local or _is_alive(owner.get("pid")):  # another host's processes can't be checked from here
-                if time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    continue
-                raise UsageError(
-                    f"the run directory {path.parent} is in use by process {owner.get('pid', '?')} on "
-                    f"{owner.get('host', '?')} since {owner.get('time', '?')}: wait for it, or give another one"
-                ) from None
-            # The recorded owner is dead. Either a child of it has inherited the lock, and the file is removed. Or
-            # another process has just taken the lock, and writes its name into the file during this pause.
-            time.sleep(1.0)
-            if read_json(path) == owner:
-                path.unlink(missing_ok=True)
+            _wait_for_owner(path, deadline)
             continue
         except OSError:  # a file system without locks: nothing can be checked there
             return file
@@ -94,6 +80,30 @@ def _taken(path: Path, deadline: float) -> IO[bytes]:
         if files.is_same(path, file.fileno()):
             return file
         file.close()
+
+
+def _wait_for_owner(path: Path, deadline: float) -> None:
+    """Waits a moment for the process that holds the lock; removes the lock of a dead one.
+
+    Raises:
+        UsageError: the deadline is over, and the process is alive, as far as can be seen.
+    """
+    owner = read_json(path)
+    is_local = owner.get("host") == socket.gethostname() and owner.get("namespace") == _namespace()
+    may_be_alive = not is_local or _is_alive(owner.get("pid"))  # another host's processes can't be checked from here
+    if may_be_alive and time.monotonic() >= deadline:
+        raise UsageError(
+            f"the run directory {path.parent} is in use by process {owner.get('pid', '?')} on "
+            f"{owner.get('host', '?')} since {owner.get('time', '?')}: wait for it, or give another one"
+        ) from None
+    if may_be_alive:
+        time.sleep(0.1)
+        return
+    # The recorded owner is dead. Either a child of it has inherited the lock, and the file is removed. Or another
+    # process has just taken the lock, and writes its name into the file during this pause.
+    time.sleep(1.0)
+    if read_json(path) == owner:
+        path.unlink(missing_ok=True)
 
 
 def _namespace() -> str:

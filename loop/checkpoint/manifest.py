@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from loop.checkpoint import checkpoint_files
+from loop.checkpoint.array_files import Json
+
+Test: TypeAlias = Callable[[object], bool]
 
 _LARGEST = 2**53  # steps and examples are counted in 64 bits, and multiplied
 _PRECISIONS = ("float32", "float64", "bfloat16", "mixed_float16")
 _NOT_FINITE = ("nan", "inf", "-inf")  # texts, since JSON has no such numbers
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path) -> Json:
     """Checks the files of a checkpoint, and what its manifest says about the run; returns the manifest.
 
     Raises:
@@ -30,10 +33,10 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _problem(manifest: dict[str, Any]) -> str:
+def _problem(manifest: Json) -> str:
     """What is wrong with a manifest, or ""."""
     for where, rules in _RULES.items():
-        part = manifest if where == "" else manifest.get(where)
+        part: object = manifest if where == "" else manifest.get(where)
         if not isinstance(part, dict):
             return _said(where, part, "an object")
         for name, (test, meant) in rules.items():
@@ -46,8 +49,8 @@ def _problem(manifest: dict[str, Any]) -> str:
     return _inconsistency(manifest)
 
 
-def _inconsistency(manifest: dict[str, Any]) -> str:
-    """What two values of a manifest contradict each other in, or ""; an epoch has at least one step."""
+def _inconsistency(manifest: Json) -> str:
+    """In what two values of a manifest contradict each other, or "". An epoch has at least one step."""
     progress = manifest["progress"]
     step = manifest["step"]
     for name in ("step_in_epoch", "epoch"):
@@ -60,41 +63,40 @@ def _inconsistency(manifest: dict[str, Any]) -> str:
     return f"it is of step {step}, and stands at step {progress['step']}"
 
 
-def _said(name: str, value: Any, meant: str) -> str:
+def _said(name: str, value: object, meant: str) -> str:
     return f"{name} is {value!r:.60}, not {meant}"
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
+    # `type`, not `isinstance`, here and below: true and false of JSON are ints of Python's.
     return type(value) is int and 0 <= value < _LARGEST
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, str):
         return value in _NOT_FINITE
-    return type(value) in (int, float) and abs(value) < math.inf
+    return (type(value) is int or type(value) is float) and abs(value) < math.inf
 
 
-def _is(*kinds: type) -> Callable[[Any], bool]:
+def _is(*kinds: type) -> Test:
     return lambda value: type(value) in kinds
 
 
-def _all(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _all(test: Test) -> Test:
     return lambda value: isinstance(value, list) and all(map(test, value))
 
 
-def _by_name(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _by_name(test: Test) -> Test:
     return lambda value: isinstance(value, dict) and all(map(test, value.values()))
 
 
-def _is_worker(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("random"), dict)
-        and _by_name(_is(dict))(value.get("callbacks"))
-    )
+def _is_worker(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("random"), dict) and _by_name(_is(dict))(value.get("callbacks"))
 
 
-def _are_options(value: Any) -> bool:
+def _are_options(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     batch_size = value.get("batch_size", 1)
@@ -102,15 +104,24 @@ def _are_options(value: Any) -> bool:
     return has_size and value.get("precision", _PRECISIONS[0]) in _PRECISIONS
 
 
-def _is_place(value: Any) -> bool:
-    counts = ("index", "step", "epoch")
-    has_names = isinstance(value, dict) and value.keys() == {*counts, "ended"}
-    return has_names and type(value["ended"]) is bool and all(_is_count(value[name]) for name in counts)
+def _is_place(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"index", "step", "epoch", "ended"}:
+        return False
+    counts = [value["index"], value["step"], value["epoch"]]
+    return type(value["ended"]) is bool and all(map(_is_count, counts))
+
+
+def _is_best(value: object) -> bool:
+    return isinstance(value, dict) and _is_count(value.get("step"))
+
+
+def _is_bad_step(value: object) -> bool:
+    return isinstance(value, dict) and _all(_is(str))(value.get("names"))
 
 
 _COUNT = (_is_count, "a number of steps, epochs or examples")
 # By the part of the manifest ("" is the whole) and the name ("?": it may be missing): the test, and what is meant.
-_RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
+_RULES: dict[str, dict[str, tuple[Test, str]]] = {
     "": {
         "step": _COUNT,
         "epoch_totals?": (_all(_is_number), "a list of numbers"),
@@ -123,8 +134,8 @@ _RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
         "workers?": (lambda value: bool(value) and _all(_is_worker)(value), "a list of workers' states"),
         "journal?": (_is_count, "a number of bytes"),
         "phase?": (_is_place, "a place among phases"),
-        "best?": (lambda value: isinstance(value, dict) and _is_count(value.get("step")), "the best step"),
-        "bad?": (lambda value: isinstance(value, dict) and _all(_is(str))(value.get("names")), "what wasn't finite"),
+        "best?": (_is_best, "the best step"),
+        "bad?": (_is_bad_step, "what wasn't finite"),
     },
     "progress": dict.fromkeys(("step", "epoch", "step_in_epoch", "examples"), _COUNT),
     "run": {

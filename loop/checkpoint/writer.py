@@ -22,7 +22,7 @@ from callbacks.files import FileError, MovedError
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import tell
 from loop.checkpoint import array_files, checkpoint_files
-from loop.checkpoint.array_files import InParts
+from loop.checkpoint.array_files import InParts, Json
 from loop.monitor import fault_injection
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Snapshot:
     reason: str
     step: int
     tensors: dict[str, tf.Tensor | np.ndarray | InParts] = dataclasses.field(default_factory=dict)
-    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    state: Json = dataclasses.field(default_factory=dict)
     part: dict[str, tf.Tensor | np.ndarray] = dataclasses.field(default_factory=dict)
 
 
@@ -74,6 +74,7 @@ class Writer:
         def job() -> None:
             for snapshot in snapshots:
                 with self._noting_outcome(directory):
+                    # First: a checkpoint that is complete must not name lines of the journal that a crash can lose.
                     self._rely_on_journal(directory, snapshot)
                     checkpoint_files.write(directory, snapshot.step, arrays(snapshot.tensors), snapshot.state)
 
@@ -89,7 +90,7 @@ class Writer:
             self._outcomes.append(error)
             return None
 
-    def write_part(self, partial: Path, rank: int, snapshot: Snapshot) -> Future[dict[str, Any]]:
+    def write_part(self, partial: Path, rank: int, snapshot: Snapshot) -> Future[Json]:
         """Starts to write this worker's part of a checkpoint, and on the chief what is whole.
 
         Args:
@@ -101,7 +102,7 @@ class Writer:
             Size and hash of each file by name; or the error, as a text, by the name "error".
         """
 
-        def job() -> dict[str, Any]:
+        def job() -> Json:
             step = snapshot.step
             try:
                 self._check()
@@ -112,12 +113,12 @@ class Writer:
                     files |= array_files.write_arrays(partial / array_files.TENSORS, arrays(snapshot.tensors))
                     fault_injection.reached("write-tensors", rank, step)
                 return files
-            except Exception as error:
+            except Exception as error:  # as a text: the chief raises it, perhaps in another process
                 return {"error": f"{type(error).__name__}: {error}"}
 
         return self._submit(job)
 
-    def finish(self, partial: Path, snapshot: Snapshot, parts: Sequence[dict[str, Any]]) -> None:
+    def finish(self, partial: Path, snapshot: Snapshot, parts: Sequence[Json]) -> None:
         """On the chief: starts to complete a checkpoint whose parts are written.
 
         Args:
@@ -128,7 +129,7 @@ class Writer:
 
         def job() -> None:
             with self._noting_outcome(partial.parent), checkpoint_files.removed_on_error(partial):
-                files: dict[str, Any] = {}
+                files: Json = {}
                 for rank, part in enumerate(parts):
                     if "error" in part:
                         problem = f"worker {rank} could not write its part: {part['error']}"

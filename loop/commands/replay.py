@@ -20,8 +20,9 @@ from loop.errors import UsageError
 from loop.model.variables import as_tf, carried_variables, trainable_variables, variable_names
 from loop.options import with_defaults
 from loop.run import run_directory
+from loop.run.bad_step import unpacked
 from loop.run.session import Session, index_of
-from loop.run.state import assign, named_variables_of, numbered, unpacked
+from loop.run.state import assign, named_variables_of, numbered
 from loop.step.observer import GradientObserver
 from loop.task import TrainTask
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -29,7 +29,7 @@ class PhaseMarker:
             if timed:
                 self._clock = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
 
-    def at(self, phase: int, after: Any = ()) -> list[tf.Operation]:
+    def at(self, phase: int, after: Sequence[tf.Tensor] | tf.Tensor = ()) -> list[tf.Operation]:
         """While tracing: marks the start of a phase, when the tensors in `after` have been computed."""
         if self._doing is None:
             return []
@@ -37,14 +37,14 @@ class PhaseMarker:
             if self._clock is None:
                 return [self._doing.assign(phase)]
             was = self._doing.read_value()
-        with tf.control_dependencies([was]):
+        with tf.control_dependencies([was]):  # the time is read after `after`, when the phase before is over
             lap = tf.timestamp() - self._clock[-1]
         # Adds the lap to the phase before, and to the last element, which thereby becomes the time of now.
         spent = self._clock.assign_add(lap * tf.concat([tf.one_hot(was, HOST + 1, dtype=tf.float64), [1.0]], 0))
         with tf.control_dependencies([spent]):
             return [self._doing.assign(phase)]
 
-    def lap(self, phase: int, after: Any) -> None:
+    def lap(self, phase: int, after: Sequence[tf.Tensor] | tf.Tensor) -> None:
         """The same as `at`, for marks that only the measured time needs."""
         if self._clock is not None:
             self.at(phase, after)
@@ -58,7 +58,7 @@ class PhaseMarker:
         """The seconds of all compiled calls, by phase; {} if they aren't timed. Only between calls."""
         if self._clock is None:
             return {}
-        compute, data, all_reduce = (float(seconds) for seconds in self._clock.numpy()[:HOST])
+        compute, data, all_reduce = map(float, self._clock.numpy()[:HOST])
         if self._replicas == 1:
             compute += all_reduce
             all_reduce = 0.0

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from callbacks.formats import part_name
 
@@ -15,6 +15,9 @@ PARTS = ("data", "compute", "all_reduce", "evaluation", "callbacks", "saving", "
 
 COMPILING = "compiling"
 """The part of a function's first call, which traces and compiles it. It is reported, but not part of the summary."""
+
+Totals: TypeAlias = dict[str, defaultdict[str, float]]
+"""Sums by name: the steps and examples `done`, `seconds` by part, and those of `callbacks` by class."""
 
 _HOST_PARTS = ("callbacks", "saving", "other")
 
@@ -61,6 +64,7 @@ class Stopwatch:
 
     def give(self, seconds: Mapping[str, float]) -> None:
         """Moves time from `other` to the parts to which, by another clock, it belongs."""
+        # The sum of all parts stays the whole time.
         for part, duration in seconds.items():
             self._now["seconds"][part] += duration
             self._now["seconds"]["other"] -= duration
@@ -69,7 +73,7 @@ class Stopwatch:
         """Counts what a call has done."""
         _add(self._now["done"], {"steps": steps, "examples": examples})
 
-    def split(self) -> dict[str, Any] | None:
+    def split(self) -> dict[str, object] | None:
         """What was done since the last split, and the time of its parts; None before the first step.
 
         The first split has `first` set: it holds the start of the run, and is left out of `total`.
@@ -94,8 +98,8 @@ class Stopwatch:
         self._since = now
 
 
-def _nothing() -> dict[str, defaultdict[str, float]]:
-    return {name: defaultdict(int) for name in ("done", "seconds", "callbacks")}
+def _nothing() -> Totals:
+    return {"done": defaultdict(int), "seconds": defaultdict(int), "callbacks": defaultdict(int)}
 
 
 def _add(sums: dict[str, float], numbers: Mapping[str, float]) -> None:
@@ -112,7 +116,7 @@ class _Limit(NamedTuple):
     rank: int
 
 
-def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(ranks: Sequence[Totals]) -> dict[str, Any]:
     """What holds a run back, from the `Stopwatch.total` of each rank.
 
     Ranks that come first wait for the others: in the all-reduce, or between calls. So the work of a step is that of the
@@ -122,8 +126,8 @@ def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         `verdict`, in a word; `slowest`, the rank with most data and compute; the `seconds` of each rank; and `text`,
         all of it in lines.
     """
-    steps = ranks[0]["done"].get("steps", 0)
-    seconds = [_by_part(total) for total in ranks]
+    steps = int(ranks[0]["done"].get("steps", 0))
+    seconds = list(map(_by_part, ranks))
     # All ranks wait for the slowest one, so its work is what a step takes.
     slowest = max(range(len(ranks)), key=lambda rank: _work(seconds[rank]))
     if not steps:
@@ -147,7 +151,7 @@ def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"verdict": limit.verdict, "slowest": slowest, "seconds": seconds, "text": lines}
 
 
-def _by_part(total: Mapping[str, Any]) -> dict[str, float]:
+def _by_part(total: Totals) -> dict[str, float]:
     return {part: total["seconds"].get(part, 0.0) for part in PARTS}
 
 
@@ -180,7 +184,7 @@ def _table(seconds: Sequence[Mapping[str, float]], steps: int) -> Iterator[str]:
         shares = [f"{parts[name] / whole:.0%}".rjust(len(name)) for name in PARTS]
         yield "  ".join([f"rank {rank}".ljust(7), *shares, f"{1e3 * _work(parts) / steps:.3g} ms a step"])
     if len(seconds) > 1:
-        work = [_work(parts) for parts in seconds]
+        work = list(map(_work, seconds))
         ahead = 1e3 * (max(work) - min(work)) / steps
         slowest = work.index(max(work))
         yield f"slowest: rank {slowest}, with {ahead:.3g} ms a step more than rank {work.index(min(work))}"

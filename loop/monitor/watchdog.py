@@ -61,7 +61,7 @@ class Watchdog:
         beat = self._beat
         patience = timeout
         while not self._ended.wait(min(timeout / 4, 5.0)):
-            if beat != self._beat:
+            if beat != self._beat:  # progress since the last look: back to the first patience
                 beat = self._beat
                 patience = timeout
             if time.monotonic() - beat >= patience:
@@ -80,7 +80,8 @@ class Watchdog:
         ]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
-            if ident != threading.get_ident():
-                stack = traceback.format_stack(frame)[-12:]
-                lines += [f"thread {names.get(ident, ident)}:", *"".join(stack).rstrip().splitlines()]
+            if ident == threading.get_ident():  # the watchdog's own
+                continue
+            stack = traceback.format_stack(frame)[-12:]
+            lines += [f"thread {names.get(ident, ident)}:", *"".join(stack).rstrip().splitlines()]
         return "\n".join(lines)

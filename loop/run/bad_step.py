@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.writer import arrays
+from loop.data import Rows
 from loop.run import state
+from loop.run.state import Arrays
+from loop.task import Batch
 
 if TYPE_CHECKING:
     from loop.run.run import Run
+
+BATCH = "batch/"
+"""The prefix of the batch of a step that wasn't finite."""
 
 MOST_BAD_STEPS = 3
 """The greatest number of bad steps that a run directory keeps."""
@@ -27,7 +37,7 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     """
     progress = run.progress
     directory = run.directory / "bad"
-    step = progress.step - skipped
+    step = progress.step - skipped  # the steps before the bad one
     in_epoch = progress.step_in_epoch - skipped
     # Without a layout, all workers have read the same batch; else each adds its own rows, in a collective.
     same_batch = run.step.data.train.layout is None
@@ -38,9 +48,9 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
         whole = state.gathered(run, keep=writes)
     else:
         whole = {}
-    if same_batch and not writes:
+    if same_batch and not writes:  # no collective follows, so that only the chief goes on
         return ""
-    batch = state.packed(run.step.bad_batch(progress.epoch, in_epoch), None if same_batch else run.backend)
+    batch = packed(run.step.bad_batch(progress.epoch, in_epoch), None if same_batch else run.backend)
     if not writes:
         return ""
     bad = {"step": step + 1, "epoch": progress.epoch, "step_in_epoch": in_epoch, "names": run.step.not_finite}
@@ -51,3 +61,29 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     except Exception as error:  # best effort: must not hide that the step wasn't finite
         return f"what it was made from could not be kept ({error})"
     return f"what it was made from is kept: `tfloop replay {path}` shows it"
+
+
+def packed(rows: Rows, backend: Backend | None) -> Arrays:
+    """The tensors of a checkpoint that hold a batch: serialised, uint8 [n].
+
+    Args:
+        rows: of this worker.
+        backend: whose workers each have rows of their own, in which case all workers must call it; None: these rows
+            are the whole batch.
+    """
+    tensors = {}
+    for index, leaf in enumerate([*tf.nest.flatten(rows.batch), rows.index]):
+        text = np.frombuffer(tf.io.serialize_tensor(leaf).numpy(), np.uint8)
+        for rank, part in enumerate(backend.gather_bytes(text) if backend else [text]):
+            tensors[f"{BATCH}{index:05d}/{rank:05d}"] = part
+    return tensors
+
+
+def unpacked(tensors: Arrays, example: Batch) -> tuple[Batch, tf.Tensor]:
+    """The batch that `packed` has made, and the indices of its examples; `example` is a batch of such examples."""
+    dtypes = [leaf.dtype for leaf in tf.nest.flatten(example)] + [tf.int64]
+    leaves = []
+    for index, dtype in enumerate(dtypes):
+        texts, _ = state.split(tensors, f"{BATCH}{index:05d}/")
+        leaves.append(tf.concat([tf.io.parse_tensor(text.tobytes(), dtype) for text in texts.values()], 0))
+    return tf.nest.pack_sequence_as(example, leaves[:-1]), leaves[-1]

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from callbacks import EVENTS, Callback, Schedule
+from callbacks import EVENTS, Callback, Checkpoint, Profiler, Schedule, complete
 from callbacks.nearest import nearest
+from loop.data import Data
 from loop.errors import UsageError, no_exit
 from loop.monitor import fault_injection
+from loop.options import Options
 from loop.run.run import Run
+from loop.task import TrainTask
+
+
+def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Options) -> list[Callback]:
+    """All callbacks of a run: the standard set, those that were given, the task's own, and what the options add."""
+    callbacks = complete(given, task.build_callbacks())
+    if options["profile"]:
+        callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
+    has_checkpoint = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    if options["keep"] == "best" and not has_checkpoint:
+        raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
+    return callbacks
 
 
 class Bus:
@@ -34,22 +49,26 @@ class Bus:
         for key, callback in _by_key(callbacks).items():
             if callback.runs_on == "all" or run.backend.is_chief:
                 run.callbacks[key] = callback
-        here = list(run.callbacks.values())
-        self._hooks: dict[str, list[Callback]] = {}
-        for event in EVENTS:
-            self._hooks[event] = [callback for callback in here if _overrides(callback, f"on_{event}")]
+        self._hooks: dict[str, list[Callback]] = {event: [] for event in EVENTS}
+        for callback in run.callbacks.values():
+            for event, hooked in self._hooks.items():
+                if _overrides(callback, f"on_{event}"):
+                    hooked.append(callback)
         self._clocks_run = False
-        self._listeners = [_Listener(callback) for callback in self._hooks["steps_end"]]
+        self._listeners = list(map(_Listener, self._hooks["steps_end"]))
 
     def check_metrics(self) -> None:
         """Refuses callbacks that watch a metric that the run doesn't have; `Run.synchronize` raises the error."""
         with self._run.defer_errors():
-            watching = [callback for callback in self._run.callbacks.values() if callback.watches]
-            known = self._run.metric_names() if watching else []
-            for callback in watching:
+            watched = {}
+            for callback in self._run.callbacks.values():
                 for argument, metric in callback.watches.items():
-                    if metric not in known:
-                        self._check_unknown(f"{type(callback).__name__}({argument}={metric!r})", metric, known)
+                    watched[f"{type(callback).__name__}({argument}={metric!r})"] = metric
+            # Only if one is watched: the names of a phase's metrics are found by tracing its step.
+            known = self._run.metric_names() if watched else []
+            for what, metric in watched.items():
+                if metric not in known:
+                    self._check_unknown(what, metric, known)
 
     def _check_unknown(self, what: str, metric: str, known: list[str]) -> None:
         """Refuses a metric that the run doesn't have, unless a callback may add it."""
@@ -64,20 +83,27 @@ class Bus:
         raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
 
     def _may_be_added(self, metric: str) -> bool:
-        """Whether a callback of the user's is called with the metrics of an event, to which it may add this one."""
+        """Whether a hook of the user's is called with the metrics among which this one would be: it may add it."""
         event = "eval_end" if metric.startswith("eval_") else "epoch_end"
-        return any(not type(callback).__module__.startswith("callbacks.") for callback in self._hooks[event])
+        modules = [type(callback).__module__ for callback in self._hooks[event]]
+        return not all(module.startswith("callbacks.") for module in modules)
 
     def fire(self, event: str, *args: Any) -> None:
-        """Calls the hooks of an event; an error is kept for `Run.synchronize`."""
+        """Calls the hooks of an event; `Run.synchronize` raises their first error."""
         for callback in self._hooks[event]:
             self._call(callback, event, *args)
 
-    def fire_data(self, data: Any) -> Any:
-        """Passes the data from hook to hook: each may return other data."""
+    def fire_data(self, data: Data) -> Data:
+        """Passes the data from hook to hook: each may return other data, or None to leave it as it is."""
         for callback in self._hooks["data"]:
             data = self._call(callback, "data", data) or data
         return data
+
+    def fire_profile(self) -> None:
+        """With `profile`, reports to callbacks where the time of the last call, and of what followed it, went."""
+        entry = self._run.stopwatch.split()
+        if entry is not None and self._run.options["profile"]:
+            self.fire("profile", "call", entry)
 
     def fire_steps_end(self, totals: np.ndarray, epoch_ended: bool) -> None:
         """Calls the callbacks whose schedule is due, each with the means since it was last called."""
@@ -88,6 +114,7 @@ class Bus:
                 listener.schedule.start(now)
             self._clocks_run = True
         for listener in self._listeners:
+            # Not in place: `totals` is shared by all listeners, and by the epoch.
             listener.totals = listener.totals + totals
             if np.any(listener.totals) and listener.schedule.due(self._run.progress.step, now, epoch_ended):
                 metrics = self._run.means(listener.totals)
@@ -113,10 +140,15 @@ class Bus:
 
     def steps_left(self) -> int | None:
         """How many steps may be made before a callback is due; None: any number."""
-        left = [listener.schedule.steps_left(self._run.progress.step) for listener in self._listeners]
-        return min((steps for steps in left if steps is not None), default=None)
+        nearest_due: int | None = None
+        for listener in self._listeners:
+            steps = listener.schedule.steps_left(self._run.progress.step)
+            if steps is not None:
+                nearest_due = steps if nearest_due is None else min(nearest_due, steps)
+        return nearest_due
 
     def _call(self, callback: Callback, event: str, *args: Any) -> Any:
+        # After an error, hooks of all ranks are still called: other workers' calls of them may hold collectives.
         if self._run.errors.pending and callback.runs_on == "chief":
             return None
         run = self._run
@@ -128,13 +160,14 @@ class Bus:
 
 
 def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
-    """The callbacks by the keys under which checkpoints keep their states: own ones, or names of classes."""
+    """The callbacks by the keys of their states in checkpoints: `Callback.key`, else the name of the class."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UsageError(f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects")
     names = [callback.key or type(callback).__name__ for callback in callbacks]
-    by_key = {}
+    by_key: dict[str, Callback] = {}
     for index, (name, callback) in enumerate(zip(names, callbacks, strict=True)):
+        # Two of one class get a number, by their order; a key that was given must be unique.
         if callback.key and names.count(callback.key) > 1:
             raise UsageError(f"two callbacks have the key {callback.key!r}: their states are kept by it; give others")
         nth = names[: index + 1].count(name)
@@ -145,6 +178,7 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
 def _overrides(callback: Callback, hook: str) -> bool:
     """Whether the callback's class, or this object itself, overrides a hook."""
     own = getattr(callback, hook)
+    # A function that was set on the object has no `__func__`.
     return getattr(own, "__func__", own) is not getattr(Callback, hook)
 
 

@@ -6,16 +6,17 @@ import functools
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import tensorflow as tf
 
 from callbacks.run_record import history
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
+from loop.checkpoint.array_files import Json
 from loop.model import variables
 from loop.monitor.stopwatch import Stopwatch
-from loop.options import Phase
+from loop.options import Options, Phase
 from loop.run import state, status
 from loop.run.checkpointing import Checkpointing
 from loop.run.data_position import DataPosition
@@ -26,10 +27,11 @@ from loop.run.session import Session
 from loop.run.stop_requests import StopRequests
 from loop.step.build import BuiltModel
 from loop.step.train_step import TrainStep
-from loop.task import TrainTask
+from loop.task import Model, Optimizer, TrainTask
 
 if TYPE_CHECKING:
     from loop.run.run import Run
+    from loop.run.serving import ServedArrays
 
 T = TypeVar("T")
 
@@ -45,11 +47,11 @@ class PartAttribute(Generic[T]):
         part, _, self._name = path.rpartition(".")
         self._part = attrgetter(part)
 
-    def __get__(self, run: Any, owner: type) -> T:
+    def __get__(self, run: CallbackView, owner: type) -> T:
         value: T = getattr(self._part(run), self._name)
         return value
 
-    def __set__(self, run: Any, value: T) -> None:
+    def __set__(self, run: CallbackView, value: T) -> None:
         setattr(self._part(run), self._name, value)
 
 
@@ -68,15 +70,15 @@ class CallbackView:
 
     task = PartAttribute[TrainTask]("session.task")
     backend = PartAttribute[Backend]("session.backend")
-    options = PartAttribute[dict[str, Any]]("session.options")
+    options = PartAttribute[Options]("session.options")
     built = PartAttribute[BuiltModel]("session.built")
-    model = PartAttribute[Any]("session.built.model")
-    optimizer = PartAttribute[Any]("session.built.optimizer")
+    model = PartAttribute[Model]("session.built.model")
+    optimizer = PartAttribute[Optimizer]("session.built.optimizer")
     step = PartAttribute[TrainStep]("session.step")
     history = PartAttribute[list[history.Row]]("epoch.history")
     gauges = PartAttribute[dict[str, Callable[[], float]]]("epoch.gauges")
     stop_reason = PartAttribute[str]("stops.reason")
-    best = PartAttribute[dict[str, Any] | None]("checkpointing.best")
+    best = PartAttribute[Json | None]("checkpointing.best")
     saved_path = PartAttribute[Path | None]("checkpointing.saved_path")
     save_on_stop = PartAttribute[bool]("checkpointing.policy.save_on_stop")
     check_on_save = PartAttribute[bool]("checkpointing.policy.check_on_save")
@@ -91,19 +93,20 @@ class CallbackView:
         return cast("Run", self)
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[tf.Variable]:
         """All variables of the state of the run that are the same in all replicas: of model, optimizer and step."""
         return self.built.variables + (self.step.variables if self.session.has_step else [])
 
     @property
-    def sliced_variables(self) -> list[Any]:
+    def sliced_variables(self) -> list[tf.Variable]:
         """The other variables of the state: with `shard_optimizer`, each replica has its own slice of them."""
         return self.step.sliced_variables if self.session.has_step else self.built.sliced_variables
 
     @property
     def weights(self) -> list[tuple[str, tf.Variable, bool]]:
         """The model's variables in its own order: the name, the variable, and whether it is trained."""
-        trained = {id(variable) for variable in variables.as_tf(variables.trainable_variables(self.model))}
+        # By identity: variables may have the same name, and comparing them compares their values.
+        trained = set(map(id, variables.as_tf(variables.trainable_variables(self.model))))
         own = variables.all_variables(self.model)
         named = zip(variables.variable_names(own), variables.as_tf(own), strict=True)
         return [(name, variable, id(variable) in trained) for name, variable in named]
@@ -129,7 +132,7 @@ class CallbackView:
         return dict(self.stopwatch.seconds)
 
     @functools.cached_property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> Json:
         """The task, its options, the model's size, the backend, versions and machine, as JSON values."""
         return status.describe(self._run)
 
@@ -172,7 +175,7 @@ class CallbackView:
             TrainingError: one isn't the same everywhere; which, and where.
         """
         if self.backend.replicas > 1:
-            self.step.average_statistics()
+            self.step.average_statistics()  # between these averages, each replica may have its own
             hashes = self.fingerprints()
             check_same(state.replicated_names(self._run), hashes, self.backend.local_replicas, self.progress.step)
 
@@ -184,7 +187,7 @@ class CallbackView:
         """
         self.run_status.check_directory()
 
-    def export(self, out: Path) -> tuple[Any, Any]:
+    def export(self, out: Path) -> tuple[ServedArrays, ServedArrays]:
         """Writes the model as a SavedModel, with the moving averages of its weights where there are any.
 
         Returns:

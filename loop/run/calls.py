@@ -56,7 +56,8 @@ class Calls:
 
         if self.made:
             # Not of the first call, whose time is all counted as compiling.
-            run.stopwatch.give({part: lap - laps_before[part] for part, lap in marker.laps().items()})
+            laps = marker.laps()
+            run.stopwatch.give({part: laps[part] - laps_before[part] for part in laps})
         examples = int(totals[EXAMPLES])
         run.stopwatch.count(steps, examples)
         self._record(steps, examples, seconds)
@@ -73,12 +74,16 @@ class Calls:
         steps_per_epoch = run.step.data.train.steps_per_epoch
         eval_every = run.options["eval_every"]
         pace = approximations.to_average(self.pace.steps, progress.step_in_epoch, run.options["local_steps"])
-        left: list[int | None] = [pace, steps_to_callback, run.plan.steps_left]
+        left = [pace]
+        if steps_to_callback is not None:
+            left.append(steps_to_callback)
+        if run.plan.steps_left is not None:
+            left.append(run.plan.steps_left)
         if steps_per_epoch is not None:
             left.append(steps_per_epoch - progress.step_in_epoch)
         if isinstance(eval_every, int):
             left.append(eval_every - progress.step % eval_every)
-        return min(steps for steps in left if steps is not None)
+        return min(left)
 
     def _record(self, steps: int, examples: int, seconds: float) -> None:
         self.pace.record(steps, seconds)

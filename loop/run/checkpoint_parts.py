@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from loop.checkpoint.array_files import Json
 from loop.checkpoint.writer import Snapshot, Writer
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class CheckpointParts:
         self._shared_directory: bool | None = None
         self._snapshot: Snapshot | None = None
         self._partial = Path()
-        self._written: Future[dict[str, Any]] | None = None
+        self._written: Future[Json] | None = None
 
     @property
     def possible(self) -> bool:
@@ -51,7 +52,7 @@ class CheckpointParts:
             with self._run.defer_errors():
                 mark.touch()
         backend.exchange(0)  # no worker looks before the chief has made it
-        seen = backend.exchange(mark.exists())
+        seen = backend.exchange(mark.exists())  # and the chief removes it only when all have looked
         if backend.is_chief:
             with self._run.defer_errors():
                 mark.unlink(missing_ok=True)
@@ -59,7 +60,7 @@ class CheckpointParts:
 
     def write(self, snapshot: Snapshot) -> None:
         """Starts to write this worker's part of a checkpoint."""
-        self.complete()
+        self.complete()  # one checkpoint at a time
         backend = self._run.backend
         directory = self._run.directory / "checkpoints"
         self._partial = directory / f"step-{snapshot.step:08d}.tmp"

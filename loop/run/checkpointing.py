@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from callbacks.run_record.redaction import tell
+from loop.checkpoint.array_files import InParts, Json
 from loop.checkpoint.writer import Snapshot, Writer
 from loop.monitor import fault_injection
 from loop.run import state
@@ -59,7 +63,7 @@ class Checkpointing:
         self.held: Snapshot | None = None
         self.saved_path: Path | None = None
         self.newest: str | None = None
-        self.best: dict[str, Any] | None = None
+        self.best: Json | None = None
         self._reason = ""
         self._hold_reason = ""
         self._at_once = False
@@ -98,6 +102,7 @@ class Checkpointing:
         outcomes = self.writer.outcomes()
         if not outcomes:
             return NO_WRITE
+        # One at a boundary: `agreement` has one place for it.
         error = outcomes.popleft()
         if error is None:
             return WRITTEN
@@ -121,7 +126,7 @@ class Checkpointing:
     def save(self) -> None:
         """Takes the snapshot that the workers have agreed on, and lets the chief write it. All workers call it."""
         run = self._run
-        # The run can't go on without its last checkpoint.
+        # Without its last checkpoint, what was trained since the one before is lost.
         self.policy.save_must_succeed |= run.decision.stop or run.at_end
         with run.defer_errors(), run.watchdog.phase("saving"), run.stopwatch.at("saving"):
             # Before `_snapshot`, which clears the reason to hold: a save takes the place of a hold.
@@ -134,15 +139,22 @@ class Checkpointing:
                 run.check_replicas()
 
             snapshot = self._snapshot(reason)
-            self._write([taken for taken in (held, snapshot) if taken is not None])
+            pending = [] if held is None else [held]
+            if snapshot is not None:
+                pending.append(snapshot)
+            self._write(pending)
 
     def _write(self, pending: list[Snapshot]) -> None:
         """Starts to write snapshots, oldest first."""
-        self._under_way += [(taken.reason, taken.step) for taken in pending]
-        if pending and self.parts.are_used():
+        if not pending:
+            return
+        # On all workers, though the chief writes: outcomes come in this order.
+        for snapshot in pending:
+            self._under_way.append((snapshot.reason, snapshot.step))
+        if self.parts.are_used():
             self.parts.write(pending[0])  # the only one: none is held
-        elif pending and self._run.backend.is_chief:
-            self.writer.write(self._directory, [taken for taken in pending if taken.state])
+        elif self._run.backend.is_chief:
+            self.writer.write(self._directory, [snapshot for snapshot in pending if snapshot.state])
 
     def hold(self) -> None:
         """Takes the snapshot that the workers have agreed on, to be written before the next checkpoint."""
@@ -160,7 +172,7 @@ class Checkpointing:
         if parts is None:
             return None
         snapshot = Snapshot(reason, run.progress.step)
-        whole: dict[str, Any] = {}
+        whole: Mapping[str, np.ndarray | InParts] = {}
         in_parts = self.parts.are_used()
         if not in_parts:
             whole = state.gathered(run, keep=run.backend.is_chief)

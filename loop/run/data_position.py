@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from callbacks.run_record.redaction import tell
+from loop.checkpoint.array_files import Json
 from loop.data.host_random import set_random_state
 from loop.errors import UsageError
 
 if TYPE_CHECKING:
     from loop.run.run import Run
+
+DataIterator: TypeAlias = tf.data.Iterator | tuple[()]
+"""Of a stream, where it is read. Arrays are read by position, and need none."""
 
 
 class DataPosition:
@@ -26,8 +30,8 @@ class DataPosition:
     """
 
     def __init__(self) -> None:
-        self.iterator: Any = None
-        self.random_state: dict[str, Any] | None = None
+        self.iterator: DataIterator = ()  # until `open`
+        self.random_state: Json | None = None
         self.stream_state: np.ndarray | None = None
 
     def start_phase(self) -> None:
@@ -35,7 +39,7 @@ class DataPosition:
         self.random_state = None
         self.stream_state = None
 
-    def restore_random(self, random_state: dict[str, Any]) -> None:
+    def restore_random(self, random_state: Json) -> None:
         """Notes the generators' state, which `open` sets."""
         self.random_state = random_state
 
@@ -68,6 +72,7 @@ class DataPosition:
                     f"train_data() isn't the pipeline whose position the checkpoint has ({error.message}): give the "
                     "old one, or read up to the position in the new one with accept_changes=True (--accept-changes)"
                 ) from None
+            # Another pipeline: its examples up to the position are read and dropped.
             self.iterator = source.start(*position)
 
         if source.steps_per_epoch is None and not any(position):

@@ -27,7 +27,7 @@ class DeferredErrors:
 
     def add(self, error: BaseException) -> None:
         """Keeps an error; the first one counts."""
-        self._error = self._error or error
+        self._error = self._error or error  # those that follow are often caused by it
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
@@ -48,6 +48,8 @@ class DeferredErrors:
         reports = self._workers.gather_json([text, isinstance(self._error, UsageError)])
         if self._error is not None:
             raise self._error
-        rank = next(rank for rank, (text, _) in enumerate(reports) if text)
+        # The first rank that has failed. After a `UsageError` all workers end with its exit code.
+        rank = min(rank for rank, (text, _) in enumerate(reports) if text)
         text, is_usage = reports[rank]
-        raise (UsageError if is_usage else PeerError)(f"rank {rank} failed: {text}")
+        kind = UsageError if is_usage else PeerError
+        raise kind(f"rank {rank} failed: {text}")

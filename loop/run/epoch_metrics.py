@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from callbacks.run_record import history
+from loop.checkpoint.array_files import Json
 from loop.errors import TrainingError, UsageError
+from loop.options import Options
 from loop.run.progress import Progress
 from loop.step.loss_scale import SMALLEST
 from loop.step.totals import SKIPPED, WEIGHT
@@ -38,18 +39,19 @@ class EpochMetrics:
         self.history: list[history.Row] = []
         self.gauges: dict[str, Callable[[], float]] = {}
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
+    def restore(self, stored: Json) -> None:
         """Takes all of it from the manifest of a checkpoint."""
-        self.totals = np.array([float(total) for total in stored["epoch_totals"]])
+        # nan and infinities are texts in JSON, which `float` reads.
+        self.totals = np.array(list(map(float, stored["epoch_totals"])))
         self.ended = stored["epoch_ends"]
         self.evaluating = stored["evaluating"]
         self.evaluated_at = stored["evaluated_at"]
         self.eval_metrics = {name: float(value) for name, value in stored["eval_metrics"].items()}
-        self.history = [history.as_numbers(row) for row in stored["history"]]
+        self.history = list(map(history.as_numbers, stored["history"]))
 
     def add(self, totals: np.ndarray, ended: bool) -> None:
         """Takes in the totals of a call, and whether the epoch has ended with it."""
-        self.totals = self.totals + totals
+        self.totals = self.totals + totals  # not in place: callbacks hold `totals`, too
         self.ended = ended
 
     def clear_totals(self) -> None:
@@ -90,7 +92,7 @@ class EpochMetrics:
         has_row = bool(self.history) and self.history[-1]["step"] == progress.step
         return has_row or not progress.step_in_epoch
 
-    def close(self, step: TrainStep, progress: Progress, options: Mapping[str, Any]) -> dict[str, float]:
+    def close(self, step: TrainStep, progress: Progress, options: Options) -> dict[str, float]:
         """Adds the epoch's row to the history; returns its metrics and those of the last evaluation.
 
         Raises:
@@ -113,7 +115,7 @@ class EpochMetrics:
         return metrics
 
 
-def _no_steps(epoch: int, options: Mapping[str, Any]) -> Exception:
+def _no_steps(epoch: int, options: Options) -> Exception:
     if options["drop_remainder"]:
         return UsageError(
             f"drop_remainder with batch_size={options['batch_size']} leaves nothing of the data: make the "

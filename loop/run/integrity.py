@@ -8,20 +8,20 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 from callbacks import files
 from callbacks.mlflow.tracker import STATE
-from callbacks.run_record import journal
+from callbacks.run_record import journal, provenance
 from callbacks.run_record.record import ABOUT, is_run
 from callbacks.run_record.redaction import tell
 from loop.checkpoint import checkpoint_files
+from loop.checkpoint.array_files import Json
 from loop.checkpoint.lock import NAME as LOCK
 from loop.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
 _IN_CHECKPOINTS = re.compile(r"step-[0-9]{8,}(\.old)?(\.tmp)?|lost\+found|\..*")
-_EVENTS = (b'"checkpoint"', b'"restore"')
+_MAY_BE_EVENT = re.compile(rb'"checkpoint"|"restore"')
 
 
 def check_files(directory: Path) -> None:
@@ -36,7 +36,7 @@ def check_files(directory: Path) -> None:
     try:
         for name in (LOCK, journal.NAME, ABOUT, STATE, "mlflow.lock"):
             files.check(directory / name)
-        for name in ("bad", "samples"):
+        for name in ("bad", "samples", provenance.FOLDER):
             if os.path.lexists(directory / name):
                 files.make_directory(directory / name)
         if os.path.lexists(directory / journal.NAME):
@@ -54,17 +54,17 @@ def _check_link(directory: Path) -> None:
     if not link.is_symlink() or not link.is_dir():
         return
     real = link.resolve()
-    foreign = [path.name for path in real.iterdir() if not _IN_CHECKPOINTS.fullmatch(path.name)]
-    if foreign:
-        raise UsageError(
-            f"{link} is a link to {real}, which holds {foreign[0]!r}: let it lead to a directory for this run's "
-            "checkpoints alone"
-        )
+    for path in real.iterdir():
+        if not _IN_CHECKPOINTS.fullmatch(path.name):
+            raise UsageError(
+                f"{link} is a link to {real}, which holds {path.name!r}: let it lead to a directory for this run's "
+                "checkpoints alone"
+            )
     if real.parent != directory and is_run(real.parent):
         raise UsageError(f"{link} is a link into another run's directory, {real.parent}: give this run one of its own")
 
 
-def check_checkpoints(directory: Path, about: dict[str, Any]) -> None:
+def check_checkpoints(directory: Path, about: Json) -> None:
     """Refuses a run directory whose checkpoints are lost: the run would start from step 0 without a warning.
 
     Args:
@@ -98,7 +98,7 @@ def _recorded_checkpoint(directory: Path) -> str:
     last = ""
     with files.reading(path) as file:
         for line in files.lines(file):
-            if not any(event in line for event in _EVENTS):  # most lines needn't be parsed
+            if not _MAY_BE_EVENT.search(line):  # most lines needn't be parsed
                 continue
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)

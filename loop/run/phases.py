@@ -6,10 +6,9 @@ A run without phases has one, as long as `epochs` or `steps` say. Imports no Ten
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from loop.options import Phase
+from loop.checkpoint.array_files import Json
+from loop.options import Options, Phase
 from loop.run.progress import Progress
 
 PER_PHASE = ("epochs", "steps", "seed", "batch_size")
@@ -44,14 +43,14 @@ class Plan:
         progress: the position of the run.
     """
 
-    def __init__(self, phases: list[Phase], options: Mapping[str, Any], progress: Progress) -> None:
+    def __init__(self, phases: list[Phase], options: Options, progress: Progress) -> None:
         epochs = options["epochs"] if options["steps"] is None else None
         self.named = phases
         self.phases = phases or [Phase("", epochs, options["steps"])]
         self.place = Place()
         self._progress = progress
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
+    def restore(self, stored: Json) -> None:
         """Takes the place within the phase from a checkpoint. The phase itself must have been entered before."""
         self.place = Place(**{**stored, "index": self.place.index})
 
@@ -104,20 +103,21 @@ class Plan:
         """
         total = self.place.step
         for phase in self.phases[self.place.index :]:
-            if phase is not self.phase and phase.steps is None:
+            if phase.steps is not None:
+                total += phase.steps
+            elif phase is self.phase and steps_per_epoch is not None:
+                total += (phase.epochs or 0) * steps_per_epoch
+            else:
                 return None
-            if phase.steps is None and steps_per_epoch is None:
-                return None
-            total += phase.steps if phase.steps is not None else (phase.epochs or 0) * (steps_per_epoch or 0)
         return total
 
 
-def as_json(phases: list[Phase]) -> list[dict[str, Any]]:
+def as_json(phases: list[Phase]) -> list[Json]:
     """The phases as JSON values."""
-    return [dataclasses.asdict(phase) for phase in phases]
+    return list(map(dataclasses.asdict, phases))
 
 
-def options_of(options: Mapping[str, Any], index: int, phase: Phase) -> dict[str, Any]:
+def options_of(options: Options, index: int, phase: Phase) -> Options:
     """The options of `fit` in a phase: with its length, its batch, and random numbers of its own."""
     length = {"steps": phase.steps, "epochs": phase.epochs or options["epochs"]}
     seed = (options["seed"] + index * _SEED_STRIDE) % 2**31

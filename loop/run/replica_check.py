@@ -22,11 +22,13 @@ def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], loca
     for index, name in enumerate(names):
         hashes = [of_replica[index] for of_replica in fingerprints.values()]
         expected = _most_common(hashes)
-        differing = [replica for replica, value in enumerate(hashes) if value != expected]
+        differing = []
+        for replica, value in enumerate(hashes):
+            if value != expected:
+                differing.append(f"replica {replica} (rank {replica // local_replicas})")
         if differing:
-            where = ", ".join(f"replica {replica} (rank {replica // local_replicas})" for replica in differing)
             raise TrainingError(
-                f"step {step}: the replicas have drifted apart: {name} differs on {where}. Look for "
+                f"step {step}: the replicas have drifted apart: {name} differs on {', '.join(differing)}. Look for "
                 "code that depends on the rank, for a variable that is changed outside of the step, and at the "
                 "hardware; `tfloop verify` tries the task itself"
             )

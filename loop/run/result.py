@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
+from callbacks.formats import plural
+from callbacks.run_record import cell
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.redaction import tell
 from loop.backends.host_collectives import fingerprint
@@ -14,6 +15,7 @@ from loop.model.variables import model_variables
 from loop.run.run import Run
 from loop.run.session import index_of
 from loop.run.state import assign, averaged, numbered
+from loop.task import Model
 
 
 @dataclasses.dataclass
@@ -45,11 +47,18 @@ class FitResult:
     history: list[dict[str, float]]
     run_dir: Path
     weights_sha256: str
-    model: Any
+    model: Model
     backend: str
     replicas: int
     examples_per_second: float
     best_step: int | None = None
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        replicas = plural(self.replicas, "replica")
+        facts = [self.status, f"{self.steps:,} steps", f"{self.backend}, {replicas}"]
+        facts += [f"{self.examples_per_second:,.0f} examples/s", str(self.run_dir)]
+        return cell.html(facts, self.history)
 
 
 def take_best(run: Run) -> None:
@@ -60,6 +69,7 @@ def take_best(run: Run) -> None:
     step = run.backend.broadcast_json(run.best and run.best["step"])
     if step is None or step == run.progress.step:
         return
+    # All workers learn whether the chief could read them, before they enter the broadcast below.
     taken = False
     with run.defer_errors():
         if run.backend.is_chief:
@@ -93,20 +103,25 @@ def _read_best(run: Run) -> bool:
 
 def weights_sha256(run: Run) -> str:
     """The hash of the model's variables, in order; see `fingerprint`."""
-    return fingerprint(*(run.backend.local_values(variable)[0] for variable in model_variables(run.model)))
+    values = [run.backend.local_values(variable)[0] for variable in model_variables(run.model)]
+    return fingerprint(*values)
 
 
 def result(run: Run) -> FitResult:
     """What the caller gets."""
     best_step = run.run_status.best_step
-    of_best = [row for row in run.history if row["step"] == best_step]
-    row = (of_best or run.history or [{}])[-1]
+    metrics = dict(run.history[-1]) if run.history else {}
+    for row in run.history:
+        if row["step"] == best_step:
+            metrics = dict(row)
+    for name in COUNTERS:
+        metrics.pop(name, None)
     return FitResult(
         status=run.run_status.name,
         steps=run.progress.step,
         epochs=run.progress.epoch,
         examples=run.progress.examples,
-        metrics={name: value for name, value in row.items() if name not in COUNTERS},
+        metrics=metrics,
         history=run.history,
         run_dir=run.directory,
         weights_sha256=weights_sha256(run),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from callbacks import Callback
 from loop.errors import TrainingError
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import Stopwatch
@@ -65,7 +65,7 @@ class Run(CallbackView):
         self.errors = DeferredErrors(backend)
         self.stops = StopRequests()
         self.checkpointing = Checkpointing(self)
-        self.callbacks: dict[str, Any] = {}
+        self.callbacks: dict[str, Callback] = {}
         self.stopwatch = Stopwatch()
         self.watchdog = Watchdog(backend.rank, backend.workers, options["stall_timeout"])
         self.decision = Decision()
@@ -114,6 +114,7 @@ class Run(CallbackView):
         with self.watchdog.phase("waiting for the other workers"), self.stopwatch.at("waiting"):
             agreed = exchange(self.backend, wishes)
         self.watchdog.beat(self.progress.step, self.progress.epoch)
+        # Before anything else is done with the decision: all workers end here, and none enters another collective.
         if agreed.failing:
             self.errors.raise_on_all()
         saved = self.checkpointing.take_outcome(agreed.write_outcome)
@@ -128,7 +129,7 @@ class Run(CallbackView):
         evaluating = self.epoch.evaluating
         member = self.backend.member
         return Wishes(
-            steps=steps if self.backend.is_chief else 0,
+            steps=steps if self.backend.is_chief else 0,  # the numbers of all workers are added up
             write_outcome=outcome,
             part_written=self.checkpointing.parts.written,
             failing=self.errors.pending,

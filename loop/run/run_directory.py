@@ -8,9 +8,9 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import HIDDEN, redact, tell
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files, manifest
+from loop.checkpoint.array_files import Json
 from loop.checkpoint.lock import A_LOOK, locked
 from loop.checkpoint.writer import arrays
 from loop.errors import UsageError
@@ -31,6 +32,12 @@ from loop.run.state import restore as restore_state
 from loop.run.state import scatter, stored_history, stream_of
 from loop.target import task_loader
 from loop.task import TrainTask, target_of
+
+Located: TypeAlias = tuple[Path, Json]
+"""A checkpoint, and its manifest."""
+
+Pairs: TypeAlias = dict[str, tuple[object, object]]
+"""By the name of a setting: what it was in the checkpoint, and what it is now."""
 
 
 @contextlib.contextmanager
@@ -102,7 +109,7 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in
                 f'the run directory {directory} holds checkpoints, and resume="never" would write over them: give '
                 'another run directory, or resume="auto" to go on from them'
             )
-    elif not in_memory:
+    elif not in_memory:  # else no checkpoint is needed, and none may have been written
         integrity.check_checkpoints(directory, about)
     return directory
 
@@ -133,7 +140,7 @@ class Restored(NamedTuple):
     """
 
     path: Path
-    state: dict[str, Any]
+    state: Json
     adopted: list[str]
     tensors: dict[str, np.ndarray]
 
@@ -158,12 +165,14 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
         with run.defer_errors():
             read = _read(run)
     run.synchronize()
-    answer: list[Any] = [None, None, []] if read is None else [str(read.path), read.state, read.adopted]
-    path, state, adopted = run.backend.broadcast_json(answer)
-    if path is None:
+    answer = None if read is None else [str(read.path), read.state, read.adopted]
+    answer = run.backend.broadcast_json(answer)
+    if answer is None:
         return None
+    path, state, adopted = answer
     tensors = None if read is None else read.tensors
     with run.defer_errors(), of_a_run(path):
+        # Phase by phase, as in training: what a phase freezes decides which variables the optimizer has.
         for _ in range(index_of(state, run.task)):
             enter_phase()
         restore_state(run, tensors, state, adopted)
@@ -181,10 +190,10 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
 def _read(run: Run) -> Restored | None:
     """On the chief: the checkpoint to go on from, or the snapshot that an elastic job has in memory."""
     kept = run.backend.member and run.backend.member.kept
-    found = (kept.path, kept.state) if kept else _find(run)
-    if found is None:
+    located = (kept.path, kept.state) if kept else _find(run)
+    if located is None:
         return None
-    path, state = found
+    path, state = located
     with of_a_run(path):
         adopted = _compare(run, path, state)
     tensors = arrays(kept.tensors) if kept else checkpoint_files.read(path, state)
@@ -204,7 +213,7 @@ def of_a_run(path: Path | str) -> Iterator[None]:
         raise UsageError(f"{path}: its manifest is none of a run ({type(error).__name__}: {error})") from error
 
 
-def _find(run: Run) -> tuple[Path, dict[str, Any]] | None:
+def _find(run: Run) -> Located | None:
     """The checkpoint to go on from, and its manifest."""
     checkpoint_files.mend(run.directory / "checkpoints")
     own = run.checkpoints()
@@ -215,12 +224,12 @@ def _find(run: Run) -> tuple[Path, dict[str, Any]] | None:
     return locate(launch_path(resume))
 
 
-def newest(paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
+def newest(paths: list[Path]) -> Located | None:
     """The newest of these checkpoints that is good, and its manifest; damaged ones are reported and passed over."""
     return checkpoint_files.newest(paths, lambda text: tell(f"warning: {text}"), manifest.verify)
 
 
-def locate_weights(path: Path) -> tuple[Path, dict[str, Any]]:
+def locate_weights(path: Path) -> Located:
     """The checkpoint whose weights are the result of a run: the best if the run keeps it, else as `locate`."""
     last, last_state = locate(path)
     step = last_state["best"]["step"] if "best" in last_state else last_state["step"]
@@ -234,7 +243,7 @@ def locate_weights(path: Path) -> tuple[Path, dict[str, Any]]:
         return last, last_state
 
 
-def locate(path: Path) -> tuple[Path, dict[str, Any]]:
+def locate(path: Path) -> Located:
     """The checkpoint at `path`, or the newest good one of the run directory `path`; with its manifest.
 
     Raises:
@@ -242,19 +251,22 @@ def locate(path: Path) -> tuple[Path, dict[str, Any]]:
     """
     if (path / checkpoint_files.MANIFEST).exists():
         return path, manifest.verify(path)
-    found = newest(checkpoint_files.complete(path / "checkpoints"))
-    if found is None:
+    located = newest(checkpoint_files.complete(path / "checkpoints"))
+    if located is None:
         raise UsageError(f"{path}: no checkpoint there: give a run directory or a directory step-<8 digits>")
-    return found
+    return located
 
 
-def task_of(run_dir: Path, task_target: str | None, trusted: bool = False) -> tuple[Any, dict[str, Any]]:
+def task_of(
+    run_dir: Path, task_target: str | None, trusted: bool = False, assignments: Sequence[str] = ()
+) -> tuple[TrainTask, Json]:
     """The task of a run, with its hyperparameters, and the manifest of the checkpoint.
 
     Args:
         run_dir: a run directory, or a checkpoint.
         task_target: the target of the task; None: the one with which this user has trained in that directory.
         trusted: whether the target that the directory itself names may be imported.
+        assignments: texts `name=value`: fields with another value than in the run.
 
     Raises:
         UsageError: there is no checkpoint; or the target isn't known.
@@ -262,29 +274,20 @@ def task_of(run_dir: Path, task_target: str | None, trusted: bool = False) -> tu
     path, state = locate(run_dir)
     with of_a_run(path):
         recorded_target = state["run"].get("target")
-        target = task_target or (recorded_target if trusted else trust.target_of(run_dir))
-        recorded = state["run"]["hyperparameters"].items()
-        fields = {name: value for name, value in recorded if HIDDEN not in json.dumps(value)}
-        if missing := [name for name, _ in recorded if name not in fields]:
-            tell(f"note: {', '.join(missing)}: a run does not record secrets, so the task's default is taken")
-    if not target:
-        raise UsageError(f"{run_dir}: {_unknown(recorded_target)}")
-    if not isinstance(target, str):
-        raise UsageError(f"{path}: its manifest names the task {target!r:.99}: give it as --target file.py:Class")
-    return task_loader.load(target, fields=fields), state
+        target = trust.known_target(run_dir, recorded_target, task_target, trusted)
+        fields = {}
+        hidden = []
+        for name, value in state["run"]["hyperparameters"].items():
+            if HIDDEN in json.dumps(value):
+                hidden.append(name)
+            else:
+                fields[name] = value
+        if hidden:
+            tell(f"note: {', '.join(hidden)}: a run does not record secrets, so the task's default is taken")
+    return task_loader.load(target, assignments, fields), state
 
 
-def _unknown(recorded_target: Any) -> str:
-    """The message for a directory whose task isn't known, or not trusted."""
-    if not recorded_target:
-        return "it doesn't say in which file its task is: give it as --target file.py:Class"
-    return (
-        f"you haven't trained there on this machine, and the code that it names ({str(recorded_target)!r:.200}) isn't "
-        "run unasked: give the task as --target file.py:Class, or --trust if that directory is yours"
-    )
-
-
-def _compare(run: Run, path: Path, state: dict[str, Any]) -> list[str]:
+def _compare(run: Run, path: Path, state: Json) -> list[str]:
     """Refuses to go on with another task or with other settings that aren't accepted; reports what changes the bits.
 
     Returns:
@@ -294,7 +297,10 @@ def _compare(run: Run, path: Path, state: dict[str, Any]) -> list[str]:
     now = redact(run.info)
     if before["task"] != now["task"]:
         raise UsageError(f"{path} is of the task {before['task']!r}, not {now['task']!r}: give another run directory")
-    pairs = {name: (before["options"][name], now["options"][name]) for name in KEPT if name in before["options"]}
+    pairs: Pairs = {}
+    for name in KEPT:
+        if name in before["options"]:  # an older version of tfloop may not have had it
+            pairs[name] = (before["options"][name], now["options"][name])
     pairs["the stream's split over workers"] = (state["layout"], run.step.data.train.layout)
     old_fields = before["hyperparameters"]
     new_fields = now["hyperparameters"]
@@ -310,14 +316,15 @@ def _compare(run: Run, path: Path, state: dict[str, Any]) -> list[str]:
     for text in changed:
         tell(f"note: goes on with another setting: {text}")
     _report_place(before, now)
-    return [name for name, (was, is_) in pairs.items() if _differ(was, is_)]
+    return list(_changed(pairs))
 
 
-def _report_place(before: dict[str, Any], now: dict[str, Any]) -> None:
+def _report_place(before: Json, now: Json) -> None:
     """Reports what is different of the machine, the versions and the backend: the bits may be different then."""
-    pairs = {name: (before[name], now[name]) for name in ("backend", "replicas")}
-    for name in ("versions", "machine"):
-        pairs |= {key: (before[name].get(key), now[name][key]) for key in now[name]}
+    pairs: Pairs = {name: (before[name], now[name]) for name in ("backend", "replicas")}
+    for group in ("versions", "machine"):
+        for name, value in now[group].items():
+            pairs[name] = (before[group].get(name), value)
     if moved := differences(pairs):
         tell(
             f"note: goes on elsewhere than it was: {'; '.join(moved)}. The examples are the same; the weights will be "
@@ -325,23 +332,36 @@ def _report_place(before: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
-def _phases(before: Any, now: Any, index: int) -> dict[str, tuple[Any, Any]]:
+def _phases(before: list[Json] | None, now: list[Json] | None, index: int) -> Pairs:
     """What must stay as it was: the phases that are over, and the one under way except for its length."""
     if not before or not now:
         return {"phases": (before or None, now or None)}
-    begun = []
-    for phases in (before, now):
-        current = [{"name": phase["name"], "batch_size": phase["batch_size"]} for phase in phases[index : index + 1]]
-        begun.append(phases[:index] + current)
-    return {"the phases so far": (begun[0], begun[1])}
+    return {"the phases so far": (_begun(before, index), _begun(now, index))}
 
 
-def differences(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
+def _begun(phases: list[Json], index: int) -> list[Json]:
+    """The phases up to this index; without the length of the last one, which may be made longer."""
+    begun = phases[:index]
+    for phase in phases[index : index + 1]:
+        begun.append({"name": phase["name"], "batch_size": phase["batch_size"]})
+    return begun
+
+
+def differences(pairs: Pairs) -> list[str]:
     """A text for each pair whose values differ."""
-    return [f"{name} was {was!r:.200}, now {is_!r:.200}" for name, (was, is_) in pairs.items() if _differ(was, is_)]
+    return [f"{name} was {was!r:.200}, now {is_!r:.200}" for name, (was, is_) in _changed(pairs).items()]
 
 
-def _differ(was: Any, is_: Any) -> bool:
+def _changed(pairs: Pairs) -> Pairs:
+    """The pairs whose values differ."""
+    changed = {}
+    for name, (was, is_) in pairs.items():
+        if _differ(was, is_):
+            changed[name] = (was, is_)
+    return changed
+
+
+def _differ(was: object, is_: object) -> bool:
     """Whether two recorded values differ.
 
     Secrets aren't recorded, not even hashed, so they can't be compared: a password may change between two attempts.

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from callbacks import ShardData
 from loop import backends
 from loop.backends.base import Backend
+from loop.checkpoint.array_files import Json
 from loop.data import Change, Data, RowCounts, likely_rows, open_data, unchanged
 from loop.data.host_random import random_state, seed_generators, set_random_state
 from loop.errors import UsageError
 from loop.launch.backend_choice import choose_backend
 from loop.model.variables import learning_rates, model_variables
-from loop.options import phases_of, with_defaults
+from loop.options import Options, phases_of, with_defaults
 from loop.run.phases import PER_PHASE, options_of
 from loop.step import sharding
-from loop.step.build import BuiltModel, build
+from loop.step.build import BuiltModel, build, try_evaluation
 from loop.step.observer import StepObserver
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
-from loop.task import TrainTask
+from loop.task import Model, TrainTask
 
 
 class Session:
@@ -52,7 +53,7 @@ class Session:
         UsageError: an object that the task returned can't be trained.
     """
 
-    phase_options: dict[str, Any]
+    phase_options: Options
     data: Data
     built: BuiltModel
     learning_rates: list[float | None]
@@ -62,7 +63,7 @@ class Session:
         self,
         task: TrainTask,
         backend: Backend,
-        options: dict[str, Any],
+        options: Options,
         index: int = 0,
         *,
         trained_on: int | None = None,
@@ -71,7 +72,7 @@ class Session:
         self.task = task
         self.backend = backend
         self.options = options
-        self.model_variables: list[list[Any]] = []
+        self.model_variables: list[list[tf.Variable]] = []
         self._trained_on = trained_on
         self._change = change
         self._enter(0, None)
@@ -83,7 +84,7 @@ class Session:
         self.close()
         self._enter(self.index + 1, self.built.model)
 
-    def _enter(self, index: int, model: Any) -> None:
+    def _enter(self, index: int, model: Model | None) -> None:
         self.index = index
         self.phase_options = enter(self.task, self.options, index)
         self.data = open_data(self.task, self.phase_options, self._change)
@@ -91,6 +92,8 @@ class Session:
         sharded = sharding.is_on(self.options, self.backend)
         example = self.data.train.example
         self.built = build(self.task, self.backend, precision, example, self._row_counts(), model, sharded)
+        if self.data.eval is not None:
+            try_evaluation(self.task, self.built, self.backend, example, self.data.eval.example)
         self.learning_rates = learning_rates(self.built.optimizer)
         # Of each phase: the order of a model's variables may depend on which of them are trained.
         self.model_variables.append(model_variables(self.built.model))
@@ -163,7 +166,7 @@ class Session:
             set_random_state(before)
 
 
-def options_and_backend(task: TrainTask, given: Mapping[str, Any]) -> tuple[dict[str, Any], Backend]:
+def options_and_backend(task: TrainTask, given: Mapping[str, object]) -> tuple[Options, Backend]:
     """The options of a task, checked, and the backend, which `given["backend"]` names or is.
 
     Raises:
@@ -179,7 +182,7 @@ def options_and_backend(task: TrainTask, given: Mapping[str, Any]) -> tuple[dict
     return options, backend
 
 
-def enter(task: TrainTask, options: dict[str, Any], index: int) -> dict[str, Any]:
+def enter(task: TrainTask, options: Options, index: int) -> Options:
     """Sets the task's phase, and the random seeds of that phase; returns the options of the phase."""
     phases = phases_of(task)
     if phases:
@@ -189,7 +192,8 @@ def enter(task: TrainTask, options: dict[str, Any], index: int) -> dict[str, Any
     return options
 
 
-def index_of(manifest: dict[str, Any], task: TrainTask) -> int:
+def index_of(manifest: Json, task: TrainTask) -> int:
     """The index of the phase in which a checkpoint was taken, by its manifest."""
-    index = manifest.get("phase", {}).get("index", 0)
+    # The task may have fewer phases than it had: `_compare` in `run_directory` says so, and not an index out of range.
+    index: int = manifest.get("phase", {}).get("index", 0)
     return min(index, max(len(phases_of(task)) - 1, 0))

@@ -7,19 +7,20 @@ import dataclasses
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from callbacks import Callback
 from callbacks.run_record import history, journal
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import redact, tell
-from loop.backends.base import Backend
-from loop.checkpoint.array_files import InParts
-from loop.data import Rows
+from loop.checkpoint.array_files import InParts, Json
 from loop.data.host_random import random_state
 from loop.errors import UsageError
 from loop.model.variables import (
@@ -38,10 +39,14 @@ from loop.step.sharding import SlicedVariable
 if TYPE_CHECKING:
     from loop.run.run import Run
 
+Arrays: TypeAlias = dict[str, np.ndarray]
+"""The arrays of a checkpoint by name, in order."""
+
+Variable: TypeAlias = tf.Variable | SlicedVariable
+"""A variable of a run. Of a sharded optimizer, each replica holds only a slice."""
+
 STREAM = "stream/"
 """The prefix of iterators' states in a checkpoint."""
-BATCH = "batch/"
-"""The prefix of the batch of a step that wasn't finite."""
 AVERAGES = "average/"
 """The prefix of moving averages in a checkpoint, in place of the `model/` of their weights."""
 
@@ -55,11 +60,11 @@ class WorkerParts:
         streams: the state of its iterator, by name.
     """
 
-    workers: list[dict[str, Any]]
-    streams: dict[str, np.ndarray]
+    workers: list[Json]
+    streams: Arrays
 
 
-def gathered(run: Run, keep: bool) -> dict[str, np.ndarray]:
+def gathered(run: Run, keep: bool) -> Arrays:
     """The whole values of the variables of which each replica has a slice, by name. All workers must call it.
 
     Args:
@@ -69,7 +74,7 @@ def gathered(run: Run, keep: bool) -> dict[str, np.ndarray]:
     values = {}
     for name, variable in named_variables(run).items():
         if isinstance(variable, SlicedVariable):
-            value = variable.gathered(run.backend)
+            value = variable.gathered(run.backend)  # a collective: also on workers that don't keep it
             if keep:
                 values[name] = value
     return values
@@ -87,19 +92,21 @@ def in_parts(run: Run) -> tuple[dict[str, InParts], dict[str, tf.Tensor | np.nda
     return places, part
 
 
-def snapshot(run: Run, whole: Mapping[str, np.ndarray | InParts]) -> tuple[dict[str, Any], dict[str, Any]]:
+def snapshot(
+    run: Run, whole: Mapping[str, np.ndarray | InParts]
+) -> tuple[dict[str, tf.Tensor | np.ndarray | InParts], Json]:
     """The state of a run: its tensors by name, and JSON values. `streams` and the history aren't in it.
 
     Args:
         run: the run.
         whole: what `gathered` has returned, or the first that `in_parts` has.
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, tf.Tensor | np.ndarray | InParts] = {}
     for name, variable in named_variables(run).items():
         tensors[name] = whole[name] if name in whole else run.backend.snapshot(variable)
-    return tensors, {
+    rest = {
         "progress": dataclasses.asdict(run.progress),
-        "epoch_totals": [jsonable(float(total)) for total in np.atleast_1d(run.epoch.totals)],
+        "epoch_totals": jsonable(np.atleast_1d(run.epoch.totals).tolist()),
         "eval_metrics": jsonable(run.epoch.eval_metrics),
         "evaluated_at": run.epoch.evaluated_at,
         "evaluating": run.epoch.evaluating,
@@ -107,11 +114,13 @@ def snapshot(run: Run, whole: Mapping[str, np.ndarray | InParts]) -> tuple[dict[
         "learning_rates": jsonable(run.session.learning_rates),
         "layout": run.step.data.train.layout,
         "run": redact(run.info),
-        **({"phase": dataclasses.asdict(run.plan.place)} if run.plan.named else {}),
     }
+    if run.plan.named:
+        rest["phase"] = dataclasses.asdict(run.plan.place)
+    return tensors, rest
 
 
-def history_of(run: Run) -> dict[str, Any]:
+def history_of(run: Run) -> Json:
     """The history in a checkpoint: the length of the journal, which has it; without a journal, all of it."""
     if run.history_in_journal:
         with contextlib.suppress(OSError):  # the journal has been removed
@@ -119,10 +128,10 @@ def history_of(run: Run) -> dict[str, Any]:
     return {"history": jsonable(run.history)}
 
 
-def stored_history(path: Path, state: dict[str, Any]) -> list[history.Row]:
+def stored_history(path: Path, state: Json) -> list[history.Row]:
     """The history of a run up to its checkpoint at `path`; a note is printed if a part of it is lost."""
     if "history" in state:  # of a run without a journal, or of an older version
-        return [history.as_numbers(row) for row in state["history"]]
+        return list(map(history.as_numbers, state["history"]))
     source = path.absolute().parent.parent / journal.NAME
     done = Progress(**state["progress"])
     rows = history.until(journal.read_history(source, state["journal"]), done.step)
@@ -134,7 +143,7 @@ def stored_history(path: Path, state: dict[str, Any]) -> list[history.Row]:
     return rows
 
 
-def streams(run: Run) -> dict[str, np.ndarray]:
+def streams(run: Run) -> Arrays:
     """The state of each worker's iterator, or of the chief's if all workers read the same; empty for arrays."""
     source = run.step.data.train
     if source.layout is None:
@@ -148,55 +157,41 @@ def streams(run: Run) -> dict[str, np.ndarray]:
     return {f"{STREAM}{rank:05d}": state for rank, state in enumerate(states)}
 
 
-def stream_of(run: Run, tensors: dict[str, np.ndarray] | None) -> np.ndarray | None:
+def stream_of(run: Run, tensors: Arrays | None) -> np.ndarray | None:
     """The state of this worker's iterator in a checkpoint, or None. All workers must call it.
 
     Args:
         run: the run.
         tensors: those of the checkpoint, on the chief; None on the other workers.
     """
-    states = [value for name, value in (tensors or {}).items() if name.startswith(STREAM)]
+    states, _ = split(tensors or {}, STREAM)
     stored = int(run.backend.exchange(len(states))[0, 0])
     if stored not in (1, run.backend.workers):
         return None
-    nothing = np.zeros(0, np.uint8)
-    # The chief hands out one state after the other: each is as long as it is.
-    all_states = [run.backend.gather_bytes(states[index] if states else nothing)[0] for index in range(stored)]
+    # One collective for each state, because they differ in length.
+    mine = list(states.values()) or stored * [np.zeros(0, np.uint8)]
+    all_states = [run.backend.gather_bytes(state)[0] for state in mine]
     return all_states[run.backend.rank if stored > 1 else 0]
 
 
-def worker_state(run: Run) -> dict[str, Any]:
+def split(tensors: Arrays, prefix: str) -> tuple[Arrays, Arrays]:
+    """The tensors whose names begin with a prefix, and the others."""
+    chosen = {}
+    others = {}
+    for name, value in tensors.items():
+        if name.startswith(prefix):
+            chosen[name] = value
+        else:
+            others[name] = value
+    return chosen, others
+
+
+def worker_state(run: Run) -> Json:
     """The state of this worker alone: that of its generators, and of its callbacks."""
     return {
         "random": random_state(),
         "callbacks": {key: json_state(key, callback) for key, callback in run.callbacks.items()},
     }
-
-
-def packed(rows: Rows, backend: Backend | None) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint that hold a batch: serialised, uint8 [n].
-
-    Args:
-        rows: of this worker.
-        backend: whose workers each have rows of their own, in which case all workers must call it; None: these rows
-            are the whole batch.
-    """
-    tensors = {}
-    for index, leaf in enumerate([*tf.nest.flatten(rows.batch), rows.index]):
-        text = np.frombuffer(tf.io.serialize_tensor(leaf).numpy(), np.uint8)
-        for rank, part in enumerate(backend.gather_bytes(text) if backend else [text]):
-            tensors[f"{BATCH}{index:05d}/{rank:05d}"] = part
-    return tensors
-
-
-def unpacked(tensors: dict[str, np.ndarray], example: Any) -> tuple[Any, tf.Tensor]:
-    """The batch that `packed` has made, and the indices of its examples; `example` is a batch of such examples."""
-    dtypes = [leaf.dtype for leaf in tf.nest.flatten(example)] + [tf.int64]
-    leaves = []
-    for index, dtype in enumerate(dtypes):
-        texts = [text for name, text in tensors.items() if name.startswith(f"{BATCH}{index:05d}/")]
-        leaves.append(tf.concat([tf.io.parse_tensor(text.tobytes(), dtype) for text in texts], 0))
-    return tf.nest.pack_sequence_as(example, leaves[:-1]), leaves[-1]
 
 
 def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
@@ -216,9 +211,7 @@ def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
     return WorkerParts(workers, states) if all(workers) else None
 
 
-def restore(
-    run: Run, tensors: dict[str, np.ndarray] | None, state: dict[str, Any], adopted: Sequence[str] = ()
-) -> None:
+def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str] = ()) -> None:
     """Takes a run back to a snapshot.
 
     Args:
@@ -228,7 +221,8 @@ def restore(
         adopted: the options that have changed, and take effect on what was restored.
     """
     if tensors is not None:
-        assign(named_variables(run), {name: value for name, value in tensors.items() if not name.startswith(STREAM)})
+        _, values = split(tensors, STREAM)
+        assign(named_variables(run), values)
     workers = state["workers"]
     # If the number of workers has changed, all take the chief's state.
     mine = workers[run.backend.rank if len(workers) == run.backend.workers else 0]
@@ -245,20 +239,21 @@ def restore(
             callback.load_state_dict(decoded(mine["callbacks"][key]))
 
 
-def scatter(run: Run, tensors: dict[str, np.ndarray] | None) -> None:
+def scatter(run: Run, tensors: Arrays | None) -> None:
     """Gives each replica its slices of what was restored. All workers must call it.
 
     Args:
         run: the run.
         tensors: those of the snapshot, on the chief; None on the other workers.
     """
-    stored = [value for name, value in (tensors or {}).items() if not name.startswith(STREAM)]
+    _, values = split(tensors or {}, STREAM)
+    stored = list(values.values())
     for index, variable in enumerate(named_variables(run).values()):
         if isinstance(variable, SlicedVariable):
             variable.scatter(run.backend, stored[index] if stored else None)
 
 
-def adopt(run: Run, state: dict[str, Any], adopted: Sequence[str]) -> None:
+def adopt(run: Run, state: Json, adopted: Sequence[str]) -> None:
     """Applies options that have changed, which the user has accepted, to what was restored."""
     run.epoch.clear_totals()  # the epoch's means are those of the steps with the new options
     if "batch_size" in adopted:
@@ -267,18 +262,19 @@ def adopt(run: Run, state: dict[str, Any], adopted: Sequence[str]) -> None:
         run.progress.step_in_epoch = run.progress.step_in_epoch * old // run.options["batch_size"]
     optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
     learning_rates = run.session.learning_rates
+    # Only a rate that the task has changed since: a schedule or a callback may have changed the restored one.
     for optimizer, before, now in zip(optimizers, state["learning_rates"], learning_rates, strict=False):
         if now is not None and (before is None or now != float(before)):
             optimizer.learning_rate = now
 
 
-def json_state(key: str, callback: Any) -> dict[str, Any]:
+def json_state(key: str, callback: Callback) -> Json:
     """The state of a callback.
 
     Raises:
         TypeError: it is no JSON; the message names the callback.
     """
-    state: dict[str, Any] = encoded(callback.state_dict())
+    state: Json = encoded(callback.state_dict())
     try:
         json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -291,8 +287,10 @@ def encoded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: encoded(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encoded(item) for item in value]
-    return {"float": str(float(value))} if isinstance(value, float) and not math.isfinite(value) else value
+        return list(map(encoded, value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(float(value))}
+    return value
 
 
 def decoded(value: Any) -> Any:
@@ -301,18 +299,19 @@ def decoded(value: Any) -> Any:
         if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf"):
             return float(value["float"])
         return {name: decoded(item) for name, item in value.items()}
-    return [decoded(item) for item in value] if isinstance(value, list) else value
+    return list(map(decoded, value)) if isinstance(value, list) else value
 
 
-def named_variables_of(built: BuiltModel) -> dict[str, Any]:
+def named_variables_of(built: BuiltModel) -> dict[str, Variable]:
     """All variables of a model and its optimizers by the names that they have in a checkpoint."""
     named = numbered("model", all_variables(built.model)) | numbered("optimizer", optimizer_variables(built.optimizer))
     if built.shards is not None:
-        named = {name: built.shards.whole(variable) for name, variable in named.items()}
+        for name, variable in named.items():
+            named[name] = built.shards.whole(variable)
     return named
 
 
-def named_variables(run: Run) -> dict[str, Any]:
+def named_variables(run: Run) -> dict[str, Variable]:
     """All variables of a run by the names that they have in a checkpoint."""
     named = named_variables_of(run.built)
     if run.step.averages.variables:
@@ -329,35 +328,39 @@ def named_variables(run: Run) -> dict[str, Any]:
 
 def replicated_names(run: Run) -> list[str]:
     """The names of the variables that are the same in all replicas."""
-    return [name for name, variable in named_variables(run).items() if not isinstance(variable, SlicedVariable)]
+    names = []
+    for name, variable in named_variables(run).items():
+        if not isinstance(variable, SlicedVariable):
+            names.append(name)
+    return names
 
 
-def averaged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def averaged(tensors: Arrays) -> Arrays:
     """The model's variables in a checkpoint, with the moving averages in place of the weights if it has any."""
-    model = {name: value for name, value in tensors.items() if name.startswith("model/")}
-    for name, value in tensors.items():
+    model, others = split(tensors, "model/")
+    for name, value in others.items():
         if name.startswith(AVERAGES):
             model[name.replace(AVERAGES, "model/", 1)] = value
     return model
 
 
-def numbered(kind: str, variables: Any) -> dict[str, Any]:
+def numbered(kind: str, variables: Sequence[keras.Variable | tf.Variable]) -> dict[str, Variable]:
     """TensorFlow variables by `kind/00000:name`. The number identifies a variable: Keras repeats names."""
     named = zip(variable_names(variables), as_tf(variables), strict=True)
     return {f"{kind}/{index:05d}:{name}": variable for index, (name, variable) in enumerate(named)}
 
 
-def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def assign(variables: Mapping[str, Variable], tensors: Arrays) -> None:
     """Gives variables their stored values. All are checked first, so that nothing is half loaded.
 
     Raises:
         UsageError: there are more or fewer variables than stored tensors, or one has another shape or dtype.
     """
-    for kind in dict.fromkeys(name.partition("/")[0] for name in [*variables, *tensors]):
-        own = [name for name in variables if name.startswith(f"{kind}/")]
-        stored = [name for name in tensors if name.startswith(f"{kind}/")]
-        if len(own) != len(stored):
-            raise UsageError(f"the checkpoint has {len(stored)} {kind} variables, but the task builds {len(own)}")
+    own = Counter(map(_kind, variables))
+    stored = Counter(map(_kind, tensors))
+    for kind in own | stored:
+        if own[kind] != stored[kind]:
+            raise UsageError(f"the checkpoint has {stored[kind]} {kind} variables, but the task builds {own[kind]}")
     # By position: the names that Keras gives depend on what else a process has built.
     for (name, variable), (other, value) in zip(variables.items(), tensors.items(), strict=True):
         if tuple(variable.shape) != value.shape or variable.dtype.as_numpy_dtype != value.dtype:
@@ -370,13 +373,20 @@ def assign(variables: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
             variable.assign(value)
 
 
+def _kind(name: str) -> str:
+    """The kind of a variable, by its name in a checkpoint."""
+    return name.partition("/")[0]
+
+
 def plain(value: Any) -> Any:
     """A value as JSON; an object that JSON can't hold becomes text."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return list(map(plain, value))
     if isinstance(value, float):
         return jsonable(value)
+    if isinstance(value, str | int | None):
+        return value
     # Without an object's address, which is another one in each process.
-    return value if isinstance(value, str | int | bool | type(None)) else re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -9,13 +9,17 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled  # there is no public function for it
 
 from callbacks.files import Anchor, read_json, write_json
+from callbacks.run_record import provenance
 from callbacks.run_record.redaction import redact
+from loop.backends.host_collectives import fingerprint
+from loop.checkpoint.array_files import Json
 from loop.model.variables import parameters
 from loop.run.agreement import Decision
 from loop.run.phases import as_json
@@ -40,6 +44,7 @@ class RunStatus:
         self.started = False
         self.best_step: int | None = None
         self._anchor = Anchor(directory) if is_chief else None
+        self._provenance: dict[str, object] = {}
 
     def follow(self, decision: Decision) -> None:
         """Notes what the workers have agreed on."""
@@ -53,6 +58,9 @@ class RunStatus:
     def start(self, run: Run) -> None:
         """Records that the run trains."""
         self.started = True
+        if run.backend.is_chief:
+            file = (target_of(run.task) or "").rpartition(":")[0]
+            self._provenance = provenance.collect(run.directory, Path(file) if file else None)
         self.write(run, "running")
 
     def check_directory(self) -> None:
@@ -76,19 +84,21 @@ class RunStatus:
         about = about or {**redact(run.info), "progress": dataclasses.asdict(run.progress)}
         if self.started:
             about["checkpoint"] = run.checkpointing.newest
+            about["provenance"] = self._provenance
+            about["data"] = _fingerprints(run)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(path, {**about, "status": status, "updated": now, "pid": os.getpid()})
 
 
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: Run) -> Json:
     """The task, its options, the model's size, the backend, versions and machine, as JSON values."""
     backend = run.backend
     phases = {"phases": as_json(run.plan.named)} if run.plan.named else {}
     return {
         "task": type(run.task).__name__,
         "target": target_of(run.task),
-        "hyperparameters": {name: plain(value) for name, value in hyperparameters(run.task).items()},
-        "options": {name: plain(value) for name, value in run.options.items()},
+        "hyperparameters": plain(hyperparameters(run.task)),
+        "options": plain(run.options),
         "batch_size": run.options["batch_size"],
         "parameters": parameters(run.model),
         **phases,
@@ -105,6 +115,17 @@ def describe(run: Run) -> dict[str, Any]:
             "compile": run.options["compile"],
         },
     }
+
+
+def _fingerprints(run: Run) -> Json:
+    """What tells data from other data at no cost: how many examples there are, and the hash of the first ones."""
+    data = run.step.data
+    found = {}
+    for name, source in (("train", data.train), ("eval", data.eval)):
+        if source is not None:
+            first = [np.asarray(tensor) for tensor in tf.nest.flatten(source.example)]
+            found[name] = {"examples": getattr(source, "size", None), "sha256": fingerprint(*first)}
+    return found
 
 
 def _versions(backend: str) -> dict[str, str]:

@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loop.launch import signals
 from loop.launch.environment import LAUNCHER
@@ -68,7 +68,10 @@ class StopRequests:
         if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
             yield
             return
-        handlers: dict[int, Any] = {**dict.fromkeys(stops, stop), signal.SIGUSR1: save}
+        handlers: dict[int, Callable[[int, FrameType | None], None]] = {
+            **dict.fromkeys(stops, stop),
+            signal.SIGUSR1: save,
+        }
         with signals.handled(handlers), signals.watched(announce):
             mark_state("trains", str(run.directory))
             yield

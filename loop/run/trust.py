@@ -15,15 +15,15 @@ import os
 import stat
 import time
 from pathlib import Path
-from typing import Any
 
 from callbacks import files
+from loop.errors import UsageError
 
 MOST = 2000
 """The greatest number of entries. Those of directories that are gone are removed first, then the oldest."""
 
 
-def note(directory: Path, target: str | None, plan: Any = None) -> None:
+def note(directory: Path, target: str | None, plan: object = None) -> None:
     """Records that this user has started a run in a directory. Best effort: without it, `--target` must be given.
 
     Args:
@@ -66,12 +66,42 @@ def target_of(path: Path) -> str | None:
     return None
 
 
-def is_own_sweep(directory: Path, plan: Any) -> bool:
+def known_target(run_dir: Path, recorded: object, task_target: str | None, trusted: bool = False) -> str:
+    """The target whose code may be imported for a run directory.
+
+    Args:
+        run_dir: a run directory, or a checkpoint.
+        recorded: the target that it names.
+        task_target: the one that was typed, if any.
+        trusted: whether the one that it names may be imported.
+
+    Raises:
+        UsageError: it isn't known.
+    """
+    target = task_target or (recorded if trusted else target_of(run_dir))
+    if not target:
+        raise UsageError(f"{run_dir}: {_unknown(recorded)}")
+    if not isinstance(target, str):
+        raise UsageError(f"{run_dir}: it names the task {target!r:.99}: give it as --target file.py:Class")
+    return target
+
+
+def _unknown(recorded_target: object) -> str:
+    """The message for a directory whose task isn't known, or not trusted."""
+    if not recorded_target:
+        return "it doesn't say in which file its task is: give it as --target file.py:Class"
+    return (
+        f"you haven't trained there on this machine, and the code that it names ({str(recorded_target)!r:.200}) isn't "
+        "run unasked: give the task as --target file.py:Class, or --trust if that directory is yours"
+    )
+
+
+def is_own_sweep(directory: Path, plan: object) -> bool:
     """Whether this user has begun a sweep with this plan in a directory."""
     return _recorded(directory).get("plan") == _digest(plan)
 
 
-def _recorded(directory: Path) -> dict[str, Any]:
+def _recorded(directory: Path) -> dict[str, object]:
     """The entry of a directory; empty if there is none."""
     try:
         records = _records()
@@ -84,7 +114,7 @@ def _recorded(directory: Path) -> dict[str, Any]:
     return entry if same else {}
 
 
-def _write(records: Path, directory: Path, what: dict[str, Any]) -> None:
+def _write(records: Path, directory: Path, what: dict[str, object]) -> None:
     path = _entry(records, directory)
     real = directory.resolve()
     entry = {**what, "path": str(real), "inode": real.stat().st_ino, "time": time.time()}
@@ -112,7 +142,7 @@ def _is_private(records: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
-def _digest(plan: Any) -> str:
+def _digest(plan: object) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
@@ -124,6 +154,6 @@ def _remove_old(records: Path) -> None:
     for path in entries:
         if not Path(str(files.read_json(path).get("path"))).is_dir():
             path.unlink(missing_ok=True)
-    left = sorted((path for path in entries if path.exists()), key=lambda path: path.stat().st_mtime)
+    left = sorted(filter(Path.exists, entries), key=lambda path: path.stat().st_mtime)
     for path in left[: max(len(left) - MOST * 9 // 10, 0)]:
         path.unlink(missing_ok=True)

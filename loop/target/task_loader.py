@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from callbacks.files import ROOT
 from callbacks.nearest import near_file, nearest
@@ -24,7 +23,7 @@ SHIPPED = {
     "digits": "Digits", "charlm": "CharLM", "gan": "DigitsGAN", "contrastive": "SimCLR", "tfrecords": "DigitFiles",
     "tabular": "Tumours", "transfer": "Transfer", "keras2": "Legacy", "module": "Diabetes", "custom_callback": "Names",
     "bring_your_keras_model": "MyModel", "images": "Pictures", "text": "Functions", "records": "DigitRecords",
-    "bigger": "Transformer",
+    "bigger": "Transformer", "mnist": "Mnist",
 }  # fmt: skip
 """The shipped examples, and the task class in each."""
 
@@ -68,7 +67,7 @@ def check_shadows(directory: Path) -> None:
                 )
 
 
-def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, Any] | None = None) -> TrainTask:
+def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, object] | None = None) -> TrainTask:
     """Makes the task that `target` names.
 
     Args:
@@ -152,12 +151,12 @@ def _import_module(name: str, target: str) -> ModuleType:
 
 
 def _tasks_in(module: ModuleType) -> list[str]:
-    """The names of the tasks that a module defines itself."""
-    return [
-        name
-        for name, kind in vars(module).items()
-        if inspect.isclass(kind) and issubclass(kind, TrainTask) and kind.__module__ == module.__name__
-    ]
+    """The names of the tasks that a module defines itself, not of those that it imports."""
+    tasks = []
+    for name, kind in vars(module).items():
+        if inspect.isclass(kind) and issubclass(kind, TrainTask) and kind.__module__ == module.__name__:
+            tasks.append(name)
+    return tasks
 
 
 def absolute(target: str) -> str:

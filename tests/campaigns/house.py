@@ -5,6 +5,7 @@ and reads no better, has missed the point. `tests/test_architecture.py` holds th
 """
 
 import ast
+import functools
 import io
 import sys
 import tokenize
@@ -69,6 +70,7 @@ class Source:
         return [node for node in self.nodes if isinstance(node, kinds)]
 
 
+@functools.cache
 def sources() -> list[Source]:
     """All files of the product."""
     paths = [*ROOT.glob("loop/**/*.py"), *ROOT.glob("callbacks/**/*.py"), ROOT / "cli.py"]
@@ -96,11 +98,7 @@ def attributes(kind: ast.ClassDef) -> int:
     found = set()
     for method in kind.body:
         for node in ast.walk(method) if isinstance(method, FUNCTIONS) else ():
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and ast.unparse(node.value) == "self"
-            ):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
                 found.add(node.attr)
     return len(found)
 
@@ -125,6 +123,7 @@ def imported(tree: ast.AST) -> list[str]:
     return found
 
 
+@functools.cache
 def arrows() -> dict[tuple[str, str], str]:
     """The imports between the folders and files of `loop/`, each with a file that has it."""
     found = {}
