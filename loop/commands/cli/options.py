@@ -44,7 +44,9 @@ Backend = Annotated[
 Workers = Annotated[int | None, Option(help="Processes on this machine; with mirrored, central: replicas.")]
 AsJson = Annotated[bool, Option("--json", help="The last line of stdout is the result as JSON.")]
 Seed = Annotated[int | None, Option(help="Of initial weights and of the data's order.")]
-EvalEvery = Annotated[str | None, Option(help="epoch, never, or a number of steps.")]
+EvalEvery = Annotated[
+    str | None, Option(help="epoch, never, or a number of steps; or val=epoch,test=500 of several sets.")
+]
 Track = Annotated[str | None, Option(help="MLflow's tracking URI, or off.")]
 Replicas = Annotated[int | None, Option(help="Replicas, with mirrored or central.")]
 Config = Annotated[
@@ -152,7 +154,10 @@ EvaluateBackend = Annotated[str | None, Option(help="single, mirrored or central
 EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
 PredictData = Annotated[
     str,
-    Argument(metavar="[DATA]", help="eval, train or test of the task; or a file .npy, .npz, .parquet of inputs."),
+    Argument(
+        metavar="[DATA]",
+        help="eval, train, test or a set of the task; or a file .npy, .npz, .parquet of inputs.",
+    ),
 ]
 PredictOut = Annotated[Path, Option(help="What is written: OUT.parquet, OUT.npy, OUT.npz or OUT.jsonl.")]
 PredictBackend = Annotated[str | None, Option(help="auto, single, mirrored, central, multiworker or horovod.")]

@@ -128,7 +128,7 @@ def sweep(
 ) -> None:
     """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
     given = types.SimpleNamespace(**locals())
-    with_defaults(None, _options(given) | {"eval_every": command_line.number_or_word(eval_every)})
+    with_defaults(None, _options(given) | {"eval_every": command_line.eval_every(eval_every)})
     directory = sweep_dir
     if sweep_.is_directory(target_):
         _check_goes_on(context, target_)
