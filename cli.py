@@ -42,7 +42,7 @@ from callbacks.run_record.redaction import guard_streams
 from loop.commands import command_line
 from loop.commands.cli.checks import chaos, replay, rerun, verify
 from loop.commands.cli.machine import doctor, new, ui
-from loop.commands.cli.runs import report, runs_app, sync, tail
+from loop.commands.cli.runs import report, runs_app, sync, tail, watch
 from loop.commands.cli.search import find_lr, memory, sweep, tune
 from loop.commands.cli.training import Configurable, evaluate, export, predict, train
 from loop.errors import FAILED, no_exit
@@ -93,6 +93,7 @@ app.command()(sync)
 app.add_typer(runs_app, name="runs")
 app.command()(tail)
 app.command()(report)
+app.command()(watch)
 
 
 def main() -> None:

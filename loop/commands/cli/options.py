@@ -235,6 +235,18 @@ Sort = Annotated[
 Yes = Annotated[bool, Option("--yes", help="Don't ask.")]
 Count = Annotated[int, Option("-n", min=0, help="How many events of before are shown first.")]
 Follow = Annotated[bool, Option("--follow/--no-follow", help="Show what comes until the run ends.")]
-ReportOut = Annotated[
-    Path | None, Argument(metavar="[OUT.html]", help="The page; if not given: report.html in the directory.")
+ReportNames = Annotated[
+    list[str],
+    Argument(
+        metavar="RUN... [OUT.html]",
+        help="A run, or several to compare: name, path, ...",
+        autocompletion=completion.runs,
+    ),
 ]
+ReportOut = Annotated[
+    Path | None,
+    Option(
+        "--out", help="The page; if not given: report.html in the run's directory; of several: comparison.html here."
+    ),
+]
+WatchPort = Annotated[int, Option("--port", max=65535, min=1, help="The port; another one is taken if it is in use.")]
