@@ -166,8 +166,17 @@ PredictBatchSize = Annotated[int | None, Option("--batch-size", help="Examples i
 PredictThreads = Annotated[
     int | None, Option("--threads", help="TensorFlow's threads for an operation, in each worker; all cores.")
 ]
-Out = Annotated[Path, Argument(help="OUT.npz (weights), OUT.keras (Keras file), or a directory (SavedModel).")]
-Check = Annotated[bool, Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6.")]
+Out = Annotated[
+    Path,
+    Argument(help="OUT.npz (weights), OUT.keras (Keras file), OUT.onnx, OUT.tflite, or a directory (SavedModel)."),
+]
+Check = Annotated[
+    bool,
+    Option("--check/--no-check", help="Load it in a new process, and compare outputs to 1e-6 (ONNX and LiteRT: 1e-5)."),
+]
+Serving = Annotated[
+    bool, Option("--serving", help="The layout that TensorFlow Serving reads, and a Dockerfile that serves it.")
+]
 VerifyBatchSize = Annotated[int | None, Option(help="The global batch; the task's own if not given.")]
 VerifyCompile = Annotated[str | None, Option("--compile", help="graph or xla; the task's own if not given.")]
 Processes = Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")]
