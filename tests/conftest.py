@@ -18,7 +18,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / ".pytest_cache" / "bytecode")
     sys.dont_write_bytecode = False
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tfloop-state-")  # not the home of who runs the tests
+# Not the home of who runs the tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tfloop-state-")
+os.environ["TFLOOP_CACHE"] = f"{os.environ['XDG_STATE_HOME']}/cache"
 
 # A shell in the background, or `nohup`, ignores these, and so would each process that a test starts.
 for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
