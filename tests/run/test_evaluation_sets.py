@@ -126,7 +126,7 @@ def test_stopped_within_or_between_evaluations_it_goes_on_with_what_is_left(kind
     options = {**OPTIONS, "ema": 0.9, "eval_every": every}
     whole = fit(kind(), **options, callbacks=quiet(), run_dir="whole")
     for nth in filter(None, (within, between)):
-        cut = fit(kind(), **options, callbacks=[*quiet(), InEvaluation(nth)], run_dir=f"cut-{nth}")
+        cut = fit(kind(), **options, callbacks=quiet() + [InEvaluation(nth)], run_dir=f"cut-{nth}")
         assert cut.status == "preempted"
         newest = sorted(Path(f"cut-{nth}/checkpoints").iterdir())[-1]
         manifest = json.loads((newest / "manifest.json").read_text())
@@ -139,7 +139,7 @@ def test_stopped_within_or_between_evaluations_it_goes_on_with_what_is_left(kind
 
 
 def test_a_set_that_is_evaluated_no_more_leaves_the_metrics_of_the_others(quiet):
-    fit(Several(), **OPTIONS, callbacks=[*quiet(), InEvaluation(3)], run_dir="run")
+    fit(Several(), **OPTIONS, callbacks=quiet() + [InEvaluation(3)], run_dir="run")
     resumed = fit(Several(), **OPTIONS, eval_every={"test": "never"}, callbacks=quiet(), run_dir="run")
     assert evaluated("run") == {"eval_val_loss": [6, 12]}
     assert "eval_test_loss" not in resumed.metrics
@@ -154,13 +154,13 @@ def test_callbacks_judge_their_own_set_only_and_once_for_each_measurement(quiet)
         Several(),
         **OPTIONS,
         eval_every={"val": 2, "test": 5},
-        callbacks=[*quiet(checkpoint=best), stopping],
+        callbacks=quiet(checkpoint=best) + [stopping],
         keep="best",
     )
     assert judged == [5, 10, 12]
     assert best.best == "eval_val_loss"
     with pytest.raises(UsageError, match="did you mean 'eval_val_loss'"):
-        fit(Several(), **OPTIONS, callbacks=[*quiet(), EarlyStopping()])
+        fit(Several(), **OPTIONS, callbacks=quiet() + [EarlyStopping()])
 
 
 class Phased(Several):
