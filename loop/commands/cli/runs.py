@@ -123,7 +123,7 @@ def report(
     out: typed.ReportOut = None,
     root: typed.Root = None,
 ) -> None:
-    """Make the page of a run anew: its curves, settings, time and faults; or one page that compares several."""
+    """Make the page of a run anew, or one that compares several. It has curves, settings, time and faults."""
     from callbacks.run_record import page
 
     if out is None and len(names) > 1 and names[-1].endswith(".html"):
@@ -145,7 +145,7 @@ def watch(
     port: typed.WatchPort = 8080,
     root: typed.Root = None,
 ) -> None:
-    """Serve the page of a run, or of several, on this machine; it updates by itself while they train."""
+    """Show the page of a run in a browser while it trains. It is served on this machine, and updates by itself."""
     from loop.commands import watch as watch_
 
     with watch_.served(runs.several(root or runs.ROOT, names), port) as server:
@@ -162,5 +162,5 @@ def sync(
     track: typed.SyncTrack = None,
     trust: typed.Trust = False,
 ) -> None:
-    """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
+    """Deliver to MLflow what is still missing there. Of a run that is over, or of a sweep with all its trials."""
     tracking.deliver(runs.named(run), track, trust)
