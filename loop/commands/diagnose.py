@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.backends.host_collectives import fingerprint
-from loop.data import Rows, contents, count, first, in_float64
+from loop.data import Rows, contents, count, evaluation_sets, first, in_float64
 from loop.data.host_random import seed_generators
 from loop.model.precision import keras_precision
 from loop.model.variables import Layer, layers, model_variables
@@ -59,9 +59,11 @@ def _data(task: TrainTask, options: Options) -> Iterator[str]:
     for method in ("train_data", "eval_data"):
         fingerprints = set()
         for _ in range(2):
+            arrays: list[np.ndarray] = []
             seed_generators(options["seed"])
-            data = getattr(task, method)()
-            fingerprints.add(fingerprint(*contents(data, 2 * options["batch_size"] + 1)))
+            for data in evaluation_sets.named(getattr(task, method)()).values():
+                arrays += contents(data, 2 * options["batch_size"] + 1)
+            fingerprints.add(fingerprint(*arrays))
         if len(fingerprints) > 1:
             yield (
                 f"host randomness in the data: {method}() gives other examples each time that it is called, so that "

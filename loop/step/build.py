@@ -231,7 +231,9 @@ def _try_compute(
     return names, grows
 
 
-def try_evaluation(task: TrainTask, built: BuiltModel, backend: Backend, trained: Batch, evaluated: Batch) -> None:
+def try_evaluation(
+    task: TrainTask, built: BuiltModel, backend: Backend, trained: Batch, evaluated: Batch, what: str = "eval_data()"
+) -> None:
     """Tries `compute` on examples of the evaluation data, if they differ from the training data in shape or type.
 
     Otherwise a mistake would show only after the first epoch.
@@ -242,6 +244,7 @@ def try_evaluation(task: TrainTask, built: BuiltModel, backend: Backend, trained
         backend: the backend.
         trained: a few examples of the training data, as a batch.
         evaluated: a few examples of the evaluation data, as a batch.
+        what: the name of the evaluation data, for messages.
 
     Raises:
         UsageError: `compute` doesn't take them.
@@ -255,7 +258,7 @@ def try_evaluation(task: TrainTask, built: BuiltModel, backend: Backend, trained
             task.compute(built.model, batch, training=False)
     except ERRORS as error:
         raise UsageError(
-            f"eval_data() has other examples than train_data(), {_in_words(evaluated)} instead of "
+            f"{what} has other examples than train_data(), {_in_words(evaluated)} instead of "
             f"{_in_words(trained)}, and compute() doesn't take them: {message_of(error)}"
         ) from error
 

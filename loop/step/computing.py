@@ -49,7 +49,7 @@ class Computing:
         self._seed = seed
         self._fixed_rows = fixed_rows
         self._compiled = compiled
-        self.computed_by_all: set[Source | None] = set()
+        self.computed_by_all: set[Source] = set()
         self.uncompiled: set[Source] = set()
         self.isolated = False
         self._problem: Exception | None = None
@@ -99,7 +99,7 @@ class Computing:
     def _reading_problem(self) -> Exception | None:
         """Why a source could not be read on the host, which TensorFlow wraps in a text of its own."""
         problem: Exception | None = None
-        for source in (self._data.train, self._data.eval):
+        for source in self._data.sources:
             failure = source.take_failure() if isinstance(source, IndexedSource) else None
             if problem is None and isinstance(failure, Exception):
                 problem = failure

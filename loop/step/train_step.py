@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend, PerReplica
-from loop.data import ArraySource, Data, DataIterator, IndexedSource, Rows, Source, StreamSource
-from loop.errors import TrainingError
+from loop.data import ArraySource, Data, DataIterator, IndexedSource, Rows, Source, StreamSource, evaluation_sets
+from loop.errors import TrainingError, UsageError
 from loop.model.variables import carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
 from loop.options import Options
@@ -60,7 +61,7 @@ class TrainStep:
         averages: the moving averages of the weights.
         scale: the loss scale, with float16.
         phase_marker: what this worker does within a compiled call.
-        evaluation: the compiled evaluation.
+        evaluations: the compiled evaluations, by the names of the evaluation sets; a single set has the name "".
     """
 
     def __init__(
@@ -82,7 +83,11 @@ class TrainStep:
         self.averages = self._context.averages
         self.phase_marker = self._context.marker
         self._layout = CallLayout(self._context.checked())
-        self.evaluation = Evaluation(self._context, data.eval, self.average_statistics)
+        self.evaluations: dict[str, Evaluation] = {}
+        for name, source in data.evaluated.items():
+            prefix = evaluation_sets.prefix(name)
+            self.evaluations[name] = Evaluation(self._context, source, self.average_statistics, prefix)
+        _check_names(self.evaluations)
         self._blocks = BlockLoop(self._context)
         self._blocks_untried = True
         self._compile()
@@ -265,7 +270,7 @@ def _make_context(
         scale = LossScale(options["batch_size"]) if plan.loss_scaled else None
     averages = make_averages(trainable_variables(built.model), options["ema"], backend, built.shards)
     # A single worker that reads arrays never blocks, so it needn't note in which phase of a step it is.
-    waits = backend.workers > 1 or _may_block(data.train) or _may_block(data.eval)
+    waits = backend.workers > 1 or any(_may_block(source) for source in data.sources)
     return StepContext(
         plan=plan,
         task=task,
@@ -285,6 +290,18 @@ def _make_context(
     )
 
 
+def _check_names(evaluations: Mapping[str, Evaluation]) -> None:
+    """Refuses evaluation sets of which two have a metric of the same name."""
+    owners: dict[str, str] = {}
+    for name, evaluation in evaluations.items():
+        for metric in evaluation.metric_names():
+            other = owners.setdefault(metric, name)
+            if other != name:
+                raise UsageError(
+                    f"the evaluation sets {other!r} and {name!r} both have the metric {metric!r}: rename one of them"
+                )
+
+
 def _prepare_model(
     model: Model, backend: Backend, data: Data, computing: Computing, sync_batch_norm: bool, plan: StepPlan
 ) -> None:
@@ -293,7 +310,7 @@ def _prepare_model(
     row_random.reseed(model)
     # The state of a stateful layer must not see a stand-in. Such layers are for one replica, which needs no stand-in.
     if has_own_state(model) and not carried_variables(model):
-        computing.computed_by_all |= {data.train, data.eval}
+        computing.computed_by_all |= set(data.sources)
     # With a position for each lookup, all replicas and micro-batches must send the same shape; see `lookups.packed`.
     have_positions = set(plan.lookups.values()) - {lookups.GATHERED}
     if have_positions and backend.replicas * plan.accumulate > 1:
@@ -319,6 +336,6 @@ def not_finite(step: int, epoch: int, names: list[str], kept: str = "") -> Train
     )
 
 
-def _may_block(source: Source | None) -> bool:
+def _may_block(source: Source) -> bool:
     """Whether reading a batch of the source may block."""
     return isinstance(source, StreamSource | IndexedSource)
