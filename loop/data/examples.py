@@ -169,9 +169,12 @@ def arrays_of(
     """
     if isinstance(reader, ExampleReader) and reader.by_column:
         return tuple(reader.columns(ids))
-    return [
-        _checked(example, specs, index) for example, index in zip(reader.read(ids, seeds), ids.tolist(), strict=True)
-    ]
+    return checked(reader.read(ids, seeds), specs, ids)
+
+
+def checked(examples: Sequence[Any], specs: list[ArraySpec], ids: np.ndarray) -> list[Any]:
+    """Of each example, as it was read, a list of its arrays, or why it can't be used."""
+    return [_checked(example, specs, index) for example, index in zip(examples, ids.tolist(), strict=True)]
 
 
 def _checked(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarray] | Exception:
@@ -332,5 +335,7 @@ def stacked(examples: list[Any], specs: list[ArraySpec]) -> list[np.ndarray]:
 
 def example_seeds(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
     """The seeds that examples draw from, the same numbers as those of `loop.example_seed`: int64 [n, 2]."""
-    of_epoch = np.full_like(indices, (seed << 32) + epoch)
-    return np.stack([of_epoch, indices << 16], 1)
+    seeds = np.empty([len(indices), 2], np.int64)
+    seeds[:, 0] = (seed << 32) + epoch
+    seeds[:, 1] = indices << 16
+    return seeds
