@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from loop.data.columns import columns_of, fill_column, fill_padded_column
 from loop.data.examples import ArraySpec, BadExampleError, specs_of
 from loop.data.indexed import IndexedData
 from loop.data.padding import Padding, Scalar
 from loop.data.random_access import Example, structure_of
-from loop.data.read_ahead import array_of_own
+from loop.data.read_ahead import array_of_own, array_of_own_of
 from loop.task import Batch
 
 
@@ -73,6 +75,31 @@ class BatchLayout:
         masks = [np.zeros([count, lengths[name]], bool) for name in self._masked]
         return leaves + masks
 
+    def leaves_of(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The arrays of a batch that isn't padded, from its stacked examples."""
+        return [array_of_own_of(column, self.dtype(spec)) for column, spec in zip(columns, self.specs, strict=True)]
+
+    def fill_all(self, batch: Sequence[np.ndarray], examples: Sequence[Any]) -> bool:
+        """Writes examples into the rows of a batch at once; False: they have to be looked at one by one.
+
+        Args:
+            batch: the arrays, [examples, ...], and the masks.
+            examples: as they were read and mapped.
+        """
+        columns = columns_of(examples, self.specs)
+        if columns is None or any(
+            leaf.dtype != spec.dtype or leaf.dtype.hasobject for leaf, spec in self._pairs(batch)
+        ):
+            return False
+        for (leaf, spec), column in zip(self._pairs(batch), columns, strict=True):
+            if not spec.padded:
+                filled = fill_column(column, leaf)
+            else:
+                filled = fill_padded_column(column, leaf, self._mask_of(batch, spec))
+            if not filled:
+                return False
+        return True
+
     def fill(self, batch: Sequence[np.ndarray], row: int, arrays: Sequence[np.ndarray] | Exception, index: int) -> None:
         """Writes the arrays of an example into a row of a batch.
 
@@ -82,7 +109,7 @@ class BatchLayout:
         """
         if isinstance(arrays, Exception):
             raise arrays
-        for leaf, spec, array in zip(batch, self.specs, arrays, strict=False):
+        for (leaf, spec), array in zip(self._pairs(batch), arrays, strict=True):
             if not spec.padded:
                 leaf[row] = array[()]  # of an array without axes, its element, such as a text
                 continue
@@ -92,9 +119,15 @@ class BatchLayout:
                     f"its batch, {leaf.shape[1]}: give the lengths that examples have after map"
                 )
             leaf[row, : len(array)] = array
-            if spec.name in self._masked:
-                mask = batch[len(self.specs) + self._masked.index(spec.name)]
+            mask = self._mask_of(batch, spec)
+            if mask is not None:
                 mask[row, : len(array)] = True
+
+    def _pairs(self, batch: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, ArraySpec]]:
+        return zip(batch, self.specs, strict=False)  # masks follow the arrays
+
+    def _mask_of(self, batch: Sequence[np.ndarray], spec: ArraySpec) -> np.ndarray | None:
+        return batch[len(self.specs) + self._masked.index(spec.name)] if spec.name in self._masked else None
 
     def clear(self, batch: Sequence[np.ndarray], row: int) -> None:
         """Empties a row whose example is left out."""

@@ -175,10 +175,12 @@ def arrays_of(
     """
     if isinstance(reader, ExampleReader) and reader.by_column:
         return tuple(reader.columns(ids))
-    checked: list[Leaves] = []
-    for example, index in zip(reader.read(ids, seeds), ids.tolist(), strict=True):
-        checked.append(_checked(example, specs, index))
-    return checked
+    return checked(reader.read(ids, seeds), specs, ids)
+
+
+def checked(examples: Sequence[Read], specs: list[ArraySpec], ids: np.ndarray) -> list[Leaves]:
+    """Of each example, as it was read, a list of its arrays, or why it can't be used."""
+    return [_checked(example, specs, index) for example, index in zip(examples, ids.tolist(), strict=True)]
 
 
 def _checked(example: Read, specs: list[ArraySpec], index: int) -> Leaves:
@@ -343,5 +345,7 @@ def stacked(examples: list[Example], specs: list[ArraySpec]) -> list[np.ndarray]
 
 def example_seeds(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
     """The seeds that the maps of examples get: int64 [n, 2]; the same as those of `loop.example_seed`."""
-    of_epoch = np.full_like(indices, (seed << 32) + epoch)
-    return np.stack([of_epoch, indices << 16], 1)
+    seeds = np.empty([len(indices), 2], np.int64)
+    seeds[:, 0] = (seed << 32) + epoch
+    seeds[:, 1] = indices << 16
+    return seeds

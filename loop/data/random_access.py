@@ -101,6 +101,7 @@ class _Array:
         if array.dtype == object:
             raise UsageError("IndexedData: an array of objects is no array of numbers or text: give a list of examples")
         self._array = array
+        self._rows = array.view(np.ndarray)  # whose rows are plain arrays: a memory map's take longer to make
         # `take` first copies the whole array if its rows aren't contiguous, or not in the machine's byte order.
         self._can_take = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
         self._map = _shared_map(array)
@@ -115,8 +116,8 @@ class _Array:
     def read(self, indices: np.ndarray) -> np.ndarray:
         if self._file is not None:
             self._file.check()  # the system kills a process that reads past the end of a mapped file
-        rows = self._array.take(indices, axis=0) if self._can_take else self._array[indices]
-        if self._map is not None:
+        rows = self._rows.take(indices, axis=0) if self._can_take else self._rows[indices]
+        if self._map is not None and len(self._map) > _RELEASED:
             self._touched += rows.nbytes + _AROUND * len(indices)
             if self._touched >= _RELEASED:
                 self._touched = 0
