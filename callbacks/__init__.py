@@ -10,6 +10,7 @@ from callbacks.checkpoint import Checkpoint
 from callbacks.csv_logger import CSVLogger
 from callbacks.early_stopping import EarlyStopping
 from callbacks.ema import EMA
+from callbacks.from_keras import FromKeras
 from callbacks.lambda_callback import LambdaCallback
 from callbacks.learning_rate import LearningRateScaling
 from callbacks.learning_rate_monitor import LearningRateMonitor
@@ -37,6 +38,7 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "EarlyStopping",
+    "FromKeras",
     "Journal",
     "LambdaCallback",
     "LearningRateMonitor",

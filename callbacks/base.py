@@ -121,6 +121,7 @@ class Run(Protocol):
     def fingerprints(self) -> dict[int, list[str]]: ...
     def check_replicas(self) -> None: ...
     def check_directory(self) -> None: ...
+    def metric_names(self) -> list[str]: ...
     def export(self, out: Path) -> tuple[Tensors, Tensors]: ...
 
 
@@ -174,7 +175,10 @@ class Callback:
         """One or more steps have been made: see `every`."""
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
-        """An evaluation of all evaluation data has ended; its metrics are named `eval_...`."""
+        """An evaluation has ended; its metrics are named `eval_...`.
+
+        With several evaluation sets, they are those of the sets that were due, named `eval_<set>_...`.
+        """
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         """An epoch has ended, or the training has, within an epoch."""

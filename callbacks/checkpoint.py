@@ -28,7 +28,8 @@ class Checkpoint(Callback):
             saved, and so is a stop. Times are by the chief's clock.
         keep_last: how many of the newest checkpoints are kept, >= 1.
         best: the metric by which the best checkpoint is also kept; None keeps only the last ones. The default,
-            `eval_loss`, has no effect in a run without an evaluation; another metric must exist. A best checkpoint that
+            `eval_loss`, is that of the first set if there are several evaluation sets, and has no effect in a run
+            without an evaluation; another metric must exist. A best checkpoint that
             comes too soon after another one stays in memory until the next checkpoint is written.
         mode: `"min"` or `"max"`: which value of `best` is better; or `"auto"`: by the metric's name.
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
@@ -74,8 +75,9 @@ class Checkpoint(Callback):
         self._best_saved = self._result_saved = None
 
     def on_data(self, run: Run, data: Data) -> Data:
-        if run.options["keep"] == "best" and self._asked in (None, DEFAULT):
-            self.best = "loss" if data.eval is None else DEFAULT
+        keeps_best = run.options["keep"] == "best"
+        if (keeps_best and self._asked in (None, DEFAULT)) or (self._asked == DEFAULT and data.evaluated):
+            self.best = _default(data)
         return data
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
@@ -144,6 +146,14 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: JsonObject) -> None:
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
+
+
+def _default(data: Data) -> str:
+    """The loss by which the best checkpoint is kept: of the evaluation, if there is one, and of its first set."""
+    first_set = next(iter(data.evaluated), None)
+    if first_set is None:
+        return "loss"
+    return f"eval_{first_set}_loss" if first_set else DEFAULT
 
 
 def step_of(path: Path) -> int:

@@ -47,7 +47,8 @@ class Patience(Callback):
         self.waited = 0
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
-        if self.metric.startswith("eval_"):
+        # Of several evaluation sets, this evaluation may have been of others.
+        if self.metric.startswith("eval_") and (self.metric in metrics or self.metric not in run.metric_names()):
             self.judge(run, metrics)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:

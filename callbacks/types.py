@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -78,10 +78,16 @@ class Source(Protocol):
 
 
 class Data(Protocol):
-    """The data sources of a phase; `eval` is None for a task without evaluation data."""
+    """The data sources of a phase; `eval` is None for a task without evaluation data.
+
+    If there are several sets of evaluation data, `eval` is the first one, and `evaluated` has all of them by name.
+    """
 
     train: Source
     eval: Source | None
+
+    @property
+    def evaluated(self) -> Mapping[str, Source]: ...
 
     def sharded(self, backend: Backend, policy: str) -> Data: ...
 

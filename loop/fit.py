@@ -55,7 +55,7 @@ def fit(
     steps_per_call: int | str | None = None,
     compile: str | None = None,
     prefetch: int | str | None = None,
-    eval_every: int | str | None = None,
+    eval_every: int | str | Mapping[str, int | str] | None = None,
     drop_remainder: bool | None = None,
     stall_timeout: float | None = None,
     profile: str | None = None,
@@ -75,7 +75,7 @@ def fit(
             at the start of a phase of the task                  on_phase_start
             at the start of an epoch                             on_epoch_start
             make steps in one compiled call, up to a boundary    on_steps_end
-            where it is due, evaluate the whole set              on_eval_end
+            where it is due, evaluate the whole set, or sets     on_eval_end
             at the end of an epoch                               on_epoch_end
             agree with all workers on what comes next
             when the checkpoint being written is complete        on_checkpoint
@@ -138,8 +138,9 @@ def fit(
             of each replica's forward and backward pass. Random layers draw other numbers in XLA, so they are refused on
             several replicas; `graph`.
         prefetch: how many batches of a `tf.data.Dataset` are read ahead; `auto`: as TensorFlow finds best; 2.
-        eval_every: `epoch`, a number of steps, or `never`. The end of training is evaluated, too, except with `never`;
-            `epoch`.
+        eval_every: `epoch`, a number of steps, or `never`. The end of training is evaluated, too, except with `never`.
+            If `eval_data` returns several sets, a dict gives each its own, such as `{"val": 100, "test": "never"}`; a
+            set that isn't named has `epoch`; `epoch`.
         drop_remainder: whether a short last batch is left out. If used, it weighs what it should; False.
         stall_timeout: after how many seconds without progress each worker prints what it is doing, with the stacks of
             its threads; 300.
@@ -251,7 +252,7 @@ def train(run: Run, bus: Bus) -> None:
         if run.evaluation_due:
             if not evaluate(run, bus):
                 return
-            bus.fire("eval_end", run.epoch.eval_metrics)
+            bus.fire("eval_end", run.epoch.evaluated)
         run.epoch.end_evaluation()  # also of a checkpoint, if the resumed run makes no evaluations
         if closing:
             bus.fire("epoch_end", run.close_epoch())
@@ -279,10 +280,15 @@ def make_steps(run: Run, bus: Bus) -> None:
 
 
 def evaluate(run: Run, bus: Bus) -> bool:
-    """Evaluates on the whole evaluation data. Returns whether it came to the end; a signal may stop the run before."""
-    evaluation = run.step.evaluation
-    pace = run.calls.eval_pace
+    """Evaluates on each set that is due. Returns whether it came to the end; a signal may stop the run before."""
     run.epoch.start_evaluation()
+    return all(evaluate_set(run, bus, name) for name in run.sets_due)
+
+
+def evaluate_set(run: Run, bus: Bus, name: str) -> bool:
+    """Evaluates on the whole of a set. Returns whether it came to the end."""
+    evaluation = run.step.evaluations[name]
+    pace = run.calls.eval_paces[name]
     with run.watchdog.phase("the start of the evaluation"), run.stopwatch.at("evaluation"):
         iterator = evaluation.start()
         totals = np.zeros(())
@@ -296,7 +302,7 @@ def evaluate(run: Run, bus: Bus) -> bool:
             step, more = evaluation.steps(iterator, step, run.decision.steps)
         pace.record(run.decision.steps, time.perf_counter() - begun)
         totals = totals + more
-    run.epoch.add_evaluation(run.progress.step, totals, evaluation.means)
+    run.epoch.add_evaluation(name, run.progress.step, totals, evaluation)
     return True
 
 

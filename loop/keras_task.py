@@ -45,7 +45,7 @@ class KerasTask(TrainTask):
             per element; for several outputs a list or dict of them. Its reduction is the same as in Keras.
         train: the training data, of pairs (inputs, labels) or triples (inputs, labels, weights): `ArrayData`, an
             unbatched `tf.data.Dataset`, or a tuple of arrays as `fit` takes them.
-        eval: the evaluation data, or None.
+        eval: the evaluation data, or a dict of several sets by name, or None.
         metrics: as in `compile`: names, functions or `keras.metrics`, for several outputs a list or dict of them; or a
             dict of functions and metrics by the names to report. They ignore the weights of examples.
         weighted_metrics: the same, but they use the weights.
@@ -65,7 +65,7 @@ class KerasTask(TrainTask):
         optimizer_fn: Callable[[], Optimizer] | str | None = None,
         loss_fn: Compiled = None,
         train: Dataset = None,
-        eval: Dataset = None,
+        eval: Dataset | dict[str, Dataset] = None,
         metrics: Compiled = None,
         *,
         weighted_metrics: Compiled = None,
@@ -99,7 +99,7 @@ class KerasTask(TrainTask):
         cls,
         model_fn: Callable[[], Model],
         train: Dataset,
-        eval: Dataset = None,
+        eval: Dataset | dict[str, Dataset] = None,
         *,
         class_weight: Mapping[int, float] | None = None,
     ) -> KerasTask:
@@ -165,7 +165,9 @@ class KerasTask(TrainTask):
     def train_data(self) -> Dataset:
         return _as_data(self._train)
 
-    def eval_data(self) -> Dataset | None:
+    def eval_data(self) -> Dataset | dict[str, Dataset] | None:
+        if isinstance(self._eval, Mapping):
+            return {name: None if data is None else _as_data(data) for name, data in self._eval.items()}
         return None if self._eval is None else _as_data(self._eval)
 
     def build_metrics(self) -> dict[str, keras.Metric]:

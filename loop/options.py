@@ -80,6 +80,15 @@ def _is_int(minimum: int, *others: object) -> Rule:
     return lambda value: value in others or (_is_whole(value) and value >= minimum)
 
 
+_is_pace = _is_int(1, "epoch", "never")
+
+
+def _is_eval_every(value: object) -> bool:
+    if not isinstance(value, dict):
+        return _is_pace(value)
+    return bool(value) and all(map(_is_pace, value.values()))
+
+
 def _is_one_of(*values: object) -> Rule:
     # The type is compared too, since 1 equals True.
     return lambda value: isinstance(value, type(values[0])) and value in values
@@ -217,7 +226,10 @@ OPTIONS = (
     Option("steps_per_call", "auto", _is_int(1, "auto"), 'give "auto" or a whole number >= 1'),
     Option("compile", "graph", _is_one_of("graph", "xla"), "give graph or xla"),
     Option("prefetch", 2, _is_int(1, "auto"), 'give "auto" or a whole number >= 1 of batches'),
-    Option("eval_every", "epoch", _is_int(1, "epoch", "never"), 'give "epoch", "never" or a number of steps >= 1'),
+    Option(
+        "eval_every", "epoch", _is_eval_every,
+        'give "epoch", "never" or a number of steps >= 1; or one of these for each evaluation set, by name',
+    ),
     Option("drop_remainder", False, _IS_FLAG, "give True or False", is_kept=True),
     Option("stall_timeout", 300.0, _is_positive, "give a number of seconds > 0"),
     Option("profile", None, _is_span, "give the first and the last step to trace, such as 10:20; steps count from 1"),

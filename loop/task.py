@@ -134,8 +134,12 @@ class TrainTask:
         """Returns `ArrayData(...)`, `StreamData(...)`, or an unbatched `tf.data.Dataset` of examples."""
         raise UsageError(f"{type(self).__name__} has no train_data(): define it and return ArrayData(...)")
 
-    def eval_data(self) -> Dataset | None:
-        """The same for evaluation; None for no evaluation."""
+    def eval_data(self) -> Dataset | dict[str, Dataset] | None:
+        """The same for evaluation; None for no evaluation.
+
+        A dict of several sets, such as `{"val": ArrayData(...), "test": ArrayData(...)}`, has the metrics
+        `eval_val_loss`, `eval_test_loss`, and so on; `eval_every` says when each set is evaluated.
+        """
         return None
 
     def compute(self, model: Model, batch: Batch, training: bool) -> Values:

@@ -46,8 +46,8 @@ class Sources(Protocol):
         """The training data."""
 
     @property
-    def eval(self) -> Source | None:
-        """The evaluation data, if there is any."""
+    def evaluated(self) -> Mapping[str, Source]:
+        """The sets of evaluation data by name; a single one has the name ""."""
 
 
 class Backend(StepCollectives):

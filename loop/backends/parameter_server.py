@@ -95,8 +95,9 @@ class ParameterServer(StrategyBackend):
                 f"partition={self._partition!r} (--partition, --min-shard-bytes): only variables of Keras 3 can be "
                 "cut, and this model has others (a tf.Module's, or of tf_keras): leave it out"
             )
-        for name, source in (("train_data()", data.train), ("eval_data()", data.eval)):
-            _check_source(name, source)
+        _check_source("train_data()", data.train)
+        for name, source in data.evaluated.items():
+            _check_source(f"eval_data()[{name!r}]" if name else "eval_data()", source)
         for option, value, instead in (
             ("precision", "mixed_float16", "workers can't agree on a loss scale; use bfloat16"),
             ("compile", "xla", "its programs need the variables where they run; use graph"),
@@ -181,10 +182,8 @@ def _partitioner(partition: str | Partitioner | None, servers: int) -> Partition
     return made
 
 
-def _check_source(name: str, source: Source | None) -> None:
-    """Refuses data that workers can't read batch by batch in any order; None: the run has no such data."""
-    if source is None:
-        return
+def _check_source(name: str, source: Source) -> None:
+    """Refuses data that workers can't read batch by batch in any order."""
     if getattr(source, "on_host", False):
         raise UsageError(
             f"{name} is IndexedData, which each worker reads in a process of its own, and with "

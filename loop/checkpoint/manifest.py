@@ -129,6 +129,8 @@ _RULES: dict[str, dict[str, tuple[Test, str]]] = {
         "history?": (_all(_by_name(_is_number)), "a list of numbers by name"),
         "evaluated_at?": (lambda value: type(value) is int and -1 <= value < _LARGEST, "a step"),
         "evaluating?": (_is(bool), "true or false"),
+        "evaluated_sets?": (_by_name(_is_count), "steps by name"),
+        "evaluated?": (_by_name(_is_number), "numbers by name"),
         "epoch_ends?": (_is(bool), "true or false"),
         "learning_rates?": (_all(lambda value: value is None or _is_number(value)), "a list of learning rates"),
         "workers?": (lambda value: bool(value) and _all(_is_worker)(value), "a list of workers' states"),

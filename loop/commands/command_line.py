@@ -42,6 +42,19 @@ def number_or_word(text: str | None) -> int | str | None:
     return int(text) if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text) else text
 
 
+def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | None:
+    """What was typed as `--eval-every`: a pace, or one for each evaluation set, `val=epoch,test=500`."""
+    if text is None or "=" not in text:
+        return number_or_word(text)
+    paces: dict[str, int | str | None] = {}
+    for assignment in text.split(","):
+        name, _, pace = assignment.partition("=")
+        if not pace or name in paces:
+            raise UsageError(f"--eval-every {text}: give each set once with its pace, such as val=epoch,test=500")
+        paces[name.strip()] = number_or_word(pace.strip())
+    return paces
+
+
 def schedule(text: str) -> int | str:
     """What was typed as `--checkpoint-every`; UsageError if it is no schedule."""
     every = number_or_word(text)

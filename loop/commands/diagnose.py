@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.backends.host_collectives import fingerprint
-from loop.data import Rows, contents, count, first, in_float64
+from loop.data import Rows, contents, count, evaluation_sets, first, in_float64
 from loop.data.host_random import seed_generators
 from loop.model.precision import keras_precision
 from loop.model.variables import layers, model_variables
@@ -54,9 +54,11 @@ def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
     for method in ("train_data", "eval_data"):
         prints = []
         for _ in range(2):
+            found: list[np.ndarray] = []
             seed_generators(options["seed"])
-            data = getattr(task, method)()
-            prints.append(fingerprint(*contents(data, 2 * options["batch_size"] + 1)))
+            for data in evaluation_sets.named(getattr(task, method)()).values():
+                found += contents(data, 2 * options["batch_size"] + 1)
+            prints.append(fingerprint(*found))
         if len(set(prints)) > 1:
             yield (
                 f"host randomness in the data: {method}() gives other examples each time that it is called, so that "

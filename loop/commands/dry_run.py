@@ -40,9 +40,13 @@ def dry_run(task: TrainTask, backend: Backend, options: Mapping[str, Any]) -> di
     from loop.fit import fit
 
     look = _Look()
-    evaluates = with_defaults(task, options)["eval_every"] != "never"
+    every = with_defaults(task, options)["eval_every"]
+    if isinstance(every, dict):
+        every = {name: STEPS if pace != "never" else pace for name, pace in every.items()}
+    elif every != "never":
+        every = STEPS
     # Without checkpoints there are no best weights to keep.
-    changes = {"eval_every": STEPS if evaluates else "never", "resume": None, "profile": None, "keep": "last"}
+    changes = {"eval_every": every, "resume": None, "profile": None, "keep": "last"}
     chosen = callbacks.standard(checkpoint=None, journal=None, mlflow=None, progress=None) + [look]
     with signals.temporary_directory("tfloop-dry-run-") as directory:
         result = fit(task, **{**options, **changes, "backend": backend}, run_dir=directory, callbacks=chosen)

@@ -37,7 +37,8 @@ def evaluate(
         precision: as for `fit`.
 
     Returns:
-        The means over all examples, named `eval_...`; the same on all workers.
+        The means over all examples, named `eval_...`, of several evaluation sets `eval_<set>_...`; the same on all
+        workers.
 
     Raises:
         UsageError: the task has no evaluation data, or the checkpoint is not of this model.
@@ -54,8 +55,10 @@ def evaluate(
         raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
     assign(numbered("model", all_variables(session.built.model)), weights)
     with contextlib.closing(session):
-        step = session.make_step()
-        return step.evaluation.means(step.evaluation.whole())
+        metrics: dict[str, float] = {}
+        for evaluation in session.make_step().evaluations.values():
+            metrics |= evaluation.means(evaluation.whole())
+        return metrics
 
 
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -21,7 +21,7 @@ from loop.backends.base import Backend
 from loop.backends.host_collectives import fingerprint
 from loop.commands.evaluate import read_weights
 from loop.commands.prediction_files import check_names, write
-from loop.commands.prediction_output import OWN_DATA, check_data, check_out
+from loop.commands.prediction_output import OWN_DATA, check_data, check_out, is_own, is_set
 from loop.commands.prediction_parts import Parts, blocks_in_part, owner
 from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, StreamSource, source
 from loop.errors import TrainingError, UsageError
@@ -53,8 +53,8 @@ def predict(
     Args:
         task: the task, with the hyperparameters of the run; its `predict` says what is predicted.
         run_or_model: a checkpoint, or a run directory, whose weights are those that `evaluate` takes; or a model.
-        data: "eval", "train" or "test": the data of the task; or inputs alone: an array, a dict of arrays, or the path
-            of a file `.npy`, `.npz` or `.parquet`.
+        data: "eval", "train" or "test": the data of the task, or one of several evaluation sets by name; or inputs
+            alone: an array, a dict of arrays, or the path of a file `.npy`, `.npz` or `.parquet`.
         out: a file `.npy`, `.npz`, `.parquet` or `.jsonl`, written as a whole at the end. What was computed before a
             kill isn't computed again. None: the arrays are returned.
         batch_size: the examples in a block, which are computed at once.
@@ -76,7 +76,7 @@ def predict(
     options, backend = options_and_backend(task, {"batch_size": batch_size, "backend": backend, "precision": precision})
     if path is None and backend.workers > 1:
         raise UsageError(f"predict() on {backend.workers} workers returns no arrays: give out='predictions.npy'")
-    session, weights = _session(task, run_or_model, options, reads_eval=isinstance(data, str) and data == "eval")
+    session, weights = _session(task, run_or_model, options, _reads_eval(task, data))
     examples = _source(session, data)
     prediction = Prediction(session.built, examples, _function(session, data), session.phase_options["seed"])
     names = _names(prediction, session, data)
@@ -126,20 +126,41 @@ def _source(session: Session, data: Any) -> Source:
     """
     kind = type(session.task).__name__
     batching = BatchOptions(session.phase_options["batch_size"], prefetch=session.phase_options["prefetch"])
-    if not isinstance(data, str) or data not in OWN_DATA:
+    if not is_own(data):
         return source(_inputs(data), batching, f"DATA {data}" if isinstance(data, str | Path) else "data")
-    found: Source | None = session.data.train
-    if data == "eval":
-        found = session.data.eval
-    elif data == "test":
-        method: Any = getattr(session.task, "test_data", lambda: None)
-        examples = _in_order(method(), {})
+    if data == "test" and hasattr(session.task, "test_data"):
+        examples = _in_order(session.task.test_data(), {})
         found = None if examples is None else source(examples, batching, "test_data()")
+    else:
+        found = session.data.train if data == "train" else _evaluated(session, data)
     if found is None:
         raise UsageError(f"{kind}.{data}_data() returned None, or isn't defined: give other DATA, or define it")
     if found.endless:
         raise UsageError(f"{kind}.{data}_data() is endless: .take(n) gives it an end")
     return found
+
+
+def _reads_eval(task: TrainTask, data: Any) -> bool:
+    """Whether the evaluation data is predicted on."""
+    return is_own(data) and data != "train" and not (data == "test" and hasattr(task, "test_data"))
+
+
+def _evaluated(session: Session, data: str) -> Source | None:
+    """The evaluation set of a name; "eval" is the only one.
+
+    Raises:
+        UsageError: there is no such set, or several.
+    """
+    sets = session.data.evaluated
+    if data in sets:
+        return sets[data]
+    if data == "eval" and len(sets) <= 1:
+        return session.data.eval
+    if session.data.eval_sets:
+        raise UsageError(f"DATA {data!r}: eval_data() of {type(session.task).__name__} has the sets {', '.join(sets)}")
+    if is_set(data):
+        raise UsageError(f"DATA {data!r}: give {', '.join(OWN_DATA)}, or a file that is there")
+    return None
 
 
 def _inputs(data: Any) -> Any:
@@ -162,7 +183,7 @@ def _function(session: Session, data: Any) -> Callable[[Any, Any], Any]:
     """What is called while the forward pass is traced."""
     task = session.task
     own = as_written(task.predict)
-    if isinstance(data, str) and data in OWN_DATA:
+    if is_own(data):
         if type(task).predict is not TrainTask.predict:
             return own
         return lambda model, batch: plain_outputs(own(model, batch))
@@ -200,7 +221,7 @@ def _names(prediction: Prediction, session: Session, data: Any) -> list[str]:
         if isinstance(error.__context__, UsageError):  # AutoGraph shows the lines of the task that led to it
             raise error.__context__ from None
         is_of_inputs = isinstance(error, ValueError | TypeError | tf.errors.InvalidArgumentError)
-        if isinstance(error, UsageError) or not is_of_inputs or (isinstance(data, str) and data in OWN_DATA):
+        if isinstance(error, UsageError) or not is_of_inputs or is_own(data):
             raise
         raise UsageError(
             f"the model can't be called with these inputs ({first_line(error)}): give arrays of the shape and dtype "
@@ -232,7 +253,7 @@ def _described(data: Any) -> str:
     """What tells data from other data."""
     if isinstance(data, str | Path):
         path = Path(data)
-        if str(data) in OWN_DATA:
+        if is_own(data):
             return str(data)
         return f"{path.resolve()}, {path.stat().st_size} bytes, of {path.stat().st_mtime_ns}"
     arrays = data.arrays if isinstance(data, ArrayData) else data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,17 +52,28 @@ def check_out(out: Path) -> None:
         raise UsageError(f"--out {out} needs pyarrow: pip install pyarrow, or give .npy, .npz or .jsonl")
 
 
+def is_set(data: str) -> bool:
+    """Whether data may be the name of one of several evaluation sets, and is no file."""
+    return data not in OWN_DATA and re.fullmatch(r"[\w-]+", data) is not None and not Path(data).exists()
+
+
+def is_own(data: object) -> bool:
+    """Whether data is the name of data of the task."""
+    return isinstance(data, str) and (data in OWN_DATA or is_set(data))
+
+
 def check_data(data: str) -> None:
     """Refuses data that can't be there.
 
     Raises:
         UsageError: no data of a task, and no file of inputs.
     """
-    if data in OWN_DATA:
+    if data in OWN_DATA or is_set(data):
         return
     if Path(data).suffix not in INPUT_ENDINGS:
         raise UsageError(
-            f"DATA {data!r}: give {', '.join(OWN_DATA)}, or a file that ends in {', '.join(INPUT_ENDINGS)}"
+            f"DATA {data!r}: give {', '.join(OWN_DATA)}, the name of an evaluation set, or a file that ends "
+            f"in {', '.join(INPUT_ENDINGS)}"
         )
     if not Path(data).is_file():
         raise UsageError(f"DATA {data!r}: there is no such file")

@@ -79,6 +79,8 @@ def _typed(flag: str, value: object, option: Option) -> list[str]:
         return [f"--{flag}"]
     if value is False:
         return [option.off] if option.off else []
+    if isinstance(value, dict):
+        value = [f"{name}={pace}" for name, pace in value.items()]
     return [f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"]
 
 

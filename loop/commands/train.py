@@ -138,9 +138,8 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
 def _options(typed: SimpleNamespace) -> dict[str, Any]:
     """The options of `fit`; None: not typed."""
     given = {name.rstrip("_"): value for name, value in vars(typed).items() if name.rstrip("_") in DEFAULTS}
-    return given | {
-        name: command_line.number_or_word(given[name]) for name in ("steps_per_call", "prefetch", "eval_every")
-    }
+    words = {name: command_line.number_or_word(given[name]) for name in ("steps_per_call", "prefetch")}
+    return given | words | {"eval_every": command_line.eval_every(given["eval_every"])}
 
 
 def _check(typed: SimpleNamespace) -> None:
@@ -302,6 +301,7 @@ def _work(
     with reporting() as report:
         with stderr.quiet_start():
             from loop import backends
+            from loop.fit import fit
 
             def load() -> TrainTask:
                 task = task_loader.load(typed.target_, typed.set_ or ())
@@ -319,7 +319,6 @@ def _work(
                 partition=typed.partition,
                 communication=typed.communication,
             )
-        from loop.fit import fit
 
         added = typed_callbacks.make(typed.callback)
         if any(getattr(callback, "alone", False) for callback in added):

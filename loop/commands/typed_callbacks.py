@@ -17,6 +17,7 @@ from loop.errors import UsageError
 _OF_COMMANDS = re.compile(r"[\w.]+:\w+(=.*)?", re.DOTALL)
 """The form in which a command adds a callback to the trainings it starts: see `command_line.callback_option`."""
 _REFUSED = {
+    "FromKeras": "takes an object of Keras",
     "LambdaCallback": "takes functions",
     "Notify": "takes an address that is a secret, and a command line can be read by others",
     "SamplePredictions": "takes a function",

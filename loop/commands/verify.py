@@ -229,9 +229,9 @@ def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
             numbers[f"gradients/{steps}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
         for name, value in step.means(totals).items():
             numbers[f"metrics/{steps}/{name}"] = np.array(value)
-    if step.data.eval is not None:
-        end = f"end-{steps_before}" if steps_before else "end"
-        for name, value in step.evaluation.means(step.evaluation.whole()).items():
+    end = f"end-{steps_before}" if steps_before else "end"
+    for evaluation in step.evaluations.values():
+        for name, value in evaluation.means(evaluation.whole()).items():
             numbers[f"metrics/{end}/{name}"] = np.array(value)
     step.average_statistics()
     return steps

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from loop.backends.base import Backend
+from loop.data import evaluation_sets
 from loop.data.array_source import ArraySource
 from loop.data.arrays import ArrayData
 from loop.data.batch import BatchOptions, count
@@ -40,21 +41,42 @@ class Data:
 
     Attributes:
         train: the training data.
-        eval: the evaluation data, or None.
+        eval: the evaluation data, or None; of several sets the first one.
+        eval_sets: several sets of evaluation data by name; empty if there is one set, or none.
     """
 
     train: Source
     eval: Source | None
+    eval_sets: dict[str, Source] = dataclasses.field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> dict[str, Source]:
+        """All evaluation data by name; a single set has the name ""."""
+        if self.eval_sets or self.eval is None:
+            return self.eval_sets
+        return {"": self.eval}
+
+    @property
+    def sources(self) -> list[Source]:
+        """The training data, and all evaluation data."""
+        return [self.train, *self.evaluated.values()]
 
     def sharded(self, backend: Backend, policy: str) -> Data:
         """The same sources, shared out over the replicas of `backend`; see `callbacks.ShardData`."""
-        return Data(self.train.sharded(backend, policy), self.eval and self.eval.sharded(backend, policy))
+        train = self.train.sharded(backend, policy)
+        return _data(train, {name: source.sharded(backend, policy) for name, source in self.evaluated.items()})
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead. Sources that are read later start new ones."""
-        for each in (self.train, self.eval):
+        for each in self.sources:
             if isinstance(each, IndexedSource):
                 each.close()
+
+
+def _data(train: Source, evaluated: dict[str, Source]) -> Data:
+    """The sources of a run, of which a single evaluation set has the name ""."""
+    first_set = next(iter(evaluated.values()), None)
+    return Data(train, first_set, {} if "" in evaluated else evaluated)
 
 
 def open_data(task: TrainTask, options: dict[str, Any], change: Change = unchanged) -> Data:
@@ -77,18 +99,32 @@ def open_data(task: TrainTask, options: dict[str, Any], change: Change = unchang
     train = source(data, batching, "train_data()", lambda: made_again(task, options, change))
     if train.endless and options["steps"] is None:
         raise UsageError("train_data() is endless: say how many steps to make (steps=..., --steps N)")
-    held_out = None
-    if options["eval_every"] != "never":
-        held_out = change(task.eval_data(), options) if overfit is None else data
-    if held_out is None:
-        return Data(train, None)
+    evaluated = {}
+    for name, held_out in _held_out(task, options).items():
+        evaluated[name] = _evaluation_source(data if overfit is not None else change(held_out, options), options, name)
+    return _data(train, evaluated)
+
+
+def _held_out(task: TrainTask, options: dict[str, Any]) -> dict[str, Any]:
+    """What is evaluated at all of what `eval_data` returned, by name."""
+    if options["eval_every"] == "never":
+        return {}
+    sets = evaluation_sets.named(task.eval_data())
+    if options["overfit"] is not None:
+        sets = sets or {"": None}  # the batches that are trained on are evaluated in any case
+    evaluation_sets.check_paces(task, options, list(sets))
+    return {name: held_out for name, held_out in sets.items() if evaluation_sets.pace(options, name) != "never"}
+
+
+def _evaluation_source(held_out: Any, options: dict[str, Any], name: str) -> Source:
+    what = evaluation_sets.described(name)
     # What the map of indexed data draws depends on the seed of the run; nothing else of an evaluation does.
     seed = options["seed"] if isinstance(held_out, IndexedData) else 0
     in_order = BatchOptions(options["batch_size"], seed=seed, prefetch=options["prefetch"])
-    evaluation = source(held_out, in_order, "eval_data()")
-    if evaluation.endless:
-        raise UsageError("eval_data() is endless: an evaluation needs an end; .take(n) gives it one")
-    return Data(train, evaluation)
+    made = source(held_out, in_order, what)
+    if made.endless:
+        raise UsageError(f"{what} is endless: an evaluation needs an end; .take(n) gives it one")
+    return made
 
 
 def made_again(task: TrainTask, options: dict[str, Any], change: Change) -> Any:

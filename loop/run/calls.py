@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from loop.data import evaluation_sets
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import COMPILING
 from loop.run.pace import Pace
@@ -22,7 +24,7 @@ class Calls:
 
     Attributes:
         pace: how many steps a call of training makes.
-        eval_pace: how many batches a call of an evaluation reads.
+        eval_paces: how many batches a call of the evaluation of each set reads.
         made: how many calls of training this phase has made.
     """
 
@@ -34,7 +36,7 @@ class Calls:
     def start_phase(self, steps_per_call: int | str) -> None:
         """Finds the pace anew, for the step of another phase."""
         self.pace = Pace(steps_per_call)
-        self.eval_pace = Pace(steps_per_call)
+        self.eval_paces: defaultdict[str, Pace] = defaultdict(lambda: Pace(steps_per_call))
         self.made = 0
 
     def make(self, run: Run) -> tuple[int, int, np.ndarray]:
@@ -72,7 +74,6 @@ class Calls:
         """
         progress = run.progress
         steps_per_epoch = run.step.data.train.steps_per_epoch
-        eval_every = run.options["eval_every"]
         pace = approximations.to_average(self.pace.steps, progress.step_in_epoch, run.options["local_steps"])
         left = [pace]
         if steps_to_callback is not None:
@@ -81,8 +82,10 @@ class Calls:
             left.append(run.plan.steps_left)
         if steps_per_epoch is not None:
             left.append(steps_per_epoch - progress.step_in_epoch)
-        if isinstance(eval_every, int):
-            left.append(eval_every - progress.step % eval_every)
+        for name in run.step.evaluations:
+            every = evaluation_sets.pace(run.options, name)
+            if isinstance(every, int):
+                left.append(every - progress.step % every)
         return min(left)
 
     def _record(self, steps: int, examples: int, seconds: float) -> None:

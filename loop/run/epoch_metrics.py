@@ -8,10 +8,12 @@ from collections.abc import Callable
 import numpy as np
 
 from callbacks.run_record import history
+from callbacks.run_record.journal import jsonable
 from loop.checkpoint.array_files import Json
 from loop.errors import TrainingError, UsageError
 from loop.options import Options
 from loop.run.progress import Progress
+from loop.step.evaluation import Evaluation
 from loop.step.loss_scale import SMALLEST
 from loop.step.totals import SKIPPED, WEIGHT
 from loop.step.train_step import TrainStep
@@ -24,8 +26,9 @@ class EpochMetrics:
         totals: of the steps of this epoch.
         ended: whether all its steps have been made.
         evaluating: whether an evaluation is under way.
-        evaluated_at: the step of the last evaluation; -1 before the first.
-        eval_metrics: its metrics.
+        evaluated_at: the step of the last evaluation of each set; a single set has the name "".
+        evaluated: the metrics of the evaluation under way: of those of its sets that are complete.
+        eval_metrics: the metrics of the last evaluation; of several sets, those of the last evaluation of each.
         history: a row for each epoch.
         gauges: functions that callbacks have added, by name; their values are metrics, too.
     """
@@ -34,7 +37,8 @@ class EpochMetrics:
         self.totals = np.zeros(())
         self.ended = False
         self.evaluating = False
-        self.evaluated_at = -1
+        self.evaluated_at: dict[str, int] = {}
+        self.evaluated: dict[str, float] = {}
         self.eval_metrics: dict[str, float] = {}
         self.history: list[history.Row] = []
         self.gauges: dict[str, Callable[[], float]] = {}
@@ -45,9 +49,21 @@ class EpochMetrics:
         self.totals = np.array(list(map(float, stored["epoch_totals"])))
         self.ended = stored["epoch_ends"]
         self.evaluating = stored["evaluating"]
-        self.evaluated_at = stored["evaluated_at"]
-        self.eval_metrics = {name: float(value) for name, value in stored["eval_metrics"].items()}
+        self.evaluated_at = {"": stored["evaluated_at"], **stored.get("evaluated_sets", {})}
+        self.eval_metrics = _as_floats(stored["eval_metrics"])
+        self.evaluated = _as_floats(stored.get("evaluated", {}))
         self.history = list(map(history.as_numbers, stored["history"]))
+
+    def stored_evaluations(self) -> Json:
+        """What the manifest of a checkpoint has of the evaluations; `restore` takes it."""
+        stored: Json = {
+            "eval_metrics": jsonable(self.eval_metrics),
+            "evaluated_at": self.evaluated_at.get("", -1),
+            "evaluating": self.evaluating,
+        }
+        if sets := {name: step for name, step in self.evaluated_at.items() if name}:
+            stored |= {"evaluated_sets": sets, "evaluated": jsonable(self.evaluated)}
+        return stored
 
     def add(self, totals: np.ndarray, ended: bool) -> None:
         """Takes in the totals of a call, and whether the epoch has ended with it."""
@@ -69,19 +85,24 @@ class EpochMetrics:
         self.evaluating = True
 
     def end_evaluation(self) -> None:
-        """Notes that no evaluation is under way."""
+        """Notes that no evaluation is under way, and takes the metrics of the one that has ended."""
         self.evaluating = False
+        if self.evaluated:
+            # Sets may have been evaluated at different steps: each keeps its last metrics.
+            kept = self.eval_metrics if any(self.evaluated_at) else {}
+            self.eval_metrics = kept | self.evaluated
+            self.evaluated = {}
 
-    def add_evaluation(self, step: int, totals: np.ndarray, means: Callable[[np.ndarray], dict[str, float]]) -> None:
-        """Takes in the totals of a whole evaluation after so many steps; `means` makes metrics of them."""
+    def add_evaluation(self, name: str, step: int, totals: np.ndarray, evaluation: Evaluation) -> None:
+        """Takes in the totals of the whole evaluation of a set after so many steps."""
         if not totals[WEIGHT]:
             warnings.warn(
                 "the weights of all evaluation examples sum to zero, so that their means are nan: look at the "
                 '"weight" that compute() returns',
                 stacklevel=2,
             )
-        self.eval_metrics = means(totals)
-        self.evaluated_at = step
+        self.evaluated |= evaluation.means(totals)
+        self.evaluated_at[name] = step
 
     def means(self, step: TrainStep, totals: np.ndarray) -> dict[str, float]:
         """The metrics of some steps: the means of their totals, and the values of the gauges now."""
@@ -113,6 +134,10 @@ class EpochMetrics:
             self.history.pop()
         self.history.append(row)
         return metrics
+
+
+def _as_floats(stored: Json) -> dict[str, float]:
+    return {name: float(value) for name, value in stored.items()}
 
 
 def _no_steps(epoch: int, options: Options) -> Exception:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from callbacks import Callback
+from loop.data import evaluation_sets
 from loop.errors import TrainingError
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import Stopwatch
@@ -180,20 +181,29 @@ class Run(CallbackView):
     def metric_names(self) -> list[str]:
         """The metrics that the epochs of this run will have; known before the first step, once gauges are set."""
         names = [*self.step.metric_names(), *self.gauges]
-        if self.step.data.eval is not None and self.options["eval_every"] != "never":
-            names += self.step.evaluation.metric_names()
+        for name, evaluation in self.step.evaluations.items():
+            if evaluation_sets.pace(self.options, name) != "never":
+                names += evaluation.metric_names()
         return names
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether an evaluation is due now."""
-        every = self.options["eval_every"]
+        """Whether an evaluation is due now, or one that was cut off has to be ended."""
+        return bool(self.epoch.evaluated or self.sets_due)
+
+    @property
+    def sets_due(self) -> list[str]:
+        """The names of the evaluation sets that are due now."""
+        return [name for name in self.step.evaluations if self._is_due(name)]
+
+    def _is_due(self, name: str) -> bool:
+        every = evaluation_sets.pace(self.options, name)
         step = self.progress.step
-        if self.step.data.eval is None or every == "never" or self.epoch.evaluated_at == step:
+        if every == "never" or self.epoch.evaluated_at.get(name) == step:
             return False
         if self.at_last_step or (self.epoch.ended and self.plan.in_last_epoch):
             return True
-        return self.epoch.ended if every == "epoch" else step % every == 0
+        return step % every == 0 if isinstance(every, int) else self.epoch.ended
 
     def close_epoch(self) -> dict[str, float]:
         """Adds the epoch's row to the history; returns its metrics and those of the last evaluation."""

@@ -12,7 +12,7 @@ from callbacks import ShardData
 from loop import backends
 from loop.backends.base import Backend
 from loop.checkpoint.array_files import Json
-from loop.data import Change, Data, RowCounts, likely_rows, open_data, unchanged
+from loop.data import Change, Data, RowCounts, evaluation_sets, likely_rows, open_data, unchanged
 from loop.data.host_random import random_state, seed_generators, set_random_state
 from loop.errors import UsageError
 from loop.launch.backend_choice import choose_backend
@@ -92,8 +92,9 @@ class Session:
         sharded = sharding.is_on(self.options, self.backend)
         example = self.data.train.example
         self.built = build(self.task, self.backend, precision, example, self._row_counts(), model, sharded)
-        if self.data.eval is not None:
-            try_evaluation(self.task, self.built, self.backend, example, self.data.eval.example)
+        for name, source in self.data.evaluated.items():
+            what = evaluation_sets.described(name)
+            try_evaluation(self.task, self.built, self.backend, example, source.example, what)
         self.learning_rates = learning_rates(self.built.optimizer)
         # Of each phase: the order of a model's variables may depend on which of them are trained.
         self.model_variables.append(model_variables(self.built.model))

@@ -107,9 +107,7 @@ def snapshot(
     rest = {
         "progress": dataclasses.asdict(run.progress),
         "epoch_totals": jsonable(np.atleast_1d(run.epoch.totals).tolist()),
-        "eval_metrics": jsonable(run.epoch.eval_metrics),
-        "evaluated_at": run.epoch.evaluated_at,
-        "evaluating": run.epoch.evaluating,
+        **run.epoch.stored_evaluations(),
         "epoch_ends": run.epoch.ended,
         "learning_rates": jsonable(run.session.learning_rates),
         "layout": run.step.data.train.layout,

@@ -121,10 +121,12 @@ def _fingerprints(run: Run) -> Json:
     """What tells data from other data at no cost: how many examples there are, and the hash of the first ones."""
     data = run.step.data
     found = {}
-    for name, source in (("train", data.train), ("eval", data.eval)):
-        if source is not None:
-            first = [np.asarray(tensor) for tensor in tf.nest.flatten(source.example)]
-            found[name] = {"examples": getattr(source, "size", None), "sha256": fingerprint(*first)}
+    sources = {"train": data.train}
+    for name, source in data.evaluated.items():
+        sources[f"eval_{name}" if name else "eval"] = source
+    for name, source in sources.items():
+        first = [np.asarray(tensor) for tensor in tf.nest.flatten(source.example)]
+        found[name] = {"examples": getattr(source, "size", None), "sha256": fingerprint(*first)}
     return found
 
 

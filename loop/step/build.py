@@ -226,7 +226,9 @@ def _try_compute(
     return names, grows
 
 
-def try_evaluation(task: TrainTask, built: BuiltModel, backend: Backend, trained: Any, evaluated: Any) -> None:
+def try_evaluation(
+    task: TrainTask, built: BuiltModel, backend: Backend, trained: Any, evaluated: Any, what: str = "eval_data()"
+) -> None:
     """Tries `compute` on examples of the evaluation data, if their shapes or types are others than those trained on.
 
     Otherwise a mistake would show after the first epoch.
@@ -237,6 +239,7 @@ def try_evaluation(task: TrainTask, built: BuiltModel, backend: Backend, trained
         backend: the backend.
         trained: a few examples of the training data, as a batch.
         evaluated: a few examples of the evaluation data.
+        what: the evaluation data, for messages.
 
     Raises:
         UsageError: `compute` doesn't take them.
@@ -250,7 +253,7 @@ def try_evaluation(task: TrainTask, built: BuiltModel, backend: Backend, trained
             task.compute(built.model, batch, training=False)
     except ERRORS as error:
         raise UsageError(
-            f"eval_data() has other examples than train_data(), {_in_words(evaluated)} instead of "
+            f"{what} has other examples than train_data(), {_in_words(evaluated)} instead of "
             f"{_in_words(trained)}, and compute() doesn't take them: {message_of(error)}"
         ) from error
 

@@ -83,7 +83,7 @@ class Computing:
 
     def _reading_problem(self) -> Exception | None:
         """Why a source could not be read on the host, which TensorFlow wraps in a text of its own."""
-        sources = [source for source in (self._data.train, self._data.eval) if isinstance(source, IndexedSource)]
+        sources = [source for source in self._data.sources if isinstance(source, IndexedSource)]
         failures = [source.take_failure() for source in sources]
         return next((failure for failure in failures if isinstance(failure, Exception)), None)
 

@@ -26,15 +26,22 @@ class Evaluation:
         context: what all traces share.
         source: the evaluation data.
         average_statistics: gives all replicas the mean of their statistics.
+        prefix: what the names of the metrics begin with.
+
+    Attributes:
+        source: the evaluation data.
     """
 
-    def __init__(self, context: StepContext, source: Source | None, average_statistics: Callable[[], None]) -> None:
+    def __init__(
+        self, context: StepContext, source: Source, average_statistics: Callable[[], None], prefix: str = "eval_"
+    ) -> None:
         self._context = context
         self._backend = context.backend
         self._marker = context.marker
         self.source = source
         self._average_statistics = average_statistics
-        if source is not None and not context.built.values:
+        self._prefix = prefix
+        if not context.built.values:
             raise UsageError(
                 f"{type(context.task).__name__} has eval_data(), but no compute(): define it, and return what is to be "
                 "evaluated; or use eval_every='never'"
@@ -52,7 +59,7 @@ class Evaluation:
         Args:
             rows: how many rows a batch must have; None: any number.
         """
-        if rows is None or self.source is None:
+        if rows is None:
             return None
         counts = self.source.row_counts(self._backend.replicas)
         if counts.whole[-1] > rows:
@@ -78,7 +85,6 @@ class Evaluation:
 
     def start(self) -> Any:
         """The iterator of the evaluation data, at its start. All workers must call it."""
-        assert self.source is not None
         self._carries = [tf.zeros_like(variable.read_value()) for variable in self._carried]
         self._average_statistics()
         return self.source.start(0, 0)
@@ -89,7 +95,6 @@ class Evaluation:
         Returns:
             The step to go on from, None at the end; and the totals of these batches.
         """
-        assert self.source is not None
         left = (self.source.steps_per_epoch or np.iinfo(np.int64).max) - step
         steps = min(steps, left)
         with self._context.averages.in_place(), self._own_state():
@@ -117,9 +122,9 @@ class Evaluation:
                 variable.assign(value)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
-        """The means and metrics of totals, named `eval_...`."""
+        """The means and metrics of totals, named `eval_...`, or `eval_<set>_...` if there are several sets."""
         sums, states = self._layout.unpacked(totals)
-        return {f"eval_{name}": value for name, value in self._values.means(sums, states).items()}
+        return {f"{self._prefix}{name}": value for name, value in self._values.means(sums, states).items()}
 
     def metric_names(self) -> list[str]:
         """The names that `means` will give."""
@@ -130,7 +135,6 @@ class Evaluation:
         source = self.source
         backend = self._backend
         marker = self._marker
-        assert source is not None
         totals = backend.run(lambda: tf.zeros([self._layout.width], tf.float64))
         end = step + steps
 
@@ -163,7 +167,6 @@ class Evaluation:
     def _add_batch(self, totals: tf.Tensor, feed: Any) -> tf.Tensor:
         """In each replica: adds the totals of its rows of a batch."""
         source = self.source
-        assert source is not None
         rows = source.replica_rows(feed, self._backend.replica())
         return totals + self._context.computing.of_rows(
             source,

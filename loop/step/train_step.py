@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import ArraySource, Data, IndexedSource, Rows, Source, StreamSource
-from loop.errors import TrainingError
+from loop.data import ArraySource, Data, IndexedSource, Rows, Source, StreamSource, evaluation_sets
+from loop.errors import TrainingError, UsageError
 from loop.model.variables import carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
 from loop.step import communication, lookups, row_random
@@ -62,7 +63,7 @@ class TrainStep:
         averages: the moving averages of the weights.
         scale: the loss scale, with float16.
         phase_marker: what this worker does within a compiled call.
-        evaluation: the compiled evaluation.
+        evaluations: the compiled evaluations, by the names of the evaluation sets; a single set has the name "".
     """
 
     def __init__(
@@ -84,7 +85,11 @@ class TrainStep:
         self.averages = self._context.averages
         self.phase_marker = self._context.marker
         self._layout = CallLayout(self._context.checked())
-        self.evaluation = Evaluation(self._context, data.eval, self.average_statistics)
+        self.evaluations: dict[str, Evaluation] = {}
+        for name, source in data.evaluated.items():
+            prefix = evaluation_sets.prefix(name)
+            self.evaluations[name] = Evaluation(self._context, source, self.average_statistics, prefix)
+        _check_names(self.evaluations)
         self._blocks = BlockLoop(self._context)
         self._blocks_untried = True
         self._compile()
@@ -265,7 +270,7 @@ def _make_context(
         scale = LossScale(options["batch_size"]) if plan.loss_scaled else None
     averages = make_averages(trainable_variables(built.model), options["ema"], backend, built.shards)
     # A single worker that reads arrays never waits for anything, so it needn't note what it waits for.
-    waits = backend.workers > 1 or any(_waits_for(source) for source in (data.train, data.eval))
+    waits = backend.workers > 1 or any(_waits_for(source) for source in data.sources)
     return StepContext(
         plan=plan,
         task=task,
@@ -285,6 +290,18 @@ def _make_context(
     )
 
 
+def _check_names(evaluations: Mapping[str, Evaluation]) -> None:
+    """Refuses evaluation sets of which two have a metric of the same name."""
+    owners: dict[str, str] = {}
+    for name, evaluation in evaluations.items():
+        for metric in evaluation.metric_names():
+            other = owners.setdefault(metric, name)
+            if other != name:
+                raise UsageError(
+                    f"the evaluation sets {other!r} and {name!r} both have the metric {metric!r}: rename one of them"
+                )
+
+
 def _prepare_model(
     model: Any, backend: Backend, data: Data, computing: Computing, sync_batch_norm: bool, plan: StepPlan
 ) -> None:
@@ -293,7 +310,7 @@ def _prepare_model(
     row_random.reseed(model)
     # State that is carried from row to row must not see a stand-in. It is for one replica, which needs none.
     if has_own_state(model) and not carried_variables(model):
-        computing.everyone |= {data.train, data.eval}
+        computing.everyone |= set(data.sources)
     have_places = set(plan.lookups.values()) - {lookups.GATHERED}
     if have_places and backend.replicas * plan.accumulate > 1:
         computing.everyone.add(data.train)
@@ -318,6 +335,6 @@ def not_finite(step: int, epoch: int, names: list[str], kept: str = "") -> Train
     )
 
 
-def _waits_for(source: Source | None) -> bool:
+def _waits_for(source: Source) -> bool:
     """Whether a batch of a source may have to be waited for."""
     return isinstance(source, StreamSource | IndexedSource)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from callbacks.run_record.redaction import tell
 from loop.commands import config, conversion, dry_run, runs, serving_layout, tracking
 from loop.commands import train as train_
+from loop.commands.cli import help as help_
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import finish, shown_stages
 from loop.commands.prediction_output import check_data, check_out, shown_parts, threads_for
@@ -36,7 +36,7 @@ _EXPORTED_ENDINGS = (".npz", ".keras", ".onnx", ".tflite")
 """Those of them that `export` writes."""
 
 
-class Configurable(TyperCommand):
+class Configurable(help_.Command):
     """A command that takes options from files, as if they had been typed before all others."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
@@ -187,7 +187,7 @@ def predict(
     set_: typed.Set = None,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Predict for each example, in order, into a file; a killed one goes on where it was."""
+    """Predict for each example, in order, into a file. A killed one goes on where it was."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
     path = _checkpointed(run, task_target)
     check_out(out)

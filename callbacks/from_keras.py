@@ -1,0 +1,262 @@
+"""FromKeras: a callback of Keras, called as Keras's `fit` calls it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from callbacks.base import Callback, Metrics, Run, as_floats
+from callbacks.learning_rate import optimizers_of, rate_of
+from callbacks.types import Data, Foreign, Json, JsonObject, Optimizer
+
+_REPLACEMENTS = {
+    "BackupAndRestore": "runs save and go on by themselves (callbacks.Checkpoint, resume='auto'): leave it out",
+    "EarlyStopping": "use callbacks.EarlyStopping(metric, patience=..., restore_best=...)",
+    "ModelCheckpoint": "use callbacks.Checkpoint(every=..., best=...); tfloop export makes a Keras file of a run",
+    "OrbaxCheckpoint": "use callbacks.Checkpoint(every=..., best=...)",
+    "ProgbarLogger": "runs show their progress by themselves (callbacks.Progress): leave it out",
+    "SwapEMAWeights": "use fit(..., ema=0.999)",
+    "TensorBoard": "use callbacks.TensorBoard(histograms=...)",
+}
+"""Callbacks of Keras that can't work here, or have a better one, and what to use instead."""
+_PACKAGES = ("keras.", "tf_keras.")
+_WITHIN_EVALUATION = ("on_test_batch_begin", "on_test_batch_end")
+_BATCHES = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+class FromKeras(Callback):
+    """Calls a callback of Keras or tf_keras that watches a training: `FromKeras(keras.callbacks.CSVLogger("log.csv"))`.
+
+    It is called on the chief, with the names that Keras has: `val_loss` for `eval_loss`; of several evaluation sets,
+    `test_loss` for `eval_test_loss`. Its `model` shows the model of the run and its optimizer. A learning rate that it
+    sets is set on all ranks; `model.stop_training = True` ends the run. `on_test_begin` and `on_test_end` follow an
+    evaluation; hooks within evaluations can't be called, and a callback that overrides them is refused.
+
+    A callback that overrides the hooks of batches is called after each step, which costs a call of the host for each:
+    its logs are those of the step alone.
+
+    A resumed run calls `on_train_begin` again, and then gives the callback those of its attributes that had changed
+    since then, if they are numbers, texts, flags, or lists and dicts of these, and aren't arguments of its constructor.
+    `on_epoch_begin` is called once for each epoch. A `CSVLogger` appends.
+
+    Args:
+        callback: the callback of Keras.
+
+    Raises:
+        ValueError: it is none of Keras, or one that can't work here; with what to use instead.
+    """
+
+    runs_on: ClassVar[Literal["chief", "all"]] = "all"
+
+    def __init__(self, callback: Foreign) -> None:
+        _check(callback)
+        self.callback = callback
+        self._name = type(callback).__name__
+        self._kinds = _kinds(callback)
+        self._batches = any(_overrides(callback, hook) for hook in _BATCHES)
+        self.every = 1 if self._batches else "epoch"
+        self._view: _ModelView | None = None
+        self._sets: list[str] = []
+        self._steps_per_epoch: int | None = None
+        self._begun = -1  # the index of the last epoch for which `on_epoch_begin` was called
+        self._at_begin: dict[str, Json] = {}
+        self._restored: JsonObject = {}
+
+    def on_setup(self, run: Run) -> None:
+        self._view = None
+        self._begun = -1
+        self._restored = {}
+
+    def on_data(self, run: Run, data: Data) -> Data:
+        self._sets = list(data.evaluated)
+        self._steps_per_epoch = data.train.steps_per_epoch
+        return data
+
+    def on_restore(self, run: Run, path: Path | None) -> None:
+        if path is not None and "CSVLogger" in self._kinds:
+            self.callback.append = True
+
+    def on_fit_start(self, run: Run) -> None:
+        self._view = _ModelView(run)
+        if run.backend.is_chief:
+            params = {"verbose": 0, "epochs": run.options["epochs"], "steps": self._steps_per_epoch}
+            self.callback.set_params(params)
+            self.callback.set_model(self._view)
+        self._call(run, "on_train_begin")
+        self._at_begin = _plain_attributes(self.callback)
+        for attribute, value in self._restored.items():
+            setattr(self.callback, attribute, value)
+
+    def on_epoch_start(self, run: Run) -> None:
+        if self._begun < run.progress.epoch:
+            self._begun = run.progress.epoch
+            self._call(run, "on_epoch_begin", run.progress.epoch)
+        self._begin_batch(run)
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        if self._batches:
+            self._call(run, "on_train_batch_end", run.progress.step_in_epoch - 1, self._logs(metrics))
+            self._begin_batch(run)
+
+    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
+        self._call(run, "on_test_begin")
+        logs = self._logs(metrics)
+        self._call(run, "on_test_end", {name.removeprefix("val_"): value for name, value in logs.items()})
+
+    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        self._call(run, "on_epoch_end", run.progress.epoch, self._logs(metrics))
+
+    def on_fit_end(self, run: Run, status: str) -> None:
+        if self._view is not None and run.backend.is_chief:  # without others, which may be gone
+            self.callback.on_train_end({})
+
+    def _begin_batch(self, run: Run) -> None:
+        if self._batches and run.progress.step_in_epoch != self._steps_per_epoch:
+            self._call(run, "on_train_batch_begin", run.progress.step_in_epoch)
+
+    def _logs(self, metrics: Metrics) -> dict[str, float]:
+        """Metrics by the names of Keras."""
+        of_single_set = "" in self._sets
+        logs = {}
+        for name, value in as_floats(metrics).items():
+            if name.startswith("eval_"):
+                name = name.removeprefix("eval_")
+                name = f"val_{name}" if of_single_set else name
+            logs[name] = value
+        return logs
+
+    def _call(self, run: Run, hook: str, *arguments: Foreign) -> None:
+        """Calls a hook on the chief; all ranks take the learning rates, and the chief a wish to stop."""
+        if not self._is_called(hook):
+            return
+        assert self._view is not None
+        try:
+            if run.backend.is_chief:
+                has_logs = bool(arguments) and isinstance(arguments[-1], dict)
+                getattr(self.callback, hook)(*arguments, *([] if has_logs else [{}]))
+        finally:
+            # Also after an error: the other ranks wait in this collective.
+            _share_rates(run)
+        if self._view.stop_training:
+            self._view.stop_training = False
+            run.stop(f"{self._name} has set model.stop_training")
+
+    def _is_called(self, hook: str) -> bool:
+        """Whether the callback overrides a hook; the same on all ranks."""
+        alias = hook.replace("train_batch", "batch")
+        return _overrides(self.callback, hook) or (alias != hook and _overrides(self.callback, alias))
+
+    def state_dict(self) -> JsonObject:
+        changed = {}
+        for name, value in _plain_attributes(self.callback).items():
+            if name not in self._at_begin or self._at_begin[name] != value:
+                changed[name] = value
+        return {"begun": self._begun, "attributes": changed}
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        self._begun = state["begun"]
+        self._restored = state["attributes"]
+
+
+class _ModelView:
+    """The model of a run as a callback of Keras sees it: with the optimizer, and with `stop_training`.
+
+    What a callback sets on it isn't set on the model, whose attributes belong to what is saved and exported.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.stop_training = False
+
+    @property
+    def optimizer(self) -> Foreign:
+        """The optimizer; several are in its attribute `optimizers`, as those of Keras that hold others."""
+        optimizers = optimizers_of(self._run)
+        return optimizers[""] if "" in optimizers else _Optimizers(list(optimizers.values()))
+
+    def __getattr__(self, name: str) -> Foreign:
+        return getattr(vars(self)["_run"].model, name)
+
+
+class _Optimizers:
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers
+
+
+def _share_rates(run: Run) -> None:
+    """Gives the optimizers of all ranks the learning rates of the chief's. All ranks must call it."""
+    if run.backend.workers == 1:
+        return
+    optimizers = [optimizer for optimizer in optimizers_of(run).values() if not _has_schedule(optimizer)]
+    rates = [rate_of(optimizer) for optimizer in optimizers]
+    for optimizer, own, rate in zip(optimizers, rates, run.backend.broadcast_json(rates), strict=True):
+        if rate != own:
+            optimizer.learning_rate = rate
+
+
+def _has_schedule(optimizer: Optimizer) -> bool:
+    return callable(getattr(optimizer, "_learning_rate", optimizer.learning_rate))
+
+
+def _kinds(callback: Foreign) -> list[str]:
+    """The names of the classes of Keras that a callback is of, its own first."""
+    return [kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith(_PACKAGES)]
+
+
+def _check(callback: Foreign) -> None:
+    """Refuses what isn't a callback of Keras, or can't work here."""
+    kinds = _kinds(callback)
+    name = type(callback).__name__
+    if isinstance(callback, Callback):
+        raise ValueError(f"FromKeras({name}): it is a callback of tfloop: give it to fit as it is")
+    if "Callback" not in kinds:
+        given = callback.__name__ if isinstance(callback, type) else repr(callback)
+        raise ValueError(f"FromKeras({given:.99}): give an object of a subclass of keras.callbacks.Callback")
+    for kind in kinds:
+        if kind in _REPLACEMENTS:
+            raise ValueError(f"FromKeras({name}): {_REPLACEMENTS[kind]}")
+    within = [hook for hook in _WITHIN_EVALUATION if _overrides(callback, hook)]
+    if within:
+        raise ValueError(
+            f"FromKeras({name}): it overrides {within[0]}, but an evaluation is made in compiled calls of many "
+            "batches: use on_test_end, or on_eval_end of a callback of tfloop"
+        )
+
+
+def _overrides(callback: Foreign, hook: str) -> bool:
+    """Whether a callback has a hook of its own: of its class, or a function that was set on the object."""
+    if hook in vars(callback):
+        return True
+    owner = next((kind for kind in type(callback).__mro__ if hook in vars(kind)), None)
+    return owner is not None and not (owner.__name__ == "Callback" and owner.__module__.startswith(_PACKAGES))
+
+
+def _plain_attributes(callback: Foreign) -> dict[str, Json]:
+    """The attributes of a callback that JSON can hold and that are no settings, as copies."""
+    # Settings may be changed at the first use, as `min_delta` of ReduceLROnPlateau, and would be so a second time.
+    skipped = {"params", "_model", "model", "validation_data"}
+    for kind in type(callback).__mro__[:-1]:
+        skipped |= inspect.signature(vars(kind).get("__init__", object.__init__)).parameters.keys()
+    attributes = {}
+    for name, value in vars(callback).items():
+        if name not in skipped and _is_plain(value):
+            attributes[name] = _copied(value)
+    return attributes
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _copied(value: Json) -> Json:
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return float(value) if isinstance(value, float) else value  # of NumPy's type, too
