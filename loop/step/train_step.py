@@ -37,6 +37,7 @@ from loop.step.totals import (
     CallResult,
     TotalsLayout,
 )
+from loop.step.tracing import compiled
 from loop.step.weight_average import make_averages
 from loop.task import TrainTask
 
@@ -177,8 +178,8 @@ class TrainStep:
         """Makes the compiled functions anew."""
         # Our own code is traced as it stands: AutoGraph, which the task's methods need (`as_written`), would take
         # seconds to convert it.
-        self._train = tf.function(self._train_steps, autograph=False)
-        self._average = tf.function(self._average_over_replicas, autograph=False)
+        self._train = compiled(self._train_steps)
+        self._average = compiled(self._average_over_replicas)
         self._blocks.compile()
 
     def _call(self, iterator: Any, *numbers: int) -> Parts:
