@@ -16,7 +16,7 @@ from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA, HOST
 from loop.step.context import StepContext
 from loop.step.metric_sums import MetricSums
 from loop.step.totals import EvaluationLayout
-from loop.step.tracing import as_written, repeated
+from loop.step.tracing import as_written, compiled, repeated
 from loop.task import Batch, Values
 
 
@@ -73,7 +73,7 @@ class Evaluation:
         return rows if {*counts.whole, *counts.short} != {rows} else None
 
     def _compile(self) -> None:
-        self._evaluate = tf.function(self._steps, autograph=False)
+        self._evaluate = compiled(self._steps)
 
     def whole(self) -> np.ndarray:
         """The totals of the whole evaluation data; see `EvaluationLayout`."""

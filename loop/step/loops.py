@@ -11,7 +11,7 @@ from loop.step import communication
 from loop.step.context import StepContext
 from loop.step.gradients import all_finite
 from loop.step.step_trace import BlockStepTrace, LoopState, StepTrace
-from loop.step.tracing import repeated
+from loop.step.tracing import compiled, repeated
 
 
 class BatchLoop:
@@ -144,7 +144,7 @@ class BlockLoop:
 
     def compile(self) -> None:
         """Makes the compiled function anew."""
-        self._block = tf.function(self._steps_of_block, jit_compile=True, autograph=False)
+        self._block = compiled(self._steps_of_block, jit_compile=True)
 
     @property
     def active(self) -> bool:

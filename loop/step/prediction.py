@@ -14,6 +14,7 @@ from loop.errors import UsageError
 from loop.model.variables import carried_variables, model_variables
 from loop.step.build import BuiltModel
 from loop.step.replica import Replica, within
+from loop.step.tracing import compiled
 from loop.task import Batch, Model
 
 Columns: TypeAlias = dict[str, np.ndarray]
@@ -55,7 +56,7 @@ class Prediction:
         specs = [_open_spec(tensor, longer) for tensor, longer in zip(*self._examples(), strict=True)]
         index = tf.TensorSpec([None], tf.int64)
         signature = [specs, index, tf.TensorSpec([], tf.int64)]
-        self._forward = tf.function(self._of_block, autograph=False, input_signature=signature)
+        self._forward = compiled(self._of_block, input_signature=signature)
 
     def _check_size(self) -> None:
         """Refuses a batch size that the model doesn't take."""

@@ -37,6 +37,16 @@ def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    """A `tf.function` of tfloop's own code, traced as it stands.
+
+    TensorFlow warns of functions of the same code that are traced again and again; each run has its own.
+    """
+    made = tf.function(function, autograph=False, **options)
+    made._omit_frequent_tracing_warning = True
+    return made
+
+
 def repeated(more: Callable[..., tf.Tensor], body: Callable[..., Any], *start: Any) -> Any:
     """A loop of the graph: calls `body` while `more` is true.
 

@@ -38,6 +38,7 @@ from loop.step.totals import (
     Parts,
     TotalsLayout,
 )
+from loop.step.tracing import compiled
 from loop.step.weight_average import make_averages
 from loop.task import Model, TrainTask
 
@@ -176,8 +177,8 @@ class TrainStep:
         """Makes the compiled functions anew."""
         # tfloop's own code is traced as it stands, since AutoGraph would take seconds to convert it. Only the task's
         # methods are converted: see `as_written`.
-        self._train = tf.function(self._train_steps, autograph=False)
-        self._average = tf.function(self._average_over_replicas, autograph=False)
+        self._train = compiled(self._train_steps)
+        self._average = compiled(self._average_over_replicas)
         self._blocks.compile()
 
     def _call(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> Parts:

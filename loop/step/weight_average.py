@@ -11,6 +11,7 @@ from loop.backends import devices
 from loop.backends.base import Backend
 from loop.model.variables import Variable, as_tf
 from loop.step.sharding import Shards
+from loop.step.tracing import compiled
 
 
 class Averages:
@@ -87,8 +88,8 @@ class SlicedAverages(Averages):
         self._weights = as_tf(variables)
         self._shards = shards
         self.variables = [shards.new_part(slicing, "average") for slicing in shards.slicings]
-        self._exchange = tf.function(lambda: backend.run(self._exchange_in_replica), autograph=False)
-        self._restart = tf.function(lambda: backend.run(self._restart_in_replica), autograph=False)
+        self._exchange = compiled(lambda: backend.run(self._exchange_in_replica))
+        self._restart = compiled(lambda: backend.run(self._restart_in_replica))
         self._restart()
 
     def follow(self, indices: Sequence[int]) -> None:
