@@ -1,4 +1,4 @@
-"""Plan: what a sweep is to try, as it was typed; and the values that the task's fields can have."""
+"""The plan of a sweep: what it tries, as it was typed; and the values that the task's fields can have."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from callbacks.files import read_json
 from callbacks.metric_direction import lower_is_better
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import HIDDEN, is_secret, mask, remember
+from callbacks.types import JsonObject
 from loop.commands import command_line, config
 from loop.errors import UsageError
 from loop.run import trust
@@ -23,12 +23,14 @@ from loop.target.fields import set_fields, split
 
 SAMPLERS, PRUNERS, DIRECTIONS = ("tpe", "random"), ("none", "median"), ("minimize", "maximize")
 MOST_TRIALS = 100_000
-_LARGEST = 2**53  # up to it, a float can hold every whole number
+"""The greatest number of trials."""
+_LARGEST = 2**53
+"""The number up to which a float can hold every whole number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values from `low` to `high`, drawn evenly, or evenly in their logarithm."""
+    """The values from `low` to `high`, drawn uniformly, or with `log` uniformly in their logarithm."""
 
     low: int | float
     high: int | float
@@ -37,19 +39,19 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be tried, and how.
+    """What is tried, and how.
 
     Attributes:
         target: the task.
-        grid: by field, all values to be tried, as typed.
-        random: by field, from what values are drawn, as typed: `16..256`, `1e-4..1e-1:log`, or `adam,sgd`.
-        metric: what is to be best.
+        grid: by field, all values to try, as typed.
+        random: by field, the values to draw from, as typed: `16..256`, `1e-4..1e-1:log`, or `adam,sgd`.
+        metric: the metric that is optimized.
         direction: `minimize` or `maximize`.
         sampler: `tpe` or `random`.
         pruner: `median` or `none`.
-        seed: of what is drawn.
+        seed: the seed of what is drawn.
         arguments: options of `tfloop train`.
-        place: the directory in which the trials are started.
+        place: the working directory of the trials.
     """
 
     target: str
@@ -90,11 +92,11 @@ class Plan:
 
     @property
     def fixed(self) -> list[str]:
-        """The fields that don't vary, as after `--set`."""
+        """The fields that don't vary, as they are typed after `--set`."""
         return [text.removeprefix("--set=") for text in self.arguments if text.startswith("--set=")]
 
     def combination(self, number: int) -> dict[str, str]:
-        """The values of the grid's fields that a trial has: all combinations, one after the other, and again."""
+        """The values of the grid's fields in the trial of this number. After the last combination comes the first."""
         params = {}
         # The last field varies fastest.
         for name, values in reversed(self.grid.items()):
@@ -124,8 +126,8 @@ class Plan:
             raise UsageError(f"--trials {trials}: the grid has only {combinations} combinations: leave --trials out")
         return trials
 
-    def as_json(self) -> dict[str, Any]:
-        """What is kept of it: without secrets."""
+    def as_json(self) -> JsonObject:
+        """The plan as it is kept, without secrets."""
         return dataclasses.asdict(self) | {
             "grid": _without_secrets(self.grid),
             "random": _without_secrets(self.random),
@@ -134,9 +136,9 @@ class Plan:
 
     @property
     def directory(self) -> Path:
-        """Its default place: the same for the same plan."""
+        """The default directory of the sweep: the same for the same plan."""
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
-        # From what is kept, which has no secrets: from a digest of one, it could be guessed.
+        # Of the plan without secrets: a secret could be guessed from a digest.
         digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
         return Path("runs") / f"sweep-{name}-{digest}"
 
@@ -146,7 +148,7 @@ def _without_secrets(fields: Mapping[str, str]) -> dict[str, str]:
 
 
 def stand_ins(name: str, choices: Sequence[str]) -> list[str]:
-    """What stands for the values of a field wherever they are stored or shown: for secrets, their numbers."""
+    """The texts in place of the values of a field, wherever they are stored or shown; for secrets, their numbers."""
     return [f"{HIDDEN}{number}" for number, _ in enumerate(choices, 1)] if is_secret(name) else list(choices)
 
 
@@ -159,8 +161,8 @@ def direction(metric: str, asked: str | None) -> str:
 
 
 def is_directory(target: str) -> bool:
-    """Whether what was typed as TARGET is the directory of a sweep, to be gone on with."""
-    with contextlib.suppress(OSError, ValueError):  # too long for a name, for example
+    """Whether what was typed as TARGET is a directory, whose sweep is to be continued."""
+    with contextlib.suppress(OSError, ValueError):  # such as a text that is too long for a name
         return Path(target).is_dir()
     return False
 
