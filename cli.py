@@ -44,7 +44,7 @@ from loop.commands.cli import help as help_
 from loop.commands.cli.checks import chaos, replay, rerun, verify
 from loop.commands.cli.machine import doctor, new, ui
 from loop.commands.cli.runs import report, runs_app, sync, tail, watch
-from loop.commands.cli.search import find_lr, memory, sweep, tune
+from loop.commands.cli.search import bench, find_lr, memory, sweep, tune
 from loop.commands.cli.training import Configurable, evaluate, export, predict, train
 from loop.errors import FAILED, no_exit
 from loop.launch import signals
@@ -81,7 +81,7 @@ help_.add(app, help_.TRAIN, {"new": new, "train": train, "sweep": sweep}, train=
 app.add_typer(runs_app, name="runs", rich_help_panel=help_.LOOK)
 help_.add(app, help_.LOOK, {"tail": tail, "watch": watch, "report": report, "ui": ui, "sync": sync})
 help_.add(app, help_.CHECK, {"doctor": doctor, "verify": verify, "rerun": rerun, "replay": replay, "chaos": chaos})
-help_.add(app, help_.TUNE, {"find-lr": find_lr, "tune": tune, "memory": memory})
+help_.add(app, help_.TUNE, {"find-lr": find_lr, "tune": tune, "memory": memory, "bench": bench})
 help_.add(app, help_.USE, {"evaluate": evaluate, "predict": predict, "export": export})
 
 

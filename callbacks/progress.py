@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO
 
+from callbacks import notebook
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Every, Metrics, Run, as_floats, of_training, shown_status
 from callbacks.epoch_lines import EpochLines, State, epoch_of, numbers
@@ -86,17 +87,18 @@ class Relay:
 
 
 class Display:
-    """Draws the states of one run: with tqdm on a terminal, as plain lines elsewhere.
+    """Draws the states of one run: with tqdm on a terminal, as a widget or a line in a notebook, else as plain lines.
 
     Args:
-        stream: where to draw; stderr if None.
+        stream: where to draw; None: stderr, in a notebook stdout.
         log_seconds: seconds between two plain lines within an epoch.
         epoch_seconds: the shortest time between the lines of two epochs, in a run of many epochs.
     """
 
     def __init__(self, stream: TextIO | None = None, log_seconds: float = 10.0, epoch_seconds: float = 3.0) -> None:
-        self.stream = stream or sys.stderr
-        self.terminal = self.stream.isatty()
+        self.notebook = stream is None and notebook.active()
+        self.stream = stream or notebook.stream()
+        self.terminal = not self.notebook and self.stream.isatty()
         self.log_seconds = log_seconds
         self._epochs = EpochLines(epoch_seconds)
         self._bar: Foreign = None
@@ -118,7 +120,11 @@ class Display:
         self.line(f"run directory: {shown(state['directory'])}")
         if state["step"]:
             self.line(f"going on from step {state['step']:,}")
-        if self.terminal and state["step"] != state["total"]:
+        if state["step"] == state["total"]:
+            return
+        if self.notebook:
+            self._bar = notebook.bar(state["total"], state["step"])
+        elif self.terminal:
             from tqdm import tqdm
 
             self._bar = tqdm(

@@ -96,9 +96,23 @@ def __getattr__(name: str) -> Any:
         return importlib.metadata.version("tfloop")
     if name not in _HOMES:
         raise AttributeError(f"module 'loop' has no attribute {name!r}")
+    if "IPython" in sys.modules and "tensorflow" not in sys.modules:
+        _load_tensorflow()
     value = getattr(importlib.import_module(f"loop.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _load_tensorflow() -> None:
+    """In a notebook, loads TensorFlow without the messages of its start, which would stand behind the cell."""
+    from callbacks import notebook
+    from loop.launch import stderr
+
+    if not notebook.active():
+        return
+    with stderr.quiet_start(says=False):
+        # Looking for GPUs has messages of its own, which would come at the first `fit`.
+        importlib.import_module("tensorflow").config.list_physical_devices()
 
 
 class _Package(ModuleType):

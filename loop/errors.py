@@ -17,11 +17,18 @@ OUT_OF_MEMORY = "out of memory in step"
 _LONGEST = 400  # characters of a message that are shown
 
 
-class UsageError(ValueError):
+class _ShownError(Exception):
+    """An error whose message says what to do: a notebook shows it without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UsageError(_ShownError, ValueError):
     """An argument, an option or an input is wrong. The message names it, its value and the fix. Exit code 2."""
 
 
-class TrainingError(RuntimeError):
+class TrainingError(_ShownError, RuntimeError):
     """Training, or a command, can't continue, because of the data, the numbers, or the environment. Exit code 1."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from callbacks import Callback
+from callbacks import Callback, notebook
 from callbacks.run_record.redaction import remember
 from loop.backends.base import Backend
 from loop.errors import RegroupError, no_exit
@@ -23,6 +23,7 @@ from loop.run.phase_change import enter_phase, next_phase
 from loop.run.result import FitResult, result
 from loop.run.run import Run
 from loop.run.session import Session, options_and_backend
+from loop.run.worker_processes import fit_in_workers
 from loop.step.train_step import LAST_SKIPPED, NOT_FINITE, not_finite
 from loop.task import TrainTask, check_is_task, hyperparameters
 
@@ -62,6 +63,7 @@ def fit(
     accept_changes: bool | None = None,
     overfit: int | None = None,
     keep: str | None = None,
+    workers: int | None = None,
 ) -> FitResult:
     """Trains a task.
 
@@ -153,6 +155,9 @@ def fit(
         keep: the weights that are returned, and that `export` and `evaluate` of the run take: of the `last` step, or
             the `best`, by the metric of `callbacks.Checkpoint` (`eval_loss`; without an evaluation `loss`). A resumed
             run goes on from its last step in either case; `last`.
+        workers: trains in so many processes on this machine, which are started for it, as `tfloop train --workers`
+            does; from a notebook, from the source of its cells. The result has the model on one device. Callbacks come
+            from the task (`TrainTask.build_callbacks`); None: this process trains.
 
     Raises:
         UsageError: an argument or the task is wrong; the message says what to do.
@@ -161,7 +166,10 @@ def fit(
     given = {name: value for name, value in locals().items() if name in DEFAULTS}
     check_is_task(task)
     remember(hyperparameters(task))  # from here on, the secrets among them are hidden in all output
-    return result(attempts(task, given, callbacks, run_dir))
+    with notebook.short_interrupt():
+        if workers is not None:
+            return fit_in_workers(task, given, workers, callbacks, run_dir)
+        return result(attempts(task, given, callbacks, run_dir))
 
 
 def attempts(

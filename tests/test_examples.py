@@ -8,7 +8,7 @@ import pytest
 
 import callbacks
 from loop import UsageError, backends, fit
-from loop.commands.evaluate import read_weights
+from loop.run.result import read_weights
 from loop.target import task_loader
 from tests.conftest import ROOT, needs_horovod, tfloop
 

@@ -1,20 +1,23 @@
 """A notebook: classes that stand in no file, made again and again."""
 
+import re
 import subprocess
 import sys
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from callbacks.run_record import cell
+from loop.target import cells as cells_
 from tests.conftest import ROOT
 
 SETUP = """
 import sys
 sys.path.insert(0, {root!r})
+from loop import ArrayData, TrainTask, fit
 import keras, numpy as np
 import callbacks
-from loop import ArrayData, TrainTask, fit
 
 def train(task):
     chosen = callbacks.standard(mlflow=None)
@@ -48,26 +51,125 @@ result = train(Line())
 print(result.status, result.steps, result.model.count_params())
 print(__import__("json").loads((result.run_dir / "run.json").read_text())["target"])
 """
+INTERRUPTS = """
+import os, signal, threading, time
+
+def press_again(run, status):
+    time.sleep(0.4)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+
+def interrupt_at(reached):
+    def wait():
+        reached.wait()
+        os.kill(os.getpid(), signal.SIGINT)  # as Jupyter's button does
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+reached = threading.Event()
+watch = callbacks.LambdaCallback(every=50, steps_end=lambda run, metrics: reached.set(), fit_end=press_again)
+thread = interrupt_at(reached)
+result = fit(Line(), epochs=10**6, callbacks=callbacks.standard(mlflow=None) + [watch], batch_size=8)
+thread.join()
+quiet = callbacks.standard(mlflow=None)
+again = fit(Line(), steps=result.steps + 5, callbacks=quiet, batch_size=8, run_dir=result.run_dir)
+print(result.status, result.steps >= 50, again.steps - result.steps, again.status)
+"""
+EARLY = """
+begun = threading.Event()
+thread = interrupt_at(begun)
+
+class Slow(Line):
+    def train_data(self):
+        begun.set()
+        thread.join()
+        return super().train_data()
+
+fit(Slow())
+"""
 TASKS = [TASK.format(hidden=hidden) for hidden in (3, 5)]
 EXPECTED = ["finished 10 13\nNone\n", "finished 10 21\nNone\n"]
 
 
 def test_a_class_of_a_cell_trains_again_and_again_also_when_it_is_redefined(tmp_path):
+    """And all else that one kernel shows: where texts go, an interrupt, errors in one line, two workers."""
     shown = "result"
     again = "result = train(Line(hidden=2))\nprint(result.status, result.steps, result.model.count_params())"
-    cells = [SETUP.format(root=str(ROOT)), *TASKS, again, shown]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
-    printed = [
-        "".join(output["text"] for output in cell["outputs"] if output.get("name") == "stdout")
-        for cell in notebook.cells[1:]
-    ]
-    assert printed == [*EXPECTED, "finished 10 9\n", ""]
-    [output] = notebook.cells[-1]["outputs"]
+    workers = "two = fit(Line(), epochs=2, batch_size=8, workers=2, callbacks=callbacks.standard(mlflow=None))\n"
+    workers += (
+        "one = train(Line())\nnp.testing.assert_allclose(*[r.model.get_weights()[0] for r in (one, two)], rtol=1e-5)"
+    )
+    cells = [SETUP.format(root=str(ROOT)), *TASKS, again, shown, INTERRUPTS, EARLY, "fit(Line(), epochs='x')", workers]
+    executed = execute(cells, tmp_path)
+    assert not any(output.get("name") == "stderr" for cell in executed for output in cell["outputs"])
+    printed = [printed_by(cell) for cell in executed]
+    for text, expected in zip(printed[1:4], [*EXPECTED, "finished 10 9\n"], strict=True):
+        assert text.endswith(expected)
+        assert text.startswith("Line: ")
+    lines = [output["data"]["text/plain"] for output in executed[1]["outputs"] if "data" in output]
+    assert [line.startswith("epoch 2/2 100% step 10/10  loss ") for line in lines] == [True]
+
+    [output] = executed[4]["outputs"]
     page = output["data"]["text/html"]
     assert "finished · 10 steps · single, 1 replica" in page
     assert page.count("<svg") == 1  # the loss
+    assert len(output["data"]["text/plain"]) < 500
+
+    assert "interrupted: the run saves, and fit returns what there is" in printed[5]
+    assert printed[5].endswith("preempted True 5 finished\n")
+    assert errors_of(executed[6]) == ["interrupted before training began: nothing is lost"]
+    assert errors_of(executed[7]) == ["UsageError: epochs='x': give a whole number >= 1"]
+    assert "[0] epoch 2/2" in printed[8]
+    assert errors_of(executed[8]) == []
+
+
+def execute(cells, directory):
+    """Executes cells in a kernel; gives them with their outputs."""
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(made, timeout=240, allow_errors=True, resources={"metadata": {"path": str(directory)}}).execute()
+    return made.cells
+
+
+def printed_by(cell):
+    return "".join(output["text"] for output in cell["outputs"] if output.get("name") == "stdout")
+
+
+def errors_of(cell):
+    return ["\n".join(output["traceback"]) for output in cell["outputs"] if output["output_type"] == "error"]
+
+
+def test_the_example_notebook_runs(tmp_path):
+    example = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in example.cells)  # they would grow old
+    path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})"
+    cells = execute([path, *(cell["source"] for cell in example.cells if cell["cell_type"] == "code")], tmp_path)
+    assert [errors_of(cell) for cell in cells] == [[] for _ in cells]
+    assert "<svg" in str(cells[4]["outputs"])
+    for line in printed_by(cells[-1]).splitlines()[-4:]:
+        two, one = re.findall(r"(\d\.\d+) on", line)
+        assert float(two) == pytest.approx(float(one), abs=1e-5)
+
+
+def test_what_a_class_needs_of_other_cells_is_taken_in_order_and_no_more():
+    cells = [
+        "import numpy as np\nimport loop",
+        "from loop import *",
+        "%matplotlib inline",
+        "data = [1]\nmodel = loop.fit(1)\nunused = 3",
+        "get_ipython().run_line_magic('time', '')",
+        "class Base:\n    pass",
+        "data.append(2); data[0] = 5",
+        "def helper(n):\n    return n + len(data)",
+        "@np.vectorize\ndef decorated(x):\n    return x",
+        "class Task(Base):\n    size = 1",
+        "class Task(Base):\n    def use(self, model):\n        unused = helper(2)\n        return model, decorated",
+        "loop.fit(Task(), workers=2)\nresult = loop.fit(Task())",
+    ]
+    needed = cells_.needed_statements(cells, "Task")
+    imports = ["import numpy as np", "from loop import *"]
+    assert needed == [*imports, "data = [1]", cells[5], "data.append(2)", "data[0] = 5", *cells[7:9], cells[10]]
 
 
 def test_what_a_notebook_shows_is_safe_and_complete():

@@ -8,7 +8,7 @@ import cli
 from loop import UsageError, fit
 from loop.options import DEFAULTS, KEPT, OPTIONS, with_defaults
 
-NO_OPTIONS = {"task", "callbacks", "run_dir"}
+NO_OPTIONS = {"task", "callbacks", "run_dir", "workers"}
 """Arguments of `fit` that no task has a default for."""
 NOT_TYPED = {"drop_remainder"}
 """Options that the command line doesn't have: they belong to the task's data."""

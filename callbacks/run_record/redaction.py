@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TextIO
 from urllib.parse import quote, quote_plus, unquote
 
+from callbacks import notebook
 from callbacks.types import Json
 
 HIDDEN = "***"
@@ -350,9 +351,12 @@ def shown(text: object) -> str:
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Prints a text, of one line or several, without secrets and control characters; on stderr by default."""
+    """Prints a text, of one line or several, without secrets and control characters; by default on stderr.
+
+    In a notebook it is stdout: stderr would look like an error.
+    """
     lines = "\n".join(map(printable, mask(text).split("\n")))
-    print(lines, file=stream or sys.stderr, flush=True)
+    print(lines, file=stream or notebook.stream(), flush=True)
 
 
 class Masked(io.TextIOWrapper):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from loop.backends.base import Backend
-from loop.checkpoint import checkpoint_files
 from loop.errors import UsageError
 from loop.model.variables import all_variables
 from loop.run import run_directory
+from loop.run.result import read_weights
 from loop.run.session import Session, index_of, options_and_backend
-from loop.run.state import assign, averaged, numbered
+from loop.run.state import assign, numbered
 from loop.step import approximations
 from loop.task import TrainTask
 
@@ -59,12 +56,3 @@ def evaluate(
         for evaluation in session.make_step().evaluations.values():
             metrics |= evaluation.means(evaluation.whole())
         return metrics
-
-
-def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The model's variables of a checkpoint, or those that are the result of a run; and the manifest.
-
-    Where the run kept moving averages of its weights, it is those.
-    """
-    checkpoint, manifest = run_directory.locate_weights(path)
-    return averaged(checkpoint_files.read(checkpoint, manifest)), manifest

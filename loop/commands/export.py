@@ -19,11 +19,11 @@ import tensorflow as tf
 from callbacks.files import ROOT
 from loop.backends.base import Backend
 from loop.commands import conversion, serving_layout
-from loop.commands.evaluate import read_weights
 from loop.data import Source
 from loop.errors import TrainingError, UsageError
 from loop.model.variables import all_variables
 from loop.options import with_defaults
+from loop.run.result import read_weights
 from loop.run.serving import Served, save, served_by
 from loop.run.session import Session, index_of
 from loop.run.state import assign, numbered

@@ -19,7 +19,6 @@ import tensorflow as tf
 from callbacks.run_record.redaction import redact
 from loop.backends.base import Backend
 from loop.backends.host_collectives import fingerprint
-from loop.commands.evaluate import read_weights
 from loop.commands.prediction_files import check_names, write
 from loop.commands.prediction_output import OWN_DATA, check_data, check_out, is_own, is_set
 from loop.commands.prediction_parts import Parts, blocks_in_part, owner
@@ -27,6 +26,7 @@ from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, 
 from loop.errors import TrainingError, UsageError
 from loop.model.variables import all_variables
 from loop.run import run_directory
+from loop.run.result import read_weights
 from loop.run.serving import Served, first_line, plain_outputs, served_by
 from loop.run.session import Session, index_of, options_and_backend
 from loop.run.state import assign, numbered, plain

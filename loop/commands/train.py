@@ -100,7 +100,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
 
     if fields is not None and typed.dry_run_:
         fields["why"] = place.why
-    elif fields is not None and code == PREEMPTED:
+    elif fields is not None and code == PREEMPTED and not typed_callbacks.of_commands(typed.callback):
         _tell_how_to_go_on(typed, arguments, fields)
     return code, problem, fields
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from loop.launch import stderr, warm_start
 from loop.launch.environment import LAUNCHER
 
-_COMMAND = [*warm_start.COMMAND, "train"]
 _GRACE = 3.0  # seconds that a trial has to end, after it was asked to
 
 
@@ -30,9 +29,16 @@ def run(arguments: Sequence[str], directory: Path) -> int:
     Returns:
         The exit code.
     """
+    return run_module("cli", ["train", *arguments], directory)
+
+
+def run_module(name: str, arguments: Sequence[str], directory: Path) -> int:
+    """Runs a module as `run` runs a training; see there."""
     # What a killed trial leaves in its temporary directory is removed with it.
     environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": str(directory)}
-    process = warm_start.start([*_COMMAND, *arguments], environment, Path(os.devnull), directory / "stderr")
+    process = warm_start.start(
+        [*warm_start.COMMAND[:3], name, *arguments], environment, Path(os.devnull), directory / "stderr"
+    )
     try:
         return process.wait()
     finally:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from callbacks.base import shown_status
 from callbacks.formats import plural
 from callbacks.run_record import cell
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.redaction import tell
 from loop.backends.host_collectives import fingerprint
 from loop.checkpoint import checkpoint_files
+from loop.checkpoint.array_files import Json
 from loop.model.variables import model_variables
 from loop.run.run import Run
+from loop.run.run_directory import locate_weights
 from loop.run.session import index_of
-from loop.run.state import assign, averaged, numbered
+from loop.run.state import Arrays, assign, averaged, numbered
 from loop.task import Model
 
 
@@ -44,10 +47,10 @@ class FitResult:
     epochs: int
     examples: int
     metrics: dict[str, float]
-    history: list[dict[str, float]]
+    history: list[dict[str, float]] = dataclasses.field(repr=False)
     run_dir: Path
     weights_sha256: str
-    model: Model
+    model: Model = dataclasses.field(repr=False)
     backend: str
     replicas: int
     examples_per_second: float
@@ -56,7 +59,7 @@ class FitResult:
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
         replicas = plural(self.replicas, "replica")
-        facts = [self.status, f"{self.steps:,} steps", f"{self.backend}, {replicas}"]
+        facts = [shown_status(self.status), f"{self.steps:,} steps", f"{self.backend}, {replicas}"]
         facts += [f"{self.examples_per_second:,.0f} examples/s", str(self.run_dir)]
         return cell.html(facts, self.history)
 
@@ -99,6 +102,15 @@ def _read_best(run: Run) -> bool:
     variables = run.session.model_variables[index_of(manifest, run.task)]
     assign(numbered("model", variables), tensors)
     return True
+
+
+def read_weights(path: Path) -> tuple[Arrays, Json]:
+    """The model's variables of a checkpoint, or those that are the result of a run; and the manifest.
+
+    Where the run kept moving averages of its weights, it is those.
+    """
+    checkpoint, manifest = locate_weights(path)
+    return averaged(checkpoint_files.read(checkpoint, manifest)), manifest
 
 
 def weights_sha256(run: Run) -> str:

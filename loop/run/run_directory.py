@@ -89,10 +89,7 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in
         in_memory: whether the run goes on from a snapshot in memory, so that there may be no checkpoint.
     """
     name = type(task).__name__
-    if run_dir is None:
-        slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "run"
-        run_dir = Path("runs") / f"{slug}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
-    directory = launch_path(run_dir).resolve()
+    directory = launch_path(run_dir or new_name(name)).resolve()
     _make_writable(directory)
     integrity.check_files(directory)
     about = read_json(directory / "run.json")
@@ -112,6 +109,12 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in
     elif not in_memory:  # else no checkpoint is needed, and none may have been written
         integrity.check_checkpoints(directory, about)
     return directory
+
+
+def new_name(task_name: str) -> Path:
+    """A new run directory below `runs/`; it isn't made."""
+    slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", task_name).strip("-.")[:80] or "run"
+    return Path("runs") / f"{slug}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 def _make_writable(directory: Path) -> None:

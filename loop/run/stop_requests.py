@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from callbacks import notebook
 from loop.launch import signals
 from loop.launch.environment import LAUNCHER
 from loop.launch.worker import mark_state
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 STOPPING_UNSAVED = "interrupted: the run ends, and saves nothing; a second Ctrl-C (or signal) ends it at once"
 """The message that is printed at once when a signal stops a run that no callback saves."""
+STOPPING_CELL = "interrupted: the run saves, and fit returns what there is; fit(..., run_dir=result.run_dir) goes on"
+STOPPING_CELL_UNSAVED = "interrupted: fit returns what there is, and nothing is saved"
+"""The same in a notebook."""
 
 
 class StopRequests:
@@ -60,7 +64,7 @@ class StopRequests:
             if number not in stops or os.environ.get(LAUNCHER) == str(os.getppid()):
                 return
             before = wishes.count
-            if wishes.hear(number) > 1:
+            if wishes.hear(number) > 1 and not notebook.active():  # the end of a kernel would lose all of the notebook
                 signals.die(number)
             if not before and run.backend.is_chief:
                 _announce_stop(run.save_on_stop)
@@ -79,6 +83,9 @@ class StopRequests:
 
 def _announce_stop(saves: bool) -> None:
     """Prints at once what the signal does, since the next boundary may be minutes away."""
+    if notebook.active():
+        print(STOPPING_CELL if saves else STOPPING_CELL_UNSAVED, flush=True)
+        return
     text = signals.STOPPING if saves else STOPPING_UNSAVED
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a terminal that is gone, or closed
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # removes the progress bar from the line

@@ -12,6 +12,7 @@ import typer
 from callbacks.nearest import nearest
 from callbacks.progress import counted
 from callbacks.run_record.redaction import tell
+from loop.commands import bench as bench_
 from loop.commands import command_line, config, memory_measurements
 from loop.commands import memory as memory_
 from loop.commands import sweep as sweep_
@@ -72,6 +73,26 @@ def _check_tune_file(out: Path, force: bool) -> None:
         raise UsageError(f"--out {out} exists already: give another name" + (", or --force" if out.is_file() else ""))
     if not os.access(out.parent, os.W_OK):
         raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
+
+
+def bench(
+    target_: typed.Target,
+    batch_size: typed.BatchSize = None,
+    set_: typed.Set = None,
+    seconds: search.Seconds = 3.0,
+    rounds: search.BenchRounds = 3,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Compare the speed of a task with Keras's fit, and with a plain loop. Both are made of the same compute."""
+    with_defaults(None, {"batch_size": batch_size})
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--seconds {seconds}: give a number > 0")
+    if job_size() is not None:
+        raise UsageError("bench measures in processes of its own: call it once")
+    task_loader.check(target_)
+    with stopped_clean("nothing is left behind"), shown_stages(5 * rounds) as progress:
+        report = bench_.bench(target_, set_ or (), batch_size, seconds, rounds, progress)
+    show(bench_.as_json(report), bench_.lines(report), as_json)
 
 
 def memory(

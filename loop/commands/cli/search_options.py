@@ -12,6 +12,7 @@ from loop.commands.tune import TUNED
 
 Only = Annotated[list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
 Seconds = Annotated[float, Option(help="How long a trial measures, when it is warm.")]
+BenchRounds = Annotated[int, Option(min=1, help="How often each is measured, in turns.")]
 Rounds = Annotated[int, Option(min=1, help="How often settings that are close are measured, in turns.")]
 TuneBatchSize = Annotated[
     bool,

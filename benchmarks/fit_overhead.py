@@ -1,0 +1,111 @@
+"""What a `fit` of one epoch costs in a warm process, as in a notebook; and whether memory grows from fit to fit.
+
+`python -m benchmarks.fit_overhead` trains a small task again and again, without MLflow and with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+import keras
+import numpy as np
+import psutil
+
+import callbacks
+from loop import ArrayData, TrainTask, fit
+
+WARM = 5
+"""So many fits come first and aren't counted: what they load and cache stays."""
+
+
+@dataclasses.dataclass
+class Small(TrainTask):
+    """A task whose training takes next to no time, so that all else shows."""
+
+    def build_model(self) -> keras.Model:
+        layers = [keras.Input((20,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)]
+        return keras.Sequential(layers)
+
+    def build_optimizer(self) -> keras.Optimizer:
+        return keras.optimizers.Adam(1e-3)
+
+    def train_data(self) -> ArrayData:
+        random = np.random.default_rng(0)
+        return ArrayData(random.normal(size=(640, 20)).astype("float32"), random.integers(0, 10, 640))
+
+    def eval_data(self) -> ArrayData:
+        return self.train_data()
+
+    def compute(self, model, batch, training):  # type: ignore[no-untyped-def]
+        inputs, labels = batch
+        logits = model(inputs, training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fits:
+    """What was measured.
+
+    Attributes:
+        seconds: of each fit.
+        bytes: the memory of the process after each.
+    """
+
+    seconds: list[float]
+    bytes: list[int]
+
+    @property
+    def bytes_per_fit(self) -> float:
+        """The slope of a line through the memory after each fit: one fit that is larger doesn't count for much."""
+        return float(np.polyfit(range(len(self.bytes)), self.bytes, 1)[0])
+
+
+def measure(fits: int, tracked: bool) -> Fits:
+    """Trains for one epoch, again and again.
+
+    Args:
+        fits: how often.
+        tracked: whether MLflow gets the runs.
+    """
+    process = psutil.Process()
+    seconds = []
+    memory = []
+    with tempfile.TemporaryDirectory() as directory:
+        for number in range(WARM + fits):
+            tracker = {} if tracked else {"mlflow": None}
+            chosen = callbacks.standard(progress=None, **tracker)
+            begun = time.perf_counter()
+            fit(Small(), epochs=1, batch_size=64, callbacks=chosen, run_dir=f"{directory}/{number}")
+            seconds.append(time.perf_counter() - begun)
+            gc.collect()
+            memory.append(process.memory_info().rss)
+    return Fits(seconds[WARM:], memory[WARM:])
+
+
+def main() -> None:
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fits", type=int, default=50, help="How many fits of each kind.")
+    given = parser.parse_args()
+    for tracked in (False, True):
+        found = measure(given.fits, tracked)
+        name = "with MLflow" if tracked else "without MLflow"
+        low, *_, high = sorted(found.seconds)
+        print(
+            f"{name}: {statistics.median(found.seconds):.3f} s a fit ({low:.3f} to {high:.3f}), "
+            f"{found.bytes[0] / 1e6:.0f} MB after the first, {found.bytes[-1] / 1e6:.0f} MB after {given.fits}, "
+            f"{found.bytes_per_fit / 1e3:.0f} kB more with each",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""`fit(workers=N)`: trains in processes that are started for it, from a notebook, a script or another program."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from callbacks import Callback, MLflowTracker, StandardSet, standard
+from callbacks.files import launch_path, write_text
+from callbacks.run_record.redaction import tell
+from loop.backends.base import Backend
+from loop.checkpoint.array_files import Json
+from loop.errors import BAD_INPUT, PREEMPTED, TrainingError, UsageError
+from loop.launch.environment import job_size
+from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
+from loop.model.variables import all_variables
+from loop.options import DEFAULTS, with_defaults
+from loop.run.result import FitResult, read_weights
+from loop.run.run_directory import new_name
+from loop.run.session import Session, index_of
+from loop.run.state import assign, numbered
+from loop.step import approximations
+from loop.target import cells
+from loop.task import Model, TrainTask, hyperparameters, target_of
+
+UNTYPED = ("drop_remainder",)
+"""Options of `fit` that `tfloop train` doesn't have."""
+SOURCE = "notebook_task.py"
+"""The file in the run directory with the cells of a notebook that the task needs."""
+_ERROR = "tfloop: error: "
+
+
+def fit_in_workers(
+    task: TrainTask,
+    given: Mapping[str, object],
+    workers: int,
+    callbacks: Iterable[Callback] | None,
+    run_dir: str | Path | None,
+) -> FitResult:
+    """Trains a task with `tfloop train --workers N`, whose output is shown here.
+
+    Args:
+        task: the task.
+        given: the options that were passed to `fit`.
+        workers: how many.
+        callbacks: those that were passed to `fit`.
+        run_dir: the run directory; None: a new one.
+
+    Returns:
+        The result, with a model on one device that has the weights of the run.
+
+    Raises:
+        UsageError: the task or an option can't be handed to other processes.
+        TrainingError: the training has failed; its messages are shown above.
+    """
+    if job_size() is not None:
+        raise UsageError(
+            f"fit(workers={workers}) in a worker of a job: in a script, call fit below "
+            '`if __name__ == "__main__":`, since workers import the file; under a launcher, leave workers out'
+        )
+    options = with_defaults(task, {**given, "backend": _backend(given["backend"])})
+    arguments = [*_typed_options(given), *_typed_fields(task), *_tracking(callbacks)]
+    directory = launch_path(run_dir or new_name(type(task).__name__)).resolve()
+    target = target_of(task)
+    if target is None:
+        source = cells.source_of(type(task))
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text(directory / SOURCE, source)
+        target = f"{directory / SOURCE}:{type(task).__name__}"
+    fields = _train([target, *arguments, f"--workers={workers}", f"--run-dir={directory}"])
+    model = _model(task, options, directory)
+    names = {field.name for field in dataclasses.fields(FitResult)}
+    about = {name: value for name, value in fields.items() if name in names}
+    return FitResult(**{**about, "run_dir": directory, "model": model})
+
+
+def _backend(backend: object) -> str | None:
+    if backend is not None and not isinstance(backend, str):
+        raise UsageError(f"fit(workers=...) with backend={backend!r}: give the name of a backend, or leave it out")
+    return backend
+
+
+def _typed_options(given: Mapping[str, object]) -> list[str]:
+    """The options of `fit` as they are typed."""
+    typed = []
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if name in UNTYPED:
+            raise UsageError(f"fit(workers=...) with {name}={value!r}: put it into the task's defaults instead")
+        if isinstance(value, bool):
+            typed += _typed_flag(name, flag, value)
+            continue
+        if isinstance(value, dict):
+            value = [f"{key}={pace}" for key, pace in value.items()]
+        typed.append(f"{flag}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}")
+    return typed
+
+
+def _typed_flag(name: str, flag: str, value: bool) -> list[str]:
+    if value:
+        return [flag]
+    # Only options that are on by default can be typed as off.
+    return [f"--no-{flag.removeprefix('--')}"] if DEFAULTS[name] else []
+
+
+def _typed_fields(task: TrainTask) -> list[str]:
+    """The task's hyperparameters that differ from their defaults, as they are typed.
+
+    Raises:
+        UsageError: one can't be typed.
+    """
+    defaults: dict[str, object] = {}
+    if dataclasses.is_dataclass(task) and _has_defaults(task):
+        defaults = hyperparameters(type(task)())
+    typed = []
+    for name, value in hyperparameters(task).items():
+        if name in defaults and _equal(defaults[name], value):
+            continue
+        if not isinstance(value, str | int | float | list | tuple | None):
+            raise UsageError(
+                f"fit(workers=...): the field {name} of {type(task).__name__} is {type(value).__name__}, which can't "
+                "be handed to other processes: make it in a method, of fields that are numbers or texts"
+            )
+        text = json.dumps(value) if isinstance(value, list | tuple) else str(value)
+        typed.append(f"--set={name}={text}")
+    return typed
+
+
+def _has_defaults(task: TrainTask) -> bool:
+    fields: Any = dataclasses.fields(task)  # type: ignore[arg-type]
+    missing = dataclasses.MISSING
+    return all(field.default is not missing or field.default_factory is not missing for field in fields if field.init)
+
+
+def _equal(one: object, other: object) -> bool:
+    with contextlib.suppress(Exception):  # of arrays, say, which have no single answer
+        return bool(type(one) is type(other) and one == other)
+    return False
+
+
+def _tracking(callbacks: Iterable[Callback] | None) -> list[str]:
+    """What was asked for by callbacks, as it is typed.
+
+    Raises:
+        UsageError: callbacks that can't be handed to other processes.
+    """
+    if callbacks is None:
+        return []
+    kinds = set(map(type, callbacks))
+    usual = set(map(type, standard()))
+    if not isinstance(callbacks, StandardSet) or not usual - {MLflowTracker} <= kinds <= usual:
+        raise UsageError(
+            "fit(workers=...) with callbacks: objects can't be handed to other processes: return them from the task's "
+            "build_callbacks(), and leave callbacks out, or give callbacks.standard(mlflow=None)"
+        )
+    return [] if MLflowTracker in kinds else ["--track=off"]
+
+
+def _train(arguments: list[str]) -> Json:
+    """Runs `tfloop train`, and shows its output; returns the fields of its result.
+
+    Raises:
+        UsageError: it has refused something.
+        TrainingError: it has failed.
+    """
+    attached = "--callback=callbacks.attached:Attached"
+    process = start_worker(worker_command(["train", *arguments, attached, "--json"]), dict(os.environ))
+    results: list[str] = []
+    assert process.stdout is not None
+    reader = Thread(target=lambda: results.extend(printed_lines(process, process.stdout)), daemon=True)  # type: ignore[arg-type]
+    reader.start()
+    problem = ""
+    try:
+        problem = _shown(process)
+        code = process.wait()
+        reader.join()
+    finally:
+        process.kill()
+        process.wait()
+    if code in (0, PREEMPTED) and results:
+        fields: Json = json.loads(results[-1])
+        return fields
+    problem = problem or f"the training has ended with exit code {code}: see above"
+    raise (UsageError if code == BAD_INPUT else TrainingError)(problem)
+
+
+def _shown(process: WorkerProcess) -> str:
+    """Shows what the process prints until it has ended; an interrupt is passed on. Returns its last error."""
+    assert process.stderr is not None
+    problem = ""
+    lines = printed_lines(process, process.stderr)
+    while True:
+        try:
+            for line in lines:
+                if line.startswith(_ERROR):
+                    problem = line.removeprefix(_ERROR)
+                else:
+                    tell(line)
+            return problem
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            # The interrupt has ended the generator.
+            lines = printed_lines(process, process.stderr)
+
+
+def _model(task: TrainTask, options: Mapping[str, Any], directory: Path) -> Model:
+    """The model with the weights that are the result of a run, on one device of this process."""
+    weights, manifest = read_weights(directory)
+    options = {**options, **approximations.OFF, "eval_every": "never", "steps": 1, "ema": None, "overfit": None}
+    options |= {"shard_optimizer": False, "drop_remainder": False}
+    index = index_of(manifest, task)
+    session = Session(task, Backend(), options, index, trained_on=manifest["run"].get("replicas", 1))
+    assign(numbered("model", all_variables(session.built.model)), weights)
+    return session.built.model

@@ -1,0 +1,150 @@
+"""The source of a task that is defined in the cells of a notebook, as the text of a module."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+from collections.abc import Iterator, Sequence
+
+from callbacks import notebook
+from loop.errors import UsageError
+
+_HEADER = '''"""The cells of a notebook that the task needs. `fit(workers=...)` has written this file."""
+
+import sys
+
+sys.path += [path for path in {paths!r} if path not in sys.path]
+
+'''
+
+
+def source_of(kind: type) -> str:
+    """The text of a module with a class of a notebook's cell, and with all that it needs of other cells.
+
+    These are the statements that bind the names that it uses, in the order in which they were executed; so data that a
+    cell has loaded is loaded again.
+
+    Raises:
+        UsageError: this isn't a notebook, the class isn't one of its cells, or it was defined anew since.
+    """
+    name = kind.__qualname__
+    if not notebook.active() or not name.isidentifier():
+        raise UsageError(
+            f"fit(workers=...): the class {name} is in no file, so that no other process can make it: move it from the "
+            "function or prompt into a file, or to the top level of a notebook's cell"
+        )
+    shell = sys.modules["IPython"].get_ipython()
+    if shell.user_ns.get(name) is not kind:
+        raise UsageError(f"fit(workers=...): {name} was defined anew since this task was made: make the task again")
+    needed = needed_statements(shell.history_manager.input_hist_parsed, name)
+    return _HEADER.format(paths=[path for path in sys.path if path]) + "\n\n".join(needed) + "\n"
+
+
+def needed_statements(cells: Sequence[str], name: str) -> list[str]:
+    """The texts of the statements of cells that a name needs, in order.
+
+    Args:
+        cells: in the order in which they were executed. Those that can't be parsed are left out.
+        name: of a class.
+    """
+    statements = [statement for cell in cells for statement in _statements(cell)]
+    needed: set[int] = set()
+    names = [name]
+    seen = set()
+    while names:
+        wanted = names.pop()
+        if wanted in seen or (hasattr(builtins, wanted) and wanted != name):
+            continue
+        seen.add(wanted)
+        for index in _that_make(statements, wanted):
+            if index not in needed:
+                needed.add(index)
+                names += statements[index].uses
+    # What `from module import *` binds can't be known.
+    stars = {index for index, statement in enumerate(statements) if "*" in statement.binds}
+    return [statements[index].text for index in sorted(needed | stars)]
+
+
+class _Statement:
+    """A statement at the top level of a cell.
+
+    Args:
+        node: it.
+        cell: the text of the cell.
+    """
+
+    def __init__(self, node: ast.stmt, cell: str) -> None:
+        decorators = getattr(node, "decorator_list", [])
+        first = decorators[0].lineno if decorators else node.lineno
+        lines = cell.splitlines()[first - 1 : node.end_lineno]
+        self.text = "\n".join(lines) if decorators else ast.get_source_segment(cell, node) or ""
+        self.defines = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        self.imports = isinstance(node, ast.Import | ast.ImportFrom)
+        self.binds = set(_bound(node))
+        self.changes = _changed(node)
+        self.uses = set(_used(symtable.symtable(self.text, "cell", "exec")))
+
+
+def _statements(cell: str) -> Iterator[_Statement]:
+    try:
+        tree = ast.parse(cell)
+    except (SyntaxError, ValueError):
+        return
+    for node in tree.body:
+        statement = _Statement(node, cell)
+        if "get_ipython" not in statement.uses:  # a magic
+            yield statement
+
+
+def _that_make(statements: Sequence[_Statement], name: str) -> Iterator[int]:
+    """The statements that bind a name, or change what it is bound to; of definitions, the last one."""
+    last = None
+    # A call such as `keras.utils.set_random_seed(0)` changes no variable of the notebook.
+    is_variable = any(name in each.binds and not each.defines and not each.imports for each in statements)
+    for index, statement in enumerate(statements):
+        if name in statement.binds and statement.defines:
+            last = index
+        elif name in statement.binds or (is_variable and statement.changes == name):
+            yield index
+    if last is not None:
+        yield last
+
+
+def _used(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names of the module that a statement uses, also in functions and classes within it."""
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
+            yield symbol.get_name()
+    for inner in table.get_children():
+        yield from _used(inner)
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement binds."""
+    match node:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            yield node.name
+        case ast.Import() | ast.ImportFrom():
+            for alias in node.names:
+                yield (alias.asname or alias.name).split(".")[0]
+        case _:
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    yield part.id
+
+
+def _changed(node: ast.stmt) -> str:
+    """The variable that a statement changes without binding it: `x.append(1)`, `x[0] = 1`, `x.y = 1`; "" if none."""
+    target: ast.AST | None = None
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute() as target)):
+            pass
+        case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+            pass
+    if not isinstance(target, ast.Attribute | ast.Subscript):
+        return ""
+    while isinstance(target, ast.Attribute | ast.Subscript):
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else ""
