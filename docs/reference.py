@@ -21,7 +21,7 @@ THEMES: dict[str, dict[str, list[str]]] = {
         "Runs and errors": ["Run", "UsageError", "TrainingError", "PeerError", "__version__"],
     },
     "callbacks": {
-        "Your own": ["Callback", "Run", "Schedule", "Metrics", "EVENTS", "LambdaCallback"],
+        "Your own": ["Callback", "Run", "Schedule", "Metrics", "EVENTS", "LambdaCallback", "FromKeras"],
         "The standard set": ["standard", "StandardSet", "complete"],
         "Saving and stopping": ["Checkpoint", "EarlyStopping", "EMA", "Sentinel"],
         "Learning rates": ["LearningRateScaling", "ReduceOnPlateau", "LearningRateMonitor"],

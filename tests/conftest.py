@@ -56,7 +56,7 @@ LONGEST = (
     "backends/test_backends", "step/test_sharding", "backends/test_parameter_server", "commands/test_verify",
     "launch/test_failures", "launch/test_ray", "launch/test_elastic", "commands/test_tune",
     "callback/test_mlflow_extras", "callback/test_tracking", "test_first", "test_first_hour", "commands/test_export",
-    "test_ported", "test_examples", "step/test_remat", "test_reliability",
+    "test_ported", "test_tutorial", "test_examples", "step/test_remat", "test_reliability",
 )  # fmt: skip
 """The files that come first, so that no worker of `-n 2` is left alone with one at the end."""
 
