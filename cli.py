@@ -40,18 +40,21 @@ from typer import Option
 
 from callbacks.run_record.redaction import guard_streams
 from loop.commands import command_line
+from loop.commands.cli import help as help_
 from loop.commands.cli.checks import chaos, replay, rerun, verify
 from loop.commands.cli.machine import doctor, new, ui
-from loop.commands.cli.runs import report, runs_app, sync, tail
-from loop.commands.cli.search import find_lr, memory, sweep, tune
+from loop.commands.cli.runs import report, runs_app, sync, tail, watch
+from loop.commands.cli.search import bench, find_lr, memory, sweep, tune
 from loop.commands.cli.training import Configurable, evaluate, export, predict, train
 from loop.errors import FAILED, no_exit
 from loop.launch import signals
 from loop.launch.environment import JOB
 
 app = typer.Typer(
+    cls=help_.Group,
     help="Trains TensorFlow models: the same task, and the same numbers, on one device or many.",
     no_args_is_help=True,
+    context_settings={"max_content_width": 100},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -74,25 +77,12 @@ def tfloop(
 
 
 # The order of the help.
-app.command(cls=Configurable)(train)
-app.command()(evaluate)
-app.command()(predict)
-app.command()(export)
-app.command()(verify)
-app.command()(replay)
-app.command()(rerun)
-app.command()(chaos)
-app.command()(tune)
-app.command()(memory)
-app.command()(new)
-app.command()(sweep)
-app.command("find-lr")(find_lr)
-app.command()(doctor)
-app.command()(ui)
-app.command()(sync)
-app.add_typer(runs_app, name="runs")
-app.command()(tail)
-app.command()(report)
+help_.add(app, help_.TRAIN, {"new": new, "train": train, "sweep": sweep}, train=Configurable)
+app.add_typer(runs_app, name="runs", rich_help_panel=help_.LOOK)
+help_.add(app, help_.LOOK, {"tail": tail, "watch": watch, "report": report, "ui": ui, "sync": sync})
+help_.add(app, help_.CHECK, {"doctor": doctor, "verify": verify, "rerun": rerun, "replay": replay, "chaos": chaos})
+help_.add(app, help_.TUNE, {"find-lr": find_lr, "tune": tune, "memory": memory, "bench": bench})
+help_.add(app, help_.USE, {"evaluate": evaluate, "predict": predict, "export": export})
 
 
 def main() -> None:

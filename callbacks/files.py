@@ -258,6 +258,13 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def cache_directory() -> Path:
+    """Where what can be made again is kept: `TFLOOP_CACHE`, or `tfloop` in the user's cache directory."""
+    own = os.environ.get("TFLOOP_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(own).expanduser() if own else Path(shared).expanduser() / "tfloop"
+
+
 def make_directory(path: Path) -> Path:
     """Makes a directory, unless it exists; its parent must exist.
 

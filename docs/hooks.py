@@ -1,4 +1,4 @@
-"""What MkDocs is told beside mkdocs.yml: pages of the API and of sources, and the README's first part.
+"""What MkDocs is told beside mkdocs.yml: pages of sources, and the README's beginning.
 
 Pages link to the repository's files as they lie there (`../loop/fit.py`), so that links work where the repository is
 read, too. On the site, each such file becomes a page; `../tests/test_fit.py#test_name` leads to the line of that test.
@@ -31,8 +31,6 @@ EXAMPLES = ROOT / "examples" / "README.md"
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that are made of something else."""
-    for package in ("loop", "callbacks"):
-        files.append(File.generated(config, f"api/{package}.md", content=api(package)))
     if EXAMPLES.exists():
         files.append(File.generated(config, "examples/README.md", abs_src_path=str(EXAMPLES)))
     pages = [*files.documentation_pages()]
@@ -108,10 +106,13 @@ def broken(site: Path) -> list[str]:
 
 
 def introduced(markdown: str) -> str:
-    """A page with the README's first part where it asks for it; links in there are as from docs/."""
+    """A page with the README's first part, behind title and first sentences, where it asks for it.
+
+    Links in there are as from docs/.
+    """
     if INTRODUCTION not in markdown:
         return markdown
-    first = (ROOT / "README.md").read_text().split("\n## Four promises")[0]
+    first = (ROOT / "README.md").read_text().split("\n## Four promises")[0].split("\n\n", 2)[2]
     first = re.sub(r"\]\((?!\w+:|#)([^)]+)", lambda link: f"]({os.path.relpath(link[1], 'docs')}", first)
     return markdown.replace(INTRODUCTION, first.replace('src="docs/', 'src="'))
 
@@ -163,21 +164,3 @@ def source(path: Path) -> str:
             fence = f'``````{{.{LANGUAGES.get(each.suffix, "text")} linenums="1"}}'
             parts.append(f"{title}{fence}\n{each.read_text().rstrip()}\n``````\n")
     return "\n".join(parts)
-
-
-def api(package: str) -> str:
-    """A page with the public names of a package, as `__init__.py` imports or defines them."""
-    tree = ast.parse((ROOT / package / "__init__.py").read_text())
-    homes = {
-        alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}.")
-        for alias in node.names
-    }
-    [names] = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    parts = [f"# `{package}`\n\n{(ast.get_docstring(tree) or '').splitlines()[0]}\n"]
-    return "\n\n".join(parts + [f"::: {homes.get(name, f'{package}.{name}')}" for name in names])

@@ -16,6 +16,7 @@ from loop.data import ArrayData
 from loop.errors import UsageError
 from loop.model.variables import keras_models, layers
 from loop.step import keras_compile
+from loop.step.keras_metrics import Metrics
 from loop.task import Batch, Dataset, Model, Optimizer, TrainTask, Values
 
 Tensors: TypeAlias = tf.Tensor | list[tf.Tensor] | tuple[tf.Tensor, ...] | dict[str, tf.Tensor]
@@ -91,7 +92,7 @@ class KerasTask(TrainTask):
         self._compiled_optimizer: Optimizer = None  # until a compiled model is built
         self._takes_training = True
         self._losses: keras_compile.Losses | None = None
-        self._compiled_metrics: keras_compile.Metrics | None = None
+        self._compiled_metrics: Metrics | None = None
         self._built_metrics: dict[str, keras.Metric] = {}
 
     @classmethod
@@ -203,9 +204,7 @@ class KerasTask(TrainTask):
             self.loss_reduction = "sum" if all(loss.summed for loss in losses) else "mean"
             self._built_metrics |= keras_compile.reported_metrics(losses)
         if compiled.metrics or compiled.weighted_metrics:
-            self._compiled_metrics = keras_compile.Metrics(
-                compiled.metrics, compiled.weighted_metrics, names, labels, predictions
-            )
+            self._compiled_metrics = Metrics(compiled.metrics, compiled.weighted_metrics, names, labels, predictions)
             self._compiled_metrics.check(labels, predictions, weights)
             self._built_metrics |= self._compiled_metrics.by_name()
 

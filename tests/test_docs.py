@@ -2,15 +2,19 @@
 
 import ast
 import functools
+import html
+import importlib
 import json
 import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -21,6 +25,9 @@ import cli
 import loop
 from loop import ArrayData, TrainTask, fit
 from loop.backends import create
+from loop.backends.strategy import StrategyBackend
+from loop.commands.export import export
+from loop.data import BatchOptions, source
 from loop.target import task_loader
 from tests.conftest import ROOT, needs_horovod
 
@@ -115,6 +122,133 @@ def test_numbers_on_the_pages_are_right(page):
     assert checked >= {"mathematics.md": 18, "data.md": 1}[page]
 
 
+def of_readme(found, directory):
+    """The README's task, as the pages import it."""
+    [code] = blocks(ROOT / "README.md", "python")
+    (directory / "task.py").write_text(code)
+    found |= runpy.run_path(str(directory / "task.py"))
+
+
+def after_callbacks(found):
+    found["fit"](found["Digits"](), callbacks=[found["BestSoFar"]()])
+
+
+def before_keras_fit(found, directory):
+    def make_model():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile("adam", "binary_crossentropy")
+        return model
+
+    inputs = np.zeros((8, 3), "float32")
+    labels = np.zeros((8, 1), "float32")
+    found |= {"make_model": make_model, "KerasTask": loop.KerasTask}
+    found |= {"x": inputs, "y": labels, "x_val": inputs, "y_val": labels}
+
+
+def after_keras_fit(found):
+    fit(found["task"], callbacks=callbacks.standard())
+
+
+def after_commands(found):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(10)])
+    assert found["predict"](None, model, (np.zeros((2, 3)), np.ones(2)))["label"].shape == (2,)
+
+
+def before_export(found, directory):
+    of_readme(found, directory)
+    task = task_loader.load("task.py:Digits")
+    fit(task, run_dir=directory / "run", callbacks=callbacks.standard())
+    for name in ("served", "model.onnx", "model.tflite"):
+        export(task, directory / "run", directory / name, check=False)
+
+
+def after_export(found):
+    assert found["logits"].shape == (3, 10)
+
+
+def after_data_loaders(found):
+    opened = source(found["data"], BatchOptions(4), "data")
+    assert opened.example[0].shape[1:] == (20,)
+
+
+def before_engines(found, directory):
+    found |= {"TrainTask": TrainTask, "StrategyBackend": StrategyBackend}
+
+
+def after_tracking(found):
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+    assert found["sample"](None, model, (np.zeros((2, 64)), np.ones(2)))["image"].shape == (2, 8, 8)
+
+
+def after_memory(found):
+    net = found["Net"]()
+    net.blocks, net.head = [tf.square], tf.identity
+    assert net(tf.constant(3.0)) == 9.0
+
+
+def after_phases(found):
+    assert [phase.name for phase in found["FineTune"]().phases()] == ["head", "all"]
+
+
+PROGRAMS = {
+    "callbacks.md": (of_readme, after_callbacks),
+    "coming-from/data-loaders.md": (None, after_data_loaders),
+    "coming-from/keras-fit.md": (before_keras_fit, after_keras_fit),
+    "commands.md": (None, after_commands),
+    "engines.md": (before_engines, None),
+    "export.md": (before_export, after_export),
+    "memory.md": (None, after_memory),
+    "phases.md": (None, after_phases),
+    "tracking.md": (of_readme, after_tracking),
+}
+"""The pages whose programs run from top to bottom: what they need, and what is asked of them afterwards."""
+
+ELSEWHERE = {"mathematics.md", "data.md", "tutorial.md", "README.md"}
+"""The pages whose programs other tests run."""
+
+NOT_RUN = ("models:/digits/1",)
+"""What stands in a program that needs a server: `test_mlflow_extras` loads such a model."""
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs_on_the_pages_run(page, tmp_path, monkeypatch, request):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(callbacks, "standard", functools.partial(callbacks.standard, mlflow=None))
+    if "runs/mlflow.db" in (DOCS / page).read_text():
+        (tmp_path / "runs").mkdir()
+        shutil.copy(request.getfixturevalue("empty_store"), tmp_path / "runs" / "mlflow.db")
+    before, after = PROGRAMS[page]
+    found = {"keras": keras, "np": np, "os": os, "tf": tf, "loop": loop, "fit": fit, "__name__": "page"}
+    if before is not None:
+        before(found, tmp_path)
+    for number, code in enumerate(blocks(DOCS / page, "python")):
+        if not any(text in code for text in NOT_RUN):
+            # A file of its own: AutoGraph reads the text of what it converts.
+            path = tmp_path / f"page_{number}.py"
+            path.write_text(code)
+            exec(compile(code, str(path), "exec", dont_inherit=True), found)
+    if after is not None:
+        after(found)
+    sys.modules.pop("task", None)
+
+
+def test_the_preprocessing_on_the_page_trains(tmp_path, quiet):
+    [code] = [code for code in blocks(DOCS / "data.md", "python") if "class OnDevice" in code]
+    (tmp_path / "page.py").write_text("import numpy as np, tensorflow as tf\nfrom loop import ArrayData\n" + code)
+    task = runpy.run_path(str(tmp_path / "page.py"))["OnDevice"]
+    assert fit(task(), callbacks=quiet()).steps == 2
+
+
+def test_every_page_with_a_program_is_run():
+    with_programs = {
+        path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else path.name
+        for path in PAGES
+        if blocks(path, "python")
+    }
+    assert with_programs == {*PROGRAMS, *ELSEWHERE}
+
+
 class Number(tf.Module):
     """A model of one weight, which is 0."""
 
@@ -130,8 +264,6 @@ class Linear(TrainTask):
         return Number()
 
     def build_optimizer(self):
-        import keras
-
         return keras.optimizers.SGD(1.0)
 
     def train_data(self):
@@ -156,6 +288,7 @@ def test_the_loop_does_what_the_page_says(replicas, quiet):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_code_on_the_pages_is_python(path):
     for code in blocks(path, "python"):
+        code = re.sub(r"^%%writefile .*\n", "", code)  # of a cell of a notebook
         compile(code, str(path), "exec")
 
 
@@ -204,13 +337,43 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     for package in (loop, callbacks):
         page = (tmp_path / "api" / package.__name__ / "index.html").read_text()
-        documented = {name.split(".")[-1] for name in re.findall(r'<h2 id="([\w.]+)"', page)}
+        documented = {name.split(".")[-1] for name in re.findall(r'<h3 id="([\w.]+)"', page)}
         assert set(package.__all__) <= documented
+    shown = words_of(tmp_path / "api" / "loop" / "index.html")
+    assert "batch_size:int|None=32,backend:str|Backend|None=" in shown  # the default, not the None of the code
+    assert "defer_errors" not in shown  # an internal of Run
+    every_option_is_shown(words_of(tmp_path / "api" / "command-line" / "index.html"))
+    separator = json.loads((tmp_path / "search" / "search_index.json").read_text())["config"]["separator"]
+    assert re.split(separator, "callbacks.ReduceOnPlateau") == ["callbacks", "Reduce", "On", "Plateau"]
     for programs in COMING_FROM.glob("*/ours.py"):
         page = (tmp_path / "coming-from" / programs.parent.name / "index.html").read_text()
         assert page.count("load_digits") == 4, "both programs, where each imports and calls it"
     front = (tmp_path / "index.html").read_text()
     assert not re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(?:https?:)?//', front)
+
+
+def words_of(page):
+    """The text of a page without tags and spaces."""
+    return re.sub(r"\s", "", html.unescape(re.sub(r"<[^>]+>", "", page.read_text())))
+
+
+def every_option_is_shown(page):
+    """All commands with their visible options, from the typer app."""
+    for name, command in typer.main.get_group(cli.app).commands.items():
+        for path, each in [
+            (name, command),
+            *((f"{name}{sub}", it) for sub, it in getattr(command, "commands", {}).items()),
+        ]:
+            assert f"tfloop{path}".replace(" ", "") in page
+            for parameter in each.params:
+                if not getattr(parameter, "hidden", False) and parameter.param_type_name == "option":
+                    assert max(parameter.opts, key=len) in page, (path, parameter.name)
+
+
+def test_the_pictures_are_those_of_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    for name, picture in importlib.import_module("figures").drawings().items():
+        assert (DOCS / "images" / name).read_text() == picture, f"{name}: python docs/figures.py --draw"
 
 
 def test_addresses_that_lead_nowhere_are_found(tmp_path):

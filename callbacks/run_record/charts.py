@@ -1,22 +1,28 @@
-"""Charts: the geometry of the curves in the report. `templates/chart.html` draws them."""
+"""Charts: the geometry of the curves in a page, which `templates/chart.html` draws.
+
+Without a script, a page shows the whole of each curve. `templates/charts.js` zooms and smooths, for which a chart has
+its points.
+"""
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from callbacks.formats import number, round_number
+from callbacks.formats import round_number
+from callbacks.types import Json, JsonObject
 
 HEIGHT = 200  # of a chart, in pixels
 TOP = 10  # of the plot within the chart
 BOTTOM = 174
-_POINTS = 360  # the most points of a line: a chart has no pixels for more
-_HOVERS = 180  # the most positions of a chart at which the pointer shows values
+_POINTS = 360  # the most points of a line as it is drawn at first: a chart has no pixels for more
+_ZOOMED = 1000  # the most points of a line that the script has
+_ON_A_PAGE = 12_000  # the most points that the script has of all lines together: a page stays below 500 kB
 _DOTTED = 40  # the most points of a line that has a dot at each point
+_DOTS_ON_A_PAGE = 2000
 _GAPS = 40  # the most values of a line that are marked because they are not finite
 _HUGE = 1e100  # greater values are not drawn
 _TINY = 1e-100  # a logarithmic scale starts above this
@@ -30,7 +36,7 @@ class Line:
 
     Attributes:
         name: its name in the legend.
-        kind: its class in the style sheet: `train`, `within` or `held`.
+        kind: its class in the style sheet: `train`, `within`, `held`, or `run0` to `run11` of a comparison.
         points: (step, value), by step.
     """
 
@@ -89,7 +95,7 @@ class Chart:
         step_ticks: labels of the horizontal axis.
         marks: the percentages of dashed lines.
         curves: the lines, in the order in which they are drawn.
-        rows: what the script shows at a percentage: the texts for the step and each line.
+        data: what the script draws: the lines with more points, and the steps of the dashed lines.
     """
 
     title: str
@@ -100,7 +106,7 @@ class Chart:
     step_ticks: list[Tick]
     marks: list[float]
     curves: list[Curve]
-    rows: list[tuple[float, list[str]]]
+    data: JsonObject
     height: int = HEIGHT
     top: int = TOP
     bottom: int = BOTTOM
@@ -141,26 +147,54 @@ class _Axes:
         return [Tick(self.x(step), f"{step:,.0f}", _anchor(self.x(step))) for step in steps]
 
 
-def chart(title: str, lines: Sequence[Line], marks: Sequence[int]) -> Chart:
-    """A picture of lines, with a dashed line at each step of `marks`; a value that is not finite is a gap."""
-    thinned = []
+def charts(titles: Mapping[str, Sequence[Line]], marks: Sequence[int] = ()) -> list[Chart]:
+    """The charts of a page, by title; see `chart`. The more lines there are, the fewer points each of them has."""
+    count = sum(len(line.points) > 0 for lines in titles.values() for line in lines)
+    most = min(_ZOOMED, _ON_A_PAGE // (count or 1))
+    dotted = min(_DOTTED, _DOTS_ON_A_PAGE // (count or 1))
+    return [chart(title, lines, marks, most, dotted) for title, lines in titles.items()]
+
+
+def chart(
+    title: str, lines: Sequence[Line], marks: Sequence[int] = (), most: int = _ZOOMED, dotted: int = _DOTTED
+) -> Chart:
+    """A picture of lines, with a dashed line at each step of `marks`; a value that is not finite is a gap.
+
+    Args:
+        title: the name of the values.
+        lines: the curves; one without points is left out.
+        marks: steps.
+        most: how many points of a line the script has.
+        dotted: how many points a line may have that has a dot at each of them.
+    """
+    detailed = []
     for line in lines:
         if line.points:
-            thinned.append(dataclasses.replace(line, points=_thinned(line.points)))
-    axes = _Axes(thinned)
+            detailed.append(dataclasses.replace(line, points=thinned(line.points, most)))
+    drawn = [dataclasses.replace(line, points=thinned(line.points, min(most, _POINTS))) for line in detailed]
+    axes = _Axes(drawn)
     # The line within epochs is pale and has the most points, so the others are drawn over it.
-    in_drawing_order = sorted(thinned, key=lambda line: line.kind != "within")
+    in_drawing_order = sorted(drawn, key=lambda line: line.kind != "within")
+    shown_marks = [step for step in marks if axes.first <= step <= axes.last]
     return Chart(
         title=title,
         log=axes.log,
         last_step=axes.last,
-        keys=[Key(line.name, line.kind, line.points[-1][1]) for line in thinned],
+        keys=[Key(line.name, line.kind, line.points[-1][1]) for line in drawn],
         value_ticks=axes.value_ticks(),
         step_ticks=axes.step_ticks(),
-        marks=[axes.x(step) for step in marks if axes.first <= step <= axes.last],
-        curves=[_curve(line, axes) for line in in_drawing_order],
-        rows=_hovers(thinned, axes),
+        marks=[axes.x(step) for step in shown_marks],
+        curves=[_curve(line, axes, dotted) for line in in_drawing_order],
+        data={"lines": [_data(line) for line in detailed], "marks": shown_marks, "log": axes.log},
     )
+
+
+def _data(line: Line) -> JsonObject:
+    """A line for the script: steps, and values of five digits; a value that isn't drawn is a text."""
+    values: list[Json] = []
+    for _, value in line.points:
+        values.append(float(f"{value:.5g}") if _is_drawn(value) else str(value))
+    return {"kind": line.kind, "steps": [step for step, _ in line.points], "values": values}
 
 
 def pace(clock: Sequence[Point]) -> Iterator[tuple[int, float]]:
@@ -179,7 +213,7 @@ def pace(clock: Sequence[Point]) -> Iterator[tuple[int, float]]:
         last_time = time_
 
 
-def _curve(line: Line, axes: _Axes) -> Curve:
+def _curve(line: Line, axes: _Axes, dotted: int) -> Curve:
     path_points: list[Point] = []
     dots: list[Point] = []
     gaps: list[Gap] = []
@@ -191,25 +225,9 @@ def _curve(line: Line, axes: _Axes) -> Curve:
         else:
             path_points.append((10 * x, math.nan))
             gaps.append(Gap(x, f"{line.name}: {value} at step {step:,}"))
-    has_dots = len(line.points) <= _DOTTED
+    has_dots = len(line.points) <= dotted
     is_dense = len(line.points) > _POINTS // 2
     return Curve(line.kind, is_dense, _path(path_points), dots if has_dots else [], gaps[:_GAPS])
-
-
-def _hovers(lines: Sequence[Line], axes: _Axes) -> list[tuple[float, list[str]]]:
-    """What the script shows at the pointer: of each line, the last value up to that step."""
-    steps_of_lines = [list(map(operator.itemgetter(0), line.points)) for line in lines]
-    steps = sorted(set(itertools.chain.from_iterable(steps_of_lines)))
-    stride = math.ceil(len(steps) / _HOVERS) or 1
-
-    rows = []
-    for step in steps[::stride]:
-        texts = [f"step {step:,}"]
-        for line, line_steps in zip(lines, steps_of_lines, strict=True):
-            count = bisect.bisect(line_steps, step)
-            texts.append(number(line.points[count - 1][1]) if count else "-")
-        rows.append((round(axes.x(step), 2), texts))
-    return rows
 
 
 def _looks_flat(values: Sequence[float]) -> bool:
@@ -223,12 +241,17 @@ def _is_drawn(value: float) -> bool:
     return abs(value) < _HUGE
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Fewer points that look the same: of each stretch the lowest, the highest, and one that isn't drawn."""
-    width = math.ceil(3 * len(points) / _POINTS) if len(points) > _POINTS else 1
-    kept: list[Point] = []
-    for start in range(0, len(points), width):
-        stretch = points[start : start + width]
+def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
+    """At most about `most` points that look the same.
+
+    Of each stretch the lowest, the highest and one that isn't drawn are kept; and the first and the last point of all.
+    """
+    if len(points) <= most:
+        return points
+    width = math.ceil(3 * len(points) / most)
+    kept = [points[0]]
+    for start in range(1, len(points) - 1, width):
+        stretch = points[start : min(start + width, len(points) - 1)]
         drawn: list[Point] = []
         gaps: list[Point] = []
         for point in stretch:
@@ -236,7 +259,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
         drawn.sort(key=operator.itemgetter(1))
         # A set, since the lowest point may be the highest one, too.
         kept += sorted({*drawn[:1], *drawn[-1:], *gaps[:1]}, key=operator.itemgetter(0))
-    return kept
+    return [*kept, points[-1]]
 
 
 def _range(values: Sequence[float]) -> Point:

@@ -18,16 +18,14 @@ from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, printable, redact
 from callbacks.run_record.story import STEP, Fault, Story
 from callbacks.run_record.values import as_count, as_dict, as_number, as_stamp, as_text, clean, parsed
-from callbacks.types import Json, JsonObject
+from callbacks.types import JsonObject
 
 ABOUT = "run.json"
 LOCK = "lock"
 STATUSES = ("finished", "stopped", "preempted", "failed", "running", "killed")
 
-# These rely on how `journal` writes a line: first the time, then the event. Other lines are parsed, which takes longer.
-_FREQUENT = re.compile(rb'\{"time": (\d{1,11}(?:\.\d+)?), "event": "(steps_end|call)"')
+# It relies on how `journal` writes a line: first the time, then the event. Other lines are parsed, which takes longer.
 _SKIPPED = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start|checkpoint)"')
-_LONG = 1 << 19  # bytes of a journal of which every point within an epoch is read, in a quick look
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,72 +169,78 @@ def under_way(path: Path) -> bool:
     return False
 
 
-def read(path: Path, whole: bool = True, quick: bool = False) -> Record:
+def read(path: Path, whole: bool = True) -> Record:
     """What a run directory says about its run. Nothing in it is an error: what can't be read is left out.
 
     Args:
         path: the run directory.
         whole: False leaves out what is slow to read: points within epochs but the last, checkpoints, split, stalls.
-        quick: whether to read only as many points within epochs of a long journal as a chart has room for.
     """
-    about = read_about(path)
-    story = _read_story(path, about.get("options"), whole, quick)
-    about = redact({**story.about, **about})  # an older version may have written secrets down
-    status = _status(path, as_text(about.get("status")) or story.status, story)
-    started = story.timeline.started
-    progress = as_dict(about.get("progress"))
-    return Record(
-        path=path,
-        name=printable(path.absolute().name),
-        task=as_text(about.get("task")),
-        target=as_text(about.get("target")),
-        backend=as_text(about.get("backend")),
-        replicas=as_count(about.get("replicas")),
-        workers=as_count(about.get("workers")),
-        status=status,
-        reason=mask(story.reason),
-        started=as_stamp(about.get("updated")) if started is None else started,
-        seconds=story.timeline.seconds,
-        lives=story.timeline.attempts,
-        steps=max(story.step, as_count(progress.get("step")) or 0),
-        epochs=max(story.epoch, as_count(progress.get("epoch")) or 0),
-        examples=as_count(progress.get("examples")) or 0,
-        total_steps=story.total_steps,
-        parameters=as_count(about.get("parameters")),
-        hyperparameters=as_dict(about.get("hyperparameters")),
-        options=as_dict(about.get("options")),
-        versions=as_dict(about.get("versions")),
-        machine=as_dict(about.get("machine")),
-        provenance=as_dict(about.get("provenance")),
-        data=as_dict(about.get("data")),
-        curves={name: sorted(points.items()) for name, points in story.curves.metrics.items()},
-        speed=sorted(story.curves.speed.items()),
-        clock=story.timeline.points,
-        checkpoints=list(_checkpoints(path / "checkpoints", story.saved)) if whole else [],
-        split=story.split.seconds,
-        ranks=story.split.ranks,
-        verdict=story.split.verdict,
-        faults=story.faults,
-    )
+    return Reader(path, whole).read()
 
 
-def _read_story(path: Path, options: Json, whole: bool, quick: bool) -> Story:
-    """What the journal of a run directory says; see `read`."""
-    story = Story(whole, options)
-    stride = 1 + _size(path / journal.NAME) // _LONG if quick else 1
-    frequent_lines = 0
-    for line, _ in _lines(path / journal.NAME):
-        if not whole and _SKIPPED.match(line):
-            story.skipped = line
-            continue
-        if stride > 1 and (frequent := _FREQUENT.match(line)):
-            frequent_lines += 1
-            if frequent[2] == b"call" or frequent_lines % stride:
-                story.pass_time(float(frequent[1]))
+class Reader:
+    """Reads a run directory again and again, of its journal each time what is new; see `read`."""
+
+    def __init__(self, path: Path, whole: bool = True) -> None:
+        self._path = path
+        self._whole = whole
+        self._story = Story(whole, read_about(path).get("options"))
+        self._offset = 0  # bytes of the journal that have been read
+
+    def read(self) -> Record:
+        """What the run directory says now."""
+        self._read_lines()
+        path = self._path
+        story = self._story
+        # An older version may have written secrets down.
+        about = redact({**story.about, **read_about(path)})
+        status = _status(path, as_text(about.get("status")) or story.status, story)
+        started = story.timeline.started
+        progress = as_dict(about.get("progress"))
+        return Record(
+            path=path,
+            name=printable(path.absolute().name),
+            task=as_text(about.get("task")),
+            target=as_text(about.get("target")),
+            backend=as_text(about.get("backend")),
+            replicas=as_count(about.get("replicas")),
+            workers=as_count(about.get("workers")),
+            status=status,
+            reason=mask(story.reason),
+            started=as_stamp(about.get("updated")) if started is None else started,
+            seconds=story.timeline.seconds,
+            lives=story.timeline.attempts,
+            steps=max(story.step, as_count(progress.get("step")) or 0),
+            epochs=max(story.epoch, as_count(progress.get("epoch")) or 0),
+            examples=as_count(progress.get("examples")) or 0,
+            total_steps=story.total_steps,
+            parameters=as_count(about.get("parameters")),
+            hyperparameters=as_dict(about.get("hyperparameters")),
+            options=as_dict(about.get("options")),
+            versions=as_dict(about.get("versions")),
+            machine=as_dict(about.get("machine")),
+            provenance=as_dict(about.get("provenance")),
+            data=as_dict(about.get("data")),
+            curves={name: sorted(points.items()) for name, points in story.curves.metrics.items()},
+            speed=sorted(story.curves.speed.items()),
+            clock=story.timeline.points,
+            checkpoints=list(_checkpoints(path / "checkpoints", story.saved)) if self._whole else [],
+            split=story.split.seconds,
+            ranks=story.split.ranks,
+            verdict=story.split.verdict,
+            faults=[*story.faults, *_killed(status, story)],
+        )
+
+    def _read_lines(self) -> None:
+        """Reads the lines of the journal that came since the last look."""
+        for line, end in _lines(self._path / journal.NAME, self._offset):
+            self._offset = end
+            if not self._whole and _SKIPPED.match(line):
+                self._story.skipped = line
                 continue
-        story.take(line)
-    story.end()  # reads the line that was skipped last
-    return story
+            self._story.take(line)
+        self._story.end()  # reads the line that was skipped last
 
 
 def _status(path: Path, recorded: str, story: Story) -> str:
@@ -244,9 +248,15 @@ def _status(path: Path, recorded: str, story: Story) -> str:
     if under_way(path):
         return "running"
     if recorded == "running" or (not recorded and story.timeline.attempts):
-        story.fault(f"killed at step {story.step:,}: no process holds its lock, and it has not recorded how it ended")
         return "killed"
     return recorded if recorded in STATUSES else ""
+
+
+def _killed(status: str, story: Story) -> Iterator[Fault]:
+    """The last fault of a killed run, which could not record it."""
+    if status == "killed":
+        text = f"killed at step {story.step:,}: no process holds its lock, and it has not recorded how it ended"
+        yield Fault(story.timeline.now, story.step, text)
 
 
 def entries(path: Path, offset: int = 0) -> Iterator[tuple[JsonObject, int]]:
@@ -305,10 +315,3 @@ def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Ite
 
 def _is_checkpoint(path: Path) -> bool:
     return re.fullmatch(r"step-[0-9]{8,15}", path.name) is not None and path.is_dir() and not path.is_symlink()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0

@@ -5,37 +5,25 @@ The templates in `templates/` make the page; this file prepares its content.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import functools
-import hashlib
-import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from callbacks import files, formats
 from callbacks.base import Callback, Run, shown_status
 from callbacks.formats import lasting, moment, number, part_name, plural
-from callbacks.run_record import record
-from callbacks.run_record.charts import Chart, Line, chart, pace
+from callbacks.run_record import page, record
+from callbacks.run_record.charts import Chart, Line, charts, pace
+from callbacks.run_record.page import pairs, table
 from callbacks.run_record.record import STEP, Record
-from callbacks.run_record.redaction import mask, redact, tell
-from callbacks.types import Json, JsonObject
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
+from callbacks.run_record.redaction import mask, tell
+from callbacks.types import JsonObject
 
 NAME = "report.html"
-TEMPLATES = Path(__file__).parent / "templates"
-_MARK = '<meta name="generator" content="tfloop">'
 
 # The most of each on a page, so that a browser can show the page of any run:
-_CHARTS = 24  # the curves of other metrics are rows of a table
-_ROWS = 400  # of a table
-_LONGEST = 2000  # characters of a text
+_CHARTS = 24  # the curves of other metrics are rows of the table alone
 _MARKS = 40  # dashed lines in a chart
 _RANKS = 64  # whose time is shown
 _PARTS = (
@@ -57,99 +45,38 @@ class Report(Callback):
             # If this attempt failed before training started, `run.json` has the status of the attempt before.
             written = record.read_about(run.directory).get("status")
             status = status if written == "running" else written or status
-            write(run.directory / NAME, dataclasses.replace(record.read(run.directory, quick=True), status=status))
+            page.write(run.directory / NAME, html(dataclasses.replace(record.read(run.directory), status=status)))
         except files.MovedError:  # the run itself has reported that its directory is gone
             return
         except Exception as error:  # a report that can't be made must not fail the run
             tell(f"warning: {NAME} could not be written ({type(error).__name__}: {error})")
 
 
-def write(path: Path, of: Record) -> None:
-    """Writes the page of a run."""
-    files.write_text(path, html(of))
-
-
-def is_report(path: Path) -> bool:
-    """Whether a file is a page that `write` has written."""
-    with files.reading(path, shared=True) as file:
-        return _MARK.encode() in file.read(1000)
-
-
-def html(of: Record) -> str:
-    """The page of a run. All texts are escaped and without secrets; it loads nothing, and works from file://."""
-    style = _asset("report.css")
-    script = _asset("report.js")
-    policy = (
-        f"default-src 'none'; style-src {_sha(style)}; script-src {_sha(script)}; base-uri 'none'; form-action 'none'"
+def html(of: Record, live: bool = False) -> str:
+    """The page of a run; a live one asks the server that it comes from for what is new."""
+    return page.rendered(
+        "report.html",
+        live,
+        title=f"{of.task or 'Run'} · {of.name}",
+        now=time.time(),
+        run=of,
+        status=of.status or "unknown",
+        status_text=shown_status(of.status or "unknown"),
+        facts=" · ".join(filter(None, _facts(of))),
+        reason=f" ({mask(of.reason)})" if of.reason else "",
+        trouble=mask(of.faults[-1].text) if of.status == "failed" and of.faults else None,
+        tiles=list(_tiles(of)),
+        curves=_curves(of),
+        has_marks=bool(_marks(of)),
+        metrics=table(("metric", "first", "last", "best", "at step"), list(_metric_rows(of))),
+        times=_times(of),
+        speeds=_speeds(of),
+        faults=table(("when", "step", "what"), _fault_rows(of)),
+        checkpoints=table(("checkpoint", "step", "saved for", "size", "when", ""), _checkpoint_rows(of)),
+        hyperparameters=pairs(of.hyperparameters),
+        options=pairs(of.options),
+        topology=pairs(_topology(of)),
     )
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            mark=_MARK,
-            policy=policy,
-            style=style,
-            script=script,
-            title=f"{of.task or 'Run'} · {of.name}",
-            now=time.time(),
-            run=of,
-            status=of.status or "unknown",
-            status_text=shown_status(of.status or "unknown"),
-            facts=" · ".join(filter(None, _facts(of))),
-            reason=f" ({mask(of.reason)})" if of.reason else "",
-            trouble=mask(of.faults[-1].text) if of.status == "failed" and of.faults else None,
-            tiles=list(_tiles(of)),
-            curves=_curves(of),
-            times=_times(of),
-            speeds=_speeds(of),
-            faults=_table(("when", "step", "what"), _fault_rows(of)),
-            checkpoints=_table(("checkpoint", "step", "saved for", "size", "when", ""), _checkpoint_rows(of)),
-            hyperparameters=_pairs(of.hyperparameters),
-            options=_pairs(of.options),
-            topology=_pairs(_topology(of)),
-        )
-    )
-
-
-@functools.cache
-def _environment() -> Environment:
-    """The templates. All that they print is redacted, cut and escaped, except what they mark as `safe`."""
-    import jinja2  # here, since only a report needs it
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        finalize=_printed,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    for function in (formats.number, formats.grouped, formats.lasting, formats.moment, formats.part_name):
-        environment.filters[function.__name__] = function
-    return environment
-
-
-def _printed(value: object) -> object:
-    """A value as a template prints it, before it is escaped: without secrets, not too long, and valid UTF-8."""
-    if hasattr(value, "__html__"):  # a part of the page, from a macro or marked as safe
-        return value
-    text = str(redact(str(value)))
-    if len(text) > _LONGEST:
-        text = text[:_LONGEST] + " …"
-    return text.encode("utf-8", "replace").decode()
-
-
-@functools.cache
-def _asset(name: str) -> str:
-    """The style sheet or the script, exactly as in the page: the policy has its hash."""
-    return "\n" + (TEMPLATES / name).read_text()
-
-
-def _sha(text: str) -> str:
-    """The hash by which a Content-Security-Policy allows a style or a script."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,32 +86,6 @@ class _Tile:
     name: str
     value: str
     remark: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """A table, and the number of rows that it leaves out."""
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left_out: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pairs:
-    """Names with their values as texts, and the number of those left out."""
-
-    items: list[tuple[str, str]]
-    left_out: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Curves:
-    """The section of the curves: charts, and a table of the metrics for which there is no chart."""
-
-    charts: list[Chart]
-    others: _Table | None
-    has_marks: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,19 +171,21 @@ def _metric_tile(of: Record, name: str) -> _Tile:
     return _Tile(f"best {name}", number(best[1]), remark)
 
 
-def _curves(of: Record) -> _Curves:
+def _curves(of: Record) -> list[Chart]:
     """A chart for each metric: in training, within epochs and over them, and in evaluations."""
     bases = list(dict.fromkeys(name.removeprefix(STEP).removeprefix("eval_") for name in of.curves))
     bases.sort(key=lambda base: base != "loss")
-    marks = _marks(of)
-    charts = [chart(base, _lines(of, base), marks) for base in bases[:_CHARTS]]
-    rows = []
-    for base in bases[_CHARTS:]:
-        for name in (base, "eval_" + base):
-            if name in of.curves:
-                rows.append((name, number(of.last(name)), _best(of, name)))
-    others = _table(("metric", "last", "best"), rows) if rows else None
-    return _Curves(charts, others, bool(marks))
+    return charts({base: _lines(of, base) for base in bases[:_CHARTS]}, _marks(of))
+
+
+def _metric_rows(of: Record) -> Iterator[tuple[str, ...]]:
+    """A row for each metric: its first, last and best value. Those within epochs count where there are no others."""
+    for name, points in sorted(of.curves.items(), key=lambda item: item[0].removeprefix("eval_")):
+        if not points or (name.startswith(STEP) and name.removeprefix(STEP) in of.curves):
+            continue
+        best = of.best(name)
+        values = [number(points[0][1]), number(points[-1][1]), number(best[1]) if best else ""]
+        yield name, *values, f"{best[0]:,}" if best else ""
 
 
 def _lines(of: Record, base: str) -> list[Line]:
@@ -305,22 +208,13 @@ def _marks(of: Record) -> list[int]:
     return sorted({fault.step for fault in of.faults})[:_MARKS]
 
 
-def _best(of: Record, name: str) -> str:
-    best = of.best(name)
-    return f"{number(best[1])} at step {best[0]:,}" if best else ""
-
-
 def _speeds(of: Record) -> list[Chart]:
     """The charts of the speed: while it trained, and in wall-clock time."""
     lines = {
         "examples per second, while training": Line("mean since its process began", "train", of.speed),
         "steps per second, by the clock": Line("evaluation and all else included", "train", list(pace(of.clock))),
     }
-    charts = []
-    for title, line in lines.items():
-        if len(line.points) > 1:
-            charts.append(chart(title, [line], _marks(of)))
-    return charts
+    return charts({title: [line] for title, line in lines.items() if len(line.points) > 1}, _marks(of))
 
 
 def _times(of: Record) -> _Times:
@@ -380,21 +274,3 @@ def _checkpoint_rows(of: Record) -> list[tuple[str, ...]]:
 def _topology(of: Record) -> JsonObject:
     topology = {"backend": of.backend, "replicas": of.replicas, "workers": of.workers, "target": of.target}
     return topology | of.versions | of.machine
-
-
-def _table(heads: Iterable[str], rows: Sequence[Sequence[str]]) -> _Table:
-    """A table of at most the last `_ROWS` rows."""
-    return _Table(list(heads), rows[-_ROWS:], len(rows) - _ROWS)
-
-
-def _pairs(values: Mapping[str, Json]) -> _Pairs:
-    """Names and values, without secrets. They are redacted together, since the name says what is a secret."""
-    shown = list(redact(dict(values)).items())[:_ROWS]
-    return _Pairs([(name, _value(value)) for name, value in shown], len(values) - len(shown))
-
-
-def _value(value: Json) -> str:
-    """A value as a text; "" for None."""
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value)

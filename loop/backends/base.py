@@ -15,13 +15,11 @@ import tensorflow as tf
 
 from loop.backends.placement import placed
 from loop.backends.step_collectives import StepCollectives
-from loop.model.variables import is_legacy
+from loop.model.variables import Variable, is_legacy
 
 if TYPE_CHECKING:
     from loop.launch.member import Member
 
-Variable: TypeAlias = "keras.Variable | tf.Variable"
-"""A variable of a model of any family."""
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 """The gradient of a variable; None: the objective doesn't depend on the variable."""
 PerReplica: TypeAlias = Any

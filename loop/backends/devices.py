@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from loop.backends.xla_cache import keep_programs
 from loop.errors import UsageError
 from loop.launch import machine
 
@@ -46,6 +47,7 @@ def prepare(
     Raises:
         UsageError: this process has no GPU of its own.
     """
+    keep_programs()
     if threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
     own_several(backend, per_replica)
@@ -224,6 +226,7 @@ def use_gpus(local_rank: int | None = None) -> list[tf.config.PhysicalDevice]:
     Raises:
         UsageError: there are more workers here than GPUs, or TensorFlow has already started with all of them.
     """
+    keep_programs()
     gpus = list(tf.config.get_visible_devices("GPU"))
     own = per_replica()
     if local_rank is not None and len(gpus) > own:  # otherwise they were chosen already, here or by the launcher

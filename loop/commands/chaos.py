@@ -12,9 +12,10 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from callbacks.example_log import Example, differences, used
+from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
 from loop.commands.killed_run import KINDS, STARTING, TRAINING, WRITING, Attempt, Run
 from loop.errors import UsageError
@@ -64,13 +65,13 @@ class Reference(NamedTuple):
     """The undisturbed run.
 
     Attributes:
-        result: what it printed.
-        examples: those that it used, by epoch.
-        starting: seconds until its first step.
+        result: the result that it printed.
+        examples: the examples that it used, by epoch.
+        starting: the seconds until its first step.
         trained: how much it trained; see `Attempt.trained`.
     """
 
-    result: dict[str, Any]
+    result: JsonObject
     examples: dict[int, list[Example]]
     starting: float
     trained: int
@@ -84,15 +85,16 @@ def chaos(
     checkpoint_every: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Trains once undisturbed, then with kills until their number is full, and compares.
+    """Trains once undisturbed, then with kills until there were enough of them, and compares the results.
 
     Args:
-        arguments: of `tfloop train`: the target and options, but for the run directory and how often to save.
-        kills: how many; spread over as many runs as it takes.
-        directory: where all runs are made; empty.
-        seed: of the moments.
-        checkpoint_every: how often to save; None: some ten times in the run.
-        progress: is called with what is being done.
+        arguments: the arguments of `tfloop train`: the target and options, without the run directory and how often to
+            save.
+        kills: the number of kills, over as many runs as they take.
+        directory: an empty directory for all runs.
+        seed: the seed of the moments of the kills.
+        checkpoint_every: how often to save, as typed; None: about ten times in the run.
+        progress: is called with a text that says what is being done.
 
     Raises:
         UsageError: the task can't be trained at all; or there is no /proc here.
@@ -156,7 +158,7 @@ def _attempt(run: Run, aim: _Aim, report: Report, patience: float) -> None:
     if hit:
         report.kills[hit] += 1
     elif not run.finished and not report.problems:
-        report.problems.append(f"attempt {report.attempts} failed without a kill: {run.last_words()}")
+        report.problems.append(f"attempt {report.attempts} failed without a kill: {run.last_line()}")
 
 
 def _compare(report: Report, run: Run, reference: Reference) -> None:
@@ -215,31 +217,31 @@ class _Aim:
         return came
 
     def done(self, hit: str) -> None:
-        """The next one; or the same again, if it has hit nothing."""
+        """Goes on to the next kill; or repeats this one, if it has hit nothing."""
         if hit:
-            # A kill that should hit a write and did not is made up for by the next one in training.
+            # If a kill was to hit a write and missed it, a later kill that was to hit training is to hit a write.
             if self.left.pop(0) == WRITING != hit and TRAINING in self.left:
                 self.left[self.left.index(TRAINING)] = WRITING
             self._misses = 0
         elif self.left:
             self._misses += 1
             if self._misses > 2:
-                self.left[0] = STARTING  # that can't be missed
+                self.left[0] = STARTING  # the start can't be missed
 
 
 def _wait_for_write(attempt: Attempt, writes: int, patience: float) -> bool:
-    """Waits until an attempt is within one of its checkpoint writes, counted from 1; whether that came."""
-    seen = attempt.run.writing()
+    """Waits until an attempt is writing its checkpoint number `writes`, from 1; returns whether it came to that."""
+    seen = attempt.run.unfinished_checkpoints()
     enough = len(seen) + writes
 
     def reached() -> bool:
-        seen.update(attempt.run.writing())
+        seen.update(attempt.run.unfinished_checkpoints())
         return len(seen) >= enough
 
     return attempt.wait_for(lambda: attempt.trained() > 0, patience) and attempt.wait_for(reached, patience, 0.0002)
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: Report) -> JsonObject:
     """The report for programs."""
     fields = dataclasses.asdict(report) | {"exact": report.exact}
     fields["lives"] = fields.pop("attempts")  # the key of the first versions

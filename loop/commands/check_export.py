@@ -19,16 +19,45 @@ import numpy as np
 
 def main(model: str, question: str, answer: str, how: str) -> None:
     """Loads the model, calls it, and writes what it returns."""
+    about = json.loads(how)
+    with np.load(question, allow_pickle=False) as file:
+        inputs = dict(file)
+    if model.endswith(".onnx"):
+        outputs = onnx_outputs(model, inputs)
+    elif model.endswith(".tflite"):
+        outputs = litert_outputs(model, inputs)
+    else:
+        outputs = tensorflow_outputs(model, inputs, about)
+    np.savez(answer, allow_pickle=False, **outputs)
+
+
+def onnx_outputs(model: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The outputs of an ONNX file, by name."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def litert_outputs(model: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The outputs of a LiteRT file, by name."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    outputs: dict[str, np.ndarray] = Interpreter(model).get_signature_runner("serving_default")(**inputs)
+    return outputs
+
+
+def tensorflow_outputs(model: str, inputs: dict[str, np.ndarray], about: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The outputs of a SavedModel or a Keras file, by name."""
     import tensorflow as tf
 
     from loop.commands.export import texts_as_bytes
     from loop.run.serving import plain_outputs
 
-    about = json.loads(how)
-    with np.load(question, allow_pickle=False) as file:
-        inputs = {name: tf.constant(value) for name, value in file.items()}
+    tensors = {name: tf.constant(value) for name, value in inputs.items()}
     if about["call"] is None:
-        outputs = tf.saved_model.load(model).signatures["serving_default"](**inputs)
+        outputs = tf.saved_model.load(model).signatures["serving_default"](**tensors)
     else:
         if about["target"]:
             from loop.target import task_loader
@@ -36,10 +65,10 @@ def main(model: str, question: str, answer: str, how: str) -> None:
             with contextlib.suppress(Exception):  # not all that the task needs is here: the model may need none of it
                 task_loader.load(about["target"])
         loaded = importlib.import_module(f"{about['family']}.models").load_model(model)
-        args, kwargs = filled(about["call"], inputs)
+        args, kwargs = filled(about["call"], tensors)
         outputs = plain_outputs(loaded(*args, **kwargs))
     outputs = outputs if isinstance(outputs, dict) else {"output_0": outputs}
-    np.savez(answer, allow_pickle=False, **{name: texts_as_bytes(value.numpy()) for name, value in outputs.items()})
+    return {name: texts_as_bytes(value.numpy()) for name, value in outputs.items()}
 
 
 def filled(call: Any, inputs: dict[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -14,25 +14,30 @@ from loop.backends.host_collectives import fingerprint
 from loop.data import Rows, contents, count, evaluation_sets, first, in_float64
 from loop.data.host_random import seed_generators
 from loop.model.precision import keras_precision
-from loop.model.variables import layers, model_variables
+from loop.model.variables import Layer, layers, model_variables
+from loop.options import Options
 from loop.run.session import Session, enter
 from loop.step import row_random
 from loop.step.batch_norm import batch_norms
 from loop.step.build import BuiltModel
 from loop.step.replica import Replica, all_gathers, within
-from loop.task import TrainTask
+from loop.task import Batch, Dataset, TrainTask
+
+Structure: TypeAlias = Any
+"""A tensor or another value, or a tuple, list or dict of them."""
 
 EXAMPLES = 6
+"""The number of examples with which a task is tried."""
 
-DEPENDS_ON_PLACE = (
+DEPENDS_ON_POSITION = (
     "random ops without our seeds: the loss of an example depends on its place in the batch, as it does where numbers "
     "are drawn with a seed of one's own, by every replica for its own rows. Use Keras's layers (Dropout, ...), or "
     "tf.random.stateless_* with loop.example_seed()"
 )
 
 
-def causes(task: TrainTask, options: dict[str, Any]) -> list[str]:
-    """The mistakes that can be seen in a task, each with its fix; empty if there are none.
+def causes(task: TrainTask, options: Options) -> list[str]:
+    """The mistakes that a trial of a task shows, each with its fix; empty if there are none.
 
     Args:
         task: the task.
@@ -41,25 +46,25 @@ def causes(task: TrainTask, options: dict[str, Any]) -> list[str]:
     enter(task, options, 0)
     mistakes = list(_data(task, options))
     if type(task).compute is TrainTask.compute:
-        return mistakes  # a training step of its own, in which one loss may follow from another
+        return mistakes  # in a training step of the task's own, one loss may follow from another
     try:
         mistakes += _compute(task, options, "float64")
-    except Exception:  # such as a tf.Module of float32 tensors
+    except Exception:  # a task may be bound to float32, such as a tf.Module of float32 tensors
         mistakes += _compute(task, options, "float32")
     return mistakes
 
 
-def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
-    """Whether the data is the same each time that it is asked for."""
+def _data(task: TrainTask, options: Options) -> Iterator[str]:
+    """The mistakes in the data: whether it is the same each time that it is made."""
     for method in ("train_data", "eval_data"):
-        prints = []
+        fingerprints = set()
         for _ in range(2):
-            found: list[np.ndarray] = []
+            arrays: list[np.ndarray] = []
             seed_generators(options["seed"])
             for data in evaluation_sets.named(getattr(task, method)()).values():
-                found += contents(data, 2 * options["batch_size"] + 1)
-            prints.append(fingerprint(*found))
-        if len(set(prints)) > 1:
+                arrays += contents(data, 2 * options["batch_size"] + 1)
+            fingerprints.add(fingerprint(*arrays))
+        if len(fingerprints) > 1:
             yield (
                 f"host randomness in the data: {method}() gives other examples each time that it is called, so that "
                 "every worker, and every attempt at a run, has its own. Seed it (np.random.default_rng(seed), "
@@ -67,13 +72,14 @@ def _data(task: TrainTask, options: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _compute(task: TrainTask, options: dict[str, Any], precision: str) -> list[str]:
-    """Whether the values of an example depend on anything but the example."""
+def _compute(task: TrainTask, options: Options, precision: str) -> list[str]:
+    """The mistakes in `compute`: whether the values of an example depend on anything but the example."""
     options = options | {"precision": precision, "drop_remainder": False, "eval_every": "never"}
     session = Session(task, Backend(), options, trained_on=1, change=_few)  # of a task with phases: the first one
-    built, batch = session.built, session.data.train.head(EXAMPLES)
+    built = session.built
+    batch = session.data.train.head(EXAMPLES)
     if built.fixed_rows is not None:
-        return []  # an example can't be tried alone
+        return []  # the model doesn't take an example by itself
     row_random.reseed(built.model)
     row_random.by_row()
     with keras_precision(precision):
@@ -81,23 +87,30 @@ def _compute(task: TrainTask, options: dict[str, Any], precision: str) -> list[s
         return list(probe.causes(options))
 
 
-def _few(data: Any, options: dict[str, Any]) -> Any:
+def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in memory and in the precision of the options."""
     few = first(data, EXAMPLES)
     return in_float64(few) if options["precision"] == "float64" else few
 
 
 class _Probe:
-    """A built task, one batch of it, and the relative difference that is taken for rounding."""
+    """Tries a built task with one batch.
 
-    def __init__(self, task: TrainTask, built: BuiltModel, batch: Any, bound: float) -> None:
+    Args:
+        task: the task.
+        built: the model of the task.
+        batch: the batch.
+        bound: the greatest relative difference that counts as rounding.
+    """
+
+    def __init__(self, task: TrainTask, built: BuiltModel, batch: Batch, bound: float) -> None:
         self.task = task
         self.model = built.model
         self.batch = batch
         self.bound = bound
         self.size = int(count(batch))
         self._start = [(variable, variable.numpy()) for variable in model_variables(built.model)]
-        # As graphs that know no number of rows, as in training: random numbers are drawn by row there.
+        # Graphs with an open number of rows, as in training: with a known number, `row_random` wouldn't draw by row.
         rows = tf.nest.map_structure(lambda tensor: tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype), batch)
         signature = [rows, tf.TensorSpec([], tf.int64)]
         self._losses = {
@@ -105,8 +118,8 @@ class _Probe:
             for training in (False, True)
         }
 
-    def causes(self, options: dict[str, Any]) -> Iterator[str]:
-        """The mistakes, the plainest first; what only follows from another one is left out."""
+    def causes(self, options: Options) -> Iterator[str]:
+        """The mistakes, the most obvious first. A mistake that only follows from another one is left out."""
         gathers = all_gathers()
         evaluated = self.loss(self.batch, training=False)
         evaluated_again = self.loss(self.batch, training=False)
@@ -131,7 +144,7 @@ class _Probe:
                 "BatchNormalization, whose statistics are taken over all replicas, or loop.all_gather() in it"
             )
         else:
-            # While training, the output of BatchNorm depends on the batch, as it must.
+            # In training, the output of BatchNorm depends on the batch, as it must.
             together = {False: evaluated} if norms else {False: evaluated, True: trained}
             yield from self.dependent_losses(together)
         if norms and not options["sync_batch_norm"]:
@@ -141,20 +154,20 @@ class _Probe:
             )
 
     def dependent_losses(self, together: dict[bool, np.ndarray]) -> Iterator[str]:
-        """Why an example alone has another loss than in the batch: with `training` or without, the first that differs.
+        """Why an example by itself has another loss than in the batch, if it has; for the first case that differs.
 
         Args:
-            together: the losses of the whole batch, by `training`.
+            together: the losses of the whole batch, by whether the model trains.
         """
         for training, losses in together.items():
             alone = [self.loss(self.rows(i, i + 1), training, first=i) for i in range(self.size)]
             if self.differ(losses, np.concatenate(alone)):
                 reversed_batch = tf.nest.map_structure(lambda tensor: tf.reverse(tensor, [0]), self.batch)
-                by_place = self.differ(together[False], self.loss(reversed_batch, training=False)[::-1])
-                yield DEPENDS_ON_PLACE if by_place else self.mixing(losses, training)
+                by_position = self.differ(together[False], self.loss(reversed_batch, training=False)[::-1])
+                yield DEPENDS_ON_POSITION if by_position else self.mixing(losses, training)
                 return
 
-    def rows(self, start: int, end: int) -> Any:
+    def rows(self, start: int, end: int) -> Batch:
         """Some examples of the batch, as a batch."""
         return tf.nest.map_structure(lambda tensor: tensor[start:end], self.batch)
 
@@ -183,23 +196,30 @@ class _Probe:
         batch = tf.nest.map_structure(lambda tensor: tf.repeat(tensor, copies, 0), self.rows(0, 1))
         return self.loss(batch, training)[:1]
 
-    def loss(self, batch: Any, training: bool, first: int = 0) -> np.ndarray:
-        """The loss of each row, one number each, where `first` is the place of the first one in the whole batch."""
+    def loss(self, batch: Batch, training: bool, first: int = 0) -> np.ndarray:
+        """The loss of each row: float64 [n].
+
+        Args:
+            batch: the rows.
+            training: whether the model trains.
+            first: the position of the first row in the whole batch.
+        """
         self.reset()
         value = self._losses[training](batch, tf.constant(first, tf.int64)).numpy()
         return value.reshape(len(value), -1).sum(1)
 
-    def _loss(self, training: bool, batch: Any, first: tf.Tensor) -> tf.Tensor:
+    def _loss(self, training: bool, batch: Batch, first: tf.Tensor) -> tf.Tensor:
+        """See `loss`, while tracing."""
         with within(self.replica(batch, first)):
             return tf.cast(self.task.compute(self.model, batch, training=training)["loss"], tf.float64)
 
     def reset(self) -> None:
-        """Takes the model's state back to what it was."""
+        """Gives the model's variables the values that they had at the start."""
         for variable, value in self._start:
             variable.assign(value)
 
-    def replica(self, batch: Any, first: Any) -> Replica:
-        """The one replica, whose rows start at place `first`."""
+    def replica(self, batch: Batch, first: tf.Tensor | int) -> Replica:
+        """The only replica, whose rows start at position `first` of the whole batch."""
         zero = tf.constant(0, tf.int64)
         first = tf.cast(first, tf.int64)
         return Replica(Backend(), Rows(batch, first, zero, zero, first + tf.range(count(batch))), 0, EXAMPLES)
@@ -214,7 +234,7 @@ class _Probe:
         return bool(distance > max(1e-12, self.bound * scale))
 
     def random_operations(self) -> str:
-        """The names of the stateful random operations in `compute`, and of code of the host."""
+        """The types of the stateful random operations in `compute`, and of those that call Python; for a message."""
         try:
             graph = self._losses[True].get_concrete_function().graph
         except Exception:
@@ -225,7 +245,7 @@ class _Probe:
         return ", ".join(sorted(filter(_is_random, names))) or "something in compute()"
 
     def dependent_layers(self) -> Iterator[str]:
-        """The layers whose output for the first row changes with the others; synchronized BatchNorm aside."""
+        """The layers whose output for the first row changes with the other rows; except BatchNorm."""
         dependent: set[int] = set()
         for layer_call in self.layer_calls():
             layer = layer_call.layer
@@ -234,12 +254,12 @@ class _Probe:
                 yield layer.name
 
     def layer_calls(self) -> list[_LayerCall]:
-        """How `compute` calls each layer that has no layers in it; synchronized BatchNorm aside."""
-        seen: list[_LayerCall] = []
+        """The calls that `compute` makes of layers that have no layers in them; except BatchNorm."""
+        calls: list[_LayerCall] = []
 
-        def watched(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-            def record(*args: Any, **kwargs: Any) -> Any:
-                seen.append(_LayerCall(layer, call, args, kwargs))
+        def watched(layer: Layer, call: Callable[..., Structure]) -> Callable[..., Structure]:
+            def record(*args: Any, **kwargs: Any) -> Structure:
+                calls.append(_LayerCall(layer, call, args, kwargs))
                 return call(*args, **kwargs)
 
             return record
@@ -247,6 +267,7 @@ class _Probe:
         norms = {id(layer) for layer in batch_norms(self.model)}
         watchable = [layer for layer in layers(self.model) if is_leaf(layer) and id(layer) not in norms]
         for layer in watchable:
+            # Past the layer's own `__setattr__`, which would track the attribute.
             object.__setattr__(layer, "call", watched(layer, layer.call))
         try:
             self.reset()
@@ -255,10 +276,10 @@ class _Probe:
         finally:
             for layer in watchable:
                 object.__delattr__(layer, "call")
-        return seen
+        return calls
 
     def mixes_rows(self, layer_call: _LayerCall) -> bool:
-        """Whether a layer's output for the first row is another one without the other rows."""
+        """Whether a layer's output for the first row changes if the other rows are left out."""
         inputs = layer_call.args, layer_call.kwargs
         lengths = {leaf.shape[0] for leaf in tf.nest.flatten(inputs) if _has_rows(leaf)}
         if lengths != {self.size}:
@@ -270,8 +291,14 @@ class _Probe:
             return False
         return of_all[:1].shape != of_first.shape or self.differ(of_all[:1], of_first)
 
-    def output(self, layer_call: _LayerCall, inputs: tuple[Any, Any], batch: Any) -> np.ndarray | None:
-        """The first output of a layer that is called once more; None where it is no tensor with rows."""
+    def output(self, layer_call: _LayerCall, inputs: Structure, batch: Batch) -> np.ndarray | None:
+        """Calls a layer once more; returns its first output, or None if that is no tensor with rows.
+
+        Args:
+            layer_call: the call.
+            inputs: the arguments, in place of those of the call: positional and named ones.
+            batch: the rows that the arguments are computed from.
+        """
         args, kwargs = inputs
         self.reset()
         with within(self.replica(batch, 0)):
@@ -280,34 +307,32 @@ class _Probe:
 
 
 class _LayerCall(NamedTuple):
-    """A call of a layer: the layer, its own `call`, and what it was called with."""
+    """A call of a layer: the layer, its own method `call`, and the arguments."""
 
-    layer: Any
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    layer: Layer
+    call: Callable[..., Structure]
+    args: tuple[Structure, ...]
+    kwargs: dict[str, Structure]
 
 
-def _has_rows(value: Any) -> bool:
+def _has_rows(value: object) -> bool:
     """Whether a value is a tensor with at least one axis."""
     return isinstance(value, tf.Tensor) and bool(value.shape.rank)
 
 
 def _is_random(operation: str) -> bool:
-    """Whether an operation of this type draws random numbers from a state of its own, or is code of the host."""
+    """Whether an operation of this type draws random numbers from a state of its own, or calls Python."""
     if "Random" in operation and "Stateless" not in operation:
         return True
     return "PyFunc" in operation or operation.startswith(("Multinomial", "StatefulStandard", "StatefulUniform"))
 
 
-def is_leaf(layer: Any) -> bool:
-    """Whether a layer has no other layers in it.
-
-    A recurrent layer counts as one in place of its cell, which keeps what it was first called with (its masks).
-    """
+def is_leaf(layer: Layer) -> bool:
+    """Whether a layer has no other layers in it. A recurrent layer counts as one, and its cell doesn't."""
+    # A cell can't be called again by itself: it keeps dropout masks of its first call.
     return not is_cell(layer) and all(map(is_cell, layer._flatten_layers(include_self=False)))
 
 
-def is_cell(layer: Any) -> bool:
+def is_cell(layer: Layer) -> bool:
     """Whether a layer is the cell of a recurrent one."""
     return hasattr(layer, "state_size") and not hasattr(layer, "return_sequences")

@@ -1,6 +1,6 @@
-"""`tfloop train --dry-run`: two steps and an evaluation of a task, and what they tell; nothing is left behind.
+"""`tfloop train --dry-run`: two steps and an evaluation of a task, and what they show; nothing is left behind.
 
-What the launcher needs of it loads no TensorFlow.
+The launcher imports this module, so TensorFlow is imported only within functions.
 """
 
 from __future__ import annotations
@@ -8,34 +8,38 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import callbacks
 from callbacks import Callback, Metrics, Run
 from callbacks.epoch_lines import numbers
 from callbacks.formats import size
 from callbacks.throughput_probe import peak_memory
+from callbacks.types import Data, JsonObject, Optimizer, Tensors, Variable
 from loop.launch import signals
-from loop.options import with_defaults
+from loop.options import Options, with_defaults
 
 if TYPE_CHECKING:
     from loop.backends.base import Backend
-    from loop.task import TrainTask
+    from loop.task import Batch, Model, TrainTask
+
+About: TypeAlias = Mapping[str, Any]
+"""A JSON object with what is known of the task, or of a part of it."""
 
 STEPS = 2
-"""So many steps are made."""
+"""The number of steps that are made."""
 
 
-def dry_run(task: TrainTask, backend: Backend, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds all that `fit` builds, makes two steps from step 0 on, and evaluates.
+def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
+    """Builds all that `fit` builds, makes two steps from step 0 on, and evaluates. All workers must call it.
 
     Args:
         task: the task.
-        backend: the backend. All workers must call it.
-        options: those of `fit`. What is asked of the run directory, or of a checkpoint, doesn't count.
+        backend: the backend.
+        options: the options of `fit`. Those about the run directory and checkpoints don't count.
 
     Returns:
-        What is known of the task, as JSON values; see `lines`.
+        What is known of the task; see `lines`.
     """
     from loop.fit import fit
 
@@ -56,17 +60,17 @@ def dry_run(task: TrainTask, backend: Backend, options: Mapping[str, Any]) -> di
 
 
 class _Look(Callback):
-    """Looks at a run, and ends it after two steps and the evaluation that is due then."""
+    """Notes what is known of the task, and ends the run after two steps and the evaluation that is due then."""
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
     every = tuple(range(1, STEPS + 1))
 
     def __init__(self) -> None:
-        self.about: dict[str, Any] = {}
+        self.about: JsonObject = {}
 
-    def on_data(self, run: Run, data: Any) -> Any:
+    def on_data(self, run: Run, data: Data) -> Data:
         size = run.options["batch_size"]
-        example = data.train.example
+        example = data.train.example  # type: ignore[attr-defined]
         self.about |= {"task": type(run.task).__name__, "batch": _shapes(example, example, size)}
         self.about["outputs"] = _shapes(_outputs(run, example), example, size)
         return data
@@ -114,13 +118,13 @@ class _Look(Callback):
 
 
 class _RecordedModel:
-    """A model that keeps its outputs as `compute` calls it."""
+    """Takes the place of the model while `compute` is called, and keeps the model's outputs."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
-        self.recorded: list[Any] = []
+        self.recorded: list[Tensors] = []
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Tensors:
         self.recorded.append(self._model(*inputs, **named))
         return self.recorded[-1]
 
@@ -128,8 +132,8 @@ class _RecordedModel:
         return getattr(self._model, name)
 
 
-def _outputs(run: Run, example: Any) -> list[Any]:
-    """The model's outputs for a few examples; none where `compute` calls parts of it, or takes no stand-in for it."""
+def _outputs(run: Run, example: Batch) -> list[Tensors]:
+    """The model's outputs for a few examples; [] if `compute` calls only parts of it, or refuses the stand-in."""
     from loop.data import count
     from loop.model.precision import keras_precision
     from loop.step.replica import probing
@@ -141,8 +145,8 @@ def _outputs(run: Run, example: Any) -> list[Any]:
     return model.recorded
 
 
-def _shapes(value: Any, example: Any, size: int, name: str = "") -> list[dict[str, Any]]:
-    """Of each tensor in a structure: its name, if it has one; its type; its shape, for a batch of `size`."""
+def _shapes(value: Tensors, example: Batch, size: int, name: str = "") -> list[JsonObject]:
+    """The name, dtype and shape of each tensor in a structure, for a batch of `size`; the name may be ""."""
     from loop.data import count
 
     if isinstance(value, Mapping):
@@ -154,28 +158,34 @@ def _shapes(value: Any, example: Any, size: int, name: str = "") -> list[dict[st
         if shape and shape[0] == int(count(example)):
             shape[0] = size
         return [{"name": name, "dtype": getattr(value.dtype, "name", str(value.dtype)), "shape": shape}]
-    return [shape for part_name, part in parts for shape in _shapes(part, example, size, part_name)]
+    shapes: list[JsonObject] = []
+    for part_name, part in parts:
+        shapes += _shapes(part, example, size, part_name)
+    return shapes
 
 
-def _learning_rates(optimizer: Any) -> list[dict[str, Any]]:
+def _learning_rates(optimizer: Optimizer) -> list[JsonObject]:
+    """The learning rate of each optimizer: its name, the class, the rate of the first step, and the schedule."""
     import numpy as np
 
-    rates = []
-    for name, one in optimizer.items() if isinstance(optimizer, Mapping) else [("", optimizer)]:
-        given = getattr(one, "_learning_rate", None)
-        schedule = type(given).__name__ if callable(given) else None
-        now = one.learning_rate
-        rate = float(np.asarray(now(one.iterations) if callable(now) else now))
-        rates.append({"name": name, "optimizer": type(one).__name__, "rate": rate, "schedule": schedule})
+    rates: list[JsonObject] = []
+    optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
+    for name, member in optimizers.items():
+        own = getattr(member, "_learning_rate", None)
+        schedule = type(own).__name__ if callable(own) else None
+        now = member.learning_rate  # of tf_keras it may be the schedule itself
+        rate = float(np.asarray(now(member.iterations) if callable(now) else now))
+        rates.append({"name": name, "optimizer": type(member).__name__, "rate": rate, "schedule": schedule})
     return rates
 
 
-def _elements(variables: list[Any]) -> int:
+def _elements(variables: list[Variable]) -> int:
+    """The number of elements of all variables."""
     return sum(int(variable.shape.num_elements()) for variable in variables)
 
 
-def lines(about: Mapping[str, Any]) -> Iterator[str]:
-    """The same for people; `about["why"]` is the reason for the backend."""
+def lines(about: About) -> Iterator[str]:
+    """What `dry_run` returned, for people; `about["why"]` is the reason for the backend."""
     rows = {
         "batch": _tensors(about["batch"]),
         "model's output": _tensors(about["outputs"]) or "not called as a whole",
@@ -193,11 +203,11 @@ def lines(about: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {name:16}{text}"
 
 
-def _tensors(shapes: list[dict[str, Any]]) -> str:
+def _tensors(shapes: list[JsonObject]) -> str:
     return ", ".join(f"{tensor['name']} {tensor['dtype']} {tensor['shape']}".strip() for tensor in shapes)
 
 
-def _memory(memory: Mapping[str, Any], workers: int, replicas: int) -> str:
+def _memory(memory: About, workers: int, replicas: int) -> str:
     copies = " on each replica" if replicas > 1 else ""
     parts = [f"{name} {size(memory[name])}" for name in ("parameters", "gradients", "optimizer")]
     text = f"{', '.join(parts)}{copies}"
@@ -209,9 +219,9 @@ def _memory(memory: Mapping[str, Any], workers: int, replicas: int) -> str:
     return text
 
 
-def _rate(rate: Mapping[str, Any]) -> str:
-    kinds = ", ".join(filter(None, [rate["optimizer"], rate["schedule"]]))
-    return f"{rate['name']} {rate['rate']:.6g} ({kinds})".strip()
+def _rate(rate: About) -> str:
+    classes = ", ".join(filter(None, [rate["optimizer"], rate["schedule"]]))
+    return f"{rate['name']} {rate['rate']:.6g} ({classes})".strip()
 
 
 def _batch_size(batch: Mapping[str, int], replicas: int) -> str:

@@ -1,4 +1,4 @@
-"""Exports the model of a run: weights as npz, a Keras file, or a SavedModel; each is tried in a new process first."""
+"""Exports the model of a run in the format that the name of the output asks for; a new process tries it first."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from callbacks.files import ROOT
 from loop.backends.base import Backend
+from loop.commands import conversion, serving_layout
 from loop.data import Source
 from loop.errors import TrainingError, UsageError
 from loop.model.variables import all_variables
@@ -32,6 +33,9 @@ from loop.task import TrainTask, target_of
 TOLERANCE = 1e-6
 """How far outputs of a model that was loaded again may lie from its own, by the greatest of them if that is above 1."""
 
+TOLERANCE_CONVERTED = 1e-5
+"""The same for formats with a runtime of their own, which adds in another order: ONNX and LiteRT."""
+
 
 def export(
     task: TrainTask | None,
@@ -39,43 +43,45 @@ def export(
     out: Path,
     check: bool = True,
     progress: Callable[[str], Any] = lambda text: None,
+    serving: bool = False,
 ) -> str:
     """Writes the model of a checkpoint; `out` appears whole or not at all.
 
     Args:
         task: the task of the run; not needed for weights.
         path: a checkpoint, or a run directory.
-        out: `*.npz`: all model variables, keys `00000:<variable name>` in order; `*.keras`: a Keras file; else the
-            directory of a SavedModel, with the signature `serving_default`, also callable as `serve`.
+        out: `*.npz`: all model variables, keys `00000:<variable name>` in order; `*.keras`: a Keras file; `*.onnx`,
+            `*.tflite`: for ONNX Runtime and LiteRT, with named inputs and outputs; else the directory of a
+            SavedModel, with the signature `serving_default`, also callable as `serve`.
         check: whether a new process loads what was written, and its outputs on evaluation examples are compared.
         progress: is called with what is done next.
+        serving: whether the directory gets the layout that TensorFlow Serving reads, and a Dockerfile that serves it.
 
     Returns:
         What the check has shown, or "".
 
     Raises:
-        UsageError: there is no such checkpoint, or the model has no such format.
+        UsageError: there is no such checkpoint, the model has no such format, or a package is missing.
         TrainingError: what was written can't be loaded, or gives other outputs.
     """
     partial = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
     shown = ""
     try:
         if out.suffix == ".npz":
-            weights, _ = read_weights(path)
-            weights = {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
-            with partial.open("wb") as file:
-                np.savez(file, allow_pickle=False, **weights)
+            _write_weights(path, partial)
         else:
             assert task is not None
+            conversion.check_installed(out)
             with contextlib.suppress(RuntimeError):  # the check's process must compute as this one does
                 tf.config.set_visible_devices([], "GPU")
             progress("building the model")
             served = served_by(task, *rebuild(task, path))
             progress(f"writing {out}")
-            save(served, partial, out)
+            model = serving_layout.write(partial, type(task).__name__) if serving else partial
+            _write_model(served, model, out)
             if check:
                 progress("loading it in a new process")
-                shown = compare(served, partial, out, target_of(task))
+                shown = compare(served, model, out, target_of(task))
         if out.is_dir():  # `replace` would silently take the place of an empty one
             raise UsageError(f"{out} exists already: remove it, or give another name")
         partial.replace(out)
@@ -86,6 +92,22 @@ def export(
             shutil.rmtree(partial)
         partial.unlink(missing_ok=True)
     return shown
+
+
+def _write_weights(path: Path, partial: Path) -> None:
+    """Writes the variables of the model alone."""
+    weights, _ = read_weights(path)
+    weights = {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
+    with partial.open("wb") as file:
+        np.savez(file, allow_pickle=False, **weights)
+
+
+def _write_model(served: Served, partial: Path, out: Path) -> None:
+    """Writes the model to `partial`, in the format that the name of `out` asks for."""
+    if out.suffix in conversion.EXTRAS:
+        conversion.convert(served, partial, out)
+    else:
+        save(served, partial, out)
 
 
 def rebuild(task: TrainTask, path: Path) -> tuple[BuiltModel, Source]:
@@ -103,8 +125,7 @@ def rebuild(task: TrainTask, path: Path) -> tuple[BuiltModel, Source]:
 def compare(served: Served, partial: Path, out: Path, target: str | None) -> str:
     """Has a new process load what was written, and compares the outputs for the examples; says how far they differ."""
     is_keras = out.suffix == ".keras"
-    example = served.example()
-    inputs = example if isinstance(example, dict) else {next(iter(served._inputs.value)): example}
+    inputs = served.named_example()
     loaded = _loaded_outputs(served, inputs, partial, out, target)
     returned = served.call(served._inputs.value) if is_keras else served.outputs()
     if not isinstance(returned, dict):
@@ -116,7 +137,7 @@ def compare(served: Served, partial: Path, out: Path, target: str | None) -> str
     worst = max((distance(value, loaded[name]) for name, value in expected.items()), default=0.0)
     examples = len(next(iter(inputs.values())))
     result = f"loaded in a new process, its outputs for {examples} examples differ by {worst:.2g}"
-    if not worst <= TOLERANCE:
+    if not worst <= (TOLERANCE_CONVERTED if out.suffix in conversion.EXTRAS else TOLERANCE):
         raise TrainingError(f"{out} is not written: {result}; give --no-check to have it all the same")
     return result
 

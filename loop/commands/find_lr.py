@@ -1,48 +1,52 @@
 """`tfloop find-lr`: the learning rate range test (Smith 2017, arXiv:1506.01186, section 3.3).
 
-Trains with a learning rate that grows exponentially from step to step, and looks where the loss falls fastest. All is
-that of a training: data, compiled step, engine; but nothing is written, and no callback is called.
+Trains with a learning rate that grows exponentially from step to step, and finds where the loss falls fastest. Data,
+compiled step and backend are those of a training; but nothing is written, and no callback is called.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import tensorflow as tf
 
 from callbacks.files import hidden_name, replacing
 from callbacks.run_record.journal import jsonable
+from callbacks.types import JsonObject
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.model.variables import is_legacy, learning_rates
+from loop.options import Options
 from loop.run.session import Session
 from loop.step import approximations
 from loop.step.train_step import NOT_FINITE
-from loop.task import TrainTask
+from loop.task import Optimizer, TrainTask
 
 FORMS = (".json", ".png", ".svg")
-"""What `write` can write, by the end of the file's name."""
-_MEMORY = 0.9  # of the moving average of losses
-_DIVERGED = 4.0  # so many times the best loss is the end
-_NOISE = 2.0  # a fall is one if it is so many standard deviations of a step's loss: chance has fewer in 99 of 100 tests
+"""The formats that `write` can write, as endings of the file's name."""
+_DECAY = 0.9
+"""The weight of the old average in the moving average of losses."""
+_DIVERGED = 4.0
+"""The test ends when the smoothed loss is this many times the best one."""
+_NOISE = 2.0
+"""The loss must fall by this many standard deviations of a step's loss. Chance does that in 1 of 100 tests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RangeTest:
-    """What a range test has found.
+    """The result of a range test.
 
     Attributes:
-        rates: the learning rate of each step; of the first optimizer, where there are several.
-        losses: the loss of each, before the step.
-        diverged: whether that is where it ended.
-        scaled: by the names of several optimizers, how many times the rate of the first one theirs was.
+        rates: the learning rate of each step; of several optimizers, that of the first one.
+        losses: the loss of each step, before the weights are updated.
+        diverged: whether the test ended because the loss diverged.
+        scaled: the ratio of each optimizer's rate to that of the first one, by name; "" for a single optimizer.
     """
 
     rates: list[float]
@@ -52,15 +56,13 @@ class RangeTest:
 
     @property
     def smoothed(self) -> list[float]:
-        """The losses, smoothed: an exponential moving average, without the weight of a beginning at 0."""
+        """The losses, smoothed by an exponential moving average, which is corrected for its start at 0."""
         return _average(self.losses)
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the loss falls fastest, before it is smallest; None if it falls no more than by chance.
-
-        How fast is measured over a tenth of the steps. The first tenth, of which there is no average yet, is left out.
-        """
+        """The rate at which the loss falls fastest, before its minimum; None if it falls no more than by chance."""
+        # The fall is measured over a tenth of the steps. The first tenth is left out: its average has too few losses.
         smoothed = np.array(self.smoothed)
         width = max(2, len(self.losses) // 10)
         end = width + int(np.argmin(smoothed[width:])) + 1 if len(smoothed) > width else 0
@@ -74,31 +76,31 @@ class RangeTest:
 
     @property
     def top(self) -> float:
-        """The greatest loss that a plot shows: how far it diverges is of no interest."""
+        """The greatest loss that a plot shows. How far the loss diverges is of no interest."""
         smoothed = self.smoothed
         return 2 * max(smoothed[: int(np.argmin(smoothed)) + 1]) - min(smoothed)
 
 
 def find_lr(
     task: TrainTask,
-    engine: Backend,
-    options: dict[str, Any],
+    backend: Backend,
+    options: Options,
     steps: int,
     low: float,
     high: float,
-    progress: Callable[[int], Any] = lambda count: None,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> RangeTest:
-    """Makes so many steps, with learning rates from `low` to `high`; stops where the loss diverges.
+    """Makes up to `steps` steps, with learning rates from `low` to `high`; stops when the loss diverges.
 
-    Several optimizers keep the ratios of their rates: the first one has those from `low` to `high`.
+    Several optimizers keep the ratios of their rates: the first one has the rates from `low` to `high`.
 
     Args:
-        task: the task.
-        engine: the backend, in one process.
+        task: the task; of a task with phases, the first phase is tested.
+        backend: the backend, in one process.
         options: the options of `fit`.
-        steps: how many.
+        steps: the number of steps.
         low: the first learning rate.
-        high: the last one.
+        high: the last learning rate.
         progress: is called with 1 after each step.
 
     Raises:
@@ -106,15 +108,15 @@ def find_lr(
     """
     options = options | approximations.OFF
     options |= {"ema": None, "profile": None, "eval_every": "never", "on_nonfinite": "stop"}
-    session = Session(task, engine, options)  # of a task with phases: the first one
-    # The compiled step reads a variable, so that another rate needs no other trace.
-    with engine.scope():
+    session = Session(task, backend, options)
+    # The compiled step reads the rate from a variable, so that it needs no new trace for each rate.
+    with backend.scope():
         rate = tf.Variable(low, trainable=False, dtype=tf.float64)
     optimizers = session.built.optimizer
     ratios = _ratios(optimizers)
     for name, ratio in ratios.items():
         optimizer = optimizers[name] if name else optimizers
-        optimizer.learning_rate = _rate(optimizer, rate, ratio)
+        optimizer.learning_rate = _schedule(optimizer, rate, ratio)
     session.make_step()
     losses: list[float] = []
     rates: list[float] = np.geomspace(low, high, steps).tolist()
@@ -131,7 +133,7 @@ def find_lr(
 
 
 def _losses(session: Session, rates: Sequence[float], rate: tf.Variable) -> Iterator[float]:
-    """Makes a step with each rate, and gives its loss: the sum of all, where a step has several."""
+    """Makes a step with each rate; yields the loss of each, or the sum if a step has several losses."""
     names = [f"{name}_loss" if name else "loss" for name in session.built.minimized]
     steps = session.steps()
     for value in rates:
@@ -144,8 +146,8 @@ def _losses(session: Session, rates: Sequence[float], rate: tf.Variable) -> Iter
         yield sum(means[name] for name in names)
 
 
-def _ratios(optimizer: Any) -> dict[str, float]:
-    """How many times the rate of the first optimizer each one's is, by name; "" for a single one."""
+def _ratios(optimizer: Optimizer) -> dict[str, float]:
+    """The ratio of each optimizer's rate to that of the first one, by name; "" for a single optimizer."""
     if not isinstance(optimizer, Mapping):
         return {"": 1.0}
     rates = dict(zip(optimizer, learning_rates(optimizer), strict=True))
@@ -159,27 +161,31 @@ def _ratios(optimizer: Any) -> dict[str, float]:
     return {name: (rate or 0.0) / (first or 1.0) for name, rate in rates.items()}
 
 
-def _rate(optimizer: Any, rate: tf.Variable, ratio: float) -> Any:
-    """A schedule that follows a variable."""
+def _schedule(optimizer: Optimizer, rate: tf.Variable, ratio: float) -> object:
+    """A schedule of the optimizer's family, whose rate is that of a variable times `ratio`."""
     if is_legacy(optimizer):
         from tf_keras.optimizers.schedules import LearningRateSchedule
     else:
         from keras.optimizers.schedules import LearningRateSchedule
 
     class Followed(LearningRateSchedule):
-        def __call__(self, step: Any) -> Any:
+        def __call__(self, step: tf.Tensor) -> tf.Tensor:
             return tf.cast(rate * ratio, tf.float32)
 
-        def get_config(self) -> dict[str, Any]:
+        def get_config(self) -> JsonObject:
             return {"ratio": ratio}
 
     return Followed()
 
 
 def _average(losses: Sequence[float]) -> list[float]:
-    """An exponential moving average, without the weight of a beginning at 0."""
-    sums = itertools.accumulate(losses, lambda sum_, loss: _MEMORY * sum_ + (1 - _MEMORY) * loss, initial=0.0)
-    return [total / (1 - _MEMORY**count) for count, total in enumerate(sums) if count]
+    """The exponential moving average after each loss, corrected for its start at 0 (as in Adam)."""
+    averages = []
+    average = 0.0
+    for count, loss in enumerate(losses, 1):
+        average = _DECAY * average + (1 - _DECAY) * loss
+        averages.append(average / (1 - _DECAY**count))
+    return averages
 
 
 def lines(test: RangeTest, width: int = 78) -> Iterator[str]:
@@ -197,7 +203,7 @@ def lines(test: RangeTest, width: int = 78) -> Iterator[str]:
 
 
 def plot(test: RangeTest, width: int, height: int = 16) -> list[str]:
-    """The smoothed loss over the learning rate, for a terminal; a line where it falls fastest."""
+    """The smoothed loss over the learning rate, for a terminal; with a line where it falls fastest."""
     if len(test.rates) < 2:
         return []
     import plotext
@@ -218,14 +224,14 @@ def plot(test: RangeTest, width: int, height: int = 16) -> list[str]:
     return ["loss (smoothed) over learning rate", *figure.build().string(True).splitlines()]
 
 
-def as_json(test: RangeTest) -> dict[str, Any]:
-    """The same for programs."""
-    about: dict[str, Any] = jsonable(dataclasses.asdict(test) | {"smoothed": test.smoothed})
-    return about | {"suggestion": test.suggestion}
+def as_json(test: RangeTest) -> JsonObject:
+    """The test for programs."""
+    fields: JsonObject = jsonable(dataclasses.asdict(test) | {"smoothed": test.smoothed})
+    return fields | {"suggestion": test.suggestion}
 
 
 def write(path: Path, test: RangeTest) -> None:
-    """Writes the plot, or the numbers, whole or not at all."""
+    """Writes the plot or, into a .json file, the numbers; whole or not at all."""
     try:
         with replacing(path, aside=hidden_name(path)) as file:
             if path.suffix == ".json":
@@ -237,6 +243,7 @@ def write(path: Path, test: RangeTest) -> None:
 
 
 def _draw(file: IO[bytes], form: str, test: RangeTest) -> None:
+    """Writes the plot as a picture."""
     from matplotlib.figure import Figure
 
     if not test.losses:

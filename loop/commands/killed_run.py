@@ -1,4 +1,4 @@
-"""A run of `tfloop train` whose processes are killed, and which is started again: the means of `tfloop chaos`."""
+"""A run of `tfloop train` whose processes are killed, and that is started again; for `tfloop chaos`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,35 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from callbacks.example_log import ExampleLog
+from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
 from loop.commands import command_line
 from loop.errors import TrainingError, UsageError
 
 MARK = "TFLOOP_CHAOS"
-"""Environment variable that marks all processes of an attempt, also those whose parent has ended."""
+"""The environment variable that marks all processes of an attempt, even those whose parent has ended."""
 WRITING, STARTING, TRAINING = KINDS = ("in a checkpoint write", "in start-up", "in training")
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
-_FIRST_LINE = 30  # bytes, or less
+_FIRST_LINE = 30
+"""The greatest size of the first line in a file of examples, in bytes."""
 
 
 class Run:
     """A run that is started again with the same command until it has ended.
 
     Args:
-        directory: for all that it writes.
-        arguments: of `tfloop train`.
-        checkpoint_every: how often it saves; None: as `tfloop train` does by default.
+        directory: the directory for all files of the run.
+        arguments: the arguments of `tfloop train`.
+        checkpoint_every: how often it saves, as typed; None: the default of `tfloop train`.
+
+    Attributes:
+        checkpoints: the directory of the checkpoints.
+        examples: the directory of the logs of examples.
+        command: the whole command.
+        code: the exit code of the last attempt; None: there was none.
     """
 
     def __init__(self, directory: Path, arguments: Sequence[str], checkpoint_every: str | None) -> None:
@@ -51,12 +59,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether an attempt at it has come to its end."""
+        """Whether the last attempt has come to the end of the training."""
         return self.code == 0
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[Attempt]:
-        """Starts it (again). Afterwards all of its processes have ended."""
+        """Starts an attempt. When the context ends, all of its processes have ended."""
         with (self.directory / "stdout").open("ab") as out, (self.directory / "stderr").open("ab") as err:
             attempt = Attempt(self, out, err)
             try:
@@ -65,28 +73,29 @@ class Run:
                 attempt.gone(0)
                 self.code = attempt.process.wait()
 
-    def result(self) -> dict[str, Any]:
-        """What it printed at its end.
+    def result(self) -> JsonObject:
+        """The result that the run printed at its end.
 
         Raises:
             UsageError: it could not even start.
             TrainingError: it failed.
         """
         if not self.finished:
-            raise (UsageError if self.code == 2 else TrainingError)(self.last_words().removeprefix("tfloop: error: "))
-        result: dict[str, Any] = json.loads((self.directory / "stdout").read_bytes().splitlines()[-1])
+            raise (UsageError if self.code == 2 else TrainingError)(self.last_line().removeprefix("tfloop: error: "))
+        result: JsonObject = json.loads((self.directory / "stdout").read_bytes().splitlines()[-1])
         return result
 
-    def last_words(self) -> str:
-        """The last line that it wrote to stderr."""
+    def last_line(self) -> str:
+        """The last line that the run wrote to stderr."""
         lines = (self.directory / "stderr").read_text(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
 
-    def writing(self) -> dict[str, int]:
-        """Checkpoints that are half written, newer than all complete ones: their inodes by name, since names repeat."""
+    def unfinished_checkpoints(self) -> dict[str, int]:
+        """The inodes, by name, of checkpoints that are half written, and newer than all complete ones."""
         newest = max((path.name for path in checkpoint_files.complete(self.checkpoints)), default="")
+        # With inodes, because another attempt may write a checkpoint under the same name.
         inodes = {}
-        with contextlib.suppress(FileNotFoundError):  # a moment later it is written
+        with contextlib.suppress(FileNotFoundError):  # the directory isn't there yet, or the file was just renamed
             for entry in os.scandir(self.checkpoints):
                 if entry.name.endswith(".tmp") and entry.name > newest + ".tmp":
                     inodes[entry.name] = entry.inode()
@@ -94,27 +103,36 @@ class Run:
 
 
 class Attempt:
-    """All processes of one start of a run."""
+    """All processes of one start of a run.
+
+    Args:
+        run: the run.
+        out: the file for stdout.
+        err: the file for stderr.
+    """
 
     def __init__(self, run: Run, out: BinaryIO, err: BinaryIO) -> None:
         self.run = run
         self.begun = time.monotonic()
-        self._before = {path.name for path in run.examples.iterdir()}
-        self._litter = run.writing().items()
+        self._files_before = {path.name for path in run.examples.iterdir()}
+        self._unfinished_before = run.unfinished_checkpoints().items()
         self._token = secrets.token_hex(8)
-        # A launcher that is killed can't remove its temporary files: they go where all goes.
+        # A launcher that is killed can't remove its temporary files: they go into the directory of the run.
         environment = {**os.environ, MARK: self._token, "TMPDIR": str(run.directory / "tmp")}
         self.process = subprocess.Popen(
             run.command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
         )
 
     def trained(self) -> int:
-        """How much it has trained: bytes in the files of its examples, but for their first lines."""
-        sizes = (path.stat().st_size for path in self.run.examples.iterdir() if path.name not in self._before)
-        return sum(max(0, size - _FIRST_LINE) for size in sizes)
+        """How much it has trained: the bytes in its logs of examples, without their first lines."""
+        trained = 0
+        for path in self.run.examples.iterdir():
+            if path.name not in self._files_before:
+                trained += max(0, path.stat().st_size - _FIRST_LINE)
+        return trained
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = math.inf, pause: float = 0.01) -> bool:
-        """Whether something has happened before it ended, or that time was over."""
+        """Waits until the condition holds; returns False if the attempt ended before that, or the time was over."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             if condition():
@@ -132,18 +150,22 @@ class Attempt:
         return arguments
 
     def kill(self, draw: random.Random, chief: bool) -> None:
-        """Kills one of launcher and workers, or the chief."""
-        # Launcher and workers run the same command; what they start beside it is no target.
-        workers = [pid for pid, argv in self.processes().items() if argv[1:5] == self.run.command[1:5]]
+        """Kills the launcher or one of the workers, or the chief."""
+        # Launcher and workers run the same command. Other processes that they start aren't killed.
+        targets = [pid for pid, argv in self.processes().items() if argv[1:5] == self.run.command[1:5]]
         if chief:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 pid = json.loads((self.run.directory / "run" / "run.json").read_bytes())["pid"]
-                workers = [pid] if pid in workers else workers
+                targets = [pid] if pid in targets else targets
         with contextlib.suppress(ProcessLookupError):
-            os.kill(draw.choice(sorted(workers) or [self.process.pid]), signal.SIGKILL)
+            os.kill(draw.choice(sorted(targets) or [self.process.pid]), signal.SIGKILL)
 
     def gone(self, seconds: float) -> bool:
-        """Waits until all of it has ended; whether it did so by itself within that time. If not, it is ended."""
+        """Waits until all processes have ended; kills them if they haven't ended by themselves within that time.
+
+        Returns:
+            Whether they ended by themselves.
+        """
         deadline = time.monotonic() + seconds
         while self.process.poll() is None or self.processes():
             if time.monotonic() > deadline:
@@ -156,7 +178,7 @@ class Attempt:
         return True
 
     def hit(self) -> str:
-        """Where the kill has hit, by what is left."""
-        if self.run.writing().items() - self._litter:
+        """What the attempt was doing when it was killed, one of `KINDS`; by the files that it left."""
+        if self.run.unfinished_checkpoints().items() - self._unfinished_before:
             return WRITING
         return TRAINING if self.trained() else STARTING

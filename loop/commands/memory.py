@@ -1,9 +1,8 @@
 """`tfloop memory`: what memory a training needs with settings that save some, and which of them fits.
 
-A few small batches are measured, each in a process of its own. The peak grows in a line with the batch: its slope is
-what the activations of an example take. What variables take is counted. Two workers show what each of several takes
-beyond a process that is alone. The rest doesn't depend on the settings.
-Imports no TensorFlow.
+A few small batches are measured, each in a process of its own. The peak grows linearly with the batch: the slope is
+the memory of one example's activations. The memory of variables is counted. A run of two workers shows how much more
+each of several workers takes than a single process. The rest doesn't depend on the settings. Imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callbacks.formats import size
+from callbacks.types import JsonObject
 from loop.commands import command_line, terminal
 from loop.commands.memory_measurements import Curve, Prober
 from loop.errors import UsageError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 MICRO_BATCHES = 4
-"""The micro-batches of the settings that accumulate."""
+"""The number of micro-batches in the settings that accumulate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Setting:
     """A combination of the options that save memory.
 
     Attributes:
-        remat: whether `remat="full"` is on; else it is as the task has it.
-        accumulate: the micro-batches.
+        remat: whether `remat="full"` is on; otherwise `remat` is that of the task.
+        accumulate: the number of micro-batches.
         shard: whether `shard_optimizer` is on.
     """
 
@@ -52,22 +52,22 @@ SETTINGS = (
     Setting(remat=True, shard=True),
     Setting(remat=True, accumulate=MICRO_BATCHES),
 )
-"""What the table shows: first what costs the least time."""
+"""The settings in the table: those that cost the least time come first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a replica needs with a setting, in bytes.
+    """The memory that a replica needs with a setting, in bytes.
 
     Attributes:
-        name: of the setting, for people.
-        options: what is typed for it.
-        weights: all variables of the model.
-        gradients: those of the trainable variables, and the copies of them that a step holds.
-        optimizer: slots and moving averages.
-        activations: what goes with the batch.
-        rest: TensorFlow itself, the data, what the step holds beside the above, and a checkpoint that is written.
-        fits: whether the total fits; None: it isn't asked.
+        name: the name of the setting, for people.
+        options: the options to type for it.
+        weights: the memory of all variables of the model.
+        gradients: the memory of the gradients, and of the copies of them that a step holds.
+        optimizer: the memory of slots and moving averages.
+        activations: the memory that grows with the batch.
+        rest: TensorFlow itself, the data, what else a step holds, and a checkpoint that is being written.
+        fits: whether the total fits; None: there is no limit.
     """
 
     name: str
@@ -87,17 +87,17 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """What `memory` found.
+    """The result of `memory`.
 
     Attributes:
-        command: the training, as it is typed without a setting.
+        command: the command of the training, without a setting.
         task: the name of the task's class.
         workers: the number of replicas.
-        batch_size: the global batch.
+        batch_size: the size of the global batch.
         on_gpu: whether it is the memory of a GPU, and not that of the host.
-        limit: the memory to fit in, in bytes; None: it isn't asked.
-        rows: the settings; first what costs the least time.
-        measured: the peaks in bytes by the size of the batch, without and with `remat="full"`.
+        limit: the memory that a replica has, in bytes; None: there is no limit.
+        rows: the settings; those that cost the least time come first.
+        measured: the measured peaks in bytes, by the size of the batch; without and with `remat="full"`.
     """
 
     command: list[str]
@@ -116,7 +116,7 @@ class Report:
 
     @property
     def best(self) -> Row | None:
-        """The row that fits and costs the least time; None: none fits, or it isn't asked."""
+        """The row that fits and costs the least time; None: none fits, or there is no limit."""
         return next((row for row in self.rows if row.fits), None)
 
 
@@ -141,20 +141,20 @@ def memory(
     progress: Callable[[str], None] = lambda text: None,
     options: Mapping[str, object] | None = None,
 ) -> Report:
-    """Measures small batches without and with `remat="full"`, and works out what each setting needs.
+    """Measures small batches without and with `remat="full"`, and computes what each setting needs.
 
     Args:
-        target: of `tfloop train`.
+        target: the target of `tfloop train`.
         assignments: the fields of the task, as typed.
-        batch_size: the global batch; None: the task's own.
+        batch_size: the size of the global batch; None: the task's own.
         workers: the number of replicas.
-        limit: the memory that a replica has, in bytes; None: it isn't asked what fits.
-        progress: is called with what is being measured.
-        options: more of what is typed for `tfloop train`, by name.
+        limit: the memory that a replica has, in bytes; None: there is no limit.
+        progress: is called with a text that says what is being measured.
+        options: further options of `tfloop train`, by name.
 
     Raises:
         UsageError: the task can't be trained at all, or not with such a batch.
-        TrainingError: it fails.
+        TrainingError: the training fails.
     """
     options = dict(options or {})
     arguments = [target, *command_line.arguments(options, assignments)]
@@ -177,8 +177,8 @@ def memory(
     return Report(command, plain.about["task"], workers, batch_size, plain.on_gpu, limit, rows, measured)
 
 
-def _is_offered(setting: Setting, own: Mapping[str, Any], workers: int) -> bool:
-    """Whether a setting is another one than the task's own, and can be typed for it."""
+def _is_offered(setting: Setting, own: JsonObject, workers: int) -> bool:
+    """Whether a setting differs from the task's own options, and can be typed for the task."""
     if own["remat"] == "full" and not setting.remat:
         return False
     if setting.shard:
@@ -189,27 +189,28 @@ def _is_offered(setting: Setting, own: Mapping[str, Any], workers: int) -> bool:
 def _row(
     setting: Setting, curve: Curve, extra: float | None, batch_size: int, workers: int, limit: float | None
 ) -> Row:
-    """What a replica needs with a setting.
+    """The memory that a replica needs with a setting.
 
     Args:
         setting: the setting.
-        curve: of a process that is alone.
-        extra: what each of several workers takes beyond that, in bytes; None: it isn't measured.
-        batch_size: the global batch.
+        curve: the measurements of a single process.
+        extra: how much more each of several workers takes, in bytes; None: it wasn't measured.
+        batch_size: the size of the global batch.
         workers: the number of replicas.
-        limit: what a replica has, in bytes; None: it isn't asked whether it fits.
+        limit: the memory that a replica has, in bytes; None: there is no limit.
     """
     about = curve.about
     own = about["own"]
     rows = math.ceil(batch_size / workers)
     micro_batch = math.ceil(rows / setting.accumulate)
     state = about["optimizer"] + about["averages"]
-    # All rows of the batch are there, of whose activations only those of a micro-batch are.
+    # All rows of the batch are in memory, but activations only of the rows of one micro-batch.
     activations = curve.slope * micro_batch + about["example"] * (rows - micro_batch)
-    # Micro-batches hold a sum of gradients, and what is added to it; replicas what they send, and what they get.
+    # With micro-batches, a step holds the sum of gradients and those to be added; with replicas, what is sent and
+    # what is received.
     copies = 2 if setting.accumulate > 1 or (workers > 1 and extra is None) else 1
     share = math.ceil(state / workers) if setting.shard else state
-    # A checkpoint holds what it writes, while the next steps change the variables.
+    # While a checkpoint is being written, it holds a copy of the variables, which the next steps change.
     checkpoint = about["weights"] + share
     rest = curve.fixed - about["weights"] - about["gradients"] - state + checkpoint + (extra or 0)
     row = Row(
@@ -224,8 +225,8 @@ def _row(
     return row if limit is None else dataclasses.replace(row, fits=row.total <= limit)
 
 
-def _name(setting: Setting, own: Mapping[str, Any]) -> str:
-    """A setting, for people."""
+def _name(setting: Setting, own: JsonObject) -> str:
+    """The name of a setting, for people."""
     parts = []
     if setting.shard:
         parts.append("sharded")
@@ -238,8 +239,8 @@ def _name(setting: Setting, own: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "plain"
 
 
-def _options(setting: Setting, own: Mapping[str, Any]) -> list[str]:
-    """What is typed for a setting, where the task itself has it otherwise."""
+def _options(setting: Setting, own: JsonObject) -> list[str]:
+    """The options to type for a setting, as far as the task's own options differ from it."""
     options = []
     if setting.shard and not own["shard_optimizer"]:
         options.append("--shard-optimizer")
@@ -262,9 +263,10 @@ def lines(report: Report) -> Iterator[RenderableType]:
 
 
 def _cells(report: Report, row: Row) -> list[str]:
+    """A row of the table."""
     parts = [row.weights, row.gradients, row.optimizer, row.activations, row.rest]
     cells = [row.name, *(f"{part / 1e6:,.0f}" for part in parts)]
-    # What doesn't fit is marked without colors, too.
+    # The mark shows also where there are no colors.
     mark = "" if report.limit is None else "  " if row.fits else " !"
     cells.append(f"{row.total / 1e6:,.0f}{mark}")
     if row is report.best:
@@ -290,7 +292,7 @@ def _verdict(report: Report) -> Iterator[str]:
     yield f"the fastest that fits is {report.best.name}: {shlex.join(report.command + report.best.options)}"
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: Report) -> JsonObject:
     """The report for programs."""
     rows = [dataclasses.asdict(row) | {"total": row.total} for row in report.rows]
     best = report.best

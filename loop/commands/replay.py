@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from callbacks.run_record.journal import jsonable
+from callbacks.types import JsonObject
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
-from loop.data import ArraySource, BatchOptions, Data, Rows, rows
+from loop.data import ArraySource, BatchOptions, Data, Feed, ReadBatch, Rows, rows
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.model.variables import as_tf, carried_variables, trainable_variables, variable_names
-from loop.options import with_defaults
+from loop.options import Options, with_defaults
 from loop.run import run_directory
 from loop.run.bad_step import unpacked
 from loop.run.session import Session, index_of
 from loop.run.state import assign, named_variables_of, numbered
 from loop.step.observer import GradientObserver
-from loop.task import TrainTask
+from loop.task import Batch, Model, TrainTask, Values
 
 NUMBERS = 5
-"""So many examples that aren't finite are named."""
+"""The number of examples that are named, of those that aren't finite."""
 
 
 @dataclasses.dataclass
@@ -35,13 +34,13 @@ class Shown:
     """A tensor of the step.
 
     Attributes:
-        name: of a value, or of a variable.
-        shape: its shape.
-        largest: the greatest absolute value among the finite ones.
+        name: the name of a value or of a variable.
+        shape: the shape of the tensor.
+        largest: the greatest absolute value of its finite elements.
         norm: the L2 norm; nan or inf if it isn't finite.
-        not_finite: how many of its elements are nan or infinite.
-        examples: of a value: the indices, in the data, of the first examples that aren't finite.
-        weight: of a gradient: the greatest absolute value of its variable.
+        not_finite: the number of its elements that are nan or infinite.
+        examples: for a value: the indices, in the data, of the first examples that aren't finite.
+        weight: for a gradient: the greatest absolute value of the variable.
     """
 
     name: str
@@ -55,16 +54,16 @@ class Shown:
 
 @dataclasses.dataclass
 class Replay:
-    """A step made once more, on one device.
+    """A step that was made once more, on one device.
 
     Attributes:
-        step: its number, from 1.
-        epoch: its epoch, from 1.
-        examples: how many it was made from.
-        names: what wasn't finite when it was first made.
-        again: the same, now.
+        step: the number of the step, from 1.
+        epoch: the epoch of the step, from 1.
+        examples: the number of examples in its batch.
+        names: what wasn't finite when the step was first made.
+        again: what wasn't finite this time.
         values: the values that `compute` returned.
-        gradients: by variable; divided by the weight, not clipped.
+        gradients: the gradient of each variable; divided by the weight, not clipped.
     """
 
     step: int
@@ -77,11 +76,12 @@ class Replay:
 
 
 def replay(task: TrainTask, path: str | Path) -> Replay:
-    """Makes the step that is kept at `path` (a directory `bad/step-...` of a run directory) once more.
+    """Makes a step once more that wasn't finite.
 
     Args:
         task: the task, with the hyperparameters of the run.
-        path: what was kept: the batch, the seeds, and the weights before the step.
+        path: a directory `bad/step-...` of a run directory, or a run directory with one. It has the batch, the seeds,
+            and the weights before the step.
 
     Raises:
         UsageError: there is no such step, or the task builds another model.
@@ -98,7 +98,7 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
 
     variables = named_variables_of(session.built) | numbered("scale", step.scale.variables if step.scale else [])
     variables |= numbered("carried", carried_variables(model))
-    # A checkpoint also holds the batch, moving averages and iterators, which this step has no part in.
+    # A checkpoint also holds the batch, moving averages and iterators, which this step doesn't have.
     kinds = {name.partition("/")[0] for name in variables}
     assign(variables, {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] in kinds})
     trained = trainable_variables(model)
@@ -114,18 +114,18 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     return Replay(bad["step"], bad["epoch"] + 1, len(index), bad["names"], step.not_finite, values, gradients)
 
 
-def _options(task: TrainTask, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The options of the run, but for those that would hide what wasn't finite."""
+def _options(task: TrainTask, manifest: JsonObject) -> Options:
+    """The options of the run, except those that would hide what wasn't finite."""
     options = {name: value for name, value in manifest["run"]["options"].items() if value is not None}
-    lengths = {name: options.pop(name, None) for name in ("epochs", "steps")}  # which a task with phases doesn't take
+    lengths = {name: options.pop(name, None) for name in ("epochs", "steps")}  # a task with phases doesn't take them
     options |= {"compile": "graph", "on_nonfinite": "stop"}
     unused = dict.fromkeys(("clip_norm", "clip_value", "ema", "profile"))
-    # Once more behind it: where None is given, `with_defaults` takes the task's own default.
+    # `unused` twice: where None is given, `with_defaults` takes the task's own default.
     return with_defaults(task, options | unused) | lengths | unused
 
 
-def locate(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The directory of the kept step at `path`, and its manifest; of a run directory, its newest one."""
+def locate(path: Path) -> tuple[Path, JsonObject]:
+    """The directory of the kept step at `path`, and its manifest; for a run directory, its newest kept step."""
     if (path / "bad").is_dir():
         path = max(checkpoint_files.complete(path / "bad"), default=path)
     path, manifest = run_directory.locate(path)
@@ -137,7 +137,7 @@ def locate(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def show(name: str, array: np.ndarray, index: np.ndarray | None = None) -> Shown:
-    """The numbers that describe a tensor; `index` holds its examples' indices in the data."""
+    """The numbers that describe a tensor; `index` has the indices of its examples in the data."""
     array = np.asarray(array, np.float64)
     bad = ~np.isfinite(array)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -151,14 +151,14 @@ class _Recorder(GradientObserver):
     """Keeps the gradients of a step, and the values of its batch.
 
     Attributes:
-        recorded: the values by name; of micro-batches, one part for each of them.
+        recorded: the values by name; one array for each micro-batch.
     """
 
-    def __init__(self, model: Any, backend: Backend) -> None:
+    def __init__(self, model: Model, backend: Backend) -> None:
         super().__init__(model, backend)
         self.recorded: dict[str, list[np.ndarray]] = {}
 
-    def values(self, optimizer: str, values: Mapping[str, Any]) -> None:
+    def values(self, optimizer: str, values: Values) -> None:
         """See `StepObserver.values`."""
         for name, value in values.items():
             for number, tensor in enumerate(tf.nest.flatten(value)):
@@ -173,9 +173,9 @@ class _Recorder(GradientObserver):
 
 
 class _OneBatch(ArraySource):
-    """A source of one batch, at any address."""
+    """A source that has the same batch at any position."""
 
-    def __init__(self, batch: Any, index: tf.Tensor, options: BatchOptions) -> None:
+    def __init__(self, batch: Batch, index: tf.Tensor, options: BatchOptions) -> None:
         self.options = options
         self.size = options.batch_size
         self._shares = RowShares(self.size, self.size, drop_remainder=False)
@@ -183,13 +183,13 @@ class _OneBatch(ArraySource):
         self.example = batch
         self._index = index
 
-    def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
+    def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> ReadBatch:
         return self._index, self.example
 
-    def batch_rows(self, feed: Any) -> tf.Tensor:
+    def batch_rows(self, feed: Feed) -> tf.Tensor:
         return tf.constant(self.size, tf.int64)
 
-    def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
+    def replica_rows(self, feed: Feed, replica: tf.Tensor | int, part: tf.Tensor | int = 0, parts: int = 1) -> Rows:
         epoch, step, _ = feed
         low, high = rows(tf.constant(self.size, tf.int64), part, parts)
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], self.example)
@@ -197,7 +197,7 @@ class _OneBatch(ArraySource):
 
 
 def lines(replayed: Replay) -> list[str]:
-    """A replay as people read it."""
+    """The replay for people, line by line."""
     again = f"not finite: {', '.join(replayed.again)}" if replayed.again else "all finite this time"
     text = [
         f"step {replayed.step} (epoch {replayed.epoch}), {replayed.examples} examples; {again}",

@@ -301,6 +301,7 @@ def _work(
     with reporting() as report:
         with stderr.quiet_start():
             from loop import backends
+            from loop.fit import fit
 
             def load() -> TrainTask:
                 task = task_loader.load(typed.target_, typed.set_ or ())
@@ -318,7 +319,6 @@ def _work(
                 partition=typed.partition,
                 communication=typed.communication,
             )
-        from loop.fit import fit
 
         added = typed_callbacks.make(typed.callback)
         if any(getattr(callback, "alone", False) for callback in added):

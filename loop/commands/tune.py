@@ -17,12 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callbacks.files import hidden_name, read_json, replacing
 from callbacks.formats import plural, size
 from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
+from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
 from loop.errors import TrainingError, UsageError
 
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
-"""What can be tried, in this order: each together with the best of those before it."""
-# A trial trains until the probe has measured it, and does nothing beside that takes time.
+"""The settings that can be tried, in this order: each together with the best of those before it."""
+# A trial trains until the probe has measured it, and does nothing else that takes time.
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
-_GAIN = 1.02  # what is faster by less isn't worth another setting
-_CLOSE = 0.9  # what is slower than that at first sight isn't measured again
+_GAIN = 1.02
+"""A setting that gains less than this ratio isn't worth a change."""
+_CLOSE = 0.9
+"""A setting below this ratio in its first trial isn't measured again."""
 
 
 @dataclasses.dataclass
@@ -42,11 +45,11 @@ class Row:
     """A combination of settings, and what was measured with it.
 
     Attributes:
-        changes: what is other than without them, by the names of options.
-        speeds: examples per second, of each trial.
-        against: how many times faster than without changes.
-        memory: the most that a trial had, in bytes, in all its workers.
-        gpu_memory: the most that it had on a GPU.
+        changes: the settings that differ from those of the command, by the names of options.
+        speeds: the examples per second in each trial.
+        against: the ratio of its speed to the speed without changes.
+        memory: the greatest memory of a trial, in bytes, in all of its workers.
+        gpu_memory: the greatest memory of a trial on a GPU, in bytes.
         problem: why it can't be measured, or "".
     """
 
@@ -68,19 +71,19 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """What `tune` found.
+    """The result of `tune`.
 
     Attributes:
-        arguments: of `tfloop train`: the target and options.
-        about: what `run.json` says of the run without changes.
-        rows: all that was measured, without changes first.
-        best: the one to take.
-        settings: its settings, by the names of options; those too that could have been others.
-        notes: what else is to be said.
+        arguments: the arguments of `tfloop train`: the target and options.
+        about: the content of `run.json` of the run without changes.
+        rows: all combinations that were measured; the one without changes comes first.
+        best: the combination to take.
+        settings: all settings of the best combination that were tried, by the names of options; also unchanged ones.
+        notes: further remarks.
     """
 
     arguments: list[str]
-    about: dict[str, Any]
+    about: JsonObject
     rows: list[Row]
     best: Row
     settings: dict[str, object]
@@ -98,16 +101,16 @@ def tune(
     """Tries one setting after the other, each with the best of those before it.
 
     Args:
-        arguments: of `tfloop train`: the target and options.
-        only: what to try, of `TUNED`.
+        arguments: the arguments of `tfloop train`: the target and options.
+        only: the settings to try, out of `TUNED`.
         seconds: how long a trial measures.
-        rounds: how often what is close is measured, in turns.
-        batch_size: whether the fastest batch size is taken, too.
-        progress: is called with what is being measured.
+        rounds: the number of trials of combinations that are close; they take turns.
+        batch_size: whether the fastest batch size is taken, too. It changes what is learned.
+        progress: is called with a text that says what is being measured.
 
     Raises:
         UsageError: the task can't be trained at all.
-        TrainingError: it fails as it is.
+        TrainingError: the training fails without changes.
     """
     with tempfile.TemporaryDirectory(prefix="tfloop-tune-", ignore_cleanup_errors=True) as directory:
         return _Tuner(arguments, seconds, rounds, Path(directory), progress).tune(only, batch_size)
@@ -124,7 +127,7 @@ class _Tuner:
         self._rounds = rounds
         self._directory = directory
         self._progress = progress
-        self._about: dict[str, Any] = {}
+        self._about: JsonObject = {}
         self._rows: list[Row] = []
         self._notes: list[str] = []
 
@@ -137,8 +140,9 @@ class _Tuner:
         about = self._about
         now = {name: about["options"][name.replace("-", "_")] for name in TUNED if name != "threads"}
         others = _others(now, about)
-        for name in [name for name in others if name in only]:
-            best = self._best(best, [self._measured(best.changes | {name: value}) for value in others[name]])
+        for name, values in others.items():
+            if name in only:
+                best = self._best(best, [self._measured(best.changes | {name: value}) for value in values])
         if "batch-size" in only:
             rows = self._batch_sizes(best, now["batch-size"])
             if batch_size and rows:
@@ -149,7 +153,8 @@ class _Tuner:
         return Report(self._arguments, about, self._rows, best, settings, self._notes)
 
     def _confirmed(self, best: Row, default: Row) -> Row:
-        """The best, or the default where it is no slower: each setting was only compared with those before it."""
+        """The best combination, or the default if that is no slower."""
+        # Until now, each setting was compared only with the best of those before it.
         for _ in range(self._rounds):
             self._measure(default)
             self._measure(best)
@@ -160,38 +165,42 @@ class _Tuner:
         return default
 
     def _measured(self, changes: Mapping[str, object]) -> Row:
+        """A new row, after its first trial."""
         self._rows.append(Row(dict(changes)))
         self._measure(self._rows[-1])
         return self._rows[-1]
 
     def _recent(self, row: Row) -> float:
-        """The median of its last trials, in which it took turns with others."""
+        """The median speed of the last trials of a row, in which it took turns with others."""
         return statistics.median(row.speeds[-self._rounds :])
 
     def _noise(self, row: Row) -> float:
-        """How far its last trials lie apart."""
+        """The range of speeds in the last trials of a row."""
         recent = row.speeds[-self._rounds :]
         return max(recent) - min(recent)
 
     def _best(self, best: Row, rows: Sequence[Row]) -> Row:
-        """The fastest, where it is surely faster than the best so far: those that are close take turns with it."""
+        """The fastest row, if it is faster than the best so far by more than the noise; else the best so far."""
+        # In turns: a machine may become slower or faster with time.
         assert best.against is not None
         close = [row for row in rows if row.speed >= _CLOSE * best.speeds[-1]]
         for _ in range(self._rounds - 1 if close else 0):
             for row in (best, *close):
                 self._measure(row)
         fastest = best
-        gain = _GAIN if self._rounds > 1 else 1 / _CLOSE  # one trial says nothing of the noise
-        for row in [row for row in rows if row.speeds]:
+        gain = _GAIN if self._rounds > 1 else 1 / _CLOSE  # a single trial doesn't show the noise
+        for row in rows:
+            if not row.speeds:
+                continue
             row.against = best.against * self._recent(row) / self._recent(best)
             noise = max(self._noise(row), self._noise(best))
-            surely = self._recent(row) - self._recent(best) > noise and row.against >= gain * best.against
-            if surely and self._recent(row) > self._recent(fastest):
+            is_faster = self._recent(row) - self._recent(best) > noise and row.against >= gain * best.against
+            if is_faster and self._recent(row) > self._recent(fastest):
                 fastest = row
         return fastest
 
     def _batch_sizes(self, best: Row, batch: int) -> list[Row]:
-        """Doubles the batch while memory lasts, there are so many examples, and it makes training faster."""
+        """Doubles the batch size while memory and examples suffice, and training becomes faster; returns the rows."""
         assert best.against is not None
         rows = [best]
         growth = best.memory
@@ -241,8 +250,8 @@ class _Tuner:
         self._code = trial.run([*self._arguments, *changes, *_ALWAYS, *own], directory)
 
 
-def _others(now: Mapping[str, object], about: Mapping[str, Any]) -> dict[str, list[object]]:
-    """The settings to try beside those that are, but for the size of the batch."""
+def _others(now: Mapping[str, object], about: JsonObject) -> dict[str, list[object]]:
+    """The values to try of each setting beside its own, by the name of the option; without the batch size."""
     cpus = about["machine"]["cpus"]
     settings: dict[str, list[object]] = {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
     if about["stream"]:
@@ -253,7 +262,7 @@ def _others(now: Mapping[str, object], about: Mapping[str, Any]) -> dict[str, li
 
 
 def available() -> int:
-    """How many bytes of memory are free on this machine, or left to this container."""
+    """The memory that is free on this machine, or left to this container, in bytes."""
     free = [sys.maxsize]
     with contextlib.suppress(OSError):
         [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())

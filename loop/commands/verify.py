@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -23,42 +23,46 @@ from loop.commands import diagnose, terminal
 from loop.data import in_float64, part
 from loop.errors import UsageError
 from loop.model.variables import as_tf, trainable_variables, variable_names
-from loop.options import phases_of, with_defaults
+from loop.options import Options, phases_of, with_defaults
 from loop.run.session import Session
 from loop.run.state import named_variables_of
 from loop.step import approximations
 from loop.step.batch_norm import statistics
 from loop.step.observer import GradientObserver
 from loop.step.train_step import NOT_FINITE
-from loop.task import TrainTask
+from loop.task import Dataset, TrainTask
 
 BOUNDS = {"float32": 1e-4, "float64": 1e-5}
-"""The largest difference that is taken for rounding: a mistake is rarely below 1e-3.
+"""The largest relative difference that counts as rounding, by precision. A mistake is rarely below 1e-3.
 
-Rounding in float64 is below 1e-12; but some layers, and the states of Keras's metrics, are float32 within.
+Rounding in float64 is below 1e-12; but some layers, and the states of Keras's metrics, compute in float32 all the same.
 
-In float32 only the first step is judged by it. Where a gradient is 0 but for rounding, an optimizer such as Adam makes
-steps of the learning rate out of it, and after a few of them weights differ by as much on any backend.
+In float32 only the first step is judged. A gradient may be 0 except for rounding. An optimizer such as Adam makes steps
+of the size of the learning rate out of it, so that after a few steps weights differ by as much on any backend.
 """
 EPOCHS = 2
+"""The number of epochs that a task is trained for."""
 REPLICAS = 2, 3
+"""The numbers of replicas that are compared with one."""
 KINDS = ("gradients", "weights", "statistics", "metrics")
+"""The kinds of numbers that are compared."""
 
-Arrays = dict[str, np.ndarray]
+Arrays: TypeAlias = dict[str, np.ndarray]
+"""Recorded numbers, by `<kind>/<name>`; gradients and metrics by `<kind>/<step>/<name>`."""
 
 
 @dataclasses.dataclass
 class Comparison:
-    """One way to train, compared with one replica.
+    """A training on several replicas, compared with one on a single replica.
 
     Attributes:
-        precision: of the layers.
-        engine: the backend that trained it.
-        replicas: on how many.
-        differences: the largest relative difference by kind; nan where there is nothing of it.
-        first: what differs first, or "".
+        precision: the precision of the layers.
+        engine: the backend.
+        replicas: the number of replicas.
+        differences: the largest relative difference by kind; nan if there are no numbers of this kind.
+        first: the name of the first number that differs, or "".
         same: whether all differences are rounding.
-        note: why it could not be compared, or "".
+        note: why they could not be compared, or "".
     """
 
     precision: str
@@ -72,16 +76,16 @@ class Comparison:
 
 @dataclasses.dataclass
 class Report:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        task: the task's name.
-        batch_size: the global batch.
-        steps: how many were made.
-        comparisons: one for each precision and engine.
-        causes: why numbers differ, or would with other data; as far as it can be known.
-        same: whether everything is the same everywhere.
-        devices: on which devices it was compared, in words.
+        task: the name of the task.
+        batch_size: the size of the global batch.
+        steps: the number of steps.
+        comparisons: a comparison for each precision and backend.
+        causes: why numbers differ, or would differ with other data; as far as that can be known.
+        same: whether all numbers are the same everywhere.
+        devices: the devices on which they were compared, in words.
     """
 
     task: str
@@ -105,12 +109,12 @@ def verify(
     """Trains a task for a few steps in several ways, and compares gradients, weights, statistics and metrics.
 
     Args:
-        task: the task. Its own options (`TrainTask.defaults`) are kept, but for the length of the training.
-        batch_size: the global batch; None: the task's own.
-        replicas: on how many devices to train it, beside one: GPUs if there are enough, else logical CPU devices.
-        job: records the task in real processes, into a directory; gives an error, or "". None: no processes.
-        job_engine: their backend.
-        progress: is called with what is being done.
+        task: the task. Its own options (`TrainTask.defaults`) are kept, except the length of the training.
+        batch_size: the size of the global batch; None: the task's own.
+        replicas: the numbers of devices to train on, beside one: GPUs if there are enough, else logical CPU devices.
+        job: records the task in real processes, into a directory; returns an error, or "". None: no processes.
+        job_engine: the backend of these processes.
+        progress: is called with a text that says what is being done.
         compile: `graph` or `xla`; None: the task's own.
 
     Raises:
@@ -143,15 +147,15 @@ def verify(
                 comparisons.append(compare(precision, job_engine, 2, reference, _read(Path(directory), precision)))
     progress("looking for causes")
     options = options_of(task, "float32", batch_size)
-    # Also where all numbers agree: a mistake may do no harm with this data.
+    # Even if all numbers agree: a mistake may change nothing with this data.
     causes = diagnose.causes(task, options)
     if not causes and not all(comparison.same for comparison in comparisons):
         causes = [UNKNOWN]
     return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, not causes, compared_on)
 
 
-def _reference(task: TrainTask, options: dict[str, Any]) -> Arrays | str:
-    """What one replica records; or why a task isn't compared in this precision."""
+def _reference(task: TrainTask, options: Options) -> Arrays | str:
+    """The numbers of one replica; or why the task isn't compared in this precision."""
     try:
         return record(task, Backend(), options)
     except Exception as error:
@@ -159,7 +163,7 @@ def _reference(task: TrainTask, options: dict[str, Any]) -> Arrays | str:
         cause = error.__cause__ if isinstance(error, UsageError) else error
         if options["precision"] == "float32" or cause is None:
             raise
-        # Such as a tf.Module of float32 tensors: no mistake of the task.
+        # That a task is bound to float32, such as a tf.Module of float32 tensors, is no mistake.
         return _why_not(task, cause)
 
 
@@ -185,17 +189,17 @@ UNKNOWN = (
 )
 
 
-def options_of(task: TrainTask, precision: str, batch_size: int | None, compile: str | None = None) -> dict[str, Any]:
-    """The options with which a task is verified: its own, but for precision and length, and nothing is compressed."""
+def options_of(task: TrainTask, precision: str, batch_size: int | None, compile: str | None = None) -> Options:
+    """The options with which a task is verified: its own, except precision and length, and without approximations."""
     given = {"batch_size": batch_size, "precision": precision, "compile": compile, "eval_every": "epoch"}
     options = with_defaults(task, given)
     options |= {"epochs": EPOCHS, "steps": None, "backend": "single", "compression": "none", "overfit": None}
     return options | approximations.OFF
 
 
-def record(task: TrainTask, backend: Backend, options: dict[str, Any]) -> Arrays:
+def record(task: TrainTask, backend: Backend, options: Options) -> Arrays:
     """Trains for a few steps, and records every number by kind, step and name."""
-    keras.utils.clear_session(free_memory=False)  # names of layers start anew, and are the same each time
+    keras.utils.clear_session(free_memory=False)  # so that layers have the same names each time
     numbers: Arrays = {}
     session = Session(task, backend, options, change=_few)
     steps = _train(session, 0, numbers)
@@ -214,7 +218,7 @@ def record(task: TrainTask, backend: Backend, options: dict[str, Any]) -> Arrays
 
 
 def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
-    """Trains for a phase, and records its numbers; returns how many steps have been made by then."""
+    """Trains a phase, and records its numbers; returns the number of steps made so far, with earlier phases."""
     backend = session.backend
     gradients = GradientObserver(session.built.model, backend)
     step = session.make_step(observer=gradients)
@@ -237,18 +241,18 @@ def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
     return steps
 
 
-def _few(data: Any, options: dict[str, Any]) -> Any:
+def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in the precision of the options."""
     few = part(data, 2 * options["batch_size"] + 1)
     return in_float64(few) if options["precision"] == "float64" else few
 
 
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbers: Arrays) -> Comparison:
-    """Compares all that was recorded; see `difference` for what it is relative to."""
+    """Compares recorded numbers with those of one replica; see `difference`."""
     comparison = Comparison(precision, engine, replicas)
-    only = [name for name in [*reference, *numbers] if name not in reference or name not in numbers]
-    if only:
-        comparison.note = f"only one of the two has {only[0]}"
+    in_one = [name for name in [*reference, *numbers] if name not in reference or name not in numbers]
+    if in_one:
+        comparison.note = f"only one of the two has {in_one[0]}"
         return comparison
     judged = ("gradients/1/", "metrics/1/") if precision == "float32" else tuple(f"{kind}/" for kind in KINDS)
     scales = _scales(reference)
@@ -264,7 +268,7 @@ def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbe
 
 
 def _group(name: str) -> str:
-    """What is compared with the same scale: all of a kind; of gradients, those of one step."""
+    """The group of numbers that share a scale: all numbers of a kind; for gradients, those of one step."""
     kind, _, rest = name.partition("/")
     return f"{kind}/{rest.partition('/')[0]}" if kind == "gradients" else kind
 
@@ -279,17 +283,15 @@ def _scales(reference: Arrays) -> dict[str, float]:
     return scales
 
 
-def difference(name: str, reference: np.ndarray, found: np.ndarray, scales: dict[str, float]) -> float:
-    """The largest absolute difference, relative to the largest number of its kind (and step) in the whole model.
-
-    Not to that of the variable alone: where the gradient is 0 but for rounding, as that of a bias that a softmax or a
-    normalization takes out again, rounding is all there is.
-    """
+def difference(name: str, reference: np.ndarray, numbers: np.ndarray, scales: dict[str, float]) -> float:
+    """The largest absolute difference, relative to the largest number of the same group in the whole model."""
+    # Not relative to the variable alone: a gradient may be 0 except for rounding, such as that of a bias that a softmax
+    # or a normalization cancels. Relative to itself, rounding would be a large difference.
     one = reference.astype("float64")
-    other = found.astype("float64")
+    other = numbers.astype("float64")
     if one.shape != other.shape:
         return float("inf")
-    same = (one == other) | (np.isnan(one) & np.isnan(other))  # infinite ones too
+    same = (one == other) | (np.isnan(one) & np.isnan(other))  # equal infinities are the same, too
     if same.all():
         return 0.0
     apart = float(np.abs(one - other)[~same].max())
@@ -302,7 +304,7 @@ def difference(name: str, reference: np.ndarray, found: np.ndarray, scales: dict
 def write(
     directory: Path, task: TrainTask, backend: Backend, batch_size: int | None, compile: str | None = None
 ) -> None:
-    """Records a task in each precision as the worker of a job; the chief writes what was recorded."""
+    """Records a task in each precision, as the worker of a job; the chief writes the numbers."""
     for precision in BOUNDS:
         try:
             numbers = record(task, backend, options_of(task, precision, batch_size, compile))
@@ -316,7 +318,7 @@ def write(
 
 
 def _read(directory: Path, precision: str) -> Arrays:
-    """What `write` has written."""
+    """Reads the numbers that `write` has written."""
     with np.load(directory / f"{precision}.npz", allow_pickle=False) as file:
         return dict(file)
 
@@ -354,7 +356,7 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
 
 
 def _comparison_lines(comparison: Comparison, width: int) -> Iterator[str]:
-    """A row of the table, and below it what there is to say about it."""
+    """A row of the table, and below it its note and what differs first."""
     result = "  not compared"
     if comparison.differences:
         result = "".join(f"{number(comparison.differences[kind]):>{len(kind) + 2}}" for kind in KINDS)
@@ -367,12 +369,12 @@ def _comparison_lines(comparison: Comparison, width: int) -> Iterator[str]:
 
 
 def _way(engine: str, replicas: int) -> str:
-    """How something was trained, in a few words: 80 columns have room for no more."""
+    """The backend and the number of replicas, in few words: the table must fit into 80 columns."""
     return "1 replica, again" if replicas == 1 else f"{engine}, {replicas} replicas"
 
 
 def number(value: float) -> str:
-    """A difference in few characters; "-" where there is nothing to compare."""
+    """A difference in few characters; "-" if there is nothing to compare."""
     if math.isnan(value):
         return "-"
     return f"{value:.0e}" if value else "0"

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loop.data.array_source import ArraySource
     from loop.data.arrays import ArrayData
-    from loop.data.batch import EVALUATION_EPOCH, BatchOptions, RowCounts, Rows, count, likely_rows, rows
+    from loop.data.batch import (
+        EVALUATION_EPOCH,
+        BatchOptions,
+        DataIterator,
+        Feed,
+        ReadBatch,
+        RowCounts,
+        Rows,
+        count,
+        likely_rows,
+        rows,
+    )
     from loop.data.indexed import IndexedData
     from loop.data.indexed_source import IndexedSource
     from loop.data.mixture import mix
@@ -32,9 +43,12 @@ __all__ = [
     "BatchOptions",
     "Change",
     "Data",
+    "DataIterator",
+    "Feed",
     "IndexedData",
     "IndexedSource",
     "Padding",
+    "ReadBatch",
     "RowCounts",
     "Rows",
     "Source",
@@ -64,10 +78,13 @@ _HOMES = {
     "BatchOptions": "batch",
     "Change": "sources",
     "Data": "sources",
+    "DataIterator": "batch",
     "EVALUATION_EPOCH": "batch",
+    "Feed": "batch",
     "IndexedData": "indexed",
     "IndexedSource": "indexed_source",
     "Padding": "padding",
+    "ReadBatch": "batch",
     "RowCounts": "batch",
     "Rows": "batch",
     "Source": "sources",

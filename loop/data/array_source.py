@@ -10,22 +10,23 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data.batch import BatchOptions, RowCounts, Rows
+from loop.data.batch import BatchOptions, Feed, ReadBatch, RowCounts, Rows
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
+from loop.task import Batch
 
 
 class PositionSource:
-    """Data whose batches are read by position: there is no iterator, and nothing of one to be kept.
+    """Data whose batches are read by position. It has no iterator, and so a checkpoint needs no state of one.
 
     Attributes:
         endless: False: it has an end.
         layout: None: a position means the same with any number of workers.
-        reads_ahead: True: a batch can be read while the one before it is computed on.
+        reads_ahead: True: a batch can be read while the one before it is computed.
     """
 
     endless = False
-    layout: list[Any] | None = None
+    layout: list[str | int] | None = None
     reads_ahead = True
 
     def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
@@ -44,7 +45,7 @@ class PositionSource:
         """Empty: every position can be saved."""
         return ""
 
-    def more(self, taken: Any) -> Any:
+    def more(self, read: ReadBatch) -> tf.Tensor:
         """True: the number of steps in an epoch is known, so that each step has rows."""
         return tf.constant(True)
 
@@ -53,11 +54,11 @@ class ArraySource(PositionSource):
     """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
 
     Attributes:
-        data: what the task returned.
+        data: what the task returned: `ArrayData`, or for a subclass another type.
         size: the number of examples.
         steps_per_epoch: the number of global batches in an epoch.
-        batch_bytes: how much memory a global batch needs.
-        uniform: whether all batches have one shape, but for a short last one.
+        batch_bytes: the size of a global batch, in bytes.
+        uniform: whether all batches have one shape, except a short last one.
         on_host: whether Python reads the batches, in the process that computes.
     """
 
@@ -73,7 +74,7 @@ class ArraySource(PositionSource):
         self.size = size
         self.steps_per_epoch: int | None = size // batch if options.drop_remainder else -(-size // batch)
 
-        # One replica, until `sharded` says how many there are, and which of them this worker has.
+        # For one replica, until `sharded` says how many there are, and which of them this worker has.
         self._shares = RowShares(size, batch, options.drop_remainder)
         self._device = ""
 
@@ -87,16 +88,16 @@ class ArraySource(PositionSource):
             self._tensors = self._load(self.data.arrays)
         return sum(array.nbytes for array in tf.nest.flatten(self.data.arrays))
 
-    def _load(self, arrays: Any) -> Any:
+    def _load(self, arrays: Any) -> Batch:
         """The arrays as tensors."""
         return tf.nest.map_structure(constant, arrays)
 
-    def head(self, count: int) -> Any:
+    def head(self, count: int) -> Batch:
         """The first examples, as a batch."""
         return tf.nest.map_structure(lambda tensor: tensor[:count], self._tensors)
 
-    def longer_example(self) -> Any:
-        """`example` with longer padding; None where nothing is padded."""
+    def longer_example(self) -> Batch | None:
+        """`example` with longer padding; None if nothing is padded."""
         return None
 
     def sharded(self, backend: Backend, policy: str) -> ArraySource:
@@ -106,86 +107,92 @@ class ArraySource(PositionSource):
         return shared
 
     def _for_replicas(self, first: int, local: int, replicas: int) -> Self:
-        """The same data, of which this worker reads the rows of `local` of all replicas, from the `first` on."""
-        shared = copy.copy(self)  # which shares the tensors
+        """The same data, of which this worker reads the rows of `local` replicas out of all, from the `first` on."""
+        shared = copy.copy(self)  # a shallow copy: the tensors are the same
         shared._shares = dataclasses.replace(self._shares, first=first, local=local, replicas=replicas)
         return shared
 
-    def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
-        """The worker's rows of the global batch at `step` of `epoch` (int64), one of its `parts` after the other.
+    def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> ReadBatch:
+        """Reads the worker's rows of a global batch. Rows past the end of the data are undefined; callers discard them.
 
-        Rows past the end of the data are undefined; callers discard them.
+        Args:
+            iterator: what `start` returned.
+            epoch: the epoch, int64 [].
+            step: the step within the epoch, int64 [].
+            parts: the number of micro-batches. The rows of one stand after those of the other.
         """
         with tf.device("CPU:0"):
-            taken = self._read_rows(epoch, step, parts)
-        return self._copied(taken)
+            read = self._read_rows(epoch, step, parts)
+        return self._copied(read)
 
-    def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
-        """The rows of `steps` whole batches from `step` on, on one replica: shapes [steps, batch size, ...].
+    def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> ReadBatch:
+        """Reads `steps` whole batches from `step` on, on one replica: shapes [steps, batch size, ...].
 
         Rows past the end of the data are undefined; callers discard them.
         """
         batch = self.options.batch_size
         with tf.device("CPU:0"):
-            places = tf.minimum(step * batch + tf.range(steps * batch, dtype=tf.int64), self.size - 1)
-            taken = tf.nest.map_structure(
-                lambda tensor: tf.reshape(tensor, [steps, batch, *tensor.shape[1:]]), self._read(epoch, places)
+            positions = tf.minimum(step * batch + tf.range(steps * batch, dtype=tf.int64), self.size - 1)
+            read = tf.nest.map_structure(
+                lambda tensor: tf.reshape(tensor, [steps, batch, *tensor.shape[1:]]), self._read(epoch, positions)
             )
-        return self._copied(taken)
+        return self._copied(read)
 
-    def _copied(self, taken: Any) -> Any:
-        """What was taken, on the device that computes; text stays where it is."""
+    def _copied(self, read: ReadBatch) -> ReadBatch:
+        """What was read, on the device that computes; text stays in host memory, where its operations run."""
         if not self._device:
-            return taken
+            return read
         with tf.device(self._device):
             return tf.nest.map_structure(
-                lambda tensor: tensor if tensor.dtype == tf.string else tf.identity(tensor), taken
+                lambda tensor: tensor if tensor.dtype == tf.string else tf.identity(tensor), read
             )
 
-    def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> Any:
+    def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> ReadBatch:
+        """See `read_batch`."""
         return self._read(epoch, self._shares.places(step, parts))
 
-    def _read(self, epoch: tf.Tensor, places: tf.Tensor) -> Any:
-        """The indices of the examples at some places of an epoch's order, and their tensors."""
-        index = self._examples_at(epoch, places)
+    def _read(self, epoch: tf.Tensor, positions: tf.Tensor) -> ReadBatch:
+        """The indices of the examples at some positions in the order of an epoch, and their tensors."""
+        index = self._examples_at(epoch, positions)
         return index, tf.nest.map_structure(lambda tensor: tf.gather(tensor, index), self._tensors)
 
-    def _examples_at(self, epoch: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-        """Which examples are at some places of the order of an epoch."""
+    def _examples_at(self, epoch: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """The indices of the examples at some positions in the order of an epoch: int64 [n]."""
         if not self.options.shuffle:
-            return places
+            return positions
 
         # A permutation that can be read at any position, in constant memory: a resume at step 1,000,000 costs what one
-        # at step 10 costs. `index_shuffle` fails without positions, and a worker may have none, so that one is added.
+        # at step 10 costs.
         seed = tf.stack([tf.constant(self.options.seed, tf.int64), epoch])
         if self._shares.replicas == 1:
-            return tf.random.experimental.index_shuffle(places, seed=seed, max_index=self.size - 1)
-        asked = tf.concat([places, [0]], 0)
-        return tf.random.experimental.index_shuffle(asked, seed=seed, max_index=self.size - 1)[:-1]
+            return tf.random.experimental.index_shuffle(positions, seed=seed, max_index=self.size - 1)
+        # `index_shuffle` fails without positions, and a worker may have none: so one is added.
+        positions = tf.concat([positions, [0]], 0)
+        return tf.random.experimental.index_shuffle(positions, seed=seed, max_index=self.size - 1)[:-1]
 
     def whole(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
         """The whole global batch at `step` of `epoch`."""
         alone = self._for_replicas(0, 1, 1)
         return alone.replica_rows((epoch, step, alone.read_batch((), epoch, step)), 0)
 
-    def batch_rows(self, feed: Any) -> tf.Tensor:
-        """How many rows the global batch has that `feed` is taken from: int64."""
+    def batch_rows(self, feed: Feed) -> tf.Tensor:
+        """The number of rows of the global batch of this step: int64 []."""
         return self._shares.extent(feed[1])[1]
 
     def row_counts(self, replicas: int, parts: int = 1) -> RowCounts:
-        """How many rows each of so many replicas gets of a micro-batch."""
+        """The numbers of rows that each of so many replicas gets of a micro-batch."""
         return self._shares.counts(replicas, parts)
 
     def leaves_some_without(self, parts: int) -> bool:
-        """Whether one of so many parts of some batch is empty."""
+        """Whether a batch may have an empty part, if it is cut into so many parts."""
         return self._shares.leave_some_without(parts)
 
     def most(self, parts: int) -> int:
-        """How many rows one of so many parts of a batch has at most, over all replicas."""
+        """The greatest number of rows of a micro-batch, over all replicas, if a batch is cut into so many."""
         return -(-self.options.batch_size // parts)
 
-    def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
-        """The replica's rows of micro-batch `part` of `parts` of what `read_batch` gave."""
+    def replica_rows(self, feed: Feed, replica: tf.Tensor | int, part: tf.Tensor | int = 0, parts: int = 1) -> Rows:
+        """The rows of a replica in micro-batch `part` of `parts`, from what `read_batch` returned."""
         epoch, step, (index, batch) = feed
         number = step * parts + part
         if parts == 1 and self._shares.replicas == 1:
@@ -194,11 +201,12 @@ class ArraySource(PositionSource):
             begin, end, first = self._shares.of_replica(step, replica, part, parts)
             batch = tf.nest.map_structure(lambda tensor: tensor[begin:end], batch)
             index = index[begin:end]
-        # TensorFlow then derives sizes of means and broadcasts once, when it traces, and not in each step.
+        # With a known number of rows, TensorFlow works out the shapes of means and broadcasts once, when it traces, and
+        # not in each step.
         return Rows(batch, first, epoch, number, index).of_count(self._shares.known_count(parts))
 
     def even_count(self, parts: int) -> int | None:
-        """How many rows each replica has of each micro-batch, where all have the same; None: that is open."""
+        """The number of rows that each replica has of each micro-batch, if it is always the same; else None."""
         return self._shares.even_count(parts)
 
 

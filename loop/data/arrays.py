@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from loop.data.padding import Padding, as_padding
+from loop.data.padding import FillValues, Padding, as_padding
 from loop.data.sequences import Sequences, is_list_of_examples, lengths_of, sequences
 from loop.errors import UsageError
+
+Given: TypeAlias = Any
+"""What a user passes as an array: a NumPy array, what NumPy can make one of, a list of examples, a `RaggedTensor`."""
+Array: TypeAlias = np.ndarray | Sequences
+"""All examples of one array."""
+Structure: TypeAlias = Any
+"""An array, or dicts and tuples of arrays."""
 
 
 class ArrayData:
@@ -29,32 +36,35 @@ class ArrayData:
             lengths without `padding`, or `padding` with none.
     """
 
-    def __init__(self, *arrays: Any, padding: Any = None) -> None:
+    def __init__(self, *arrays: Given, padding: Padding | FillValues = None) -> None:
         if not arrays:
             raise UsageError("ArrayData() without arrays: give at least one")
-        named = len(arrays) == 1 and isinstance(arrays[0], dict)
-        if any(isinstance(each, dict) for each in (arrays[0].values() if named else arrays)):
+        is_dict = len(arrays) == 1 and isinstance(arrays[0], dict)
+        named: dict[str | int, Given] = dict(arrays[0]) if is_dict else dict(enumerate(arrays))
+        if any(isinstance(array, dict) for array in named.values()):
             raise UsageError("ArrayData: a dict within a dict, or beside other arrays: put all arrays into one dict")
         self.padding = as_padding(padding)
-        found = _converted(dict(arrays[0]) if named else dict(enumerate(arrays)), self.padding)
-        self.arrays: Any = found if named else tuple(found.values()) if len(arrays) > 1 else found[0]
+        converted = _converted(named, self.padding)
+        self.arrays: Structure = converted
+        if not is_dict:
+            self.arrays = tuple(converted.values()) if len(arrays) > 1 else converted[0]
         self.size = self._checked_size()
-        _check_one_mask(found, self.padding)
+        _check_one_mask(converted, self.padding)
 
     @classmethod
-    def of(cls, data: Any) -> ArrayData:
+    def of(cls, data: Structure) -> ArrayData:
         """Examples of any structure, such as (inputs, labels) where the inputs are a dict, a tuple or a list of arrays.
 
         Args:
             data: arrays in tuples, lists and dicts, as Keras's `fit` takes them. A list or tuple of anything but arrays
                 is an array itself.
         """
-        if isinstance(data, list | tuple):  # the parts of an example, also where they are lists of numbers
+        if isinstance(data, list | tuple):  # the parts of an example, even if they are lists of numbers
             return cls.of_structure(tuple(_as_arrays(part) for part in data))
         return cls.of_structure(_as_arrays(data))
 
     @classmethod
-    def of_structure(cls, arrays: Any, padding: Padding | None = None) -> ArrayData:
+    def of_structure(cls, arrays: Structure, padding: Padding | None = None) -> ArrayData:
         """Arrays and `Sequences` in any structure of dicts and tuples."""
         data = cls.__new__(cls)
         data.arrays = arrays
@@ -63,7 +73,7 @@ class ArrayData:
         return data
 
     def _checked_size(self) -> int:
-        """How many examples all arrays have."""
+        """The number of examples, which must be the same in all arrays."""
         arrays = tf.nest.flatten(self.arrays)
         shapes = [array.shape for array in arrays if isinstance(array, np.ndarray)]
         if any(not shape for shape in shapes):
@@ -81,18 +91,19 @@ class ArrayData:
         return self._with(lambda array: array.head(count) if isinstance(array, Sequences) else array[:count])
 
     def in_float64(self) -> ArrayData:
-        """The same examples, whose floating-point numbers have 64 bits."""
+        """The same examples, with floating-point numbers of 64 bits."""
         return self._with(lambda array: array.astype("float64") if array.dtype.kind == "f" else array)
 
-    def example(self, index: int) -> Any:
+    def example(self, index: int) -> Structure:
         """One example: NumPy arrays and scalars."""
         return tf.nest.map_structure(lambda array: array[index], self.arrays)
 
-    def _with(self, change: Callable[[Any], Any]) -> ArrayData:
+    def _with(self, change: Callable[[Array], Array]) -> ArrayData:
+        """The data with each array changed."""
         return self.of_structure(tf.nest.map_structure(change, self.arrays), self.padding)
 
 
-def _as_arrays(structure: Any) -> Any:
+def _as_arrays(structure: Structure) -> Structure:
     """Dicts, lists and tuples of arrays as dicts and tuples of NumPy arrays."""
     if isinstance(structure, dict):
         return {name: _as_arrays(value) for name, value in structure.items()}
@@ -101,8 +112,8 @@ def _as_arrays(structure: Any) -> Any:
     return np.asarray(structure)
 
 
-def _holds_arrays(structure: Any) -> bool:
-    """Whether a list or tuple has arrays or dicts in it; one of numbers is an array itself."""
+def _holds_arrays(structure: Structure) -> bool:
+    """Whether a list or tuple has arrays or dicts in it. A list of numbers is an array itself."""
     if not isinstance(structure, list | tuple):
         return False
     return all(
@@ -110,8 +121,8 @@ def _holds_arrays(structure: Any) -> bool:
     )
 
 
-def _converted(arrays: dict[Any, Any], padding: Padding | None) -> dict[Any, np.ndarray | Sequences]:
-    """Converts what was passed to NumPy arrays, or to `Sequences` where examples differ in length."""
+def _converted(arrays: Mapping[str | int, Given], padding: Padding | None) -> dict[str | int, Array]:
+    """What was passed as NumPy arrays, or as `Sequences` if examples differ in length."""
     converted = {name: _array_or_sequences(given, name) for name, given in arrays.items()}
     for name, array in converted.items():
         if not isinstance(array, Sequences):
@@ -124,14 +135,16 @@ def _converted(arrays: dict[Any, Any], padding: Padding | None) -> dict[Any, np.
             "padding=loop.Padding(), which pads each batch to its longest example and adds a mask; or cut all examples "
             "to one length"
         )
-    return converted if padding is None else _padded_all_the_same(arrays, converted)
+    return converted if padding is None else _lists_as_sequences(arrays, converted)
 
 
-def _padded_all_the_same(arrays: dict[Any, Any], converted: dict[Any, Any]) -> dict[Any, np.ndarray | Sequences]:
-    """Lists as `Sequences`: a few examples may have equal lengths by chance."""
-    padded = {}
+def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str | int, Array]) -> dict[str | int, Array]:
+    """Converts lists to `Sequences` although all examples have one length, because padding was asked for."""
+    # A few examples may have equal lengths by chance. The model must get a mask all the same.
+    padded: dict[str | int, Array] = {}
     for name, given in arrays.items():
-        if converted[name].ndim > 1 and is_list_of_examples(given):
+        array = converted[name]
+        if isinstance(array, np.ndarray) and array.ndim > 1 and is_list_of_examples(given):
             padded[name] = sequences(given, name)
     if not padded:
         raise UsageError(
@@ -141,8 +154,8 @@ def _padded_all_the_same(arrays: dict[Any, Any], converted: dict[Any, Any]) -> d
     return converted | padded
 
 
-def _array_or_sequences(given: Any, name: Any) -> np.ndarray | Sequences:
-    """One array, where NumPy can make one; else examples of different lengths."""
+def _array_or_sequences(given: Given, name: str | int) -> Array:
+    """One array, if NumPy can make one; else examples of different lengths."""
     one_by_one = isinstance(given, tf.RaggedTensor)
     if isinstance(given, np.ndarray) and given.dtype == object:
         one_by_one = is_list_of_examples(given)
@@ -151,19 +164,19 @@ def _array_or_sequences(given: Any, name: Any) -> np.ndarray | Sequences:
             return np.asarray(given)
         except ValueError:  # a list of lists of different lengths
             pass
-    found = sequences(given, name)
-    if len(found) and (found.shapes == found.shapes[0]).all():
-        return found.rows.reshape([len(found), *found.shapes[0], *found.rows.shape[1:]])
-    return found
+    examples = sequences(given, name)
+    if len(examples) and (examples.shapes == examples.shapes[0]).all():
+        return examples.rows.reshape([len(examples), *examples.shapes[0], *examples.rows.shape[1:]])
+    return examples
 
 
-def _check_one_mask(found: dict[Any, np.ndarray | Sequences], padding: Padding | None) -> None:
-    """Refuses a single mask for arrays whose examples differ in length from each other."""
-    padded = {name: each for name, each in found.items() if isinstance(each, Sequences)}
+def _check_one_mask(arrays: Mapping[str | int, Array], padding: Padding | None) -> None:
+    """Refuses a single mask for several arrays, if an example has another length in one array than in the other."""
+    padded = {name: array for name, array in arrays.items() if isinstance(array, Sequences)}
     first = next(iter(padded.values()), None)
     if first is None or padding is None or padding.mask is not True:
         return
-    if any(not np.array_equal(first.shapes, each.shapes) for each in padded.values()):
+    if any(not np.array_equal(first.shapes, array.shapes) for array in padded.values()):
         names = list(padded)
         raise UsageError(
             f"ArrayData: the arrays {', '.join(map(repr, names))} have different lengths, so that one mask can't serve "

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
+
+from loop.options import Options
+from loop.task import Batch
+
+DataIterator: TypeAlias = tf.data.Iterator | tuple[()]
+"""What the `start` of a source returns. Arrays are read by position and need no iterator: theirs is ()."""
+ReadBatch: TypeAlias = Any
+"""What the `read_batch` of a source returns: of a stream a batch, of arrays the indices of the examples and a batch."""
+Feed: TypeAlias = tuple[tf.Tensor, tf.Tensor, ReadBatch]
+"""The input of a step: the epoch and the step within it, int64 [] each, and what was read for the step."""
+
+Number = TypeVar("Number", int, tf.Tensor)
+"""A number that is known while tracing, or one that is computed in the graph."""
 
 EVALUATION_EPOCH = 1 << 31
 """Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
@@ -16,11 +29,11 @@ class BatchOptions:
     """How a source is cut into global batches.
 
     Attributes:
-        batch_size: examples in a global batch, over all replicas.
-        seed: of the permutations.
-        shuffle: whether addressed data is permuted anew each epoch; a stream has its own order.
+        batch_size: the number of examples in a global batch, over all replicas.
+        seed: the seed of the permutations.
+        shuffle: whether array data is permuted anew in each epoch; a stream has its own order.
         drop_remainder: whether a short last batch is left out.
-        prefetch: how many batches a stream reads ahead, or "auto": changes no number.
+        prefetch: how many batches a stream reads ahead, or "auto". It doesn't change the results.
     """
 
     batch_size: int
@@ -35,21 +48,21 @@ class Rows(NamedTuple):
 
     Attributes:
         batch: the examples, stacked along a first axis n; n may be 0.
-        first: the place of the first of them among the rows of all replicas; int64.
-        epoch: the epoch, from 0; int64.
-        number: that of the (micro-)batch in the epoch, from 0; int64.
-        index: what tells each example from all others of the epoch: its index in addressed data, its position in a
-            stream; int64 [n].
+        first: the position of the first of these rows among the rows of all replicas; int64 [].
+        epoch: the epoch, from 0; int64 [].
+        number: the number of the (micro-)batch in the epoch, from 0; int64 [].
+        index: a number for each example that no other example of the epoch has: its index in array data, its position
+            in a stream; int64 [n].
     """
 
-    batch: Any
+    batch: Batch
     first: tf.Tensor
     epoch: tf.Tensor
     number: tf.Tensor
     index: tf.Tensor
 
     def of_count(self, count: int | None) -> Rows:
-        """The same rows as tensors whose shapes say how many they are; None: that stays open."""
+        """The same rows, as tensors whose static shapes say how many rows there are; None: as they are."""
         if count is None:
             return self
         index, batch = tf.nest.map_structure(
@@ -60,14 +73,14 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:
-    """How many rows `compute` is handed: those of the replicas' shares of the (micro-)batches of a source.
+    """The numbers of rows that `compute` may be called with, for the batches of a source.
 
     Attributes:
-        batch_size: examples in a global batch.
-        replicas: how many share it.
-        parts: into how many micro-batches it is cut.
-        whole: how many rows a replica gets of a whole batch; increasing.
-        short: of a short last batch, if there is one; 0: if its size isn't known.
+        batch_size: the number of examples in a global batch.
+        replicas: the number of replicas that share it.
+        parts: the number of micro-batches that it is cut into.
+        whole: the numbers of rows that a replica may get of a whole batch; increasing, without 0.
+        short: the same for a short last batch: [] if there is none, [0] if its size isn't known.
     """
 
     batch_size: int
@@ -78,39 +91,40 @@ class RowCounts:
 
 
 def row_counts(batch_size: int, remainder: int | None, replicas: int, parts: int) -> RowCounts:
-    """See `RowCounts`; `remainder` is the size of a short last batch, 0 if there is none, None if that isn't known."""
+    """Makes `RowCounts`; `remainder` is the size of a short last batch, 0 if there is none, None if it isn't known."""
     whole = _shares(batch_size, replicas, parts)
     short = [0] if remainder is None else _shares(remainder, replicas, parts)
     return RowCounts(batch_size, replicas, parts, whole, short)
 
 
-def likely_rows(options: dict[str, Any], replicas: int, others: int = 1) -> RowCounts:
-    """For a model that isn't trained here: how many rows its batches are likely to have; nothing is promised.
+def likely_rows(options: Options, replicas: int, others: int = 1) -> RowCounts:
+    """For a model that isn't trained here: how many rows its batches probably have.
 
     Args:
-        options: those of `fit` with which it is or was trained.
-        replicas: on how many it was.
-        others: on how many it is to be used.
+        options: the options of `fit` with which it is trained.
+        replicas: the number of replicas that it is trained on.
+        others: the number of replicas that it is used on here.
     """
     share = max(1, options["batch_size"] // (replicas * (options["accumulate"] or 1)))
     return RowCounts(share, others, 1, [], [])
 
 
 def _shares(n: int, replicas: int, parts: int) -> list[int]:
-    """The different numbers of rows, but none, in the replicas' shares of the micro-batches of n rows."""
-    found = set()
+    """The different numbers of rows, without 0, in the replicas' shares of the micro-batches of n rows."""
+    sizes = set()
     for part in range(parts):
         low, high = rows(n, part, parts)
-        shares = [rows(high - low, replica, replicas) for replica in range(replicas)]
-        found |= {end - start for start, end in shares}
-    return sorted(found - {0})
+        for replica in range(replicas):
+            start, end = rows(high - low, replica, replicas)
+            sizes.add(end - start)
+    return sorted(sizes - {0})
 
 
-def rows(n: Any, part: Any, parts: int) -> tuple[Any, Any]:
-    """The rows `part*n//parts .. (part+1)*n//parts`: contiguous, even to one, possibly none."""
+def rows(n: Number, part: Number | int, parts: int) -> tuple[Number, Number]:
+    """Where part number `part` of n rows begins and ends. Parts are contiguous and differ by one row at most."""
     return part * n // parts, (part + 1) * n // parts
 
 
-def count(batch: Any) -> Any:
-    """The number of rows of a batch, as an int64 tensor."""
+def count(batch: Batch) -> tf.Tensor:
+    """The number of rows of a batch: int64 []."""
     return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 
 from loop.data.batch_layout import BatchLayout
-from loop.data.examples import Arrays, BadExampleError, arrays_of, example_seeds
+from loop.data.examples import Arrays, BadExampleError, arrays_of, checked, example_seeds
 from loop.data.indexed import IndexedData
 from loop.data.read_ahead import PendingBatch
 from loop.data.reader_process import ReaderProcesses, pickled
@@ -24,12 +24,16 @@ class BatchFiller:
         data: the data.
         layout: of a batch.
         seed: of the run.
+
+    Attributes:
+        whole_batches: whether what is read is a batch as it stands, so that none has to be made before.
     """
 
     def __init__(self, data: IndexedData, layout: BatchLayout, seed: int) -> None:
         self._data = data
         self._layout = layout
         self._seed = seed
+        self.whole_batches = data.reader.by_column and not data.readers and not layout.padded
         self._processes = ReaderProcesses(pickled(data.reader, layout.specs), data.readers) if data.readers else None
 
     def fill(self, batch: PendingBatch, stretch: slice, thread: int) -> None:
@@ -46,8 +50,14 @@ class BatchFiller:
         """
         indices = batch.index[stretch]
         ids = self._data.resolve(indices, batch.epoch, self._seed)
+        seeds = example_seeds(indices, batch.epoch, self._seed)
+        if self.whole_batches:
+            columns = arrays_of(self._data.reader, self._layout.specs, ids, seeds)
+            assert isinstance(columns, tuple)  # of a reader by column
+            batch.leaves = self._layout.leaves_of(columns)
+            return
         leaves = [leaf[stretch] for leaf in batch.leaves]
-        read = self._read_examples(ids, example_seeds(indices, batch.epoch, self._seed), thread)
+        read = self._read_examples(ids, seeds, thread, leaves)
         if isinstance(read, tuple) and not self._layout.padded:
             for leaf, column in zip(leaves, read, strict=True):
                 leaf[...] = column
@@ -68,9 +78,13 @@ class BatchFiller:
         if self._processes is not None:
             self._processes.close()
 
-    def _read_examples(self, ids: np.ndarray, seeds: np.ndarray, thread: int) -> Arrays:
-        """See `arrays_of`; by the process of this thread, once it is ready."""
+    def _read_examples(self, ids: np.ndarray, seeds: np.ndarray, thread: int, leaves: list[np.ndarray]) -> Arrays:
+        """See `arrays_of`; by the process of this thread, once it is ready. Empty: `leaves` are filled."""
+        reader = self._data.reader
         process = self._processes and self._processes.of_thread(thread)
         if process:
             return process.read(ids, seeds)
-        return arrays_of(self._data.reader, self._layout.specs, ids, seeds)
+        if reader.by_column:
+            return arrays_of(reader, self._layout.specs, ids, seeds)
+        examples = reader.read(ids, seeds)
+        return [] if self._layout.fill_all(leaves, examples) else checked(examples, self._layout.specs, ids)

@@ -1,20 +1,22 @@
-"""Data that is batched already, which `fit` would batch once more: noticed before training."""
+"""Finds data that is batched already before training, since `fit` would batch it once more."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from loop.errors import UsageError
+from loop.task import Batch
 
 
-class _Batch(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Batching:
     """A part of a pipeline that makes batches.
 
     Attributes:
-        size: of a batch; None where it can't be known.
+        size: the size of a batch; None: it isn't known.
         drops_remainder: whether a short last batch is left out.
     """
 
@@ -25,23 +27,24 @@ class _Batch(NamedTuple):
 def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:
     """Refuses a pipeline that yields batches.
 
-    It does if `batch` is one of its last parts, and every tensor of an example has the batch as its first axis, still
-    of its size. Windows of a series are made in the same way, but come out of `window`; or are cut from single numbers
-    (a text, character by character), with no remainder; or are split into inputs and labels of another size.
+    A pipeline does if `batch` is one of its last parts, and every tensor of an example has a first axis of the size of
+    the batch. Windows of a series are examples, although they are made with `batch`, too. They differ from batches in
+    one of these ways: they come out of `window`; they are cut from single numbers (a text, character by character),
+    without a remainder; or they are split into inputs and labels of another size.
 
     Args:
         dataset: the pipeline.
-        what: what it is, for the error.
+        what: the method that returned it, for the error.
         padded: whether its examples are said to differ in length.
     """
     shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
-    batch = _last_batch(dataset)
-    if batch is None or not _share_first_axis(shapes, batch.size):
+    batching = _last_batching(dataset)
+    if batching is None or not _share_first_axis(shapes, batching.size):
         return
     of_numbers = all(shape.rank == 1 for shape in shapes)
-    if of_numbers and (padded or (len(shapes) == 1 and batch.drops_remainder)):
+    if of_numbers and (padded or (len(shapes) == 1 and batching.drops_remainder)):
         return
-    size = "" if batch.size is None else f" of {batch.size}"
+    size = "" if batching.size is None else f" of {batching.size}"
     raise UsageError(
         f"{what} yields batches{size} (shapes {_shown(shapes)}), not examples: take the batch(...) out, or add "
         ".unbatch(); fit makes the batches (batch_size=...). If such groups are your examples, return "
@@ -49,17 +52,18 @@ def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:
     )
 
 
-def warn_of_equal_sizes(dataset: tf.data.Dataset, examples: Any, what: str) -> None:
-    """Warns of a generator's examples that look like batches: what makes them is no part of the pipeline.
+def warn_of_equal_sizes(dataset: tf.data.Dataset, examples: Batch, what: str) -> None:
+    """Warns if the examples of a generator look like batches. The pipeline doesn't show how a generator makes them.
 
     Args:
         dataset: the pipeline.
-        examples: its first few examples, stacked.
-        what: what it is, for the warning.
+        examples: the first few examples, stacked.
+        what: the method that returned the pipeline, for the warning.
     """
-    specs, leaves = tf.nest.flatten(dataset.element_spec), tf.nest.flatten(examples)
     if not _made_by_generator(dataset):
         return
+    specs = tf.nest.flatten(dataset.element_spec)
+    leaves = tf.nest.flatten(examples)
     unknown = all(spec.shape.rank and spec.shape[0] is None for spec in specs)
     several = len({spec.shape.rank for spec in specs}) > 1
     sizes = {leaf.shape[1] for leaf in leaves if leaf.shape.rank > 1}
@@ -75,45 +79,49 @@ def warn_of_equal_sizes(dataset: tf.data.Dataset, examples: Any, what: str) -> N
 
 
 def _share_first_axis(shapes: list[tf.TensorShape], size: int | None) -> bool:
-    """Whether all tensors have a first axis that may be the batch."""
+    """Whether all tensors have the same first axis, and it may be that of a batch of this size."""
     if not all(shape.rank for shape in shapes):
         return False
-    return len({shape[0] for shape in shapes}) == 1 and (shapes[0][0] is None or size in (None, shapes[0][0]))
+    first_axes = {shape[0] for shape in shapes}
+    return len(first_axes) == 1 and (first_axes == {None} or size is None or first_axes == {size})
 
 
 def _shown(shapes: list[tf.TensorShape]) -> str:
+    """The shapes, for a message."""
     return ", ".join(str(shape.as_list()).replace("None", "?") for shape in shapes)
 
 
-def _last_batch(dataset: Any) -> _Batch | None:
-    """The part of a pipeline that makes the batches which it yields; None where it yields none."""
-    kind = type(dataset).__name__
+def _last_batching(dataset: tf.data.Dataset) -> _Batching | None:
+    """The part of a pipeline that makes the batches that it yields; None: it yields no batches."""
+    # By names of private classes, since a pipeline doesn't tell in another way what it is made of.
+    name = type(dataset).__name__
     inputs = dataset._inputs()
-    if kind in ("_FlatMapDataset", "_GroupByWindowDataset") or ("Interleave" in kind and len(inputs) == 1):
-        return None if _comes_from_windows(dataset) else _batch_of_functions(dataset)
-    if "Unbatch" in kind:
+    if name in ("_FlatMapDataset", "_GroupByWindowDataset") or ("Interleave" in name and len(inputs) == 1):
+        return None if _comes_from_windows(dataset) else _batching_in_functions(dataset)
+    if "Unbatch" in name:
         return None
-    if "Batch" in kind:
+    if "Batch" in name:
         drops = tf.get_static_value(getattr(dataset, "_drop_remainder", None))
-        return _Batch(_known(getattr(dataset, "_batch_size", None)), bool(drops))
-    if "DirectedInterleave" in kind:
-        inputs = inputs[1:]  # the first one chooses
-    found = [_last_batch(each) for each in inputs]
-    return found[0] if found and all(found) else None
+        return _Batching(_static_size(getattr(dataset, "_batch_size", None)), bool(drops))
+    if "DirectedInterleave" in name:
+        inputs = inputs[1:]  # the first input chooses among the others
+    of_inputs = [_last_batching(part) for part in inputs]
+    return of_inputs[0] if of_inputs and all(of_inputs) else None
 
 
-def _known(size: Any) -> int | None:
+def _static_size(size: tf.Tensor | None) -> int | None:
     """The size of a batch; None: it isn't known."""
     value = tf.get_static_value(size)
     return None if value is None else int(value)
 
 
-def _comes_from_windows(dataset: Any) -> bool:
-    return any(type(each).__name__ == "_WindowDataset" or _comes_from_windows(each) for each in dataset._inputs())
+def _comes_from_windows(dataset: tf.data.Dataset) -> bool:
+    """Whether a part of the pipeline makes windows."""
+    return any(type(part).__name__ == "_WindowDataset" or _comes_from_windows(part) for part in dataset._inputs())
 
 
-def _batch_of_functions(dataset: Any) -> _Batch | None:
-    """The same of what a function makes of each element, as `interleave` of each file."""
+def _batching_in_functions(dataset: tf.data.Dataset) -> _Batching | None:
+    """The batching in the pipeline that a function makes of each element, such as `interleave` of each file."""
     for function in dataset._functions():
         for output in function.function.graph.outputs:
             operation = output.op
@@ -122,12 +130,14 @@ def _batch_of_functions(dataset: Any) -> _Batch | None:
                     break
                 operation = operation.inputs[0].op
             if "Batch" in operation.type and "Unbatch" not in operation.type:
-                return _Batch(_known(operation.inputs[1]), False)
+                return _Batching(_static_size(operation.inputs[1]), False)
     return None
 
 
-def _made_by_generator(dataset: Any) -> bool:
-    operations = [
-        operation.type for function in dataset._functions() for operation in function.function.graph.get_operations()
-    ]
-    return "GeneratorDataset" in operations or any(map(_made_by_generator, dataset._inputs()))
+def _made_by_generator(dataset: tf.data.Dataset) -> bool:
+    """Whether the examples come from a Python generator."""
+    for function in dataset._functions():
+        for operation in function.function.graph.get_operations():
+            if operation.type == "GeneratorDataset":
+                return True
+    return any(map(_made_by_generator, dataset._inputs()))

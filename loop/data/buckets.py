@@ -8,34 +8,36 @@ import tensorflow as tf
 from loop.data.batch import BatchOptions
 
 STREAM = 1 << 40
-"""Epochs of one seed are below this number; what is drawn beside the order of an epoch has a multiple of it added."""
+"""Epochs are below this number. Further permutations of an epoch are drawn with a multiple of it added to the epoch."""
 
 
 class LengthBuckets:
-    """Which examples are in global batch s of epoch e, where those of a batch have similar lengths.
+    """Which examples are in global batch s of epoch e, so that the examples of a batch have similar lengths.
 
     Examples are sorted by length once. In each epoch, `size % batch_size` of them, spread evenly over all lengths, are
-    set aside for the short last batch. The others, still sorted, are cut into classes of whole batches; each class is
-    permuted, and cut into batches; and all batches are permuted. All of it is arithmetic on positions, so that any
-    batch can be had at once, and every example is in exactly one.
+    set aside for the short last batch. The others, still sorted, are cut into classes of whole batches. Each class is
+    permuted and cut into batches, and all batches are permuted. All of this is arithmetic on positions: any batch can
+    be computed by itself, and every example is in exactly one.
 
     Without `shuffle`, the examples come sorted by length.
 
     Args:
-        lengths: of each example; int64 [examples].
+        lengths: the length of each example; int64 [examples].
         options: how examples are cut into batches.
-        buckets: how many classes there are at most.
+        buckets: the greatest number of classes.
     """
 
     def __init__(self, lengths: np.ndarray, options: BatchOptions, buckets: int) -> None:
-        self._options, self._size = options, len(lengths)
+        self._options = options
+        self._size = len(lengths)
         self._full, self._left = divmod(self._size, options.batch_size)
+        # Each class has at least four batches, so that a batch isn't made of the same examples in each epoch.
         self._buckets = max(1, min(buckets, self._full // 4))
         with tf.device("CPU:0"):
             self._by_length = tf.constant(np.argsort(lengths, kind="stable").astype(np.int64))
 
     def batch(self, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """The examples of the global batch at `step` of `epoch`, in order: int64 [n]; behind the end, any."""
+        """The examples of the global batch at `step` of `epoch`, in order: int64 [n]; undefined after the last step."""
         size = self._options.batch_size
         if not self._options.shuffle:
             start = tf.minimum(step * size, self._size - 1)
@@ -47,33 +49,35 @@ class LengthBuckets:
         return tf.cond(step < self._full, lambda: self._whole_batch(epoch, step), lambda: self._last_batch(epoch))
 
     def _whole_batch(self, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """The examples of a whole batch."""
         size = self._options.batch_size
         number = self._shuffled(step, epoch, 1, self._full)
         # The class of the batch: `bucket` is the only one with first <= number < end.
         bucket = ((number + 1) * self._buckets - 1) // self._full
         first = bucket * self._full // self._buckets
         end = (bucket + 1) * self._full // self._buckets
-        places = (number - first) * size + tf.range(size, dtype=tf.int64)
-        places = first * size + self._shuffled(places, epoch, bucket + 2, (end - first) * size)
+        positions = (number - first) * size + tf.range(size, dtype=tf.int64)
+        positions = first * size + self._shuffled(positions, epoch, bucket + 2, (end - first) * size)
         if self._left:
-            # Positions among those that are not set aside become positions among all.
+            # Positions among the examples that are not set aside become positions among all examples.
             aside = self._aside(epoch)
-            before = tf.searchsorted(aside - tf.range(self._left, dtype=tf.int64), places, "right", tf.int64)
-            places += before
-        return tf.gather(self._by_length, places)
+            before = tf.searchsorted(aside - tf.range(self._left, dtype=tf.int64), positions, "right", tf.int64)
+            positions += before
+        return tf.gather(self._by_length, positions)
 
     def _last_batch(self, epoch: tf.Tensor) -> tf.Tensor:
+        """The examples of the short last batch."""
         return tf.gather(self._by_length, self._aside(epoch))
 
     def _aside(self, epoch: tf.Tensor) -> tf.Tensor:
-        """The positions that are set aside for the short batch, ascending; each is as likely as any other."""
+        """The positions that are set aside for the short batch, ascending: int64 [left]; each is equally likely."""
         start = self._shuffled(tf.constant(0, tf.int64), epoch, 0, self._size)
         return (tf.range(self._left, dtype=tf.int64) * self._size + start) // self._left
 
     def _shuffled(
-        self, places: tf.Tensor, epoch: tf.Tensor, purpose: int | tf.Tensor, size: int | tf.Tensor
+        self, positions: tf.Tensor, epoch: tf.Tensor, purpose: int | tf.Tensor, size: int | tf.Tensor
     ) -> tf.Tensor:
-        """Where a permutation of `size` positions takes some of them; another one for each purpose."""
+        """Some positions after a permutation of `size` positions; each purpose has a permutation of its own."""
         purpose = tf.cast(purpose, tf.int64)
         seed = tf.stack([tf.constant(self._options.seed, tf.int64), epoch + (purpose + 1) * STREAM])
-        return tf.random.experimental.index_shuffle(places, seed=seed, max_index=tf.cast(size, tf.int64) - 1)
+        return tf.random.experimental.index_shuffle(positions, seed=seed, max_index=tf.cast(size, tf.int64) - 1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
+from callbacks.files import cache_directory
 from loop.errors import UsageError
 
 
@@ -32,13 +32,6 @@ class DataFile:
             raise UsageError(f"{self.path} can't be read any more ({error.strerror}): leave it as it is") from None
         if changed:
             raise UsageError(f"{self.path} has changed since the run began: leave data files as they are while it runs")
-
-
-def cache_directory() -> Path:
-    """Where what is derived from data files is kept: `TFLOOP_CACHE`, or `tfloop` in the user's cache directory."""
-    own = os.environ.get("TFLOOP_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(own).expanduser() if own else Path(shared).expanduser() / "tfloop"
 
 
 def cached(kind: str, path: Path) -> Path:

@@ -6,23 +6,26 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
-from loop.data.random_access import Reader, flatten
+from loop.data.random_access import Columns, Example, Part, PartPath, Reader, flatten
 from loop.errors import TrainingError, UsageError, message_of
+
+Read: TypeAlias = Example | Exception
+"""An example that was read, or the error that reading it has raised."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """What one array of each example is like.
+    """What an array of the examples is like.
 
     Attributes:
-        name: what it is called; see `padding.leaf_names`.
-        shape: of one example.
-        dtype: its dtype; `object` for text.
-        padded: how many axes, from the first on, differ in size from example to example.
+        name: the name of the array; see `padding.leaf_names`.
+        shape: the shape of the array in one example.
+        dtype: the dtype of the array in a batch; `object` for text.
+        padded: the number of axes, from the first on, that differ in size from example to example.
     """
 
     name: str | int
@@ -32,7 +35,7 @@ class ArraySpec:
 
     @property
     def label(self) -> str:
-        """For messages: which array it is."""
+        """The name of the array, for messages."""
         return f"array {self.name!r}: "
 
 
@@ -44,12 +47,12 @@ class ExampleReader:
     """Reads examples of one source by index.
 
     Args:
-        reader: of the source.
-        map: makes an example of what the source gives; a second argument named `seed` is int64 [2], see
+        reader: the reader of the source.
+        map: makes an example from what the source gives; a second argument named `seed` is int64 [2], see
             `loop.example_seed`.
     """
 
-    def __init__(self, reader: Reader, map: Callable[..., Any] | None) -> None:
+    def __init__(self, reader: Reader, map: Callable[..., Example] | None) -> None:
         self._reader = reader
         self._map = map
         self._draws = map is not None and _takes_seed(map)
@@ -62,26 +65,26 @@ class ExampleReader:
         """The arrays of these examples of the source, stacked; only with `by_column`."""
         return [column for _, column in flatten(self._reader.read(ids))]
 
-    def unmapped(self, ids: np.ndarray) -> list[Any]:
+    def unmapped(self, ids: np.ndarray) -> list[Example]:
         """These examples as the source gives them."""
         read = self._reader.read(ids)
         return [row_of(read, row) for row in range(len(ids))] if self._reader.by_column else list(read)
 
-    def mapped(self, example: Any, seed: Any) -> Any:
+    def mapped(self, example: Example, seed: np.ndarray) -> Example:
         """What the map makes of an example; only with a map."""
         assert self._map is not None
         return self._map(example, seed=seed) if self._draws else self._map(example)
 
-    def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Any]:
-        """These examples: the structure of each, or the error that reading it has raised.
+    def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
+        """Reads examples; returns each one, or the error that reading it has raised.
 
         Args:
-            ids: of examples of the source: int64 [n].
-            seeds: those of the examples: int64 [n, 2].
+            ids: the numbers of the examples in the source: int64 [n].
+            seeds: the seeds of the examples: int64 [n, 2].
         """
         try:
             examples = self.unmapped(ids)
-        except Exception:  # which of them it was is found by reading them one by one
+        except Exception:  # one by one, to find which of them can't be read
             if len(ids) == 1:
                 raise
             return [self._attempt(ids[row : row + 1], seeds[row : row + 1]) for row in range(len(ids))]
@@ -94,7 +97,8 @@ class ExampleReader:
                 examples[row] = error
         return examples
 
-    def _attempt(self, ids: np.ndarray, seeds: np.ndarray) -> Any:
+    def _attempt(self, ids: np.ndarray, seeds: np.ndarray) -> Read:
+        """Reads one example; returns it, or the error."""
         try:
             [example] = self.read(ids, seeds)
         except Exception as error:
@@ -103,10 +107,10 @@ class ExampleReader:
 
 
 class MixedReader:
-    """Reads examples of several sources, which are numbered one behind the other.
+    """Reads examples of several sources. Those of one source are numbered after those of the source before it.
 
     Args:
-        readers: of the sources.
+        readers: the readers of the sources.
     """
 
     by_column = False
@@ -118,20 +122,20 @@ class MixedReader:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Any]:
+    def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
         """See `ExampleReader.read`."""
-        examples: list[Any] = [None] * len(ids)
-        which = np.searchsorted(self._ends, ids, "right")
-        for number in np.unique(which):
-            rows = np.flatnonzero(which == number)
+        examples: list[Read] = [None] * len(ids)
+        sources = np.searchsorted(self._ends, ids, "right")
+        for number in np.unique(sources):
+            rows = np.flatnonzero(sources == number)
             first = self._ends[number - 1] if number else 0
-            some = self._readers[number].read(ids[rows] - first, seeds[rows])
-            for row, example in zip(rows, some, strict=True):
+            from_source = self._readers[number].read(ids[rows] - first, seeds[rows])
+            for row, example in zip(rows, from_source, strict=True):
                 examples[row] = example
         return examples
 
 
-def _takes_seed(function: Callable[..., Any]) -> bool:
+def _takes_seed(function: Callable[..., Example]) -> bool:
     """Whether a map has a second argument named `seed`.
 
     Raises:
@@ -139,7 +143,7 @@ def _takes_seed(function: Callable[..., Any]) -> bool:
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function of C
+    except (TypeError, ValueError):  # a function of C has no signature
         return False
     draws = "seed" in signature.parameters
     try:
@@ -152,8 +156,10 @@ def _takes_seed(function: Callable[..., Any]) -> bool:
     return draws
 
 
-Arrays = tuple[np.ndarray, ...] | list[Any]
-"""Examples that were read: their arrays stacked, [n, ...] each; or of each one a list of its arrays, or an error."""
+Leaves: TypeAlias = list[np.ndarray] | Exception
+"""The arrays of an example, in the order of their specs; or the error for an example that can't be used."""
+Arrays: TypeAlias = tuple[np.ndarray, ...] | list[Leaves]
+"""Examples that were read: a tuple of stacked arrays, [n, ...] each; or a list with the arrays of each example."""
 
 
 def arrays_of(
@@ -162,19 +168,23 @@ def arrays_of(
     """Reads and checks examples.
 
     Args:
-        reader: of the source.
+        reader: the reader of the source.
         specs: what the arrays of an example are like.
-        ids: of examples of the source: int64 [n].
-        seeds: those of the examples: int64 [n, 2].
+        ids: the numbers of the examples in the source: int64 [n].
+        seeds: the seeds of the examples: int64 [n, 2].
     """
     if isinstance(reader, ExampleReader) and reader.by_column:
         return tuple(reader.columns(ids))
-    return [
-        _checked(example, specs, index) for example, index in zip(reader.read(ids, seeds), ids.tolist(), strict=True)
-    ]
+    return checked(reader.read(ids, seeds), specs, ids)
 
 
-def _checked(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarray] | Exception:
+def checked(examples: Sequence[Read], specs: list[ArraySpec], ids: np.ndarray) -> list[Leaves]:
+    """Of each example, as it was read, a list of its arrays, or why it can't be used."""
+    return [_checked(example, specs, index) for example, index in zip(examples, ids.tolist(), strict=True)]
+
+
+def _checked(example: Read, specs: list[ArraySpec], index: int) -> Leaves:
+    """The arrays of an example, or the error that names it."""
     if isinstance(example, Exception):
         return unusable(index, example)
     try:
@@ -192,7 +202,7 @@ def unusable(index: int, error: Exception) -> Exception:
     return failed
 
 
-def row_of(columns: Any, row: int) -> Any:
+def row_of(columns: Columns, row: int) -> Example:
     """One example of stacked arrays."""
     if isinstance(columns, Mapping):
         return {name: row_of(column, row) for name, column in columns.items()}
@@ -201,8 +211,8 @@ def row_of(columns: Any, row: int) -> Any:
     return columns[row]
 
 
-def specs_of(example: Any, index: int) -> list[ArraySpec]:
-    """What the arrays of all examples are like, from one of them.
+def specs_of(example: Example, index: int) -> list[ArraySpec]:
+    """What the arrays of all examples are like, according to one of them.
 
     Raises:
         UsageError: it has a part that is no array of numbers or text.
@@ -219,40 +229,41 @@ def specs_of(example: Any, index: int) -> list[ArraySpec]:
     return specs
 
 
-def name_of(path: tuple[Any, ...]) -> str | int:
-    """What the array at the end of a path is called; see `padding.leaf_names`."""
+def name_of(path: PartPath) -> str | int:
+    """The name of the array at the end of a path; see `padding.leaf_names`."""
     return path[0] if len(path) == 1 else "/".join(map(str, path)) or 0
 
 
-def array_of(part: Any, name: str | int, index: int) -> np.ndarray:
+def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
     """A part of an example as an array.
 
     Raises:
-        BadExampleError: it is none.
+        BadExampleError: it is no array of numbers or text.
     """
-    said = f"array {name!r}: "
+    label = f"array {name!r}: "
     if part is None:
-        raise BadExampleError(f"example {index}: {said}None instead of an array")
+        raise BadExampleError(f"example {index}: {label}None instead of an array")
     try:
         array = as_array(part)
     except ValueError as error:
-        raise BadExampleError(f"example {index}: {said}it is no array ({error})") from None
-    text = array.dtype.kind in "SUO" and all(isinstance(value, str | bytes) for value in array.reshape(-1).tolist())
-    if array.dtype.kind in "biufc" or text or array.dtype.kind == "V":  # V: such as bfloat16
+        raise BadExampleError(f"example {index}: {label}it is no array ({error})") from None
+    kind = array.dtype.kind
+    is_text = kind in "SUO" and all(isinstance(value, str | bytes) for value in array.reshape(-1).tolist())
+    if kind in "biufc" or is_text or kind == "V":  # V: types of other packages, such as bfloat16
         return array
-    raise BadExampleError(f"example {index}: {said}{type(part).__name__} is no array of numbers or text")
+    raise BadExampleError(f"example {index}: {label}{type(part).__name__} is no array of numbers or text")
 
 
-def as_array(part: Any) -> np.ndarray:
-    """A part of an example as an array, which may be no array of numbers or text; that of a path is its text.
+def as_array(part: Part) -> np.ndarray:
+    """A part of an example as an array, of any dtype; the array of a path is its text.
 
     Raises:
-        ValueError: it is none, such as a list of lists of different lengths.
+        ValueError: it can't be an array, such as a list of lists of different lengths.
     """
     plain = os.fspath(part) if isinstance(part, os.PathLike) else part
     array = np.asarray(plain)
     if array.dtype.kind in "SU" and not isinstance(plain, np.ndarray | np.generic):
-        return np.asarray(plain, object)  # NumPy's texts have no zeros at their end
+        return np.asarray(plain, object)  # NumPy's own text types would drop zero bytes at the end
     return array
 
 
@@ -261,12 +272,13 @@ def _batch_dtype(array: np.ndarray) -> np.dtype:
     return np.dtype(object) if array.dtype.kind in "SUO" else array.dtype.newbyteorder("=")
 
 
-def _plain_arrays(example: Any, specs: list[ArraySpec]) -> list[np.ndarray] | None:
-    """The arrays of an example that is as most are: one level of NumPy arrays like those of the first one.
+def _plain_arrays(example: Example, specs: list[ArraySpec]) -> list[np.ndarray] | None:
+    """The arrays of a usual example: one level of NumPy arrays like those of the first example.
 
-    None: it has to be looked at closer. An example that takes microseconds to read must not take more to check.
+    None: the example must be checked part by part. An example that takes microseconds to read must not take longer to
+    check.
     """
-    parts: list[Any] = []
+    parts: list[Part] = []
     if type(example) is np.ndarray and specs[0].name == 0:
         parts = [example]
     elif type(example) is tuple and specs[-1].name == len(example) - 1:
@@ -278,14 +290,15 @@ def _plain_arrays(example: Any, specs: list[ArraySpec]) -> list[np.ndarray] | No
     return parts
 
 
-def _is_like(part: Any, spec: ArraySpec) -> bool:
+def _is_like(part: Part, spec: ArraySpec) -> bool:
+    """Whether a part is a NumPy array of numbers, as the spec says."""
     if not isinstance(part, np.ndarray | np.generic) or part.dtype != spec.dtype or part.dtype.hasobject:
         return False
     return part.ndim == len(spec.shape) and part.shape[spec.padded :] == spec.shape[spec.padded :]
 
 
-def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarray]:
-    """The arrays of an example, checked against what those of the first one are like.
+def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.ndarray]:
+    """The arrays of an example, checked against the arrays of the first example.
 
     Raises:
         BadExampleError: other arrays, or one of another shape or dtype.
@@ -294,9 +307,9 @@ def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarr
         return arrays
     parts = list(flatten(example))
     names = [name_of(path) for path, _ in parts]
-    wanted = [spec.name for spec in specs]
-    if names != wanted:
-        raise BadExampleError(f"example {index} has the arrays {names}, the first example {wanted}: return the same")
+    expected = [spec.name for spec in specs]
+    if names != expected:
+        raise BadExampleError(f"example {index} has the arrays {names}, the first example {expected}: return the same")
     leaves = []
     for spec, (_, part) in zip(specs, parts, strict=True):
         array = array_of(part, spec.name, index)
@@ -314,7 +327,7 @@ def leaves_of(example: Any, specs: list[ArraySpec], index: int) -> list[np.ndarr
     return leaves
 
 
-def stacked(examples: list[Any], specs: list[ArraySpec]) -> list[np.ndarray]:
+def stacked(examples: list[Example], specs: list[ArraySpec]) -> list[np.ndarray]:
     """The arrays of examples of one shape: [n, ...] each.
 
     Raises:
@@ -322,15 +335,17 @@ def stacked(examples: list[Any], specs: list[ArraySpec]) -> list[np.ndarray]:
     """
     leaves = [leaves_of(example, specs, number) for number, example in enumerate(examples)]
     columns = []
-    for place, spec in enumerate(specs):
+    for index, spec in enumerate(specs):
         column = np.empty([len(examples), *spec.shape], spec.dtype)
         for row, arrays in enumerate(leaves):
-            column[row] = arrays[place][()]  # a text, where it is one, and not an array of one
+            column[row] = arrays[index][()]  # of an array without axes, its element, such as a text
         columns.append(column)
     return columns
 
 
 def example_seeds(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
-    """The seeds that examples draw from, the same numbers as those of `loop.example_seed`: int64 [n, 2]."""
-    of_epoch = np.full_like(indices, (seed << 32) + epoch)
-    return np.stack([of_epoch, indices << 16], 1)
+    """The seeds that the maps of examples get: int64 [n, 2]; the same as those of `loop.example_seed`."""
+    seeds = np.empty([len(indices), 2], np.int64)
+    seeds[:, 0] = (seed << 32) + epoch
+    seeds[:, 1] = indices << 16
+    return seeds

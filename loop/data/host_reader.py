@@ -14,7 +14,7 @@ from loop.data.batch_layout import BatchLayout
 from loop.data.buckets import LengthBuckets
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.indexed import IndexedData, usable_cpus
-from loop.data.read_ahead import PendingBatch, Position, ReadAhead
+from loop.data.read_ahead import PendingBatch, Position, ReadAhead, array_of_own
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 
@@ -79,6 +79,17 @@ class HostReader:
             self._failure = error
             raise
 
+    def batch_if_ready(self, shares: RowShares, parts: int, position: Position) -> PendingBatch | None:
+        """See `batch`; None: it isn't filled yet, or has to be waited for."""
+        if position.step >= self._steps_per_epoch:
+            return self.batch(shares, parts, position)
+        ahead = self._reader(shares, parts)
+        try:
+            return ahead.get_if_ready(position) if isinstance(ahead, ReadAhead) else None
+        except BaseException as error:
+            self._failure = error
+            raise
+
     def take_failure(self) -> BaseException | None:
         """Why the last batch could not be read, once: TensorFlow wraps it in a text of its own."""
         failure, self._failure = self._failure, None
@@ -100,7 +111,7 @@ class HostReader:
             assert self._data.padding is not None
             for name, known in self._lengths(whole, epoch).items():
                 lengths[name] = self._data.padding.rounded(max(int(known.max()), 1))
-        return PendingBatch(own.copy(), epoch, self._layout.new(len(own), lengths))
+        return PendingBatch(_copied(own), epoch, self._layout.new(len(own), lengths))
 
     def _reader(self, shares: RowShares, parts: int) -> ReadAhead | GraphReadAhead:
         with self._opening:  # two operations of a graph may ask at once
@@ -118,17 +129,23 @@ class HostReader:
             return GraphReadAhead(data, self._layout, seed, rows, self._steps_per_epoch, depth), None
         filler = BatchFiller(data, self._layout, seed)
         threads = data.readers or (1 if data.reader.by_column else usable_cpus())
-        plan = functools.partial(self._plan, shares, parts)
-        return ReadAhead(plan, filler.fill, self._following, depth, threads), filler
+        plan = functools.partial(self._plan, shares, parts, filler.whole_batches)
+        # Code of the user may run graphs, which need another of TensorFlow's threads than the one that reads.
+        at_once = not data.readers and (filler.whole_batches or _graph_threads() > 1)
+        return ReadAhead(plan, filler.fill, self._following, depth, threads, at_once), filler
 
     def _following(self, position: Position) -> Position | None:
         following = position.after(1, self._steps_per_epoch)
         # An evaluation has one epoch, and the next one begins at its start.
         return None if following.epoch == EVALUATION_EPOCH + 1 else following
 
-    def _plan(self, shares: RowShares, parts: int, position: Position) -> PendingBatch:
+    def _plan(self, shares: RowShares, parts: int, whole_batches: bool, position: Position) -> PendingBatch:
         whole = self._global_batch(position)
-        return self.empty_batch(_own(shares, parts, whole), whole, position.epoch)
+        own = _own(shares, parts, whole)
+        if whole_batches:
+            leaves = [] if len(own) else self._layout.new(0, {})
+            return PendingBatch(_copied(own), position.epoch, leaves)
+        return self.empty_batch(own, whole, position.epoch)
 
     def _rows(self, shares: RowShares, parts: int, position: Position) -> np.ndarray:
         """The indices of a worker's rows of a global batch: int64 [n]."""
@@ -170,3 +187,15 @@ class HostReader:
 def _own(shares: RowShares, parts: int, whole: np.ndarray) -> np.ndarray:
     """A worker's rows of a global batch that is cut into micro-batches."""
     return whole if shares.replicas == 1 else whole[shares.on_host(len(whole), parts)]
+
+
+def _copied(index: np.ndarray) -> np.ndarray:
+    """The indices of a batch, as an array that no operation of the graph writes to."""
+    copy = array_of_own([len(index)], index.dtype)
+    copy[...] = index
+    return copy
+
+
+def _graph_threads() -> int:
+    """How many operations of a graph TensorFlow runs at a time."""
+    return int(tf.config.threading.get_inter_op_parallelism_threads()) or usable_cpus()

@@ -5,23 +5,24 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, name_of
 from loop.data.graph_map import is_graph, on_tensors
-from loop.data.padding import as_padding
-from loop.data.random_access import flatten, reader_of
+from loop.data.padding import FillValues, Padding, as_padding
+from loop.data.random_access import Example, Source, flatten, reader_of
 from loop.errors import UsageError
 
-Resolve = Callable[[np.ndarray, int, int], np.ndarray]
-"""Gives the examples of the source, int64 [n], from indices, int64 [n], the epoch and the seed of the run."""
+Resolve: TypeAlias = Callable[[np.ndarray, int, int], np.ndarray]
+"""Returns the numbers of examples in the source, int64 [n], from indices, int64 [n], the epoch and the run's seed."""
+Lengths: TypeAlias = Sequence[int] | np.ndarray | Callable[[int], int]
+"""The length of each example: an array [examples], or a function of the index."""
 
-
-_LOOKED_AT = 64
-"""Among how many examples one of another length than the first is looked for."""
+_SEARCHED = 64
+"""The number of first examples among which one of another length than the first is searched."""
 
 
 class IndexedData:
@@ -55,11 +56,11 @@ class IndexedData:
 
     def __init__(
         self,
-        source: Any,
-        map: Callable[..., Any] | None = None,
+        source: Source,
+        map: Callable[..., Example] | None = None,
         *,
-        padding: Any = None,
-        lengths: Any = None,
+        padding: Padding | FillValues = None,
+        lengths: Lengths | Mapping[str | int, Lengths] | None = None,
         readers: int | str = 0,
         on_bad_example: str = "stop",
     ) -> None:
@@ -68,18 +69,7 @@ class IndexedData:
         if on_bad_example not in ("stop", "skip"):
             raise UsageError(f"IndexedData(on_bad_example={on_bad_example!r}): give 'stop' or 'skip'")
         self.padding = as_padding(padding)
-        if (self.padding is None) != (lengths is None):
-            raise UsageError(
-                "IndexedData: padding and lengths belong together: give lengths=..., the length of each example, so "
-                "that each worker knows how long a global batch is padded without reading all of it"
-                if lengths is None
-                else "IndexedData(lengths=...) without padding: give padding=loop.Padding()"
-            )
-        if self.padding is not None and callable(self.padding.bucket_by):
-            raise UsageError(
-                "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
-                "bucket_by=True, which sorts by lengths=..."
-            )
+        _check_lengths(self.padding, has_lengths=lengths is not None)
         self.maps_in_graph = is_graph(map)
         self.reader: ExampleReader | MixedReader = ExampleReader(
             reader_of(source), on_tensors(map) if is_graph(map) else map
@@ -98,21 +88,21 @@ class IndexedData:
         self._lengths_of: Callable[[np.ndarray, str | int], np.ndarray] | None = None
 
     def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
-        """Which examples of the source are those of these indices: int64 [n]."""
+        """The numbers in the source of the examples of these indices: int64 [n]."""
         return indices if self._resolve is None else self._resolve(indices, epoch, seed)
 
     def take(self, count: int) -> IndexedData:
         """The first `count` examples."""
-        return self._stretch(0, min(_whole(count, "take"), self.size))
+        return self._range(0, min(_whole(count, "take"), self.size))
 
     def skip(self, count: int) -> IndexedData:
         """All but the first `count` examples."""
-        return self._stretch(min(_whole(count, "skip"), self.size), self.size)
+        return self._range(min(_whole(count, "skip"), self.size), self.size)
 
     head = take
 
     def filter(self, keep: Callable[[int], bool] | Sequence[bool] | np.ndarray) -> IndexedData:
-        """The examples that `keep` is true of: a function of the index, or an array of bools [examples]."""
+        """The examples for which `keep` is true: a function of the index, or an array of bools [examples]."""
         if callable(keep):
             kept = np.fromiter((bool(keep(index)) for index in range(self.size)), bool, self.size)
         else:
@@ -124,18 +114,18 @@ class IndexedData:
             )
         return self._of_indices(np.flatnonzero(kept).astype(np.int64))
 
-    def split(self, share: float, key: Callable[[int], Any] | None = None) -> tuple[IndexedData, IndexedData]:
-        """The examples in two parts, such as for training and for evaluation, by a hash.
+    def split(self, share: float, key: Callable[[int], object] | None = None) -> tuple[IndexedData, IndexedData]:
+        """Splits the examples by a hash into two parts, such as for training and for evaluation.
 
-        An example stays in its part when others are added behind it.
+        An example stays in its part when further examples are added after it.
 
         Args:
-            share: about how much of the examples the second part has, between 0 and 1.
-            key: of the example of an index, such as the name of a file or a person: examples of one key are in one
-                part. None: the index.
+            share: about which share of the examples the second part has, between 0 and 1.
+            key: returns the key of the example at an index, such as the name of a file or a person. Examples of one key
+                are in one part. None: the index is the key.
 
         Returns:
-            The first part, with the rest, and the second one.
+            The first part, with the rest of the examples, and the second one.
         """
         if not 0 < share < 1:
             raise UsageError(f"IndexedData.split({share!r}): give a number between 0 and 1")
@@ -147,11 +137,11 @@ class IndexedData:
         return self.filter(~held_out), self.filter(held_out)
 
     def in_float64(self) -> IndexedData:
-        """The same examples, whose floating-point numbers have 64 bits."""
+        """The same examples, with floating-point numbers of 64 bits."""
         return self.replaced(wide=True)
 
     def first_arrays(self, count: int) -> Iterator[np.ndarray]:
-        """The arrays of the first examples, as they are in epoch 0 of seed 0."""
+        """The arrays of the first examples, as in epoch 0 with the seed 0."""
         indices = np.arange(min(count, self.size), dtype=np.int64)
         seeds = np.stack([np.zeros_like(indices), indices << 16], 1)
         for index, example in zip(indices, self.reader.read(self.resolve(indices, 0, 0), seeds), strict=True):
@@ -159,7 +149,7 @@ class IndexedData:
                 yield from (array_of(part, name_of(path), int(index)) for path, part in flatten(example))
 
     def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
-        """The lengths of an array of these examples of the source: int64 [n]."""
+        """The lengths of an array in examples of the source, by their numbers there: int64 [n]."""
         if self._lengths_of is not None:
             return self._lengths_of(ids, name)
         given = self._lengths
@@ -181,7 +171,7 @@ class IndexedData:
         return known[ids].astype(np.int64)
 
     def padded_names(self, specs: Sequence[ArraySpec]) -> list[str | int]:
-        """Which arrays are padded: those of which lengths are given by name, or whose first axis has the length.
+        """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.
 
         Args:
             specs: what the arrays of the first example are like.
@@ -200,7 +190,7 @@ class IndexedData:
 
     def _of_the_length(self, names: list[str | int], shapes: dict[str | int, tuple[int, ...]]) -> list[str | int]:
         """The arrays whose first axis has the length that `lengths` says, by the shapes of the first example."""
-        ids = self.resolve(np.arange(min(self.size, _LOOKED_AT), dtype=np.int64), 0, 0)
+        ids = self.resolve(np.arange(min(self.size, _SEARCHED), dtype=np.int64), 0, 0)
         lengths = self.lengths(ids, names[0])
         padded = [name for name in names if shapes[name][:1] == (lengths[0],)]
         if not padded:
@@ -208,7 +198,7 @@ class IndexedData:
                 f"IndexedData(lengths=...): {lengths[0]} for example {ids[0]}, whose arrays have the shapes {shapes}: "
                 "give the length along the first axis that examples have after map"
             )
-        # An array of a fixed size may have this length by chance.
+        # An array of a fixed size may have this length by chance. In an example of another length it shows.
         others = np.flatnonzero(lengths != lengths[0])[:1]
         for other in self.reader.read(ids[others], np.zeros([len(others), 2], np.int64)):
             if not isinstance(other, Exception):
@@ -216,20 +206,22 @@ class IndexedData:
                 padded = [name for name in padded if parts.get(name) != shapes[name][:1]]
         return padded
 
-    def _stretch(self, start: int, stop: int) -> IndexedData:
+    def _range(self, start: int, stop: int) -> IndexedData:
         return self._narrowed(lambda indices: indices + start, stop - start)
 
     def _of_indices(self, kept: np.ndarray) -> IndexedData:
         return self._narrowed(lambda indices: kept[indices], len(kept))
 
     def _narrowed(self, select: Callable[[np.ndarray], np.ndarray], size: int) -> IndexedData:
+        """The same data with fewer examples; `select` makes indices of this data from those of the result."""
+
         def resolve(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
             return self.resolve(select(indices), epoch, seed)
 
         return self.replaced(_resolve=resolve, size=size)
 
     def replaced(self, **attributes: Any) -> IndexedData:
-        """The same data, but for these attributes."""
+        """The same data with other values of these attributes."""
         changed = copy.copy(self)
         changed.__dict__.update(attributes)
         return changed
@@ -240,7 +232,24 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _check_lengths(padding: Padding | None, has_lengths: bool) -> None:
+    """Refuses padding without lengths, lengths without padding, and buckets by a function of an example."""
+    if padding is not None and not has_lengths:
+        raise UsageError(
+            "IndexedData: padding and lengths belong together: give lengths=..., the length of each example, so "
+            "that each worker knows how long a global batch is padded without reading all of it"
+        )
+    if padding is None and has_lengths:
+        raise UsageError("IndexedData(lengths=...) without padding: give padding=loop.Padding()")
+    if padding is not None and callable(padding.bucket_by):
+        raise UsageError(
+            "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
+            "bucket_by=True, which sorts by lengths=..."
+        )
+
+
 def _checked_readers(readers: int | str) -> int:
+    """The number of reading processes, from the argument `readers`."""
     if readers == "auto":
         return usable_cpus()
     if not isinstance(readers, int) or isinstance(readers, bool) or readers < 0:
@@ -249,12 +258,14 @@ def _checked_readers(readers: int | str) -> int:
 
 
 def _whole(count: int, what: str) -> int:
+    """A number of examples, checked; `what` is the method that got it."""
     if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 0:
         raise UsageError(f"IndexedData.{what}({count!r}): give a number of examples")
     return int(count)
 
 
-def _hash(key: Any) -> int:
+def _hash(key: object) -> int:
+    """A hash of a key that is the same in each process, unlike Python's own: 64 bits."""
     text = key if isinstance(key, bytes) else str(key).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 

@@ -19,6 +19,9 @@ from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
 from loop.data.read_ahead import Position
 
+Fetch = Callable[..., list[Any]]
+"""A function of the host that returns arrays from epoch and step."""
+
 
 class IndexedSource(ArraySource):
     """`IndexedData` in a certain order.
@@ -74,25 +77,35 @@ class IndexedSource(ArraySource):
         return self._copied(stacked)
 
     def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> Any:
-        return self._from_host(functools.partial(self._fetch, parts), epoch, step)
+        return self._from_host(functools.partial(self._fetch, parts), epoch, step, functools.partial(self._poll, parts))
 
-    def _from_host(self, fetch: Callable[..., list[np.ndarray]], epoch: tf.Tensor, step: tf.Tensor) -> Any:
-        """The indices and the arrays that a function of the host reads."""
+    def _from_host(self, fetch: Fetch, epoch: tf.Tensor, step: tf.Tensor, poll: Fetch | None = None) -> Any:
+        """The indices and the arrays that a function of the host reads.
+
+        Args:
+            fetch: returns them from epoch and step.
+            epoch: the epoch: int64.
+            step: the step in it: int64.
+            poll: returns whether they are there already, and if so, them; None: they aren't.
+        """
         specs = [tf.TensorSpec([None], tf.int64), *self._layout.tensor_specs()]
-        # It has no state: what it returns depends on the position alone. It is Python's, not to be made a graph.
-        on_host = tf.autograph.experimental.do_not_convert(fetch)
+        dtypes = [spec.dtype for spec in specs]
+        position = [epoch, step]
 
         def call(epoch: tf.Tensor, step: tf.Tensor) -> list[tf.Tensor]:
-            dtypes = [spec.dtype for spec in specs]
             if self.data.maps_in_graph:
-                return tf.py_function(on_host, [epoch, step], dtypes)  # it hands tensors over without a copy
-            return tf.numpy_function(on_host, [epoch, step], dtypes, stateful=False)
+                return tf.py_function(_of_python(fetch), [epoch, step], dtypes)  # it hands tensors over without a copy
+            return tf.numpy_function(_of_python(fetch), [epoch, step], dtypes, stateful=False)
 
         only_numpy = self.data.reader.by_column and not self._layout.padded
         if only_numpy or tf.executing_eagerly():
             tensors = call(epoch, step)
+        elif self.data.maps_in_graph or poll is None:
+            tensors = _in_thread_of_its_own(call, position, specs)
         else:
-            tensors = _in_thread_of_its_own(call, [epoch, step], specs)
+            ready, *there = tf.numpy_function(_of_python(poll), position, [tf.bool, *dtypes], stateful=False)
+            ready.set_shape([])
+            tensors = tf.cond(ready, lambda: there, lambda: _in_thread_of_its_own(call, position, specs))
         for tensor, spec in zip(tensors, specs, strict=True):
             tensor.set_shape(spec.shape)
         return tensors[0], self._layout.pack(tensors[1:])
@@ -113,6 +126,13 @@ class IndexedSource(ArraySource):
         batch = self._reader.batch(self._shares, parts, Position(int(epoch), int(step)))
         return [batch.index, *batch.leaves]
 
+    def _poll(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[Any]:
+        """On the host: whether the worker's rows of a global batch have been read ahead; and if so, these."""
+        batch = self._reader.batch_if_ready(self._shares, parts, Position(int(epoch), int(step)))
+        if batch is None:
+            return [False, np.zeros([0], np.int64), *self._layout.new(0, dict.fromkeys(self._layout.padded, 0))]
+        return [True, batch.index, *batch.leaves]
+
     def _fetch_block(self, steps: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
         """On the host: the rows of whole batches, one behind the other; rows past the end of the data are undefined."""
         read = [self._fetch(1, epoch, step + number) for number in range(steps)]
@@ -123,6 +143,12 @@ class IndexedSource(ArraySource):
             missing = [(0, rows - len(joined))] + [(0, 0)] * (joined.ndim - 1)
             blocks.append(np.pad(joined, missing) if len(joined) < rows else joined)
         return blocks
+
+
+def _of_python(function: Fetch) -> Fetch:
+    """A function that is Python's, and isn't to be made a graph. What it returns depends on the position alone."""
+    made: Fetch = tf.autograph.experimental.do_not_convert(function)
+    return made
 
 
 def _in_thread_of_its_own(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +15,7 @@ from loop.data.indexed import IndexedData
 from loop.errors import UsageError
 
 _PATTERN = 1000
-"""Examples after which the pattern of sources repeats: shares are met to a thousandth."""
+"""The number of examples after which the pattern of sources repeats: shares are met to a thousandth."""
 
 
 def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
@@ -35,8 +35,8 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
             small; sources of which some are padded, or in another way.
     """
     parts = list(shares)
-    wanted = _checked(parts, list(shares.values()))
-    mixture = _Mixture(parts, _pattern([part.size for part in parts], wanted / wanted.sum()))
+    weights = _checked(parts, list(shares.values()))
+    mixture = _Mixture(parts, _pattern([part.size for part in parts], weights / weights.sum()))
     return parts[0].replaced(
         reader=MixedReader([part.reader for part in parts]),
         maps_in_graph=False,
@@ -48,8 +48,8 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
     )
 
 
-def _checked(parts: Sequence[Any], shares: Sequence[float]) -> np.ndarray:
-    """The shares: float64 [sources].
+def _checked(parts: Sequence[IndexedData], shares: Sequence[float]) -> np.ndarray:
+    """The shares, not yet divided by their sum: float64 [sources].
 
     Raises:
         UsageError: see `mix`.
@@ -58,10 +58,10 @@ def _checked(parts: Sequence[Any], shares: Sequence[float]) -> np.ndarray:
         raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
     if any(part.padding != parts[0].padding for part in parts):
         raise UsageError("loop.mix: the sources have different padding=...: give all the same")
-    wanted = np.array(shares, np.float64)
-    if not (np.isfinite(wanted).all() and (wanted > 0).all()):
-        raise UsageError(f"loop.mix: shares of {wanted.tolist()}: give positive numbers")
-    return wanted
+    weights = np.array(shares, np.float64)
+    if not (np.isfinite(weights).all() and (weights > 0).all()):
+        raise UsageError(f"loop.mix: shares of {weights.tolist()}: give positive numbers")
+    return weights
 
 
 class _Pattern(NamedTuple):
@@ -84,16 +84,16 @@ def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:
     """The pattern for sources of these sizes; each source's examples are spread evenly over it."""
     length = int(min(_PATTERN, *(size / share for size, share in zip(sizes, shares, strict=True))))
     counts = np.floor(shares * length).astype(np.int64)
-    # What rounding has left goes to those that have lost most by it.
-    lost = np.argsort(counts - shares * length, kind="stable")[: length - int(counts.sum())]
-    counts[lost] += 1
+    # The examples that are left by rounding down go to the sources that have lost most by it.
+    lost_most = np.argsort(counts - shares * length, kind="stable")[: length - int(counts.sum())]
+    counts[lost_most] += 1
     if (counts == 0).any():
         raise UsageError(
             f"loop.mix: a share of {shares.min():.2g} of {length} examples is less than one: give a greater one, or "
             "larger sources"
         )
-    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-    order = np.argsort(places, kind="stable")
+    positions = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    order = np.argsort(positions, kind="stable")
     sources = np.repeat(np.arange(len(sizes)), counts)[order]
     ranks = np.concatenate([np.arange(count) for count in counts])[order]
     blocks = min(size // int(count) for size, count in zip(sizes, counts, strict=True))
@@ -116,21 +116,22 @@ class _Mixture:
         self._ends = ends
 
     def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
-        """See `IndexedData.resolve`; sources are numbered one behind the other."""
+        """See `IndexedData.resolve`. Examples of a source are numbered after those of the source before it."""
         pattern = self.pattern
-        blocks, places = np.divmod(indices, len(pattern.sources))
+        blocks, positions = np.divmod(indices, len(pattern.sources))
         epochs_before = 0 if epoch == EVALUATION_EPOCH else epoch
         ids = np.empty_like(indices)
         for number, part in enumerate(self._parts):
-            rows = np.flatnonzero(pattern.sources[places] == number)
+            rows = np.flatnonzero(pattern.sources[positions] == number)
             if not len(rows):
                 continue
+            # A source counts its own epochs: it goes on where it stopped in the epoch of the mixture before.
             count = int(pattern.counts[number])
-            used = (epochs_before * pattern.blocks + blocks[rows]) * count + pattern.ranks[places[rows]]
-            own_epochs, own_places = np.divmod(used, part.size)
+            used = (epochs_before * pattern.blocks + blocks[rows]) * count + pattern.ranks[positions[rows]]
+            own_epochs, own_positions = np.divmod(used, part.size)
             for own_epoch in np.unique(own_epochs).tolist():
                 same = own_epochs == own_epoch
-                own = _shuffled(own_places[same], seed, own_epoch + (number + 1) * STREAM, part.size)
+                own = _shuffled(own_positions[same], seed, own_epoch + (number + 1) * STREAM, part.size)
                 ids[rows[same]] = self._firsts[number] + part.resolve(own, own_epoch, seed)
         return ids
 
@@ -144,8 +145,8 @@ class _Mixture:
         return lengths
 
 
-def _shuffled(places: np.ndarray, seed: int, stream: int, size: int) -> np.ndarray:
-    """Where the permutation of this seed and stream takes some places: int64 [n]."""
+def _shuffled(positions: np.ndarray, seed: int, stream: int, size: int) -> np.ndarray:
+    """Some positions after the permutation of this seed and stream: int64 [n]."""
     with tf.device("CPU:0"):
-        numbers = np.array([seed, stream], np.int64)
-        return np.asarray(tf.random.experimental.index_shuffle(places, seed=numbers, max_index=size - 1))
+        seeds = np.array([seed, stream], np.int64)
+        return np.asarray(tf.random.experimental.index_shuffle(positions, seed=seeds, max_index=size - 1))

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from loop.data.array_source import ArraySource, constant
-from loop.data.arrays import ArrayData
-from loop.data.batch import BatchOptions
+from loop.data.arrays import ArrayData, Structure
+from loop.data.batch import BatchOptions, ReadBatch
 from loop.data.buckets import LengthBuckets
-from loop.data.padding import Padding, call_with, leaf_names, lengthened
+from loop.data.padding import Padding, along_axis, call_with, leaf_names, lengthened
 from loop.data.sequences import Sequences
 from loop.errors import UsageError
+from loop.task import Batch
 
 
 class _Padded(NamedTuple):
     """`Sequences` as tensors; see there.
 
     Attributes:
-        rows: all rows, and behind them one that fills gaps.
-        shapes: of each example.
-        firsts: the place of its first row.
+        rows: the rows of all examples, and after them one row that fills gaps.
+        shapes: the sizes of each example that may differ: int64 [examples, axes].
+        firsts: the index of the first row of each example: int64 [examples].
     """
 
     rows: tf.Tensor
@@ -34,7 +35,7 @@ class PaddedArraySource(ArraySource):
     """`ArrayData` with `padding`, in a certain order.
 
     Which examples are in a global batch, and how long the longest of them is, are pure functions of seed, epoch and
-    step. Each worker works both out for the whole global batch, and reads its own rows alone.
+    step. Each worker computes both for the whole global batch, and reads only its own rows.
     """
 
     uniform = False
@@ -48,7 +49,7 @@ class PaddedArraySource(ArraySource):
             self._buckets = LengthBuckets(lengths(data), options, self._padding.buckets)
         super().__init__(data, options)
 
-    def _load(self, arrays: Any) -> Any:
+    def _load(self, arrays: Structure) -> Batch:
         self._padded: dict[str | int, _Padded] = {}
         tensors: dict[str | int, tf.Tensor] = {}
         for name, array in zip(self._names, tf.nest.flatten(arrays), strict=True):
@@ -67,24 +68,27 @@ class PaddedArraySource(ArraySource):
             rows = constant(np.concatenate([array.rows, fill]))
             return _Padded(rows, tf.constant(array.shapes), tf.constant(array.firsts))
 
-    def head(self, count: int) -> Any:
+    def head(self, count: int) -> Batch:
         index = tf.range(min(count, self.size), dtype=tf.int64)
         return self._examples(index, index)
 
-    def longer_example(self) -> Any:
-        padded = self._padded
-        shapes = {name: [None] * (array.shapes.shape[1] + 1) for name, array in padded.items()}
-        masks = {name: tf.TensorSpec(shapes[name], tf.bool) for name in self._masked}
-        specs = [
-            tf.TensorSpec([*shapes[name], *padded[name].rows.shape[1:]], padded[name].rows.dtype)
-            if name in padded
-            else tf.TensorSpec([None, *self._tensors[name].shape[1:]], self._tensors[name].dtype)
-            for name in self._names
-        ]
-        structure = tf.nest.pack_sequence_as(self.data.arrays, specs)
-        return lengthened(self.example, self._padding.with_masks(structure, masks))
+    def longer_example(self) -> Batch:
+        specs: dict[str | int, tf.TensorSpec] = {}
+        masks: dict[str | int, tf.TensorSpec] = {}
+        for name in self._names:
+            if name not in self._padded:
+                tensor = self._tensors[name]
+                specs[name] = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+                continue
+            padded = self._padded[name]
+            open_shape = [None] * (padded.shapes.shape[1] + 1)
+            specs[name] = tf.TensorSpec([*open_shape, *padded.rows.shape[1:]], padded.rows.dtype)
+            masks[name] = tf.TensorSpec(open_shape, tf.bool)
+        structure = tf.nest.pack_sequence_as(self.data.arrays, list(specs.values()))
+        with_masks = self._padding.with_masks(structure, {name: masks[name] for name in self._masked})
+        return lengthened(self.example, with_masks)
 
-    def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> Any:
+    def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> ReadBatch:
         start, n = self._shares.extent(step)
         if self._buckets is None:
             whole = self._examples_at(epoch, tf.range(start, start + n))
@@ -93,50 +97,56 @@ class PaddedArraySource(ArraySource):
         own = whole if self._shares.replicas == 1 else tf.gather(whole, self._shares.places(step, parts) - start)
         return own, self._examples(own, whole)
 
-    def _examples(self, index: tf.Tensor, whole: tf.Tensor) -> Any:
-        """Some examples of the global batch `whole`, padded as all of it is."""
-        found: list[tf.Tensor] = []
+    def _examples(self, index: tf.Tensor, whole: tf.Tensor) -> Batch:
+        """Some examples of a global batch, padded to the longest example of that batch.
+
+        Args:
+            index: the indices of the examples, int64 [n].
+            whole: the indices of all examples of the global batch, int64 [batch size].
+        """
+        tensors: list[tf.Tensor] = []
         masks: dict[str | int, tf.Tensor] = {}
         for name in self._names:
             if name in self._padded:
                 tensor, masks[name] = self._gathered(self._padded[name], index, whole)
             else:
                 tensor = tf.gather(self._tensors[name], index)
-            found.append(tensor)
-        batch = tf.nest.pack_sequence_as(self.data.arrays, found)
+            tensors.append(tensor)
+        batch = tf.nest.pack_sequence_as(self.data.arrays, tensors)
         return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
 
     def _gathered(self, array: _Padded, index: tf.Tensor, whole: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Some examples of a padded array, [n, lengths..., ...]; and where there is data, [n, lengths...]."""
+        """Some examples of a padded array, [n, lengths..., ...]; and where there is data, bool [n, lengths...]."""
         padded = self._padding.length(tf.gather(array.shapes, whole))
         shapes = tf.gather(array.shapes, index)
         axes = array.shapes.shape[1]
-        place = tf.zeros([1] * (axes + 1), tf.int64)
+        # The index of each element's row: first among the rows of its example, then among all rows.
+        row = tf.zeros([1] * (axes + 1), tf.int64)
         inside = tf.constant(True)
         for axis in range(axes):
-            along = tf.reshape(tf.range(padded[axis]), [1, *(-1 if each == axis else 1 for each in range(axes))])
+            along = tf.reshape(tf.range(padded[axis]), along_axis(axis, axes))
             size = tf.reshape(shapes[:, axis], [-1] + [1] * axes)
-            place = place * size + along
+            row = row * size + along
             inside &= along < size
-        place += tf.reshape(tf.gather(array.firsts, index), [-1] + [1] * axes)
+        row += tf.reshape(tf.gather(array.firsts, index), [-1] + [1] * axes)
         filling = tf.shape(array.rows, tf.int64)[0] - 1
-        return tf.gather(array.rows, tf.where(inside, place, filling)), inside
+        return tf.gather(array.rows, tf.where(inside, row, filling)), inside
 
 
 def lengths(data: ArrayData) -> np.ndarray:
-    """By which length each example finds its bucket: int64 [examples]."""
+    """The length of each example, by which it finds its bucket: int64 [examples]."""
     assert data.padding is not None
     measure = data.padding.bucket_by
     if not callable(measure):
-        sizes = [each.sizes for each in tf.nest.flatten(data.arrays) if isinstance(each, Sequences)]
+        sizes = [array.sizes for array in tf.nest.flatten(data.arrays) if isinstance(array, Sequences)]
         return np.max(sizes, axis=0)
-    found = np.zeros([data.size], np.int64)
-    for place in range(data.size):
-        length = np.asarray(call_with(measure, data.example(place)))
+    measured = np.zeros([data.size], np.int64)
+    for index in range(data.size):
+        length = np.asarray(call_with(measure, data.example(index)))
         if length.shape or length.dtype.kind not in "iu":
             raise UsageError(
-                f"Padding(bucket_by=...) gave {length.dtype}{list(length.shape)} for example {place}: return its "
+                f"Padding(bucket_by=...) gave {length.dtype}{list(length.shape)} for example {index}: return its "
                 "length as an integer"
             )
-        found[place] = length
-    return found
+        measured[index] = length
+    return measured

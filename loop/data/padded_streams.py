@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from loop.data.padding import Padding, call_with, leaf_names
+from loop.data.padding import Padding, Scalar, Structure, along_axis, call_with, leaf_names
 from loop.errors import UsageError
+from loop.task import Batch
+
+Measured: TypeAlias = tuple[Structure, tuple[tf.Tensor, ...], tf.Tensor]
+"""An example, the sizes of the open axes of each padded tensor, int64 [axes], and the length to sort by, int64 []."""
 
 
 class PaddedBatches:
@@ -18,14 +22,16 @@ class PaddedBatches:
     Args:
         dataset: the examples, all of dense tensors of known rank.
         padding: how they are padded.
-        seed: of the order in which batches of similar lengths come.
+        seed: the seed of the order in which batches of similar lengths come.
 
     Raises:
         UsageError: all shapes are known, so that nothing can be padded.
     """
 
     def __init__(self, dataset: tf.data.Dataset, padding: Padding, seed: int) -> None:
-        self._dataset, self._padding, self._seed = dataset, padding, seed
+        self._dataset = dataset
+        self._padding = padding
+        self._seed = seed
         self._spec = dataset.element_spec
         self._names = leaf_names(self._spec)
         self.axes = [open_axes(spec) for spec in tf.nest.flatten(self._spec)]
@@ -36,10 +42,11 @@ class PaddedBatches:
                 "pad: leave padding out"
             )
         self._masked = padding.masked(padded)
-        self._values = [
-            (padding if axes else Padding()).value(name, np.dtype(spec.dtype.as_numpy_dtype))
-            for name, spec, axes in zip(self._names, tf.nest.flatten(self._spec), self.axes, strict=True)
-        ]
+        self._values: list[Scalar] = []
+        for name, spec, axes in zip(self._names, tf.nest.flatten(self._spec), self.axes, strict=True):
+            # Tensors that aren't padded need a value, too, but not one of the user's.
+            values = padding if axes else Padding()
+            self._values.append(values.value(name, np.dtype(spec.dtype.as_numpy_dtype)))
 
     def of(self, size: int, drop_remainder: bool = False, bucketed: bool = True) -> tf.data.Dataset:
         """Batches of `size` examples; of similar lengths, if the padding asks for it, and `bucketed` allows it."""
@@ -49,13 +56,13 @@ class PaddedBatches:
         windows = self._stacked(measured, size * self._padding.buckets, False)
 
         @tf.autograph.experimental.do_not_convert
-        def batches(number: tf.Tensor, window: Any) -> tf.data.Dataset:
-            order = self._dealt_out(window[-1], size, number)
+        def batches(number: tf.Tensor, window: Measured) -> tf.data.Dataset:
+            order = self._order(window[-1], size, number)
             examples = tf.size(order, tf.int64)
 
             @tf.autograph.experimental.do_not_convert
-            def batch(place: tf.Tensor) -> Any:
-                own = order[place * size : (place + 1) * size]
+            def batch(position: tf.Tensor) -> Batch:
+                own = order[position * size : (position + 1) * size]
                 return self._finished(*tf.nest.map_structure(lambda tensor: tf.gather(tensor, own), window))
 
             return tf.data.Dataset.range(examples // size if drop_remainder else -(-examples // size)).map(batch)
@@ -63,21 +70,22 @@ class PaddedBatches:
         return windows.enumerate().flat_map(batches)
 
     def _stacked(self, measured: tf.data.Dataset, size: int, drop_remainder: bool) -> tf.data.Dataset:
+        """Batches of measured examples, padded by tf.data, which knows no multiples and no masks."""
         values = tf.nest.pack_sequence_as(self._spec, self._values)
-        rest = tuple(tf.constant(0, tf.int64) for axes in self.axes if axes)
+        of_shapes = tuple(tf.constant(0, tf.int64) for axes in self.axes if axes)
         return measured.padded_batch(
-            size, padding_values=(values, rest, tf.constant(0, tf.int64)), drop_remainder=drop_remainder
+            size, padding_values=(values, of_shapes, tf.constant(0, tf.int64)), drop_remainder=drop_remainder
         )
 
     @tf.autograph.experimental.do_not_convert
-    def _measured(self, *example: Any) -> Any:
-        """An example, the sizes of its open axes, and the length by which it finds its like."""
+    def _measured(self, *example: Structure) -> Measured:
+        """An example with its sizes, and the length by which it is sorted."""
         structure = example if isinstance(self._spec, tuple) else example[0]
         leaves = tf.nest.flatten(structure)
         shapes = [tf.shape(leaf, tf.int64)[:axes] for leaf, axes in zip(leaves, self.axes, strict=True) if axes]
         checks = []
         if self._padding.mask is True:
-            checks = [_same_lengths(shapes[0], each) for each in shapes[1:]]
+            checks = [_same_lengths(shapes[0], shape) for shape in shapes[1:]]
         with tf.control_dependencies(checks):
             shapes = [tf.identity(shape) for shape in shapes]
         if callable(self._padding.bucket_by):
@@ -87,11 +95,16 @@ class PaddedBatches:
             length = tf.reduce_max([tf.reduce_prod(shape) for shape in shapes])
         return structure, tuple(shapes), length
 
-    def _dealt_out(self, lengths: tf.Tensor, size: int, number: tf.Tensor) -> tf.Tensor:
-        """The order in which the examples of a window make batches of similar lengths.
+    def _order(self, lengths: tf.Tensor, size: int, number: tf.Tensor) -> tf.Tensor:
+        """The order in which the examples of a window make batches of similar lengths: int64 [examples].
 
-        A short batch comes last, and has what came last: the longest examples are left out no more often than others.
+        Args:
+            lengths: the length of each example, int64 [examples].
+            size: the number of examples in a batch.
+            number: the number of the window, int64 [].
         """
+        # A short batch comes last, and has the last examples of the window, whatever their lengths: so none are left
+        # out by `drop_remainder` more often than others.
         whole = tf.size(lengths, tf.int64) // size
         by_length = tf.argsort(lengths[: whole * size], stable=True)
         draws = tf.random.stateless_uniform([whole], tf.stack([tf.constant(self._seed, tf.int64), number]))
@@ -100,39 +113,40 @@ class PaddedBatches:
         return tf.concat([tf.cast(tf.reshape(batches, [-1]), tf.int64), left], 0)
 
     @tf.autograph.experimental.do_not_convert
-    def _finished(self, structure: Any, shapes: Sequence[tf.Tensor], lengths: tf.Tensor) -> Any:
-        """A batch of exactly the padded lengths, and its masks."""
-        left = iter(shapes)
-        found: list[tf.Tensor] = []
+    def _finished(self, structure: Structure, shapes: Sequence[tf.Tensor], lengths: tf.Tensor) -> Batch:
+        """A batch of exactly the padded lengths, with its masks."""
+        shapes_left = iter(shapes)
+        tensors: list[tf.Tensor] = []
         masks: dict[str | int, tf.Tensor] = {}
         leaves = zip(self._names, tf.nest.flatten(structure), self.axes, self._values, strict=True)
         for name, leaf, axes, value in leaves:
             if axes:
-                own = next(left)
+                own = next(shapes_left)
                 padded = self._padding.length(own)
                 for axis in range(axes):
                     leaf = _of_size(leaf, axis + 1, padded[axis], value)
                 if name in self._masked:
                     masks[name] = _mask(own, padded, axes)
-            found.append(leaf)
-        batch = tf.nest.pack_sequence_as(self._spec, found)
+            tensors.append(leaf)
+        batch = tf.nest.pack_sequence_as(self._spec, tensors)
         return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
 
 
 def open_axes(spec: tf.TensorSpec) -> int:
-    """How many axes of an example are padded: all up to the last one of unknown size."""
+    """The number of axes of an example that are padded: all up to the last one of unknown size."""
     unknown = [axis + 1 for axis, size in enumerate(spec.shape) if size is None]
     return max(unknown, default=0)
 
 
 def _same_lengths(one: tf.Tensor, other: tf.Tensor) -> tf.Operation:
+    """An operation that fails if two tensors of an example have different lengths."""
     return tf.debugging.assert_equal(
         one, other, "the arrays of an example have different lengths: say whose masks you want, as Padding(mask=0)"
     )
 
 
-def _of_size(tensor: tf.Tensor, axis: int, size: tf.Tensor, value: Any) -> tf.Tensor:
-    """A tensor of so many elements along an axis: cut, or filled up."""
+def _of_size(tensor: tf.Tensor, axis: int, size: tf.Tensor, value: Scalar) -> tf.Tensor:
+    """A tensor that has `size` elements along an axis: cut, or filled up with `value`."""
     static = tensor.shape
     tensor = tf.gather(tensor, tf.range(tf.minimum(size, tf.shape(tensor, tf.int64)[axis])), axis=axis)
     shape = tf.shape(tensor, tf.int64)
@@ -145,6 +159,6 @@ def _mask(lengths: tf.Tensor, padded: tf.Tensor, axes: int) -> tf.Tensor:
     """Where there is data: bool [examples, padded...]."""
     mask = tf.constant(True)
     for axis in range(axes):
-        along = tf.reshape(tf.range(padded[axis]), [1, *(-1 if each == axis else 1 for each in range(axes))])
+        along = tf.reshape(tf.range(padded[axis]), along_axis(axis, axes))
         mask &= along < tf.reshape(lengths[:, axis], [-1] + [1] * axes)
     return mask

@@ -1,15 +1,25 @@
-"""How examples of different lengths become one batch: the padding, its mask, and which lengths meet."""
+"""How examples of different lengths become one batch: the padding, its mask, and the batches by length."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from loop.errors import UsageError
+from loop.task import Batch
+
+FillValues: TypeAlias = Any
+"""What fills the gaps: one value for all arrays; a dict or tuple with a value for each; None: 0, and "" for text."""
+Structure: TypeAlias = Any
+"""A value, or dicts, tuples and lists of values."""
+Scalar: TypeAlias = Any
+"""A NumPy scalar, or a text."""
+Length = TypeVar("Length", int, tf.Tensor)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Padding:
         UsageError: an argument has no such meaning.
     """
 
-    values: Any = None
+    values: FillValues = None
     mask: bool | str | int | Sequence[str | int] = True
     multiple: int = 1
     bucket_by: bool | Callable[..., Any] = False
@@ -55,23 +65,24 @@ class Padding:
                 f"Padding(bucket_by={self.bucket_by!r}): give True, or a function of an example that returns its length"
             )
 
-    def value(self, name: str | int, dtype: np.dtype) -> Any:
+    def value(self, name: str | int, dtype: np.dtype) -> Scalar:
         """What fills the gaps of the array of this name; see `leaf_names`.
 
         Raises:
             UsageError: a value that the array's dtype can't hold.
         """
-        text = dtype.kind in "SUO"
+        is_text = dtype.kind in "SUO"
         given = self.values
         if isinstance(given, Mapping | tuple | list):
             given = dict(zip(leaf_names(given), tf.nest.flatten(given), strict=True)).get(name)
         if given is None:
-            return "" if text else np.zeros([], dtype)[()]
-        fits = text == isinstance(given, str | bytes) and np.ndim(given) == 0
-        if fits and text:
+            return "" if is_text else np.zeros([], dtype)[()]
+        fits = is_text == isinstance(given, str | bytes) and np.ndim(given) == 0
+        if fits and is_text:
             return given
         with np.errstate(invalid="ignore", over="ignore"):
             value = np.asarray(given).astype(dtype) if fits else None
+        # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
         if value is None or (dtype.kind in "iub" and value != given):
             raise UsageError(
                 f"Padding(values={self.values!r}): {given!r} is no value of dtype {dtype}, of array {name!r}"
@@ -82,16 +93,16 @@ class Padding:
         """The padded lengths of a batch: at least one, so that no layer meets an empty axis; int64 [axes].
 
         Args:
-            lengths: of each example of the batch, int64 [examples, axes].
+            lengths: the lengths of each example of the batch, int64 [examples, axes].
         """
         return self.rounded(tf.maximum(tf.reduce_max(lengths, 0), 1))
 
-    def rounded(self, length: Any) -> Any:
-        """A length, or a tensor of lengths, to which a batch is padded: a multiple of `multiple`."""
+    def rounded(self, length: Length) -> Length:
+        """A length, or a tensor of lengths, rounded up to a multiple of `multiple`."""
         return length if self.multiple == 1 else (length + self.multiple - 1) // self.multiple * self.multiple
 
     def masked(self, names: Sequence[str | int]) -> list[str | int]:
-        """Of which arrays there are masks.
+        """The names of the arrays that have a mask.
 
         Args:
             names: the arrays whose examples differ in length.
@@ -108,7 +119,7 @@ class Padding:
                 raise UsageError(f"Padding(mask={self.mask!r}): {name!r} is not padded; these are: {padded}")
         return wanted
 
-    def with_masks(self, batch: Any, masks: Mapping[str | int, tf.Tensor]) -> Any:
+    def with_masks(self, batch: Structure, masks: Mapping[str | int, T]) -> Structure:
         """A batch and its masks, in one structure; see `Padding`."""
         if not masks:
             return batch
@@ -123,8 +134,8 @@ class Padding:
         return (*parts, *masks.values())
 
 
-def as_padding(padding: Any) -> Padding | None:
-    """`padding` as it was handed in: None, a `Padding`, or the value that fills the gaps."""
+def as_padding(padding: Padding | FillValues) -> Padding | None:
+    """The `Padding` for what a user passed as `padding`: one already, the values that fill the gaps, or None."""
     if padding is None or isinstance(padding, Padding):
         return padding
     if isinstance(padding, bool):
@@ -132,33 +143,42 @@ def as_padding(padding: Any) -> Padding | None:
     return Padding(padding)
 
 
-def call_with(function: Callable[..., Any], example: Any) -> Any:
+def along_axis(axis: int, axes: int) -> list[int]:
+    """The shape [1, 1.., -1, 1..] in which numbers vary along one of the padded axes of a batch alone."""
+    shape = [1] * (1 + axes)
+    shape[1 + axis] = -1
+    return shape
+
+
+def call_with(function: Callable[..., T], example: Structure) -> T:
     """Calls a function of an example as `tf.data` does: with the parts of a tuple as arguments."""
     return function(*example) if isinstance(example, tuple) else function(example)
 
 
-def leaf_names(structure: Any) -> list[str | int]:
-    """What the arrays of an example are called, in the order of `tf.nest.flatten`.
+def leaf_names(structure: Structure) -> list[str | int]:
+    """The names of the arrays of an example, in the order of `tf.nest.flatten`.
 
-    The key in a dict, the place in a tuple, 0 for a bare array; of those further down the way there, as `"0/tokens"`.
+    The name is the key in a dict, the position in a tuple, and 0 for a bare array. For an array further down it is the
+    path to it, such as `"0/tokens"`.
     """
     paths = list(_paths(structure, ()))
     return [path[0] if len(path) == 1 else "/".join(map(str, path)) or 0 for path in paths]
 
 
-def _paths(structure: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+def _paths(structure: Structure, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """The paths to the arrays of a structure, which itself is at `path`."""
     if isinstance(structure, Mapping):
         for key in sorted(structure):
             yield from _paths(structure[key], (*path, key))
     elif isinstance(structure, tuple | list):
-        for place, each in enumerate(structure):
-            yield from _paths(each, (*path, place))
+        for position, part in enumerate(structure):
+            yield from _paths(part, (*path, position))
     else:
         yield path
 
 
-def lengthened(batch: Any, specs: Any) -> Any:
-    """A batch whose padded axes, those that `specs` leaves open, are longer by one."""
+def lengthened(batch: Batch, specs: Structure) -> Batch:
+    """A batch whose padded axes are longer by one; `specs` is its structure of `tf.TensorSpec`s, open in these axes."""
 
     def longer(tensor: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
         gaps = [[0, int(axis > 0 and size is None)] for axis, size in enumerate(spec.shape)]

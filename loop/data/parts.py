@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from loop.data.arrays import ArrayData
+from loop.data.arrays import Array, ArrayData
 from loop.data.batched import check_unbatched
 from loop.data.indexed import IndexedData
 from loop.data.padded_streams import open_axes
@@ -16,10 +16,11 @@ from loop.data.pipelines import check_spec, stacking_problem
 from loop.data.sequences import sequences
 from loop.data.streams import StreamData
 from loop.errors import UsageError
+from loop.task import Dataset
 
 
-def part(data: Any, examples: int) -> Any:
-    """The first examples of what a task returned, of the same kind; of what is no data, itself."""
+def part(data: Dataset, examples: int) -> Dataset:
+    """The first examples of what a task returned, of the same type. What is no data stays as it is."""
     if isinstance(data, ArrayData | IndexedData):
         return data.head(examples)
     if isinstance(data, StreamData):
@@ -27,18 +28,18 @@ def part(data: Any, examples: int) -> Any:
     return data.take(examples) if isinstance(data, tf.data.Dataset) else data
 
 
-def in_float64(data: Any) -> Any:
-    """What a task returned, whose floating-point numbers have 64 bits."""
+def in_float64(data: Dataset) -> Dataset:
+    """What a task returned, with floating-point numbers of 64 bits. What is no data stays as it is."""
     if isinstance(data, ArrayData | IndexedData):
         return data.in_float64()
     if isinstance(data, StreamData):
         return data.replaced(in_float64(data.dataset))
     if not isinstance(data, tf.data.Dataset):
         return data
-    several = isinstance(data.element_spec, tuple)
+    is_tuple = isinstance(data.element_spec, tuple)  # whose parts tf.data hands over as arguments
 
     def widened(*example: Any) -> Any:
-        return tf.nest.map_structure(_wide, example if several else example[0])
+        return tf.nest.map_structure(_wide, example if is_tuple else example[0])
 
     return data.map(widened)
 
@@ -47,8 +48,8 @@ def _wide(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor
 
 
-def contents(data: Any, examples: int) -> Iterator[np.ndarray]:
-    """The arrays of what a task returned: all of arrays in memory, the first examples of a stream."""
+def contents(data: Dataset, examples: int) -> Iterator[np.ndarray]:
+    """The arrays of what a task returned: whole arrays in memory; of other data, the first examples."""
     if isinstance(data, ArrayData):
         for array in tf.nest.flatten(data.arrays):
             yield from (array,) if isinstance(array, np.ndarray) else (array.rows, array.shapes)
@@ -60,8 +61,8 @@ def contents(data: Any, examples: int) -> Iterator[np.ndarray]:
             yield from map(np.asarray, tf.nest.flatten(example))
 
 
-def first(data: Any, size: int) -> Any:
-    """The first examples of what a task returned, in memory: the same ones each time that they are read."""
+def first(data: Dataset, size: int) -> Dataset:
+    """The first examples of what a task returned, the same ones each time that they are read; of a stream in memory."""
     if isinstance(data, ArrayData | IndexedData):
         return data.head(size)
     stream = StreamData(data) if isinstance(data, tf.data.Dataset) else data
@@ -74,15 +75,16 @@ def first(data: Any, size: int) -> Any:
     if not examples:
         raise no_examples("train_data()")
     specs = tf.nest.flatten(stream.dataset.element_spec)
-    leaves: list[Any] = []
-    for place, spec in enumerate(specs):
-        column = [example[place] for example in examples]
+    arrays: list[Array] = []
+    for index, spec in enumerate(specs):
+        column = [example[index] for example in examples]
         axes = 0 if stream.padding is None else open_axes(spec)
-        leaves.append(sequences(column, place, axes) if axes else _stacked(column))
-    return ArrayData.of_structure(tf.nest.pack_sequence_as(stream.dataset.element_spec, leaves), stream.padding)
+        arrays.append(sequences(column, index, axes) if axes else _stacked(column))
+    return ArrayData.of_structure(tf.nest.pack_sequence_as(stream.dataset.element_spec, arrays), stream.padding)
 
 
-def _stacked(column: list[Any]) -> np.ndarray:
+def _stacked(column: Sequence[np.ndarray]) -> np.ndarray:
+    """The examples of one array, stacked."""
     try:
         return tf.stack(column).numpy()
     except tf.errors.InvalidArgumentError as error:

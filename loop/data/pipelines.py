@@ -1,4 +1,4 @@
-"""What the graph of a `tf.data` pipeline tells of it: whether its order is fixed, and how it is split by files."""
+"""What the graph of a `tf.data` pipeline shows: whether its order is fixed, and how it is split by files."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ import tensorflow as tf
 
 from loop.errors import UsageError
 
-_MOST_IN_GRAPH = 1 << 26  # bytes of a data set's tensors that are copied to look at its graph
+_MOST_IN_GRAPH = 1 << 26
+"""The greatest size of a data set's tensors, in bytes, with which its graph is read: that copies them."""
 
 _NOT_STACKED = (
     "Cannot batch tensors with different shapes",
     "Cannot add tensor to the batch: number of elements does not match",
     "Shapes of all inputs must match",
 )
-"""What TensorFlow says of examples of different shapes."""
+"""What TensorFlow's errors say about examples of different shapes."""
 
 
 def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A pipeline whose examples come from a `tf.RaggedTensor`, and are dense themselves, as one of dense tensors."""
+    """The pipeline, with the specs of dense tensors for rows of a `tf.RaggedTensor` that are dense themselves."""
     specs = tf.nest.flatten(dataset.element_spec)
     if not any(isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 0 for spec in specs):
         return dataset
-    several = isinstance(dataset.element_spec, tuple)
+    is_tuple = isinstance(dataset.element_spec, tuple)  # whose parts tf.data hands over as arguments
 
     @tf.autograph.experimental.do_not_convert
-    def as_it_is(*example: Any) -> Any:
-        return example if several else example[0]
+    def unchanged(*example: Any) -> Any:
+        return example if is_tuple else example[0]
 
-    return dataset.map(as_it_is)
+    return dataset.map(unchanged)
 
 
 def stacking_problem(error: Exception) -> UsageError | None:
-    """What to do where examples of different shapes can't be stacked; None if the error is another one."""
+    """The error with the fix for examples of different shapes, which can't be stacked; None for any other error."""
     text = str(getattr(error, "message", ""))
-    said = next((each for each in _NOT_STACKED if each in text), None)
-    if said is not None:
-        shapes = text[text.index(said) :].split("\n")[0].split(" [Op:")[0].rstrip(". ")
+    for phrase in _NOT_STACKED:
+        if phrase not in text:
+            continue
+        shapes = text[text.index(phrase) :].split("\n")[0].split(" [Op:")[0].rstrip(". ")
         return UsageError(
             f"the data set's examples have different shapes ({shapes}): return loop.StreamData(dataset, "
             "padding=loop.Padding()), which pads each batch to its longest example and adds a mask; or make all "
@@ -64,18 +66,20 @@ def check_spec(dataset: tf.data.Dataset) -> None:
 
 
 def one_order(dataset: tf.data.Dataset) -> bool:
-    """Whether a pipeline yields its examples in the same order each time, as far as its parts tell."""
-    parts: list[Any] = [dataset]
-    tensors: list[Any] = []
-    for part in parts:  # which grows
+    """Whether a pipeline yields its examples in the same order each time, as far as its parts show."""
+    parts: list[tf.data.Dataset] = [dataset]
+    tensors: list[tf.Tensor] = []
+    for part in parts:  # the list grows meanwhile
         if part.options().deterministic is False:
             return False
         parts += part._inputs()
         tensors += getattr(part, "_tensors", [])
-        tensors += [each for function in part._functions() for each in function.function.captured_inputs]
-    if sum(each.dtype.size * (each.shape.num_elements() or 0) for each in tensors) > _MOST_IN_GRAPH:
+        for function in part._functions():
+            tensors += function.function.captured_inputs
+    if sum(tensor.dtype.size * (tensor.shape.num_elements() or 0) for tensor in tensors) > _MOST_IN_GRAPH:
         return all(getattr(part, "_deterministic", "") != "false" for part in parts)
-    # Interleaving doesn't keep the option, nor do data sets within functions: the graph has it.
+    # The options of parts aren't enough: interleaving doesn't keep the option, nor do data sets within functions. The
+    # graph has it.
     policy = tf.data.experimental.ExternalStatePolicy.IGNORE
     try:
         graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=policy).numpy())
@@ -85,18 +89,19 @@ def one_order(dataset: tf.data.Dataset) -> bool:
     return all(node.attr["deterministic"].s != b"false" for node in nodes)
 
 
-def one_order_an_epoch(dataset: tf.data.Dataset, within: bool = False) -> bool:
+def one_order_an_epoch(dataset: tf.data.Dataset, restarts: bool = False) -> bool:
     """Whether each shuffling part of a pipeline starts once in an epoch, at its beginning.
 
     Args:
-        dataset: the pipeline.
-        within: whether it is a part that may start later, or more often: of a repeat, or of one of several inputs.
+        dataset: the pipeline, or a part of it.
+        restarts: whether this part may start later, or more often: within a repeat, or as one of several inputs.
     """
-    inputs, kind = dataset._inputs(), type(dataset).__name__
-    if within and ("Shuffle" in kind or "Random" in kind):
+    inputs = dataset._inputs()
+    name = type(dataset).__name__
+    if restarts and ("Shuffle" in name or "Random" in name):
         return False
-    within = within or len(inputs) > 1 or "Repeat" in kind
-    return all(one_order_an_epoch(each, within) for each in inputs)
+    restarts = restarts or len(inputs) > 1 or "Repeat" in name
+    return all(one_order_an_epoch(part, restarts) for part in inputs)
 
 
 def shard_files(dataset: tf.data.Dataset, workers: int, rank: int) -> tf.data.Dataset:

@@ -5,18 +5,34 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from loop.data.data_files import DataFile
 from loop.errors import UsageError
 
+Part: TypeAlias = Any
+"""A part of an example that is no dict or tuple: an array, or what NumPy can make one of."""
+Example: TypeAlias = Any
+"""An example: a part, or dicts and tuples of parts."""
+Columns: TypeAlias = Any
+"""Several examples, stacked: an array [n, ...], or dicts and tuples of such arrays."""
+Source: TypeAlias = Any
+"""What `IndexedData` reads from; see there."""
+Foreign: TypeAlias = Any
+"""An object of a library that is loaded only when a user passes one, such as an Arrow table."""
+PartPath: TypeAlias = tuple[str | int, ...]
+"""Where a part is in an example: the keys of dicts, and the positions in tuples."""
+
 _AROUND = 1 << 16
-"""Bytes around a page that Linux maps with it, if they are in its cache."""
+"""The number of bytes around a page that Linux maps with it, if they are in its cache."""
 
 _RELEASED = 1 << 27
-"""Bytes that are read of a memory map before its pages are given back: they would count as memory of the process."""
+"""The number of bytes read from a memory map after which its pages are given back.
+
+Until then they count as memory of the process.
+"""
 
 
 @runtime_checkable
@@ -25,11 +41,11 @@ class RandomAccess(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Example: ...
 
 
 class Reader(Protocol):
-    """How examples of one kind of source are read.
+    """Reads examples of one type of source.
 
     Attributes:
         by_column: whether `read` returns stacked arrays, [n, ...] each, rather than a list of n examples.
@@ -39,12 +55,12 @@ class Reader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: np.ndarray) -> Any:
-        """The examples of these indices, in this order: int64 [n]."""
+    def read(self, indices: np.ndarray) -> Columns | list[Example]:
+        """Reads the examples of these indices, int64 [n]; in this order."""
 
 
-def reader_of(source: Any) -> Reader:
-    """How a source is read.
+def reader_of(source: Source) -> Reader:
+    """The reader for a source.
 
     Args:
         source: a NumPy array or memory map, the path of an `.npy` or `.parquet` file, an object with a length and
@@ -85,22 +101,23 @@ class _Array:
         if array.dtype == object:
             raise UsageError("IndexedData: an array of objects is no array of numbers or text: give a list of examples")
         self._array = array
-        # `take` would first copy a whole array that doesn't lie row by row in memory, or in the machine's byte order.
-        self._direct = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
+        self._rows = array.view(np.ndarray)  # whose rows are plain arrays: a memory map's take longer to make
+        # `take` first copies the whole array if its rows aren't contiguous, or not in the machine's byte order.
+        self._can_take = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
         self._map = _shared_map(array)
         self._file = _file_of(array)
         self._touched = 0
         if self._map is not None:
-            self._map.madvise(mmap.MADV_RANDOM)  # rows are read in a shuffled order: reading ahead would read in vain
+            self._map.madvise(mmap.MADV_RANDOM)  # rows are read in a shuffled order, so reading ahead is of no use
 
     def __len__(self) -> int:
         return len(self._array)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         if self._file is not None:
-            self._file.check()  # the system would kill a process that reads behind the end of a file
-        rows = self._array.take(indices, axis=0) if self._direct else self._array[indices]
-        if self._map is not None:
+            self._file.check()  # the system kills a process that reads past the end of a mapped file
+        rows = self._rows.take(indices, axis=0) if self._can_take else self._rows[indices]
+        if self._map is not None and len(self._map) > _RELEASED:
             self._touched += rows.nbytes + _AROUND * len(indices)
             if self._touched >= _RELEASED:
                 self._touched = 0
@@ -109,13 +126,13 @@ class _Array:
 
 
 def _shared_map(array: np.ndarray) -> mmap.mmap | None:
-    """The memory map of an array whose pages can be given back; None: it lies in memory, or has pages of its own."""
+    """The memory map of an array, if its pages can be given back. Those of a copy-on-write map can't."""
     mapped = getattr(array, "_mmap", None)
     return mapped if isinstance(mapped, mmap.mmap) and getattr(array, "mode", "c") in ("r", "r+", "w+") else None
 
 
 def _file_of(array: np.ndarray) -> DataFile | None:
-    """The file of a memory map that isn't written to; None: there is none."""
+    """The file of a read-only memory map; else None."""
     if not isinstance(array, np.memmap) or array.mode != "r" or array.filename is None:
         return None
     path = Path(array.filename)
@@ -123,69 +140,79 @@ def _file_of(array: np.ndarray) -> DataFile | None:
 
 
 class _Items:
-    """An object whose examples are read one by one, or many at once where it has `__getitems__`."""
+    """An object whose examples are read one by one, or many at once if it has `__getitems__`."""
 
     by_column = False
 
     def __init__(self, source: RandomAccess) -> None:
         self._source = source
         many = getattr(source, "__getitems__", None)
-        self._many: Callable[[list[int]], Sequence[Any]] | None = many if callable(many) else None
+        self._many: Callable[[list[int]], Sequence[Example]] | None = many if callable(many) else None
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def read(self, indices: np.ndarray) -> list[Any]:
-        wanted = indices.tolist()
+    def read(self, indices: np.ndarray) -> list[Example]:
+        numbers = indices.tolist()
         if self._many is None:
-            return [self._source[index] for index in wanted]
-        examples = list(self._many(wanted))
-        if len(examples) != len(wanted):
+            return [self._source[number] for number in numbers]
+        examples = list(self._many(numbers))
+        if len(examples) != len(numbers):
             raise UsageError(
-                f"{type(self._source).__name__}.__getitems__ returned {len(examples)} examples for {len(wanted)} "
+                f"{type(self._source).__name__}.__getitems__ returned {len(examples)} examples for {len(numbers)} "
                 "indices: return one for each"
             )
         return examples
 
 
 class _Structure:
-    """A dict or tuple of sources, of which each gives a part of an example."""
+    """A dict or tuple of sources, each of which gives a part of an example."""
 
-    def __init__(self, parts: Mapping[str, Any] | tuple[Any, ...]) -> None:
-        named = parts if isinstance(parts, Mapping) else dict(enumerate(parts))
-        self._readers: dict[Any, Reader] = {name: reader_of(part) for name, part in named.items()}
-        self._is_tuple = isinstance(parts, tuple)
+    def __init__(self, sources: Mapping[str, Source] | tuple[Source, ...]) -> None:
+        named = sources if isinstance(sources, Mapping) else dict(enumerate(sources))
+        self._readers: dict[str | int, Reader] = {name: reader_of(source) for name, source in named.items()}
+        self._is_tuple = isinstance(sources, tuple)
         self.by_column = all(reader.by_column for reader in self._readers.values())
         lengths = {name: len(reader) for name, reader in self._readers.items()}
         if len(set(lengths.values())) != 1:
-            said = ", ".join(f"{name!r}: {length}" for name, length in lengths.items()) or "none"
-            raise UsageError(f"IndexedData: sources of unequal length ({said}): give all the same number of examples")
+            listed = ", ".join(f"{name!r}: {length}" for name, length in lengths.items()) or "none"
+            raise UsageError(f"IndexedData: sources of unequal length ({listed}): give all the same number of examples")
 
     def __len__(self) -> int:
         return len(next(iter(self._readers.values())))
 
-    def read(self, indices: np.ndarray) -> Any:
-        columns = {name: reader.read(indices) for name, reader in self._readers.items()}
+    def read(self, indices: np.ndarray) -> Columns | list[Example]:
+        read = {name: reader.read(indices) for name, reader in self._readers.items()}
         if self.by_column:
-            return self._packed(columns)
-        rows = {
-            name: columns[name] if not reader.by_column else _rows(columns[name], len(indices))
-            for name, reader in self._readers.items()
-        }
-        return [self._packed({name: rows[name][row] for name in rows}) for row in range(len(indices))]
+            return self._packed(read)
+        for name, reader in self._readers.items():
+            if reader.by_column:
+                read[name] = _rows(read[name], len(indices))
+        examples = []
+        for row in range(len(indices)):
+            examples.append(self._packed({name: parts[row] for name, parts in read.items()}))
+        return examples
 
-    def _packed(self, named: dict[Any, Any]) -> Any:
+    def _packed(self, named: dict[str | int, Example]) -> Example:
         return tuple(named.values()) if self._is_tuple else named
 
 
-def _rows(column: Any, count: int) -> list[Any]:
+def _rows(columns: Columns, count: int) -> list[Example]:
     """The examples of stacked arrays."""
-    if isinstance(column, Mapping):
-        parts = {name: _rows(part, count) for name, part in column.items()}
-        return [{name: part[row] for name, part in parts.items()} for row in range(count)]
-    if isinstance(column, tuple):
-        return list(zip(*(_rows(part, count) for part in column), strict=True))
-    return list(column)
+    if isinstance(columns, Mapping):
+        parts = {name: _rows(part, count) for name, part in columns.items()}
+        return _dicts(parts, count)
+    if isinstance(columns, tuple):
+        return list(zip(*(_rows(part, count) for part in columns), strict=True))
+    return list(columns)
+
+
+def _dicts(columns: Mapping[str, Sequence[Part]], count: int) -> list[dict[str, Part]]:
+    """The rows of named columns, a dict each."""
+    rows = []
+    for row in range(count):
+        rows.append({name: column[row] for name, column in columns.items()})
+    return rows
 
 
 class _Table:
@@ -193,26 +220,27 @@ class _Table:
 
     by_column = False
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Foreign) -> None:
         self._table = table
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def read(self, indices: np.ndarray) -> list[dict[str, Any]]:
+    def read(self, indices: np.ndarray) -> list[Example]:
         rows = self._table.take(indices)
         columns = {name: _column(rows[name]) for name in rows.column_names}
-        return [{name: column[row] for name, column in columns.items()} for row in range(len(indices))]
+        return _dicts(columns, len(indices))
 
 
-def _column(column: Any) -> Any:
-    """The values of an Arrow column, of the dtypes that they have there."""
+def _column(column: Foreign) -> Sequence[Part]:
+    """The values of an Arrow column, with the dtypes that they have there."""
     import pyarrow
 
-    kind = column.type
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+    types = pyarrow.types
+    arrow_type = column.type
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
         return [value.values.to_numpy(zero_copy_only=False) for value in column]
-    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_binary(kind):
+    if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):
         return column.to_pylist()
     return column.to_numpy()
 
@@ -223,20 +251,21 @@ class _Batches:
     by_column = False
     _KEPT = 8
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Foreign) -> None:
         self._source = source
         self._last = len(source) - 1
         self._size = _rows_of(source[0])
         self._length = self._last * self._size + (_rows_of(source[self._last]) if self._last > 0 else self._size)
-        self._batches: dict[int, list[Any]] = {}
+        self._batches: dict[int, list[Example]] = {}
 
     def __len__(self) -> int:
         return self._length
 
-    def read(self, indices: np.ndarray) -> list[Any]:
+    def read(self, indices: np.ndarray) -> list[Example]:
         return [self._batch(int(index) // self._size)[int(index) % self._size] for index in indices]
 
-    def _batch(self, number: int) -> list[Any]:
+    def _batch(self, number: int) -> list[Example]:
+        """The examples of a batch. The last few batches are kept."""
         batches = self._batches
         if number not in batches:
             batch = self._source[number]
@@ -247,23 +276,27 @@ class _Batches:
                     f"{type(self._source).__name__}[{number}] has {len(rows)} examples instead of {expected}: all "
                     "batches but the last must have one size"
                 )
+            # A new dict, and no change of the old one, in which another thread may be looking a batch up.
             batches = {**dict(list(batches.items())[1 - self._KEPT :]), number: rows}
             self._batches = batches
         return batches[number]
 
 
-def _rows_of(batch: Any) -> int:
+def _rows_of(batch: Columns) -> int:
+    """The number of rows of a batch."""
     first = batch
     while isinstance(first, Mapping | tuple):
         first = next(iter(first.values() if isinstance(first, Mapping) else first))
     return len(first)
 
 
-def _is_keras_batches(source: Any) -> bool:
+def _is_keras_batches(source: object) -> bool:
+    """Whether a source is a `PyDataset` of Keras, or a `Sequence`, as older versions call it."""
     return any(base.__name__ in ("PyDataset", "Sequence") and "keras" in base.__module__ for base in type(source).mro())
 
 
 def _of_file(path: Path) -> Reader:
+    """The reader for a file."""
     if not path.is_file():
         raise UsageError(f"IndexedData({str(path)!r}): there is no such file")
     if path.suffix == ".npy":
@@ -281,20 +314,20 @@ def _of_file(path: Path) -> Reader:
     )
 
 
-def flatten(structure: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The parts of an example that aren't dicts or tuples, in the order of `tf.nest.flatten`, and the way to each."""
-    if isinstance(structure, Mapping):
-        for name in sorted(structure):
-            yield from flatten(structure[name], (*path, name))
-    elif isinstance(structure, tuple):
-        for place, part in enumerate(structure):
-            yield from flatten(part, (*path, place))
+def flatten(example: Example, path: PartPath = ()) -> Iterator[tuple[PartPath, Part]]:
+    """The parts of an example that aren't dicts or tuples, each with its path; in the order of `tf.nest.flatten`."""
+    if isinstance(example, Mapping):
+        for name in sorted(example):
+            yield from flatten(example[name], (*path, name))
+    elif isinstance(example, tuple):
+        for position, part in enumerate(example):
+            yield from flatten(part, (*path, position))
     else:
-        yield path, structure
+        yield path, example
 
 
-def structure_of(example: Any) -> Any:
-    """The dicts and tuples of an example, with 0 for each of its parts."""
+def structure_of(example: Example) -> Example:
+    """The dicts and tuples of an example, with 0 in place of each of its parts."""
     if isinstance(example, Mapping):
         return {name: structure_of(part) for name, part in example.items()}
     if isinstance(example, tuple):

@@ -12,15 +12,15 @@ from loop.data.batch import RowCounts, row_counts, rows
 
 @dataclasses.dataclass(frozen=True)
 class RowShares:
-    """The rows of the global batches of an epoch, shared out over replicas; those of a worker's follow each other.
+    """The rows of the global batches of an epoch, shared out over replicas. A worker's replicas have adjacent rows.
 
     Attributes:
         size: the number of examples.
-        batch_size: examples in a global batch.
+        batch_size: the number of examples in a global batch.
         drop_remainder: whether a short last batch is left out.
-        first: the number of the worker's first replica.
-        local: how many replicas it has.
-        replicas: how many there are in all.
+        first: the index of the worker's first replica among all.
+        local: the number of replicas of the worker.
+        replicas: the number of all replicas.
     """
 
     size: int
@@ -36,8 +36,9 @@ class RowShares:
         return start, tf.minimum(tf.constant(self.batch_size, tf.int64), self.size - start)
 
     def places(self, step: tf.Tensor, parts: int) -> tf.Tensor:
-        """The worker's places in the order of the epoch, one of the `parts` of the global batch after the other."""
-        # Both are computed before the branch: the order of a graph's operations decides how fast it runs.
+        """The worker's positions in the order of the epoch: int64 [n], one micro-batch of `parts` after the other."""
+        # Both are computed before the branch, also where only one is used: the order of a graph's operations decides
+        # how fast it runs.
         start, n = self.extent(step)
         low, high = self._own(n, parts)
         if self.replicas == 1:
@@ -45,23 +46,23 @@ class RowShares:
         return tf.ragged.range(start + low, start + high).flat_values
 
     def on_host(self, n: int, parts: int) -> np.ndarray:
-        """The worker's rows of a global batch of n rows, one of its parts after the other: int64 [own rows]."""
-        stretches = []
+        """The worker's rows of a global batch of n rows: int64 [own rows], one micro-batch after the other."""
+        ranges = []
         for part in range(parts):
             low, high = rows(n, part, parts)
             first, _ = rows(high - low, self.first, self.replicas)
             _, last = rows(high - low, self.first + self.local - 1, self.replicas)
-            stretches.append(np.arange(low + first, low + last))
-        return np.concatenate(stretches)
+            ranges.append(np.arange(low + first, low + last))
+        return np.concatenate(ranges)
 
     def of_replica(
-        self, step: tf.Tensor, replica: tf.Tensor, part: tf.Tensor, parts: int
+        self, step: tf.Tensor, replica: tf.Tensor | int, part: tf.Tensor | int, parts: int
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The replica's rows of a micro-batch.
+        """The rows of a replica in a micro-batch.
 
         Returns:
-            Where they begin and end among the rows that the worker has read, and the place of the first of them in the
-            micro-batch.
+            Where they begin and end among the rows that the worker has read; and the position of the first of them in
+            the micro-batch. int64 [] each.
         """
         _, n = self.extent(step)
         low, high = rows(n, part, parts)
@@ -74,30 +75,29 @@ class RowShares:
         return ahead + first, ahead + last, first
 
     def known_count(self, parts: int) -> int | None:
-        """How many rows each (micro-)batch has, where all have the same; None: that is open.
-
-        With several replicas it must stay open: `row_random` tells by it whether a replica may be without rows.
-        """
+        """The number of rows of each (micro-)batch that the graph may know; None: it is to stay open."""
+        # With several replicas it must stay open: by an open size, `row_random` recognizes draws that have a number for
+        # each row.
         return None if self.replicas > 1 else self.even_count(parts)
 
     def even_count(self, parts: int) -> int | None:
-        """How many rows each replica has of each (micro-)batch, where all have the same; None: that is open."""
+        """The number of rows that each replica has of each (micro-)batch, if it is always the same; else None."""
         whole = self.drop_remainder or self.size % self.batch_size == 0
         count, rest = divmod(self.batch_size, self.replicas * parts)
         return count if whole and not rest else None
 
     def counts(self, replicas: int, parts: int) -> RowCounts:
-        """How many rows each of so many replicas gets of a micro-batch."""
+        """The numbers of rows that each of so many replicas gets of a micro-batch."""
         batch = min(self.batch_size, self.size)
         return row_counts(batch, 0 if self.drop_remainder else self.size % batch, replicas, parts)
 
     def leave_some_without(self, parts: int) -> bool:
-        """Whether one of so many parts of some batch is empty."""
+        """Whether a batch may have an empty part, if it is cut into so many parts."""
         smallest = self.size % self.batch_size or self.batch_size
         return parts > (self.batch_size if self.drop_remainder else smallest)
 
     def _own(self, n: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """From where and up to where the worker's rows go in each micro-batch of n rows: int64 [parts]."""
+        """Where the worker's rows begin and end in each micro-batch of a global batch of n rows: int64 [parts] each."""
         low, high = rows(n, tf.range(parts, dtype=tf.int64), parts)
         first, _ = rows(high - low, self.first, self.replicas)
         _, last = rows(high - low, self.first + self.local - 1, self.replicas)

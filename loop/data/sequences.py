@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from loop.errors import UsageError
 
+Given: TypeAlias = Any
+"""A list, an array of objects, or a `tf.RaggedTensor`, with the examples as its elements."""
+
 
 class Sequences:
-    """Examples of different shapes, one behind the other in one array.
+    """Examples of different shapes, one after the other in one array.
 
     Attributes:
-        rows: the examples' rows, [rows of all examples, ...]. Of examples that differ in one axis, a row is what lies
-            behind that axis; of pictures of different height and width, a row is a pixel.
-        shapes: the sizes that differ, of each example: int64 [examples, axes].
-        firsts: the place of the first row of each example: int64 [examples].
+        rows: the rows of all examples, [rows of all examples, ...]. A row has the axes that don't differ: if examples
+            differ in length alone, it is one position of a sequence; for pictures of different height and width, it is
+            a pixel.
+        shapes: the sizes of each example that differ: int64 [examples, axes].
+        firsts: the index of the first row of each example: int64 [examples].
     """
 
     def __init__(self, rows: np.ndarray, shapes: np.ndarray) -> None:
-        self.rows, self.shapes = rows, shapes
+        self.rows = rows
+        self.shapes = shapes
         sizes = np.prod(shapes, axis=1, dtype=np.int64)
         self.firsts = np.cumsum(sizes) - sizes
 
     @property
     def axes(self) -> int:
-        """How many axes of an example differ in size, from the first one on."""
+        """The number of axes of an example that differ in size, from the first one on."""
         return self.shapes.shape[1]
 
     @property
@@ -43,14 +48,15 @@ class Sequences:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the examples need."""
+        """The memory that the examples take, in bytes."""
         return self.rows.nbytes
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        first, shape = self.firsts[index], self.shapes[index]
+        first = self.firsts[index]
+        shape = self.shapes[index]
         return self.rows[first : first + np.prod(shape, dtype=np.int64)].reshape([*shape, *self.rows.shape[1:]])
 
     def head(self, count: int) -> Sequences:
@@ -63,13 +69,13 @@ class Sequences:
         return Sequences(self.rows.astype(dtype), self.shapes)
 
 
-def sequences(given: Any, name: str | int, axes: int = 1) -> Sequences:
+def sequences(given: Given, name: str | int, axes: int = 1) -> Sequences:
     """Examples of different shapes as `Sequences`.
 
     Args:
-        given: a list, an array of objects or a `tf.RaggedTensor`.
-        name: of the array, for errors.
-        axes: how many axes are taken to differ, even if they don't.
+        given: the examples.
+        name: the name of the array, for errors.
+        axes: the least number of axes that count as different, even if they aren't.
 
     Raises:
         UsageError: examples that differ in more than lengths.
@@ -92,8 +98,8 @@ def sequences(given: Any, name: str | int, axes: int = 1) -> Sequences:
 
 
 def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequences:
-    """The examples of one array, one behind the other."""
-    # NumPy gives an empty list a dtype and a shape that say nothing.
+    """The examples of one array, one after the other."""
+    # An empty list has a dtype and a shape that NumPy has made up.
     filled = [example for example in examples if example.size]
     ranks = {example.ndim for example in filled}
     if len(ranks) > 1 or ranks == {0}:
@@ -111,18 +117,18 @@ def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequ
 
 
 def _shapes(examples: Sequence[np.ndarray], filled: Sequence[np.ndarray], rank: int) -> np.ndarray:
-    """The shape of each example: int64 [examples, rank]. One without contents has the other axes of those with some."""
+    """The shape of each example: int64 [examples, rank]. An empty list has the trailing axes of the other examples."""
     shapes = np.zeros([len(examples), rank], np.int64)
-    for place, example in enumerate(examples):
+    for index, example in enumerate(examples):
         if example.ndim == rank:
-            shapes[place] = example.shape
+            shapes[index] = example.shape
         elif filled:
-            shapes[place, 1:] = filled[0].shape[1:]
+            shapes[index, 1:] = filled[0].shape[1:]
     return shapes
 
 
-def is_list_of_examples(given: Any) -> bool:
-    """Whether examples come one by one, rather than as one array."""
+def is_list_of_examples(given: Given) -> bool:
+    """Whether examples are given one by one, rather than as one array."""
     if isinstance(given, tf.RaggedTensor | list | tuple):
         return True
     one_by_one = isinstance(given, np.ndarray) and given.dtype == object and given.ndim == 1 and len(given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -22,16 +21,17 @@ from loop.data.parts import first, no_examples
 from loop.data.pipelines import one_order_an_epoch
 from loop.data.streams import StreamData, StreamSource
 from loop.errors import UsageError
-from loop.task import TrainTask
+from loop.options import Options
+from loop.task import Dataset, TrainTask
 
 Source = ArraySource | StreamSource
 
-Change = Callable[[Any, dict[str, Any]], Any]
-"""Makes other data of what a method of a task returned and the options of `fit`."""
+Change = Callable[[Dataset, Options], Dataset]
+"""Makes other data from what a method of a task returned and the options of `fit`."""
 
 
-def unchanged(data: Any, options: dict[str, Any]) -> Any:
-    """The data as a task returned it."""
+def unchanged(data: Dataset, options: Options) -> Dataset:
+    """Returns the data as a task returned it."""
     return data
 
 
@@ -68,23 +68,23 @@ class Data:
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead. Sources that are read later start new ones."""
-        for each in self.sources:
-            if isinstance(each, IndexedSource):
-                each.close()
+        for opened in self.sources:
+            if isinstance(opened, IndexedSource):
+                opened.close()
 
 
 def _data(train: Source, evaluated: dict[str, Source]) -> Data:
-    """The sources of a run, of which a single evaluation set has the name ""."""
+    """The sources of a run. A single evaluation set has the name ""."""
     first_set = next(iter(evaluated.values()), None)
     return Data(train, first_set, {} if "" in evaluated else evaluated)
 
 
-def open_data(task: TrainTask, options: dict[str, Any], change: Change = unchanged) -> Data:
+def open_data(task: TrainTask, options: Options, change: Change = unchanged) -> Data:
     """Opens the data of a task, in the order that the options say; not yet shared out.
 
     Args:
         task: the task.
-        options: those of `fit`.
+        options: the options of `fit`.
         change: is applied to what the task returns.
 
     Raises:
@@ -105,8 +105,8 @@ def open_data(task: TrainTask, options: dict[str, Any], change: Change = unchang
     return _data(train, evaluated)
 
 
-def _held_out(task: TrainTask, options: dict[str, Any]) -> dict[str, Any]:
-    """What is evaluated at all of what `eval_data` returned, by name."""
+def _held_out(task: TrainTask, options: Options) -> dict[str, Dataset]:
+    """The evaluation sets that are evaluated at some time, out of those that `eval_data` returned; by name."""
     if options["eval_every"] == "never":
         return {}
     sets = evaluation_sets.named(task.eval_data())
@@ -116,9 +116,11 @@ def _held_out(task: TrainTask, options: dict[str, Any]) -> dict[str, Any]:
     return {name: held_out for name, held_out in sets.items() if evaluation_sets.pace(options, name) != "never"}
 
 
-def _evaluation_source(held_out: Any, options: dict[str, Any], name: str) -> Source:
+def _evaluation_source(held_out: Dataset, options: Options, name: str) -> Source:
+    """Makes a source of an evaluation set."""
     what = evaluation_sets.described(name)
-    # What the map of indexed data draws depends on the seed of the run; nothing else of an evaluation does.
+    # The random numbers that the map of indexed data draws depend on the seed of the run. Nothing else of an evaluation
+    # depends on it.
     seed = options["seed"] if isinstance(held_out, IndexedData) else 0
     in_order = BatchOptions(options["batch_size"], seed=seed, prefetch=options["prefetch"])
     made = source(held_out, in_order, what)
@@ -127,8 +129,8 @@ def _evaluation_source(held_out: Any, options: dict[str, Any], name: str) -> Sou
     return made
 
 
-def made_again(task: TrainTask, options: dict[str, Any], change: Change) -> Any:
-    """What `train_data` returned, once more, from the same seeds."""
+def made_again(task: TrainTask, options: Options, change: Change) -> Dataset:
+    """Calls `train_data` once more, with the same seeds; returns the data."""
     before = random_state()
     seed_generators(options["seed"])
     try:
@@ -137,8 +139,8 @@ def made_again(task: TrainTask, options: dict[str, Any], change: Change) -> Any:
         set_random_state(before)
 
 
-def source(data: Any, options: BatchOptions, what: str, make: Callable[[], Any] | None = None) -> Source:
-    """Makes a source of what a method of a task returned.
+def source(data: Dataset, options: BatchOptions, what: str, make: Callable[[], Dataset] | None = None) -> Source:
+    """Makes a source from what a method of a task returned.
 
     Args:
         data: what it returned.
@@ -160,10 +162,13 @@ def source(data: Any, options: BatchOptions, what: str, make: Callable[[], Any] 
     made = _stream_source(stream, options, what)
     if make is not None and one_order_an_epoch(stream.dataset):
 
-        def again() -> Any:
+        def again() -> StreamSource | None:
             once_more = make()
-            # The same object has drawn its seeds already, so that it would go on and not begin again.
-            return None if once_more is data else source(once_more, options, what)
+            if once_more is data:
+                return None  # this object has drawn seeds already, so it would go on instead of beginning again
+            remade = source(once_more, options, what)
+            assert isinstance(remade, StreamSource)
+            return remade
 
         made._again = again
     return made

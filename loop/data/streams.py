@@ -1,4 +1,4 @@
-"""Streams: a `tf.data.Dataset` with an iterator for each epoch, and an empty batch after the last one."""
+"""Streams: a `tf.data.Dataset` with an iterator for each epoch, and empty batches after the last one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data.batch import BatchOptions, RowCounts, Rows, count, row_counts, rows
+from loop.data.batch import BatchOptions, Feed, RowCounts, Rows, count, row_counts, rows
 from loop.data.padded_streams import PaddedBatches
 from loop.data.padding import Padding, as_padding, lengthened
 from loop.data.pipelines import check_spec, dense, one_order, one_order_an_epoch, shard_files, stacking_problem
 from loop.errors import UsageError
+from loop.task import Batch
 
 
 class StreamData:
-    """A `tf.data.Dataset` of examples, with what it doesn't say of itself.
+    """A `tf.data.Dataset` of examples, with settings that the data set itself doesn't have.
 
     Args:
         dataset: unbatched examples.
@@ -36,7 +37,9 @@ class StreamData:
     def __init__(self, dataset: tf.data.Dataset, padding: Any = None, check_batched: bool = True) -> None:
         if not isinstance(dataset, tf.data.Dataset):
             raise UsageError(f"StreamData({type(dataset).__name__}): give a tf.data.Dataset of examples")
-        self.dataset, self.padding, self.check_batched = dense(dataset), as_padding(padding), check_batched
+        self.dataset = dense(dataset)
+        self.padding = as_padding(padding)
+        self.check_batched = check_batched
 
     def replaced(self, dataset: tf.data.Dataset) -> StreamData:
         """Another pipeline with the same settings."""
@@ -44,17 +47,26 @@ class StreamData:
 
 
 class StreamSource:
-    """A `tf.data.Dataset` of examples, batched, with an iterator for each epoch; behind its end, batches are empty.
+    """A `tf.data.Dataset` of examples, batched, with an iterator for each epoch; after its end, batches are empty.
+
+    Args:
+        dataset: the unbatched examples that this worker reads.
+        options: how they are cut into batches; the batch size is that of this worker.
+        first: the index of the worker's first replica among the replicas of all workers with the same data.
+        replicas: the number of replicas that share the worker's batch.
+        workers: the number of workers that read other parts of the stream; 1: all read the same.
+        again: makes the same stream once more, from the same seeds; None: that isn't possible.
+        padding: how examples of different lengths become one batch.
 
     Attributes:
         steps_per_epoch: None: not known before the stream has been read.
         endless: whether the stream is known to have no end.
-        layout: how the stream is split, where a position means something else when it is split otherwise; else None.
+        layout: how the stream is split over workers, if a position means something else with another split; else None.
     """
 
     steps_per_epoch: int | None = None
-    layout: list[Any] | None = None
-    reads_ahead = False  # a batch that was read and not used would be lost; the pipeline reads ahead by itself
+    layout: list[str | int] | None = None
+    reads_ahead = False  # a batch that is read but not used would be lost; the pipeline reads ahead by itself
 
     def __init__(
         self,
@@ -77,18 +89,18 @@ class StreamSource:
         self._padding = padding
         self._padded = None if padding is None else PaddedBatches(dataset, padding, options.seed)
 
-        # One pipeline for all epochs, so that a data set that reshuffles each iteration does so here too.
+        # One pipeline for all epochs, so that a data set that reshuffles in each iteration does so here.
         self._batches = batches(dataset, self._padded, options.batch_size, options.drop_remainder).prefetch(ahead)
         self._following = self._batches
         self._again = again
         self._unsaved = ""
 
     @functools.cached_property
-    def example(self) -> Any:
-        """The first few examples, as a batch; a batch of none if the stream is empty."""
-        with tf.init_scope():  # values, also when a graph that is being traced asks for them
+    def example(self) -> Batch:
+        """The first few examples, as a batch; a batch without rows if the stream is empty."""
+        with tf.init_scope():  # to get values also while a graph is traced
             options = tf.data.Options()
-            # Without reading ahead: it would draw an unknown number of seeds of a data set that shuffles.
+            # Reading ahead would draw an unknown number of seeds from a data set that shuffles.
             options.experimental_optimization.inject_prefetch = False
             few = batches(self.dataset, self._padded, 3, bucketed=False).with_options(options)
             try:
@@ -96,12 +108,13 @@ class StreamSource:
             except tf.errors.InvalidArgumentError as error:
                 raise stacking_problem(error) or error from None
 
-    def head(self, count: int) -> Any:
-        """The first examples, as a batch: those of `example`, since nothing else may be read beside the training."""
+    def head(self, count: int) -> Batch:
+        """The first examples, as a batch; at most those of `example`."""
+        # Another iterator, beside that of the training, would draw from the seeds of a data set that shuffles.
         return tf.nest.map_structure(lambda tensor: tensor[:count], self.example)
 
-    def longer_example(self) -> Any:
-        """`example` with longer padding; None where nothing is padded."""
+    def longer_example(self) -> Batch | None:
+        """`example` with longer padding; None if nothing is padded."""
         return None if self._padded is None else lengthened(self.example, self.batch_spec)
 
     def sharded(self, backend: Backend, policy: str) -> StreamSource:
@@ -115,12 +128,18 @@ class StreamSource:
 
         # Read once: another iterator would draw from the seeds of a data set that shuffles.
         split.__dict__["example"] = self.example
-        if (again := self._again) is not None:
-            split._again = lambda: (made := again()) and made.sharded(backend, policy)
+        again = self._again
+        if again is not None:
+
+            def split_again() -> StreamSource | None:
+                made = again()
+                return None if made is None else made.sharded(backend, policy)
+
+            split._again = split_again
         return split
 
     def _split_by_worker(self, backend: Backend, policy: str) -> StreamSource:
-        """The worker's own part of the stream: by files, or all of it where the data set is split already."""
+        """The worker's own part of the stream: every n-th file, or all of it if the task has split it already."""
         dataset = self.dataset
         options = self.options
         if backend.workers > 1:
@@ -133,15 +152,15 @@ class StreamSource:
         return split
 
     def most(self, parts: int) -> int:
-        """How many rows one of so many parts of a batch has at most, over all replicas."""
+        """The greatest number of rows of a micro-batch, over all replicas, if a batch is cut into so many."""
         workers = self._batch_size // self.options.batch_size
         return workers * -(-self.options.batch_size // parts)
 
-    def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> Any:
-        """Opens the stream at a position: by its iterator's state there, or by reading up to it.
+    def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tf.data.Iterator:
+        """Opens the stream at a position: by the state of the iterator there, or by reading up to it.
 
         Raises:
-            tf.errors.OpError: the state is that of an iterator of another pipeline.
+            tf.errors.OpError: the state belongs to an iterator of another pipeline.
         """
         again = self._again() if self._again is not None and state is not None else None
         if again is not None:
@@ -154,12 +173,21 @@ class StreamSource:
             next(iterator, None)
         return iterator
 
-    def _restored(self, again: StreamSource, epoch: int, step_in_epoch: int, state: Any) -> Any:
-        """The iterator of a position, restored from its state.
+    def _restored(
+        self, again: StreamSource, epoch: int, step_in_epoch: int, state: np.ndarray | None
+    ) -> tf.data.Iterator:
+        """The iterator at a position, restored from its state.
 
-        The state holds the rest of the iterator's epoch, but not always the seeds from which the next epoch's order is
-        drawn. So later epochs come from the same pipeline, made again, with as many iterators begun as before.
+        Args:
+            again: the same stream, made once more.
+            epoch: the epoch.
+            step_in_epoch: the step within the epoch.
+            state: what `state` returned there.
         """
+        assert state is not None
+        # The state holds the rest of the iterator's epoch, but not always the seeds from which the next epoch's order
+        # is drawn. So later epochs come from the pipeline that was made again. It has drawn as many seeds as the first
+        # one had, once as many iterators have begun.
         self._following = again._batches
         for _ in range(epoch + (step_in_epoch > 0)):
             next(iter(self._following), None)
@@ -170,12 +198,12 @@ class StreamSource:
         tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=variant)
         return iterator
 
-    def next_epoch(self, iterator: Any) -> Any:
+    def next_epoch(self, iterator: tf.data.Iterator) -> tf.data.Iterator:
         """The iterator of the epoch after that of `iterator`."""
         return iter(self._following)
 
-    def state(self, iterator: Any) -> np.ndarray | None:
-        """The iterator's state, with its shuffle buffers: uint8 [n]; None where it doesn't determine what follows."""
+    def state(self, iterator: tf.data.Iterator) -> np.ndarray | None:
+        """The iterator's state, with its shuffle buffers: uint8 [n]; None if it doesn't determine what follows."""
         if self._again is None or not one_order_an_epoch(self.dataset):
             self._unsaved = "it shuffles within a repeat, or within one of several parts, or can't be made again"
             return None
@@ -190,21 +218,21 @@ class StreamSource:
             self._unsaved = str(error.message).split(" [Op:")[0].split("}} ")[-1]
             return None
 
-    def unsaved(self, iterator: Any) -> str:
+    def unsaved(self, iterator: tf.data.Iterator) -> str:
         """Why `state` is None; "" if it isn't."""
         return self._unsaved if self.state(iterator) is None else ""
 
-    def read_batch(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Any:
-        """The worker's next batch; an empty one at the end of its epoch, and until all workers have come to theirs."""
-        found = iterator.get_next_as_optional()
-        return tf.cond(found.has_value(), found.get_value, lambda: no_rows(self.batch_spec))
+    def read_batch(self, iterator: tf.data.Iterator, epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Batch:
+        """Reads the worker's next batch; an empty one at the end of its epoch, until all workers are at the end."""
+        following = iterator.get_next_as_optional()
+        return tf.cond(following.has_value(), following.get_value, lambda: no_rows(self.batch_spec))
 
-    def more(self, taken: Any) -> Any:
-        """Whether the worker's batch holds examples."""
-        return count(taken) > 0
+    def more(self, read: Batch) -> tf.Tensor:
+        """Whether the worker's batch has examples: bool []."""
+        return count(read) > 0
 
-    def whole(self, epoch: tf.Tensor, step: tf.Tensor, batch: Any) -> Rows:
-        """The worker's whole batch, which was `batch`."""
+    def whole(self, epoch: tf.Tensor, step: tf.Tensor, batch: Batch) -> Rows:
+        """The worker's whole batch, as the rows of one replica; `batch` is what `read_batch` returned for it."""
         alone = copy.copy(self)
         alone._replicas = 1
         alone._first = 0
@@ -212,16 +240,16 @@ class StreamSource:
         ahead = self._first // self._replicas * self.options.batch_size
         return rows._replace(first=rows.first + ahead, index=rows.index + ahead)
 
-    def batch_rows(self, feed: Any) -> tf.Tensor:
-        """How many rows the global batch has: int64.
+    def batch_rows(self, feed: Feed) -> tf.Tensor:
+        """The number of rows of the global batch: int64 [].
 
-        Where each worker reads a part of its own, this is the size of a whole batch: a worker doesn't know how many
-        rows the others have.
+        If each worker reads a part of its own, this is the size of a whole batch: a worker doesn't know how many rows
+        the others have.
         """
         return count(feed[-1]) if self.layout is None else tf.constant(self._batch_size, tf.int64)
 
     def row_counts(self, replicas: int, parts: int = 1) -> RowCounts:
-        """How many rows each of so many replicas gets of a micro-batch."""
+        """The numbers of rows that each of so many replicas gets of a micro-batch."""
         size = int(self.dataset.cardinality())  # negative: not known, or endless
         remainder = size % self._batch_size if size >= 0 else None
         whole = self.options.drop_remainder or self.endless
@@ -231,8 +259,8 @@ class StreamSource:
         """True: the batch after the end of each epoch is empty."""
         return True
 
-    def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
-        """The replica's rows of micro-batch `part` of `parts` of its worker's batch."""
+    def replica_rows(self, feed: Feed, replica: tf.Tensor | int, part: tf.Tensor | int = 0, parts: int = 1) -> Rows:
+        """The rows of a replica in micro-batch `part` of `parts` of its worker's batch."""
         epoch, step, batch = feed
         start = tf.constant(0, tf.int64)
         stop = count(batch)
@@ -241,7 +269,7 @@ class StreamSource:
         first, end = rows(stop - start, tf.cast(replica, tf.int64) - self._first, self._replicas)
         low = start + first
         high = start + end
-        # Where each worker reads a part of its own, its rows come after those of the workers of lower rank.
+        # If each worker reads a part of its own, its rows come after those of the workers of lower rank.
         ahead = self._first // self._replicas * self.options.batch_size
         index = step * self._batch_size + ahead + tf.range(low, high)
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], batch)
@@ -249,7 +277,7 @@ class StreamSource:
 
     @property
     def batch_spec(self) -> Any:
-        """The specs of a batch."""
+        """The `tf.TensorSpec`s of a batch, in its structure."""
         return self._batches.element_spec
 
 
@@ -266,8 +294,8 @@ def batches(
     return padded.of(size, drop_remainder, bucketed)
 
 
-def no_rows(specs: Any) -> Any:
-    """A batch without rows, by the specs of one with rows."""
+def no_rows(specs: Any) -> Batch:
+    """A batch without rows, from the `tf.TensorSpec`s of a batch."""
 
     def empty(spec: tf.TensorSpec) -> tf.Tensor:
         return tf.zeros([0, *(size or 0 for size in spec.shape[1:])], spec.dtype)
@@ -276,10 +304,10 @@ def no_rows(specs: Any) -> Any:
 
 
 def check_policy(dataset: tf.data.Dataset, batch_size: int, backend: Backend, policy: str) -> None:
-    """Refuses a way to share a stream out that would use an example twice, or not at all.
+    """Refuses a policy of sharing a stream out that would use an example twice, or not at all.
 
     Raises:
-        UsageError: what it is, and what to use instead.
+        UsageError: the reason, and what to use instead.
     """
     by_example = policy == "example"
     if backend.member and not by_example:

@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -19,13 +19,17 @@ from tqdm import tqdm
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import DataFile, cached
+from loop.data.random_access import Columns
 from loop.errors import UsageError
 
+TFReader: TypeAlias = Any
+"""TensorFlow's random reader of a file of records; its class has no public name."""
+
 _LENGTH = struct.Struct("<Q")
-"""The first field of a record; then a checksum of it, the data, and a checksum of the data, of 4 bytes each."""
+"""The first field of a record. A checksum of it, the data, and a checksum of the data follow; 4 bytes each checksum."""
 
 _AROUND = 8 + 4 + 4
-"""Bytes of a record beside its data."""
+"""The bytes of a record beside its data."""
 
 _BUFFER = 1 << 20
 
@@ -43,7 +47,7 @@ class RecordSource:
         self._files = [DataFile(path) for path in paths]
         self._offsets = _offsets_of_all(paths)
         self._ends = np.cumsum([len(offsets) for offsets in self._offsets])
-        self._local = threading.local()  # a reader of TensorFlow's isn't for two threads
+        self._local = threading.local()  # two threads must not share a reader of TensorFlow's
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -53,27 +57,27 @@ class RecordSource:
 
     def __getitems__(self, indices: Sequence[int]) -> list[bytes]:
         """The bytes of these records."""
-        wanted = np.asarray(indices, np.int64)
-        records = [b""] * len(wanted)
-        files = np.searchsorted(self._ends, wanted, "right")
+        numbers = np.asarray(indices, np.int64)
+        records = [b""] * len(numbers)
+        files = np.searchsorted(self._ends, numbers, "right")
         for number in np.unique(files).tolist():
             self._files[number].check()
             path = self._files[number].path
             reader = self._reader(number)
             first = int(self._ends[number - 1]) if number else 0
             for row in np.flatnonzero(files == number).tolist():
-                offset = int(self._offsets[number][wanted[row] - first])
+                offset = int(self._offsets[number][numbers[row] - first])
                 try:
                     records[row] = reader.read(offset)[0]
                 except (tf.errors.OpError, IndexError) as error:
                     raise UsageError(
-                        f"{path}: record {int(wanted[row]) - first}, at byte {offset}, is damaged ({_message(error)}): "
+                        f"{path}: record {numbers[row] - first}, at byte {offset}, is damaged ({_message(error)}): "
                         "write the file anew, or leave such records out with on_bad_example='skip'"
                     ) from None
         return records
 
-    def read(self, indices: np.ndarray) -> Any:
-        """The records of these indices: a list of bytes, or the arrays of their features."""
+    def read(self, indices: np.ndarray) -> Columns | list[bytes]:
+        """Reads the records of these indices: a list of bytes, or the arrays of their features."""
         records = self.__getitems__(indices.tolist())
         if self._features is None:
             return records
@@ -84,8 +88,9 @@ class RecordSource:
                 raise UsageError(f"loop.records(features=...): a record can't be parsed ({_message(error)})") from None
         return {name: tensor.numpy() for name, tensor in parsed.items()}
 
-    def _reader(self, number: int) -> Any:
-        readers: dict[int, Any] = self._local.__dict__.setdefault("readers", {})
+    def _reader(self, number: int) -> TFReader:
+        """The reader of a file, of the current thread."""
+        readers: dict[int, TFReader] = self._local.__dict__.setdefault("readers", {})
         if number not in readers:
             readers[number] = tf_record.tf_record_random_reader(str(self._files[number].path))
         return readers[number]
@@ -119,10 +124,12 @@ def records(
     Raises:
         UsageError: no such file, a compressed or damaged one, or features of no fixed length.
     """
-    given = [pattern] if isinstance(pattern, str | os.PathLike) else list(pattern)
-    paths = [Path(path) for each in given for path in sorted(glob.glob(os.fspath(each)))]  # noqa: PTH207
+    patterns = [pattern] if isinstance(pattern, str | os.PathLike) else list(pattern)
+    paths: list[Path] = []
+    for one_pattern in patterns:
+        paths += map(Path, sorted(glob.glob(os.fspath(one_pattern))))  # noqa: PTH207
     if not paths:
-        raise UsageError(f"loop.records({', '.join(map(repr, map(str, given)))}): there is no such file")
+        raise UsageError(f"loop.records({', '.join(map(repr, map(str, patterns)))}): there is no such file")
     for name, feature in (features or {}).items():
         if not isinstance(feature, tf.io.FixedLenFeature):
             raise UsageError(
@@ -133,25 +140,26 @@ def records(
 
 
 def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:
-    """Where the records of each file begin: int64 [records] each."""
-    known = [cached("records", path) for path in paths]
-    missing = [place for place, index in enumerate(known) if not index.exists()]
+    """The offsets of the records in each file, in bytes: int64 [records] each. They are kept in files of a cache."""
+    caches = [cached("records", path) for path in paths]
+    missing = [number for number, cache in enumerate(caches) if not cache.exists()]
     if missing:
         with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
-            found = pool.map(_offsets, [paths[place] for place in missing])
+            offsets_of_missing = pool.map(_offsets, [paths[number] for number in missing])
             bar = tqdm(total=len(missing), desc="finding records", unit="file", disable=None)
             stack.callback(bar.close)
-            for place, offsets in zip(missing, found, strict=True):
-                known[place].parent.mkdir(parents=True, exist_ok=True)
+            for number, offsets in zip(missing, offsets_of_missing, strict=True):
+                cache = caches[number]
+                cache.parent.mkdir(parents=True, exist_ok=True)
                 # Several workers may do this at once: each writes a file of its own, and the last one stays.
-                with replacing(known[place], aside=hidden_name(known[place])) as file:
+                with replacing(cache, aside=hidden_name(cache)) as file:
                     np.save(file, offsets)
                 bar.update()
-    return [np.load(index, mmap_mode="r", allow_pickle=False) for index in known]
+    return [np.load(cache, mmap_mode="r", allow_pickle=False) for cache in caches]
 
 
 def _offsets(path: Path) -> np.ndarray:
-    """Where the records of a file begin, from the length that stands at the beginning of each."""
+    """The offsets of the records in a file, from the length at the beginning of each record."""
     size = path.stat().st_size
     if size:
         _check_first(path)
@@ -173,7 +181,7 @@ def _offsets(path: Path) -> np.ndarray:
 
 
 def _check_first(path: Path) -> None:
-    """Refuses a file that isn't one of records, or a compressed one."""
+    """Refuses a compressed file, and a file that isn't one of records."""
     try:
         tf_record.tf_record_random_reader(str(path)).read(0)
     except (tf.errors.OpError, IndexError) as error:

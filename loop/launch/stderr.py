@@ -20,6 +20,8 @@ CHATTER = (
 )
 """Lines that TensorFlow and Ray print to stderr while they start, at any log level, and that help no user."""
 
+_ALLOCATIONS = 500_000  # after which the garbage collector looks at what is new, while modules are loaded
+
 _descriptor = 2
 _frozen = False  # whether `gc.freeze` was called
 
@@ -44,9 +46,13 @@ def quiet_start(says: bool = True) -> Iterator[None]:
     with tempfile.TemporaryFile() as collected:
         _descriptor = os.dup(2)
         os.dup2(collected.fileno(), 2)
+        # Nearly all objects that are made here stay. Looking at them as often as Python does takes a second.
+        thresholds = gc.get_threshold()
+        gc.set_threshold(_ALLOCATIONS)
         try:
             yield
         finally:
+            gc.set_threshold(*thresholds)
             sys.stderr.flush()
             real = _descriptor
             os.dup2(real, 2)

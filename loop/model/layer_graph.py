@@ -1,4 +1,8 @@
-"""The graph of layers of a functional or sequential Keras model, of either family: its calls of layers, in order."""
+"""The graph of layers of a functional or sequential Keras model, of either family: its calls of layers, in order.
+
+Keras keeps such a model as nodes, each of which is one call of a layer. This module reads them, and can run each call
+by itself, as the `call` of the model would.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,23 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
+
+from loop.model.variables import Layer
+from loop.task import Model
+
+Node: TypeAlias = Any
+"""Keras's record of one call of a layer; the two families share no class."""
+Structure: TypeAlias = Any
+"""A tensor, or a tuple, list or dict of tensors: the inputs, masks or outputs of a model."""
+Tensors: TypeAlias = Mapping[int, tf.Tensor]
+"""Tensors by the ids of the symbolic tensors in whose place they are."""
+Run: TypeAlias = Callable[[Tensors, bool | None], Structure]
+"""Calls a layer. Takes its input tensors, and whether the model trains; None: that isn't said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,19 +38,19 @@ class LayerCall:
         layer: the layer, or the operation of `keras.ops`.
         inputs: the ids of the tensors that it takes.
         outputs: the ids of the tensors that it returns.
-        sizes: how many floating-point numbers each output has for an example; lengths that aren't known count 1.
-        run: calls the layer; takes the tensors by id, and whether the model trains.
+        sizes: how many floating-point numbers each output has for an example; lengths that aren't known count as 1.
+        run: calls the layer.
     """
 
-    layer: Any
+    layer: Layer
     inputs: list[int]
     outputs: list[int]
     sizes: list[int]
-    run: Callable[[Mapping[int, Any], Any], Any]
+    run: Run
 
     @property
-    def computes(self) -> int:
-        """About how many numbers it computes for an example: its outputs, once for each layer within the layer."""
+    def computed_size(self) -> int:
+        """About how many numbers the call computes for an example: its outputs, once for each layer within it."""
         return sum(self.sizes) * (1 + len(inner_layers(self.layer)))
 
 
@@ -44,29 +60,30 @@ class LayerGraph:
 
     Attributes:
         owner: the object whose method `call` runs the graph.
-        calls: in the order in which they run.
-        inputs: the ids of its input tensors.
-        outputs: the ids of its output tensors.
-        flat_inputs: the input tensors in order, from the arguments `inputs` and `mask` of `call`.
-        packed: the result of `call`, from the output tensors.
+        calls: the calls of layers, in the order in which they run.
+        inputs: the ids of the input tensors.
+        outputs: the ids of the output tensors.
+        flat_inputs: returns the input tensors in order, from the arguments `inputs` and `mask` of `call`.
+        packed: returns the result of `call`, from the output tensors.
     """
 
-    owner: Any
+    owner: Model
     calls: list[LayerCall]
     inputs: list[int]
     outputs: list[int]
-    flat_inputs: Callable[[Any, Any], list[Any]]
-    packed: Callable[[list[Any]], Any]
+    flat_inputs: Callable[[Structure, Structure], list[tf.Tensor]]
+    packed: Callable[[list[tf.Tensor]], Structure]
 
 
-def inner_layers(layer: Any) -> list[Any]:
+def inner_layers(layer: Layer) -> list[Layer]:
     """All layers within a layer; none within an operation of `keras.ops`."""
     return list(layer._flatten_layers(include_self=False)) if hasattr(layer, "_flatten_layers") else []
 
 
-def layer_graph(model: Any) -> LayerGraph | None:
+def layer_graph(model: Model) -> LayerGraph | None:
     """The graph of a model; None: it has none, or a `call` of its own."""
-    owner = getattr(model, "_functional", None) or model  # of a sequential model, which Keras 3 makes functional
+    # A sequential model of Keras 3 holds a functional one, which does its work.
+    owner = getattr(model, "_functional", None) or model
     if isinstance(owner, Functional):
         return _keras3(owner) if type(owner).call is Functional.call else None
     legacy = sys.modules.get("tf_keras")
@@ -78,13 +95,15 @@ def layer_graph(model: Any) -> LayerGraph | None:
     return None
 
 
-def _keras3(model: Any) -> LayerGraph:
-    def flat_inputs(inputs: Any, mask: Any) -> list[Any]:
+def _keras3(model: Model) -> LayerGraph:
+    """The graph of a functional model of Keras 3. It does what `Functional.call` does, call by call."""
+
+    def flat_inputs(inputs: Structure, mask: Structure) -> list[tf.Tensor]:
         flat = model._standardize_inputs(inputs)
         _set_masks(flat, mask)
         return list(flat)
 
-    def packed(outputs: list[Any]) -> Any:
+    def packed(outputs: list[tf.Tensor]) -> Structure:
         result = keras.tree.pack_sequence_as(model._outputs_struct, outputs)
         return result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
 
@@ -92,78 +111,77 @@ def _keras3(model: Any) -> LayerGraph:
     for node in _in_order(model):
         if node.operation and not node.is_input:
             outputs = tf.nest.flatten(node.outputs)
-            calls.append(
-                LayerCall(
-                    node.operation,
-                    _ids(node.input_tensors),
-                    _ids(outputs),
-                    _sizes(outputs),
-                    _keras3_run(node),
-                )
-            )
+            inputs = _ids(node.input_tensors)
+            calls.append(LayerCall(node.operation, inputs, _ids(outputs), _sizes(outputs), _keras3_run(node)))
     return LayerGraph(model, calls, _ids(model.inputs), _ids(model.outputs), flat_inputs, packed)
 
 
-def _keras3_run(node: Any) -> Callable[[Mapping[int, Any], Any], Any]:
-    def run(tensors: Mapping[int, Any], training: Any) -> Any:
+def _keras3_run(node: Node) -> Run:
+    def run(tensors: Tensors, training: bool | None) -> Structure:
         args, named = node.arguments.fill_in(tensors)
         if training is not None and "training" in named:
-            named["training"] = training  # as Keras does: that of the model counts
+            named["training"] = training  # as in Keras, the argument of the model wins over that of its graph
         return node.operation(*args, **named)
 
     return run
 
 
-def _legacy(model: Any) -> LayerGraph:
-    def flat_inputs(inputs: Any, mask: Any) -> list[Any]:
+def _legacy(model: Model) -> LayerGraph:
+    """The graph of a functional model of tf_keras. It does what `Functional.call` does there, call by call."""
+
+    def flat_inputs(inputs: Structure, mask: Structure) -> list[tf.Tensor]:
         flat = model._flatten_to_reference_inputs(inputs)
         _set_masks(flat, mask)
-        return [
-            model._conform_to_reference_input(given, ref_input=wanted)
-            for given, wanted in zip(flat, model.inputs, strict=False)
-        ]
+        conformed = []
+        for tensor, symbolic in zip(flat, model.inputs, strict=False):
+            conformed.append(model._conform_to_reference_input(tensor, ref_input=symbolic))
+        return conformed
 
-    def packed(outputs: list[Any]) -> Any:
+    def packed(outputs: list[tf.Tensor]) -> Structure:
         return tf.nest.pack_sequence_as(model._nested_outputs, outputs)
 
     calls = []
     for node in _in_order(model):
         if not node.is_input:
             outputs = tf.nest.flatten(node.outputs)
-            calls.append(
-                LayerCall(node.layer, _ids(node.keras_inputs), _ids(outputs), _sizes(outputs), _legacy_run(node))
-            )
+            inputs = _ids(node.keras_inputs)
+            calls.append(LayerCall(node.layer, inputs, _ids(outputs), _sizes(outputs), _legacy_run(node)))
     return LayerGraph(model, calls, _ids(model.inputs), _ids(model.outputs), flat_inputs, packed)
 
 
-def _legacy_run(node: Any) -> Callable[[Mapping[int, Any], Any], Any]:
+def _legacy_run(node: Node) -> Run:
     uses = Counter(_ids(node.keras_inputs))
 
-    def run(tensors: Mapping[int, Any], training: Any) -> Any:
+    def run(tensors: Tensors, training: bool | None) -> Structure:
+        # `map_arguments` takes one tensor off the list at each use.
         args, named = node.map_arguments({str(key): [tensors[key]] * count for key, count in uses.items()})
         return node.layer(*args, **named)
 
     return run
 
 
-def _in_order(model: Any) -> list[Any]:
+def _in_order(model: Model) -> list[Node]:
     """The nodes of a functional model, in the order in which Keras runs them."""
-    depths = sorted(model._nodes_by_depth, reverse=True)
-    return [node for depth in depths for node in model._nodes_by_depth[depth]]
+    nodes: list[Node] = []
+    for depth in sorted(model._nodes_by_depth, reverse=True):
+        nodes += model._nodes_by_depth[depth]
+    return nodes
 
 
-def _set_masks(tensors: Sequence[Any], mask: Any) -> None:
+def _set_masks(tensors: Sequence[tf.Tensor], mask: Structure) -> None:
+    """Notes on tensors the masks that `call` was given, as Keras does."""
     masks = tf.nest.flatten(mask) if mask is not None else []
-    for tensor, own in zip(tensors, masks, strict=False):
-        if own is not None:
-            tensor._keras_mask = own
+    for tensor, tensor_mask in zip(tensors, masks, strict=False):
+        if tensor_mask is not None:
+            tensor._keras_mask = tensor_mask
 
 
-def _ids(tensors: Sequence[Any]) -> list[int]:
+def _ids(tensors: Sequence[tf.Tensor]) -> list[int]:
     return [id(tensor) for tensor in tensors]
 
 
-def _sizes(outputs: Sequence[Any]) -> list[int]:
+def _sizes(outputs: Sequence[tf.Tensor]) -> list[int]:
+    """See `LayerCall.sizes`."""
     sizes = []
     for output in outputs:
         is_float = tf.as_dtype(output.dtype).is_floating

@@ -1,16 +1,21 @@
-"""Segments of a model: the parts whose results are computed again on the way back, each as a whole."""
+"""Segments of a model: the parts whose results are computed again in the backward pass, each as a whole.
+
+Between two segments, the results of all earlier calls that are still needed must be kept. Within a segment, all results
+are needed at once while it is computed again. The cuts are chosen so that the sum of both is least.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from loop.model.layer_graph import LayerCall, LayerGraph, inner_layers, layer_graph
+from loop.model.variables import Layer
+from loop.task import Model
 
 _LIMITS = 16
-"""How many sizes of the largest segment are compared."""
+"""The number of limits on the size of a part that are compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +24,9 @@ class Part:
 
     Attributes:
         calls: the calls.
-        inputs: the ids of the tensors that it takes from before it.
+        inputs: the ids of the tensors that it takes from the parts before it.
         outputs: the ids of its tensors that are used after it.
-        remembered: whether its results are remembered, as without recomputing.
+        remembered: whether its results are kept for the backward pass, as without recomputing.
     """
 
     calls: list[LayerCall]
@@ -38,52 +43,64 @@ class CutGraph:
     parts: list[Part]
 
 
-def segments(model: Any, remembered: set[int]) -> Iterator[CutGraph | Any]:
+def segments(model: Model, remembered: set[int]) -> Iterator[CutGraph | Layer]:
     """The segments of a Keras model: graphs that are cut, and layers that are one segment each.
 
-    A layer that holds more than a quarter of all layers, such as an encoder with all its blocks, is looked into: as one
-    segment it would need its memory at once.
+    A layer that holds more than a quarter of all layers, such as an encoder with all its blocks, is opened, and the
+    layers within it become segments. As one segment it would need all of its memory at once.
 
     Args:
         model: the model, which isn't a segment itself.
-        remembered: the ids of layers whose results are to be remembered.
+        remembered: the ids of layers whose results are to be kept for the backward pass.
     """
     yield from _within(model, len(inner_layers(model)) / 4, remembered)
 
 
-def _within(layer: Any, most: float, remembered: set[int]) -> Iterator[CutGraph | Any]:
+def _within(layer: Layer, most: float, remembered: set[int]) -> Iterator[CutGraph | Layer]:
+    """The segments within a layer.
+
+    Args:
+        layer: the layer, or the model.
+        most: the greatest number of inner layers of a layer that is one segment.
+        remembered: the ids of layers whose results are to be kept.
+    """
     graph = layer_graph(layer)
     if graph is None:
         for child in layer._flatten_layers(include_self=False, recursive=False):
-            if _is_looked_into(child, most):
+            if _is_opened(child, most):
                 yield from _within(child, most, remembered)
             elif not _is_remembered(child, remembered):
                 yield child
         return
 
-    looked_into = {id(call.layer): call.layer for call in graph.calls if _is_looked_into(call.layer, most)}
-    kept = looked_into.keys() | {id(call.layer) for call in graph.calls if _is_remembered(call.layer, remembered)}
-    yield CutGraph(graph, cut(graph, kept))
-    for inner in looked_into.values():
+    opened: dict[int, Layer] = {}
+    kept: set[int] = set()
+    for call in graph.calls:
+        if _is_opened(call.layer, most):
+            opened[id(call.layer)] = call.layer
+        if _is_remembered(call.layer, remembered):
+            kept.add(id(call.layer))
+    yield CutGraph(graph, cut(graph, opened.keys() | kept))
+    for inner in opened.values():
         yield from _within(inner, most, remembered)
 
 
-def _is_looked_into(layer: Any, most: float) -> bool:
+def _is_opened(layer: Layer, most: float) -> bool:
+    """Whether the layers within a layer become segments, instead of the layer."""
     inner = len(inner_layers(layer))
     return inner > 0 and (layer_graph(layer) is not None or inner > most)
 
 
-def _is_remembered(layer: Any, remembered: set[int]) -> bool:
-    """Whether a layer isn't computed again: one that it must not be, or an embedding, whose gradient has only rows."""
+def _is_remembered(layer: Layer, remembered: set[int]) -> bool:
+    """Whether the results of a layer are kept for the backward pass."""
     if id(layer) in remembered:
         return True
+    # An embedding holds little memory, and its gradient must keep its rows: see `loop.step.lookups`.
     return any(type(inner).__name__ == "Embedding" for inner in [layer, *inner_layers(layer)])
 
 
 def cut(graph: LayerGraph, remembered: set[int]) -> list[Part]:
-    """Cuts a graph where it needs the least memory: what goes between the parts, and the largest part.
-
-    The last part is remembered: its way back begins as soon as it is computed.
+    """Cuts a graph where it needs the least memory: for what is kept between the parts, and for the largest part.
 
     Args:
         graph: the graph.
@@ -91,7 +108,7 @@ def cut(graph: LayerGraph, remembered: set[int]) -> list[Part]:
     """
     count = len(graph.calls)
     live = _live_sizes(graph)
-    sizes = [call.computes for call in graph.calls]
+    sizes = [call.computed_size for call in graph.calls]
     alone = [id(call.layer) in remembered for call in graph.calls]
     total = sum(sizes)
     largest = max((size for size, is_alone in zip(sizes, alone, strict=True) if not is_alone), default=0)
@@ -100,64 +117,78 @@ def cut(graph: LayerGraph, remembered: set[int]) -> list[Part]:
         limit = largest + (total - largest) * (number / (_LIMITS - 1)) ** 2
         between, starts = _cheapest_cuts(sizes, live, alone, limit)
         best = min(best, (between + limit, starts))
-    starts = best[1]
-    return [_part(graph, start, end, alone[start] or end == count) for start, end in itertools.pairwise(starts)]
+    parts = []
+    for start, end in itertools.pairwise(best[1]):
+        # The last part is remembered: its backward pass begins as soon as it is computed.
+        parts.append(_part(graph, start, end, alone[start] or end == count))
+    return parts
 
 
 def _cheapest_cuts(
     sizes: Sequence[int], live: Sequence[int], alone: Sequence[bool], limit: float
 ) -> tuple[float, list[int]]:
-    """The cuts with the least between the parts, if no part is larger than a limit.
+    """The cuts between which the least must be kept, if no part is larger than a limit.
+
+    For each call it finds the best start of a part that ends there, from the best cuts before that start.
 
     Args:
-        sizes: of the calls.
-        live: the size of what goes on after each call.
+        sizes: the size of what each call computes.
+        live: the size of what must be kept after each call.
         alone: whether a call is a part of its own.
-        limit: of a part.
+        limit: the greatest size of a part of several calls.
 
     Returns:
-        The size of what goes between the parts; and the index of each part's first call, and the number of calls.
+        The size of what is kept between the parts; and the index of the first call of each part, with the number of
+        calls at the end.
     """
     costs = [0.0]
-    first_calls = [0]
+    best_starts = [0]
     for end in range(1, len(sizes) + 1):
         best = (float("inf"), end - 1)
         size = 0
         for start in range(end - 1, -1, -1):
             size += sizes[start]
-            several = end - start > 1
-            if several and (size > limit or alone[start] or alone[end - 1]):
+            has_several = end - start > 1
+            if has_several and (size > limit or alone[start] or alone[end - 1]):
                 break
             best = min(best, (costs[start] + (live[start - 1] if start else 0), start))
         costs.append(best[0])
-        first_calls.append(best[1])
+        best_starts.append(best[1])
     starts = [len(sizes)]
     while starts[0] > 0:
-        starts.insert(0, first_calls[starts[0]])
+        starts.insert(0, best_starts[starts[0]])
     return costs[-1], starts
 
 
 def _live_sizes(graph: LayerGraph) -> list[int]:
-    """The size of what goes on after each call, without the inputs of the model, which are held anyway."""
+    """The size of the results that later calls need, after each call; without the model's inputs, which stay anyway."""
     last_use = _last_uses(graph)
     live: dict[int, int] = {}
     sizes = []
-    for place, call in enumerate(graph.calls):
+    for index, call in enumerate(graph.calls):
         live |= zip(call.outputs, call.sizes, strict=True)
-        live = {tensor: size for tensor, size in live.items() if last_use.get(tensor, -1) > place}
+        live = {tensor: size for tensor, size in live.items() if last_use.get(tensor, -1) > index}
         sizes.append(sum(live.values()))
     return sizes
 
 
 def _last_uses(graph: LayerGraph) -> dict[int, int]:
-    """The index of the last call that takes each tensor; those that the model returns are used after all calls."""
-    last = {tensor: place for place, call in enumerate(graph.calls) for tensor in call.inputs}
+    """The index of the last call that takes each tensor; the model's outputs are used after all calls."""
+    last: dict[int, int] = {}
+    for index, call in enumerate(graph.calls):
+        last |= dict.fromkeys(call.inputs, index)
     return last | dict.fromkeys(graph.outputs, len(graph.calls))
 
 
 def _part(graph: LayerGraph, start: int, end: int, remembered: bool) -> Part:
+    """The part of the calls from `start` up to `end`."""
     calls = graph.calls[start:end]
-    own = {tensor: None for call in calls for tensor in call.outputs}
-    taken = {tensor: None for call in calls for tensor in call.inputs if tensor not in own}
+    # Dicts in place of sets: they keep the order of the calls.
+    made: dict[int, None] = {}
+    taken: dict[int, None] = {}
+    for call in calls:
+        made |= dict.fromkeys(call.outputs)
+    for call in calls:
+        taken |= dict.fromkeys(tensor for tensor in call.inputs if tensor not in made)
     last = _last_uses(graph)
-    return Part(calls, list(taken), [tensor for tensor in own if last.get(tensor, -1) >= end], remembered)
+    return Part(calls, list(taken), [tensor for tensor in made if last.get(tensor, -1) >= end], remembered)

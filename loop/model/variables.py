@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from loop.task import Model, Optimizer
+
+Variable: TypeAlias = "keras.Variable | tf.Variable"
+"""A variable of a model of any family."""
+Layer: TypeAlias = Any
+"""A layer of either Keras family; they share no class."""
 
 
 def keras_models() -> tuple[type, ...]:
@@ -17,17 +24,17 @@ def keras_models() -> tuple[type, ...]:
     return (keras.Model, legacy.Model) if legacy else (keras.Model,)
 
 
-def is_legacy(thing: Any) -> bool:
+def is_legacy(thing: object) -> bool:
     """Whether an object is of `tf_keras`, also if its class is the user's own."""
-    return any(kind.__module__.split(".")[0] == "tf_keras" for kind in type(thing).__mro__)
+    return any(base.__module__.split(".")[0] == "tf_keras" for base in type(thing).__mro__)
 
 
-def as_tf(variables: Sequence[Any]) -> list[tf.Variable]:
+def as_tf(variables: Sequence[Variable]) -> list[tf.Variable]:
     """The TensorFlow variables behind Keras 3 variables; others as they are."""
     return [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
 
 
-def keras_layers(model: Any) -> list[Any]:
+def keras_layers(model: Model) -> list[keras.Layer]:
     """The Keras 3 layers that a plain tf.Module holds: TensorFlow doesn't count their variables as the module's."""
     return [] if isinstance(model, keras_models()) else list(model._flatten(predicate=_is_keras_layer))
 
@@ -40,18 +47,18 @@ def _is_keras_variable(value: object) -> bool:
     return isinstance(value, keras.Variable)
 
 
-def layers(model: Any) -> list[Any]:
+def layers(model: Model) -> list[Layer]:
     """All layers of a model, also those within other layers and within a plain tf.Module; each once."""
-    unique: dict[int, Any] = {}
-    outer_layers: list[Any] = [model] if isinstance(model, keras_models()) else keras_layers(model)
-    # By identity: a layer that is shared has its place only once.
+    unique: dict[int, Layer] = {}
+    outer_layers: list[Layer] = [model] if isinstance(model, keras_models()) else keras_layers(model)
+    # By identity: a shared layer is met several times, and belongs to the list once.
     for outer in outer_layers:
         for layer in outer._flatten_layers(include_self=True, recursive=True):
             unique[id(layer)] = layer
     return list(unique.values())
 
 
-def trainable_variables(model: Any) -> list[Any]:
+def trainable_variables(model: Model) -> list[Variable]:
     """The model's trainable variables, in its own order; of a tf.Module also those of its Keras layers."""
     # The order is that of gradients, slots and checkpoints: it must not change.
     variables = list(model.trainable_variables)
@@ -60,57 +67,68 @@ def trainable_variables(model: Any) -> list[Any]:
     return variables + [variable for variable in loose_variables(model) if variable.trainable]
 
 
-def all_variables(model: Any) -> list[Any]:
+def all_variables(model: Model) -> list[Variable]:
     """All variables of the model, in its own order; of a tf.Module also those of its Keras layers."""
+    # The order is that of checkpoints: it must not change.
     variables = list(model.variables)
     for layer in keras_layers(model):
         variables += layer.variables
     return variables + loose_variables(model)
 
 
-def loose_variables(model: Any) -> list[Any]:
+def loose_variables(model: Model) -> list[keras.Variable]:
     """The Keras 3 variables that a plain tf.Module holds itself, which TensorFlow doesn't count as its variables."""
     return [] if isinstance(model, keras_models()) else list(model._flatten(predicate=_is_keras_variable))
 
 
-def stateful_layers(model: Any) -> list[Any]:
+def stateful_layers(model: Model) -> list[Layer]:
     """The recurrent layers of a model that carry their state from batch to batch."""
     return [layer for layer in layers(model) if getattr(layer, "stateful", False) and hasattr(layer, "states")]
 
 
-def carried_variables(model: Any) -> list[tf.Variable]:
-    """The states of recurrent layers, a row for each row of a batch, that Keras doesn't count as model variables."""
-    own = {id(variable) for variable in model_variables(model)}
+def carried_variables(model: Model) -> list[tf.Variable]:
+    """The states of stateful layers that Keras doesn't count as variables of the model: [rows of a batch, ...]."""
+    counted = {id(variable) for variable in model_variables(model)}
     states = tf.nest.flatten([layer.states for layer in stateful_layers(model)])
-    return [variable for variable in as_tf(states) if id(variable) not in own]
+    return [variable for variable in as_tf(states) if id(variable) not in counted]
 
 
-def fixed_inputs(model: Any) -> list[int]:
+def fixed_inputs(model: Model) -> list[int]:
     """The batch sizes that the inputs of a Keras model demand."""
     inputs = getattr(model, "inputs", None) if isinstance(model, keras_models()) else None
-    shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(inputs or [])]
-    return sorted({shape[0] for shape in shapes if shape and shape[0] is not None})
+    sizes = set()
+    for tensor in tf.nest.flatten(inputs or []):
+        if len(tensor.shape) and tensor.shape[0] is not None:
+            sizes.add(tensor.shape[0])
+    return sorted(sizes)
 
 
-def losses(model: Any) -> list[Any]:
-    """The penalties that the model's layers added in the last call."""
-    if own_layers := keras_layers(model):
-        return [penalty for layer in own_layers for penalty in layer.losses]
-    return list(getattr(model, "losses", []))
+def losses(model: Model) -> list[tf.Tensor]:
+    """The penalties that the model's layers added in the last call: scalars."""
+    own_layers = keras_layers(model)
+    if not own_layers:
+        return list(getattr(model, "losses", []))
+    penalties: list[tf.Tensor] = []
+    for layer in own_layers:
+        penalties += layer.losses
+    return penalties
 
 
-def model_variables(model: Any) -> list[tf.Variable]:
+def model_variables(model: Model) -> list[tf.Variable]:
     """The TensorFlow variables of the model."""
     return as_tf(all_variables(model))
 
 
-def optimizer_variables(optimizer: Any) -> list[tf.Variable]:
+def optimizer_variables(optimizer: Optimizer) -> list[tf.Variable]:
     """All variables of an optimizer, or of a dict of them: counter, learning rate, slots."""
+    variables: list[tf.Variable] = []
     if isinstance(optimizer, Mapping):
-        return [variable for one in optimizer.values() for variable in optimizer_variables(one)]
+        for member in optimizer.values():
+            variables += optimizer_variables(member)
+        return variables
     own = optimizer.variables
     variables = as_tf(own() if callable(own) else own)
-    rate = getattr(optimizer, "_learning_rate", None)  # tf_keras leaves it out
+    rate = getattr(optimizer, "_learning_rate", None)  # tf_keras doesn't list it
     if isinstance(rate, tf.Variable) and not any(rate is variable for variable in variables):
         variables.append(rate)
     return variables
@@ -121,25 +139,29 @@ def bytes_of(variables: Sequence[tf.Variable]) -> int:
     return sum(int(variable.shape.num_elements()) * variable.dtype.size for variable in variables)
 
 
-def updates_rows(optimizer: Any) -> bool:
+def updates_rows(optimizer: Optimizer) -> bool:
     """Whether an optimizer leaves a row unchanged whose gradient is 0: only Keras 3's plain SGD does."""
-    # Each of these changes rows without a gradient, or looks at all rows together.
-    more = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
-    return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in more)
+    # Each of these options changes rows without a gradient, or looks at all rows together.
+    names = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
+    return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in names)
 
 
-def learning_rates(optimizer: Any) -> list[float | None]:
+def learning_rates(optimizer: Optimizer) -> list[float | None]:
     """The learning rate of an optimizer, or of each of a dict of them; None for a schedule."""
     optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
-    rates = [getattr(one, "_learning_rate", one.learning_rate) for one in optimizers]
-    return [None if callable(rate) else float(np.asarray(rate)) for rate in rates]
+    rates: list[float | None] = []
+    for member in optimizers:
+        # `learning_rate` of a schedule is its value at this step; the attribute holds the schedule itself.
+        rate = getattr(member, "_learning_rate", member.learning_rate)
+        rates.append(None if callable(rate) else float(np.asarray(rate)))
+    return rates
 
 
-def variable_names(variables: Sequence[Any]) -> list[str]:
+def variable_names(variables: Sequence[Variable]) -> list[str]:
     """The names of variables that users know: paths in Keras 3."""
     return [getattr(variable, "path", None) or variable.name.split(":")[0] for variable in variables]
 
 
-def parameters(model: Any) -> int:
+def parameters(model: Model) -> int:
     """The number of trainable parameters."""
     return sum(int(variable.shape.num_elements()) for variable in as_tf(trainable_variables(model)))

@@ -149,6 +149,7 @@ class Served(tf.Module):
         self._inputs = Hidden(inputs)
         self._other_shapes = Hidden(list(other_shapes))
         specs = {name: self._spec(index, leaf, name) for index, (name, leaf) in enumerate(inputs.items())}
+        self._specs = Hidden(specs)
         signature = [specs if len(specs) > 1 else next(iter(specs.values()))]
         self.serve = tf.function(self._serve, input_signature=signature, autograph=False)
 
@@ -174,6 +175,20 @@ class Served(tf.Module):
             lambda leaf: next(tensors) if tf.is_tensor(leaf) else leaf, self._call.value
         )
         return plain_outputs(as_written(called)(self.model, args, kwargs))
+
+    def named_function(self) -> tf.types.experimental.PolymorphicFunction:
+        """The model as a function that takes one tensor for each named input and returns a dict of named outputs."""
+        specs = self._specs.value
+
+        def serve(*tensors: tf.Tensor) -> dict[str, tf.Tensor]:
+            outputs = self.call(dict(zip(specs, tensors, strict=True)))
+            return outputs if isinstance(outputs, dict) else {"output_0": outputs}
+
+        return tf.function(serve, input_signature=list(specs.values()), autograph=False)
+
+    def named_example(self) -> dict[str, np.ndarray]:
+        """The examples that it was made with, by the name of the input."""
+        return {name: tensor.numpy() for name, tensor in self._inputs.value.items()}
 
     def example(self) -> ServedArrays:
         """The examples that it was made with, as `serve` takes them."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from callbacks.run_record.redaction import tell
 from loop.backends.base import Backend
 from loop.data import Source, StreamSource
 from loop.errors import UsageError
+from loop.options import Options
 
 OFF = {"local_steps": 1, "reduction": "sum"}
+"""The values of these options with which training is exact."""
 
 
-def check(backend: Backend, options: dict[str, Any], source: Source, summed: bool = False) -> None:
+def check(backend: Backend, options: Options, source: Source, summed: bool = False) -> None:
     """Refuses an inexact option that can't work in this run; reports one that can.
 
     Args:
         backend: the backend.
-        options: those of `fit`.
-        source: of the training data.
+        options: the options of `fit`.
+        source: the training data.
         summed: whether the task's loss is a sum over the batch.
 
     Raises:
@@ -47,7 +47,8 @@ def check(backend: Backend, options: dict[str, Any], source: Source, summed: boo
         tell(f"note: {chosen} is inexact: the weights depend on the number of replicas")
 
 
-def _check_local_steps(chosen: str, backend: Backend, options: dict[str, Any], source: Source) -> None:
+def _check_local_steps(chosen: str, backend: Backend, options: Options, source: Source) -> None:
+    """Refuses local steps with a backend, data or options that need communication in each step."""
     if backend.local_replicas > 1:
         raise UsageError(
             f"{chosen} with backend={backend.name!r}: the replicas of one process make their steps together; use "
@@ -62,9 +63,9 @@ def _check_local_steps(chosen: str, backend: Backend, options: dict[str, Any], s
         raise UsageError(f"{chosen} with precision='mixed_float16': replicas can't agree on a loss scale; use bfloat16")
 
 
-def _refuse_others(chosen: str, options: dict[str, Any], **usual: str) -> None:
-    """Refuses options that have another value than the usual one."""
-    for name, value in usual.items():
+def _refuse_others(chosen: str, options: Options, **required: str) -> None:
+    """Refuses options that have another value than the required one."""
+    for name, value in required.items():
         if options[name] != value:
             raise UsageError(f"{chosen} with {name}={options[name]!r}: give one of the two")
 

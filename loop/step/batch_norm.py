@@ -1,88 +1,92 @@
-"""State that a model gathers from its batches, such as BatchNorm's statistics: the same on all replicas."""
+"""State that a model computes from its batches, such as BatchNorm's statistics: the same on all replicas."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
-from loop.model.variables import all_variables, as_tf, layers, trainable_variables
+from loop.model.variables import Layer, all_variables, as_tf, layers, trainable_variables
 from loop.step.replica import Replica, current
+from loop.task import Model
+
+Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+"""Mean and variance: shape [channels]."""
 
 
-def share(model: Any, synchronised: bool) -> None:
+def share(model: Model, synchronized: bool) -> None:
     """Lets the model's BatchNormalization layers take mean and variance over the rows of all replicas, or of each.
 
-    Keras's own way (`synchronized=True`) averages the replicas' means, which is wrong where they have unequally many
-    rows, and Horovod's layer doesn't work with Keras 3. Here counts, means and sums of squared distances of all
-    replicas are put together exactly.
+    The way of Keras (`synchronized=True`) averages the replicas' means, which is wrong where they have different
+    numbers of rows. Horovod's layer doesn't work with Keras 3. Here the counts, means and sums of squared distances of
+    all replicas are combined exactly.
     """
     legacy = sys.modules.get("tf_keras")
     for layer in batch_norms(model):
         if isinstance(layer, keras.layers.BatchNormalization):
-            layer._moments = _Keras3(layer, synchronised)
+            layer._moments = _Keras3(layer, synchronized)
         elif legacy:
-            layer.fused = False  # the fused operation can't be taken apart; and it counts variance in another way
-            layer._calculate_mean_and_var = _Legacy(layer, synchronised)
+            # The fused operation can't be taken apart, and it computes the variance in another way.
+            layer.fused = False
+            layer._calculate_mean_and_var = _Legacy(layer, synchronized)
 
 
-def batch_norms(model: Any) -> list[Any]:
+def batch_norms(model: Model) -> list[Layer]:
     """The BatchNormalization layers of a model, of both Keras families."""
+    classes = [keras.layers.BatchNormalization]
     legacy = sys.modules.get("tf_keras")
-    kinds = (keras.layers.BatchNormalization, *((legacy.layers.BatchNormalization,) if legacy else ()))
-    return [layer for layer in layers(model) if isinstance(layer, kinds)]
+    if legacy:
+        classes.append(legacy.layers.BatchNormalization)
+    return [layer for layer in layers(model) if isinstance(layer, tuple(classes))]
 
 
-def statistics(model: Any) -> list[tf.Variable]:
-    """The variables that replicas may gather differently: floating-point state of layers that aren't frozen."""
+def statistics(model: Model) -> list[tf.Variable]:
+    """The variables that may differ between replicas: floating-point state of layers that aren't frozen."""
     return [variable for variable in state(model) if variable.dtype.is_floating]
 
 
-def state(model: Any) -> list[tf.Variable]:
-    """The variables that aren't trained, but may change while training: not the weights of frozen layers.
-
-    The seeds of a frozen layer aren't among its weights: its dropout goes on drawing.
-    """
+def state(model: Model) -> list[tf.Variable]:
+    """The variables that aren't trained, but may change while training: not the weights of frozen layers."""
     fixed = {id(variable) for variable in as_tf(trainable_variables(model))}
     for layer in layers(model):
         if not layer.trainable:
+            # Its seeds aren't among its weights: the dropout of a frozen layer goes on drawing.
             fixed |= {id(variable) for variable in as_tf(layer.weights)}
     return [variable for variable in as_tf(all_variables(model)) if id(variable) not in fixed]
 
 
-def has_own_state(model: Any) -> bool:
-    """Whether the model has state that a step changes even without rows, such as counted seeds or power iterations.
-
-    That of BatchNormalization stays as it is without rows.
-    """
-    gathered: set[int] = set()
+def has_own_state(model: Model) -> bool:
+    """Whether the model has state that a step changes even without rows, such as counted seeds or power iterations."""
+    # The state of BatchNormalization stays as it is without rows.
+    of_batch_norms: set[int] = set()
     for layer in batch_norms(model):
-        gathered |= {id(variable) for variable in as_tf(layer.variables)}
-    return any(id(variable) not in gathered for variable in state(model))
+        of_batch_norms |= {id(variable) for variable in as_tf(layer.variables)}
+    return any(id(variable) not in of_batch_norms for variable in state(model))
 
 
 class _Keras3:
     """Replaces the method `_moments` of a Keras 3 layer."""
 
-    def __init__(self, layer: Any, synchronised: bool) -> None:
+    def __init__(self, layer: keras.layers.BatchNormalization, synchronized: bool) -> None:
         # From the class: a layer that was trained before has one of these already.
         self._original = type(layer)._moments.__get__(layer)
         self._layer = layer
-        self._synchronised = synchronised
+        self._synchronized = synchronized
 
-    def __call__(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def __call__(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> Moments:
         replica = current()
         if replica is None:
             return self._original(inputs, mask)
         layer = self._layer
-        old = tf.cast(layer.moving_mean, inputs.dtype), tf.cast(layer.moving_variance, inputs.dtype)
-        if not self._synchronised or replica.backend.replicas == 1:
-            return unless_stand_in(replica, self._original(inputs, mask), old)
-        mean, variance, n = moments(replica, inputs, list(layer._reduction_axes), mask, old)
+        moving = tf.cast(layer.moving_mean, inputs.dtype), tf.cast(layer.moving_variance, inputs.dtype)
+        if not self._synchronized or replica.backend.replicas == 1:
+            return unless_stand_in(replica, self._original(inputs, mask), moving)
+        mean, variance, n = moments(replica, inputs, list(layer._reduction_axes), mask, moving)
         if mask is not None:
-            # With a mask, Keras divides by n + epsilon. To give the same numbers as one replica, so do we.
+            # With a mask, Keras divides by n + epsilon. The same is done here, for the same numbers as on one replica.
             share = n / (n + keras.config.epsilon())
             variance = share * (variance + (mean - mean * share) ** 2)
             mean = mean * share
@@ -92,30 +96,32 @@ class _Keras3:
 class _Legacy:
     """Replaces the method `_calculate_mean_and_var` of a tf_keras layer."""
 
-    def __init__(self, layer: Any, synchronised: bool) -> None:
+    def __init__(self, layer: Layer, synchronized: bool) -> None:
         self._original = type(layer)._calculate_mean_and_var.__get__(layer)
         self._layer = layer
-        self._synchronised = synchronised
+        self._synchronized = synchronized
 
     def __call__(
-        self, inputs: tf.Tensor, reduction_axes: Any, keep_dims: bool, mask: Any = None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        self, inputs: tf.Tensor, reduction_axes: Sequence[int], keep_dims: bool, mask: tf.Tensor | None = None
+    ) -> Moments:
         replica = current()
         if replica is None:
             return self._original(inputs, reduction_axes, keep_dims, mask=mask)
         layer = self._layer
-        old = tf.cast(layer.moving_mean, inputs.dtype), tf.cast(layer.moving_variance, inputs.dtype)
-        if not self._synchronised or replica.backend.replicas == 1:
+        moving = tf.cast(layer.moving_mean, inputs.dtype), tf.cast(layer.moving_variance, inputs.dtype)
+        if not self._synchronized or replica.backend.replicas == 1:
             own = self._original(inputs, reduction_axes, keep_dims, mask=mask)
-            return unless_stand_in(replica, own, [tf.reshape(moment, tf.shape(own[0])) for moment in old])
-        mean, variance, _ = moments(replica, inputs, list(reduction_axes), mask, old)
+            mean = tf.reshape(moving[0], tf.shape(own[0]))
+            variance = tf.reshape(moving[1], tf.shape(own[0]))
+            return unless_stand_in(replica, own, (mean, variance))
+        mean, variance, _ = moments(replica, inputs, list(reduction_axes), mask, moving)
         if keep_dims:
             shape = [1 if axis in reduction_axes else size for axis, size in enumerate(inputs.shape)]
             return tf.reshape(mean, shape), tf.reshape(variance, shape)
         return mean, variance
 
 
-def unless_stand_in(replica: Replica, own: Any, moving: Any) -> tuple[tf.Tensor, tf.Tensor]:
+def unless_stand_in(replica: Replica, own: Moments, moving: Moments) -> Moments:
     """Mean and variance of the replica's own rows; without rows the moving ones, which then stay as they are."""
     has_rows = replica.counts_something
     if has_rows is None:
@@ -124,22 +130,22 @@ def unless_stand_in(replica: Replica, own: Any, moving: Any) -> tuple[tf.Tensor,
 
 
 def moments(
-    replica: Replica, inputs: tf.Tensor, axes: list[int], mask: Any, empty: tuple[tf.Tensor, tf.Tensor]
+    replica: Replica, inputs: tf.Tensor, axes: list[int], mask: tf.Tensor | None, moving: Moments
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Mean and variance over some axes and all replicas, through which gradients flow.
+    """Mean and variance over some axes and all replicas, through which gradients flow. A collective.
 
-    Each replica contributes its count n, mean m and sum of squared distances q; together (Chan, Golub and LeVeque 1979,
-    for any number of parts): mean = sum(n m) / sum(n), and q = sum(q) + sum(n (m - mean)^2).
+    Each replica contributes its count n, mean m and sum of squared distances q. They are combined as by Chan, Golub and
+    LeVeque (1979), for any number of parts: mean = sum(n m) / sum(n), and q = sum(q) + sum(n (m - mean)^2).
 
     Args:
         replica: this replica.
         inputs: its tensor, of float32 or float64.
-        axes: over which to take them; with a mask, all but the last axis.
-        mask: which positions count; shape of the inputs without the last axis; or None.
-        empty: mean and variance if no replica has a row: the moving ones, which then stay as they are, to rounding.
+        axes: the axes to reduce; with a mask, all but the last axis.
+        mask: which positions count, in the shape of the inputs without the last axis; or None: all.
+        moving: mean and variance if no replica has a row. The moving ones then stay as they are, to rounding.
 
     Returns:
-        Mean, variance (biased), and the count; shape [channels], the last a scalar.
+        Mean and variance (biased), shape [channels]; and the count, a scalar.
     """
     if mask is None:
         shape = tf.shape(inputs)
@@ -157,7 +163,8 @@ def moments(
     table = replica.table(tf.concat([n[tf.newaxis], mean, q], 0))
     counts, means, squares = tf.split(table, [1, channels, channels], 1)
     total = tf.reduce_sum(counts)
-    some = tf.maximum(total, 1)  # a quotient that isn't used must not be nan either: gradients would be nan, too
-    mean = tf.reduce_sum(counts * means, 0) / some
-    variance = (tf.reduce_sum(squares, 0) + tf.reduce_sum(counts * (means - mean) ** 2, 0)) / some
-    return tf.where(total > 0, mean, empty[0]), tf.where(total > 0, variance, empty[1]), some
+    # A quotient of 0 by 0 is selected away below, but its gradient would still be nan.
+    divisor = tf.maximum(total, 1)
+    mean = tf.reduce_sum(counts * means, 0) / divisor
+    variance = (tf.reduce_sum(squares, 0) + tf.reduce_sum(counts * (means - mean) ** 2, 0)) / divisor
+    return tf.where(total > 0, mean, moving[0]), tf.where(total > 0, variance, moving[1]), divisor

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -16,6 +15,7 @@ from loop.data import RowCounts
 from loop.errors import UsageError, message_of
 from loop.model.precision import keras_precision
 from loop.model.variables import (
+    Variable,
     as_tf,
     carried_variables,
     fixed_inputs,
@@ -41,10 +41,10 @@ from loop.step.example_trace import (
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
 from loop.step.mistakes import ERRORS, check_optimizer_is_given
-from loop.step.optimizers import assign_optimizers
+from loop.step.optimizers import AssignedOptimizers, assign_optimizers
 from loop.step.replica import probing
 from loop.step.sharding import Shards
-from loop.task import TrainTask
+from loop.task import Batch, Model, Optimizer, TrainTask, Values
 
 
 @dataclasses.dataclass
@@ -52,28 +52,29 @@ class BuiltModel:
     """What a task has built.
 
     Attributes:
-        model: its model.
+        model: the model.
         optimizer: what `build_optimizer` returned: an optimizer, or a dict of them.
         optimizers: by name, "" for a single one: each optimizer, and the indices of its variables among the model's
             trainable ones.
-        minimized: the names of the values of each `step.minimize` of a training step, by the optimizer's name; "" is
-            all.
+        minimized: the names of the values of each `step.minimize` of a training step, by the optimizer's name, "" for
+            all optimizers.
         values: the names of the values of `compute`, the loss first; empty if the task has no `compute`, but a
             training step of its own.
         metrics: Keras metrics by the name of the value that they are updated with.
         penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
-        lookups: the variables whose gradients keep a row for each lookup, by index; see `loop.step.lookups`.
-        tables: large variables whose rows may be gathered, by index: how many rows an example looks up.
-        fixed_rows: how many rows a batch must have; None: any number.
+        lookups: the kind of reduction, by the variable's index, of gradients that keep a row for each lookup; see
+            `loop.step.lookups`.
+        tables: for each large variable whose rows may be gathered, by index: how many rows an example looks up.
+        fixed_rows: the number of rows that a batch must have; None: any number.
         shards: the parts on which optimizers are built; None: they are built on whole variables.
     """
 
-    model: Any
-    optimizer: Any
-    optimizers: dict[str, tuple[Any, list[int]]]
+    model: Model
+    optimizer: Optimizer
+    optimizers: AssignedOptimizers
     minimized: dict[str, list[str]]
     values: list[str]
-    metrics: dict[str, Any]
+    metrics: dict[str, keras.metrics.Metric]
     penalty_grows: bool = False
     lookups: dict[int, str] = dataclasses.field(default_factory=dict)
     tables: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -83,15 +84,17 @@ class BuiltModel:
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of the model and of the optimizers that are the same in all replicas."""
-        own = {id(variable) for variable in self.sliced_variables}
-        slots = [variable for variable in as_tf(optimizer_variables(self.optimizer)) if id(variable) not in own]
+        sliced = {id(variable) for variable in self.sliced_variables}
+        slots = [variable for variable in as_tf(optimizer_variables(self.optimizer)) if id(variable) not in sliced]
         return model_variables(self.model) + slots
 
     @property
     def sliced_variables(self) -> list[tf.Variable]:
         """The variables of the optimizers of which each replica has a slice of its own."""
-        slots = as_tf(optimizer_variables(self.optimizer)) if self.shards else []
-        return [variable for variable in slots if self.shards and self.shards.is_sliced(variable)]
+        shards = self.shards
+        if shards is None:
+            return []
+        return [variable for variable in as_tf(optimizer_variables(self.optimizer)) if shards.is_sliced(variable)]
 
 
 @hinted
@@ -99,9 +102,9 @@ def build(
     task: TrainTask,
     backend: Backend,
     precision: str,
-    example: Any,
+    example: Batch,
     rows: RowCounts | None = None,
-    model: Any = None,
+    model: Model | None = None,
     sharded: bool = False,
 ) -> BuiltModel:
     """Builds model and optimizer with all their variables, before anything is traced.
@@ -111,13 +114,15 @@ def build(
         backend: the backend, in whose scope variables are made.
         precision: a key of `PRECISIONS`.
         example: a few examples as a batch, on which `compute` is tried.
-        rows: how many rows `compute` gets; None: not known.
+        rows: the numbers of rows that `compute` gets in the run; None: not known.
         model: the model of the phase before; None: the task builds it.
         sharded: whether each replica holds only a part of the optimizers' state.
 
     Raises:
         UsageError: an object that the task returned can't be trained; the message shows the fix.
     """
+    # Compiled functions and checkpoints need all variables, but a model or optimizer may make some of them late. So
+    # everything is tried once on a few examples; each trial gives variables back the values that they had before.
     _check_loss_reduction(task)
     made: list[tf.Variable] = []
     with backend.scope(), keras_precision(precision), recorded(made):
@@ -152,9 +157,9 @@ def build(
 
 
 def _built_optimizers(
-    optimizers: Mapping[str, tuple[Any, list[int]]], variables: Sequence[Any], backend: Backend, sharded: bool
+    optimizers: AssignedOptimizers, variables: Sequence[Variable], backend: Backend, sharded: bool
 ) -> Shards | None:
-    """Builds optimizers on variables, or on parts of them. Slots must exist to be broadcast and restored."""
+    """Builds optimizers on variables, or on parts of them: slots must exist before they are broadcast or restored."""
     if not sharded:
         for optimizer, indices in optimizers.values():
             optimizer.build([variables[index] for index in indices])
@@ -175,7 +180,7 @@ def _check_loss_reduction(task: TrainTask) -> None:
         )
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, tf.Module) and not isinstance(model, keras.Model):
         raise UsageError(
             f"build_model() returned {type(model).__name__}: return a keras.Model, a tf_keras.Model or a tf.Module"
@@ -183,7 +188,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_metric_values(
-    metrics: Mapping[str, Any], names: Sequence[str], minimized: Mapping[str, Sequence[str]]
+    metrics: Mapping[str, keras.metrics.Metric], names: Sequence[str], minimized: Mapping[str, Sequence[str]]
 ) -> None:
     without_value = set(metrics).difference(names, *minimized.values())
     if without_value:
@@ -192,7 +197,7 @@ def _check_metric_values(
         )
 
 
-def _check_trainable(task: TrainTask, model: Any) -> None:
+def _check_trainable(task: TrainTask, model: Model) -> None:
     if not trainable_variables(model):
         where = f" in the phase {task.phase.name!r}, after begin_phase()" if task.phase else ""
         raise UsageError(
@@ -202,44 +207,44 @@ def _check_trainable(task: TrainTask, model: Any) -> None:
 
 
 def _try_compute(
-    task: TrainTask, model: Any, made: Sequence[tf.Variable], backend: Backend, trial: Trial
+    task: TrainTask, model: Model, made: Sequence[tf.Variable], backend: Backend, trial: Trial
 ) -> tuple[list[str], bool]:
     """Tries `compute` on a few examples. A model without an input shape makes its variables here.
 
     Returns:
-        The names of its values, empty for a task that has a training step of its own in place of `compute`; and
+        The names of the values of `compute`, empty for a task that has a training step of its own in place of it; and
         whether the model's own penalties grow with the number of rows.
     """
     if type(task).compute is TrainTask.compute and type(task).train_step is not TrainTask.train_step:
         return [], False
     penalties: list[list[float]] = []
 
-    def tried(batch: Any) -> Any:
+    def compute(batch: Batch) -> Values:
         values = task.compute(model, batch, training=False)
         concrete = [penalty for penalty in losses(model) if not tf.is_symbolic_tensor(penalty)]
         penalties.append([float(tf.reduce_sum(penalty)) for penalty in concrete])
         return values
 
     with put_back(_state(task, model, made, backend)):
-        names = trial.names(tried)
-        grows = penalties[0] != penalties[-1] and trial.grow(tried, penalties)
+        names = trial.names(compute)
+        grows = penalties[0] != penalties[-1] and trial.grow(compute, penalties)
     return names, grows
 
 
 def try_evaluation(
-    task: TrainTask, built: BuiltModel, backend: Backend, trained: Any, evaluated: Any, what: str = "eval_data()"
+    task: TrainTask, built: BuiltModel, backend: Backend, trained: Batch, evaluated: Batch, what: str = "eval_data()"
 ) -> None:
-    """Tries `compute` on examples of the evaluation data, if their shapes or types are others than those trained on.
+    """Tries `compute` on examples of the evaluation data, if they differ from the training data in shape or type.
 
-    Otherwise a mistake would show after the first epoch.
+    Otherwise a mistake would show only after the first epoch.
 
     Args:
         task: the task.
-        built: its model.
+        built: the model and the optimizers of the task.
         backend: the backend.
         trained: a few examples of the training data, as a batch.
-        evaluated: a few examples of the evaluation data.
-        what: the evaluation data, for messages.
+        evaluated: a few examples of the evaluation data, as a batch.
+        what: the name of the evaluation data, for messages.
 
     Raises:
         UsageError: `compute` doesn't take them.
@@ -258,17 +263,18 @@ def try_evaluation(
         ) from error
 
 
-def _specs(batch: Any) -> Any:
+def _specs(batch: Batch) -> Batch:
     """The types and shapes of the parts of one example, in their structure."""
     return tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), batch)
 
 
-def _in_words(batch: Any) -> str:
+def _in_words(batch: Batch) -> str:
+    """The types and shapes of the parts of one example, for a message."""
     parts = [f"{tensor.dtype.name} {list(tensor.shape[1:])}" for tensor in tf.nest.flatten(batch)]
     return ", ".join(parts)
 
 
-def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: Backend) -> list[tf.Variable]:
+def _state(task: TrainTask, model: Model, others: Sequence[tf.Variable], backend: Backend) -> list[tf.Variable]:
     """The variables that a call of the model or of the task's methods may change, as far as they can be known."""
     variables = [*others, *held_by(task), *global_seeds()]
     with contextlib.suppress(ValueError):  # a tf_keras model without an input shape has no variables yet
@@ -278,9 +284,14 @@ def _state(task: TrainTask, model: Any, others: Sequence[tf.Variable], backend: 
 
 
 def _by_lookup(
-    task: TrainTask, model: Any, optimizers: Mapping[str, Any], backend: Backend, example: Any, fixed_rows: int | None
+    task: TrainTask,
+    model: Model,
+    optimizers: AssignedOptimizers,
+    backend: Backend,
+    example: Batch,
+    fixed_rows: int | None,
 ) -> tuple[dict[int, str], dict[int, int]]:
-    """What is looked up, tried on a few examples.
+    """Finds the variables whose rows are looked up, by a trial on a few examples.
 
     Returns:
         The variables whose gradients keep a row for each lookup, if the task asks for that; and, of the others, the
@@ -292,13 +303,13 @@ def _by_lookup(
     if backend.asynchronous or not (asked or large) or not _may_look_up(model):
         return {}, {}
 
-    def rows(batch: Any) -> list[tf.Tensor]:
+    def rows(batch: Batch) -> list[tf.Tensor]:
         with tf.GradientTape() as tape, probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
             loss = task.compute(model, batch, training=False)["loss"]
         gradients = tape.gradient(loss, as_tf(variables))
         return [lookups.rows_of(gradient) for gradient in gradients]
 
-    def looked_up(batch: Any) -> list[np.ndarray]:
+    def looked_up(batch: Batch) -> list[np.ndarray]:
         logger = tf.get_logger()
         level = logger.level
         logger.setLevel("ERROR")  # strategies warn that it is slow to run a function outside of a graph
@@ -320,7 +331,7 @@ def _by_lookup(
     )
 
 
-def _squared_each(task: TrainTask, optimizers: Mapping[str, Any]) -> set[int]:
+def _squared_each(task: TrainTask, optimizers: AssignedOptimizers) -> set[int]:
     """The variables whose optimizer is to get a row for each lookup."""
     asked: set[int] = set()
     for optimizer, indices in optimizers.values():
@@ -329,14 +340,14 @@ def _squared_each(task: TrainTask, optimizers: Mapping[str, Any]) -> set[int]:
     return asked
 
 
-def _large(task: TrainTask, variables: Sequence[Any], backend: Backend) -> set[int]:
+def _large(task: TrainTask, variables: Sequence[Variable], backend: Backend) -> set[int]:
     """The variables whose rows may be gathered, if they turn out to be looked up."""
     if not backend.gathers_rows or backend.replicas == 1 or type(task).compute is TrainTask.compute:
         return set()
     return {index for index, variable in enumerate(as_tf(variables)) if lookups.is_large(variable)}
 
 
-def _may_look_up(model: Any) -> bool:
+def _may_look_up(model: Model) -> bool:
     """Whether a layer of the model may look up rows of a table: an embedding, or one that isn't Keras's own."""
     for layer in layers(model):
         is_of_keras = type(layer).__module__.startswith("keras.")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.errors import UsageError
 
+ConcreteFunction: TypeAlias = "tf.types.experimental.ConcreteFunction"
+"""A compiled function after it has been traced."""
+
 WIRE = {"fp16": tf.float16, "bf16": tf.bfloat16}
-"""The type in which gradients are sent, by the option `compression`."""
+"""The type in which gradients are sent, by the value of the option `compression`."""
 
 
 def check(backend: Backend, compression: str) -> None:
@@ -37,19 +40,18 @@ def reduced(
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Within `run`: gradients and sums, added up over all replicas.
 
-    The sums are never compressed. They travel with the first group, which is one collective with them where the types
-    are the same.
+    The sums are never compressed. They travel with the first group: in the same collective, if the types are the same.
 
     Args:
         backend: the backend.
-        gradients: of this replica.
-        sums: of this replica.
+        gradients: the gradients of this replica.
+        sums: the sums of this replica.
         compression: the type in which gradients are sent: a key of `WIRE`, or "none".
         groups: the number of collectives in which they are sent.
-        headroom: in 16 bits, gradients are divided by this number, rounded up to a power of 2 (which costs no digits),
-            and multiplied afterwards. With the size of the global batch, gradients of a sum have the size of a mean's
-            gradients, which float16 can hold. Loss scaling needs none: if a reduced gradient overflows, the scale is
-            halved.
+        headroom: the number by which gradients are divided before they are sent in 16 bits, and multiplied afterwards;
+            rounded up to a power of 2, which costs no digits. The size of the global batch makes gradients of a sum as
+            small as those of a mean, which float16 can hold. With loss scaling it is 1: if a reduced gradient
+            overflows, the scale is halved.
     """
     wire = WIRE.get(compression) if backend.replicas > 1 else None
     if wire is None:
@@ -69,7 +71,8 @@ def _all_reduced(
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Tensors and sums, added up over all replicas."""
     received: dict[int, tf.Tensor] = {}
-    for indices in split([tensor.shape.num_elements() * tensor.dtype.size for tensor in sent], groups):
+    sizes = [tensor.shape.num_elements() * tensor.dtype.size for tensor in sent]
+    for indices in split(sizes, groups):
         # The sums are computed before any gradient, so they go with the first group.
         with_sums = [] if received else [sums]
         group = backend.all_reduce([*(sent[index] for index in indices), *with_sums])
@@ -85,23 +88,30 @@ def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
     So variables that are equal stay as they are, to the bit. Integers, such as an optimizer's counter, get the chief's
     value.
     """
-    chief = backend.replica() == 0
+    is_chief = backend.replica() == 0
     values = [variable.read_value() for variable in variables]
-    firsts = backend.all_reduce([tf.where(chief, value, tf.zeros_like(value)) for value in values])
-    distances = backend.all_reduce(
-        [
-            tf.where(value == first, tf.zeros_like(value), value - first)  # 0 also if both are infinite
-            for value, first in zip(values, firsts, strict=True)
-        ]
-    )
-    for variable, first, distance in zip(variables, firsts, distances, strict=True):
-        variable.assign(first + distance / backend.replicas if first.dtype.is_floating else first)
+    chief_values = backend.all_reduce([tf.where(is_chief, value, tf.zeros_like(value)) for value in values])
+    own_distances = []
+    for value, chief_value in zip(values, chief_values, strict=True):
+        # The difference of two equal infinities would be nan.
+        own_distances.append(tf.where(value == chief_value, tf.zeros_like(value), value - chief_value))
+    distances = backend.all_reduce(own_distances)
+    for variable, chief_value, distance in zip(variables, chief_values, distances, strict=True):
+        is_float = chief_value.dtype.is_floating
+        variable.assign(chief_value + distance / backend.replicas if is_float else chief_value)
 
 
 def split(sizes: Sequence[int], groups: int) -> list[list[int]]:
-    """The indices of tensors of these sizes, from the last to the first, in up to `groups` groups of about one size.
+    """Splits tensors into up to `groups` groups of about the same size, from the last tensor to the first.
 
     A tensor belongs to the group in which its middle lies, so that a large tensor doesn't pull others into its group.
+
+    Args:
+        sizes: the sizes of the tensors, in bytes.
+        groups: the greatest number of groups.
+
+    Returns:
+        The indices of the tensors in each group.
     """
     total = max(sum(sizes), 1)
     before = 0
@@ -114,8 +124,8 @@ def split(sizes: Sequence[int], groups: int) -> list[list[int]]:
     return list(indices.values())
 
 
-def collectives(function: Any) -> list[int]:
-    """How many bytes each all-reduce in a compiled function sends, for tests and benchmarks."""
+def collectives(function: ConcreteFunction) -> list[int]:
+    """How many bytes each all-reduce in a compiled function sends; for tests and benchmarks."""
     graph = function.graph.as_graph_def(add_shapes=True)
     nodes = list(graph.node)
     for inner in graph.library.function:

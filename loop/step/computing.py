@@ -1,24 +1,28 @@
-"""How `compute` is traced: with which rows, which replicas must take part, and whether it must be traced again."""
+"""How `compute` is traced: for which rows, with which replicas, and whether it must be traced again."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import Data, IndexedSource, Rows, Source, count, stacking_problem
+from loop.data import Data, DataIterator, IndexedSource, Rows, Source, count, stacking_problem
 from loop.errors import UsageError
 from loop.step.example_trace import of_size
 from loop.step.mistakes import explained
 from loop.step.replica import CollectiveNeededError, Replica, within
+from loop.step.totals import Parts
+from loop.task import Batch
+
+T = TypeVar("T")
 
 
 class RetraceError(Exception):
-    """Raised while tracing: the trace has shown that the graph must be built in another way."""
+    """Raised while tracing, if the trace shows that the graph must be built in another way."""
 
 
 class Computing:
@@ -28,13 +32,13 @@ class Computing:
         backend: the backend.
         data: the sources, sharded.
         seed: the seed of the run.
-        compiled: the source whose batches XLA computes, if any.
-        fixed_rows: how many rows a batch must have; None: any number.
+        compiled: the source whose batches XLA is to compute, if any.
+        fixed_rows: the number of rows that a batch must have; None: any number.
 
     Attributes:
-        everyone: the sources whose batches all replicas must compute, also those without rows.
+        computed_by_all: the sources whose batches all replicas must compute, even those without rows.
         uncompiled: the sources whose batches XLA can't compute after all.
-        isolated: whether forward and backward pass of a step are a graph of their own; see `ForwardPass`.
+        isolated: whether the forward and backward pass of a step is a graph of its own; see `ForwardPass`.
     """
 
     def __init__(
@@ -45,8 +49,8 @@ class Computing:
         self._seed = seed
         self._fixed_rows = fixed_rows
         self._compiled = compiled
-        self.everyone: set[Any] = set()
-        self.uncompiled: set[Any] = set()
+        self.computed_by_all: set[Source] = set()
+        self.uncompiled: set[Source] = set()
         self.isolated = False
         self._problem: Exception | None = None
 
@@ -59,18 +63,29 @@ class Computing:
         self._problem = problem
         return problem
 
-    def call(self, function: Callable[[], Any], iterator: Any, *numbers: int, compile: Callable[[], None]) -> Any:
-        """Calls a compiled function on the backend. If it must be traced again, makes it anew and calls that.
+    def call(
+        self,
+        function: Callable[[], Callable[..., tf.Tensor]],
+        iterator: DataIterator,
+        epoch: int,
+        step: int,
+        steps: int,
+        compile: Callable[[], None],
+    ) -> Parts:
+        """Calls a compiled function on the backend. If it must be traced again, compiles it anew and calls that.
 
         Args:
-            function: returns the compiled function.
-            iterator: of the data.
-            *numbers: the other arguments of the compiled function.
+            function: returns the compiled function of the moment.
+            iterator: what the `start` of the source returned.
+            epoch: the epoch, from 0.
+            step: the first step, within the epoch.
+            steps: how many steps to make at most.
             compile: makes the compiled function anew.
         """
         try:
-            return self._backend.call(function(), iterator, *numbers)
+            return self._backend.call(function(), iterator, epoch, step, steps)
         except Exception as error:
+            # Always asked for, also where it isn't raised: it belongs to this call, not to the next one.
             reading = self._reading_problem()
             problem = self._problem or reading or stacking_problem(error)
             self._problem = None
@@ -79,51 +94,65 @@ class Computing:
             if not isinstance(problem, CollectiveNeededError | RetraceError):
                 raise problem from problem.__cause__  # not from TensorFlow's error, which only wraps it
         compile()
-        return self.call(function, iterator, *numbers, compile=compile)
+        return self.call(function, iterator, epoch, step, steps, compile)
 
     def _reading_problem(self) -> Exception | None:
         """Why a source could not be read on the host, which TensorFlow wraps in a text of its own."""
-        sources = [source for source in self._data.sources if isinstance(source, IndexedSource)]
-        failures = [source.take_failure() for source in sources]
-        return next((failure for failure in failures if isinstance(failure, Exception)), None)
+        problem: Exception | None = None
+        for source in self._data.sources:
+            failure = source.take_failure() if isinstance(source, IndexedSource) else None
+            if problem is None and isinstance(failure, Exception):
+                problem = failure
+        return problem
 
-    def of_rows(self, source: Source, rows: Rows, parts: int, some: Any, nothing: Any) -> Any:
-        """The result of `some` for the replica's rows; that of `nothing` if it has none, and needn't take part.
+    def of_rows(
+        self,
+        source: Source,
+        rows: Rows,
+        parts: int,
+        compute: Callable[[Batch | None], T],
+        without_rows: Callable[[], T],
+    ) -> T:
+        """Computes a replica's rows of a (micro-)batch.
 
         Args:
-            source: of the batch.
-            rows: of the replica.
-            parts: into how many micro-batches the batch is cut.
-            some: computes the rows; its argument is a stand-in for a replica without rows, or None.
-            nothing: returns the result without rows.
+            source: the source of the batch.
+            rows: the replica's rows.
+            parts: the number of micro-batches that the batch is cut into.
+            compute: returns the result for `rows`. Its argument is the stand-in that is computed if there are no rows;
+                None: there are some.
+            without_rows: returns the result without rows, where a replica without them needn't take part.
         """
         if not source.leaves_some_without(self._backend.replicas * parts):
-            return some(None)
-        if source in self.everyone:
+            return compute(None)
+        if source in self.computed_by_all:
             first = tf.nest.map_structure(lambda tensor: tensor[:1], source.example)
-            return some(first if self._fixed_rows is None else of_size(first, self._fixed_rows))
-        # `some` is traced first: `nothing` must know which variables it has found to be connected.
-        return tf.cond(count(rows.batch) > 0, lambda: some(None), nothing)
+            return compute(first if self._fixed_rows is None else of_size(first, self._fixed_rows))
+        # `tf.cond` traces `compute` first. `without_rows` needs that: it must return zeros for the variables that
+        # `compute` has found to be connected.
+        return tf.cond(count(rows.batch) > 0, lambda: compute(None), without_rows)
 
     @contextlib.contextmanager
-    def replica(self, source: Source, rows: Rows, stand_in: Any, parts: int, phase: int = 0) -> Iterator[Replica]:
-        """The replica within which `compute` is traced; see `Replica`."""
+    def replica(
+        self, source: Source, rows: Rows, stand_in: Batch | None, parts: int, phase: int = 0
+    ) -> Iterator[Replica]:
+        """The replica within which `compute` is traced; see `Replica` and `of_rows` for the arguments."""
         replica = Replica(self._backend, rows, self._seed, source.most(parts), phase, stand_in)
         replica.fixed_rows = self._fixed_rows
         # Within a branch, or within what XLA compiles, there can be no collective.
-        branch = source not in self.everyone and source.leaves_some_without(self._backend.replicas * parts)
+        in_branch = source not in self.computed_by_all and source.leaves_some_without(self._backend.replicas * parts)
         compiled = self.compiles(source)
-        replica.collective = not (branch or compiled)
+        replica.collective = not (in_branch or compiled)
         replica.compiled = source is self._compiled and self._backend.replicas > 1
         try:
             with within(replica):
                 yield replica
         except Exception as error:
             own = replica.problem or (error if isinstance(error, UsageError) else explained(error))
-            self._problem = own or self._problem  # this replica's error may be only an echo of another replica's
+            self._problem = own or self._problem  # this replica's error may only follow from another replica's
             if not isinstance(self._problem, CollectiveNeededError):
                 raise
-            self.everyone.add(source)
+            self.computed_by_all.add(source)
             if compiled:
                 self.uncompiled.add(source)
                 warnings.warn(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Any
 
 import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import Rows, Source, StreamSource, no_rows
-from loop.model.variables import as_tf, optimizer_variables, trainable_variables, variable_names
+from loop.model.variables import Variable, as_tf, optimizer_variables, trainable_variables, variable_names
 from loop.monitor.phase_marker import PhaseMarker
 from loop.step.build import BuiltModel
 from loop.step.computing import Computing
@@ -20,29 +19,29 @@ from loop.step.plan import StepPlan
 from loop.step.remat import Remat
 from loop.step.totals import TotalsLayout
 from loop.step.weight_average import Averages
-from loop.task import TrainTask
+from loop.task import Batch, TrainTask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepContext:
-    """What all traces of a step share; a trace reads it.
+    """What all traces of a step share. A trace reads it, and changes only `computing`.
 
     Attributes:
         plan: the decisions that hold for every step.
         task: the task.
-        built: its model and optimizers.
+        built: the model and the optimizers of the task.
         backend: the backend.
         source: the training data.
-        computing: what tracing `compute` has shown.
-        layout: of the totals.
+        computing: what tracing `compute` has shown so far.
+        layout: the layout of the totals.
         marker: notes what this worker does within a call.
-        scale: the loss scale, with float16.
+        scale: the loss scale, with float16; else None.
         averages: the moving averages of the weights.
-        state: the variables that the forward pass changes.
-        statistics: those of them that replicas may gather differently.
-        kept_batch: keeps the last batch of a stream that wasn't finite.
-        observer: is called with what a step computes.
-        remat: which layers are computed again on the way back.
+        state: the variables that the forward pass changes, such as BatchNorm's statistics.
+        statistics: those of them that may differ between replicas.
+        kept_batch: keeps the last batch of a stream that wasn't finite; None: the data isn't a stream.
+        observer: is called with what a step computes, if anything is to observe it.
+        remat: the layers that are computed again in the backward pass.
     """
 
     plan: StepPlan
@@ -62,7 +61,7 @@ class StepContext:
     remat: Remat
 
     @cached_property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[Variable]:
         """The trainable variables of the model, as the optimizers take them."""
         return trainable_variables(self.built.model)
 
@@ -72,13 +71,13 @@ class StepContext:
         return variable_names(self.variables)
 
     def trained_by(self, optimizer: str) -> list[int]:
-        """The variables that a `minimize` trains, by index."""
+        """The indices of the variables that a `minimize` trains; "" is a `minimize` of all optimizers."""
         return self.built.optimizers[optimizer][1] if optimizer else list(range(len(self.variables)))
 
     def changed_by(self, optimizer: str) -> list[tf.Variable]:
-        """The variables that a `minimize` changes when its gradients are applied."""
+        """The variables that a `minimize` changes when its gradients are applied; "" is one of all optimizers."""
         slots: list[tf.Variable] = []
-        # Always in one order: local steps average them in collectives.
+        # In the same order on all workers: local steps average these variables in collectives.
         for name, (instance, _) in self.built.optimizers.items():
             if optimizer in ("", name):
                 slots += as_tf(optimizer_variables(instance))
@@ -86,16 +85,16 @@ class StepContext:
         return slots + trained + self.averages.variables
 
     def checked(self) -> list[str]:
-        """What is checked to be finite in each step, by name."""
-        texts: list[str] = []
+        """What is checked to be finite in each step, in words for messages; in the order of `are_finite`."""
+        descriptions: list[str] = []
         for optimizer in self.layout.minimized:
-            texts.append("the loss")
-            texts += [f"the gradient of {self.names[index]}" for index in self.trained_by(optimizer)]
-        return texts
+            descriptions.append("the loss")
+            descriptions += [f"the gradient of {self.names[index]}" for index in self.trained_by(optimizer)]
+        return descriptions
 
 
 class KeptBatch:
-    """The last batch of this worker that wasn't finite. It must be kept, because a stream can't be read again.
+    """Keeps the last batch of this worker that led to a bad step, because a stream can't be read again.
 
     Args:
         source: the stream.
@@ -103,14 +102,14 @@ class KeptBatch:
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source
+        self._variables: list[tf.Variable] = []
         with tf.device("CPU:0"):
-            self._variables = [
-                tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None))
-                for tensor in tf.nest.flatten(no_rows(source.batch_spec))
-            ]
+            for tensor in tf.nest.flatten(no_rows(source.batch_spec)):
+                # Of no fixed shape: the last batch of an epoch is shorter.
+                self._variables.append(tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None)))
 
-    def keep(self, batch: Any) -> tf.Tensor:
-        """While tracing: keeps a batch, as it was read from the stream."""
+    def keep(self, batch: Batch) -> tf.Tensor:
+        """While tracing: keeps a batch, as it was read from the stream. Returns True, as the branch of a `tf.cond`."""
         for variable, tensor in zip(self._variables, tf.nest.flatten(batch), strict=True):
             variable.assign(tensor)
         return tf.constant(True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from loop.data import EVALUATION_EPOCH, Rows, Source, StreamSource, count
+from loop.backends.base import PerReplica
+from loop.data import EVALUATION_EPOCH, DataIterator, Feed, ReadBatch, Rows, Source, StreamSource, count
 from loop.errors import UsageError
 from loop.model.variables import carried_variables
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA, HOST
@@ -17,6 +17,7 @@ from loop.step.context import StepContext
 from loop.step.metric_sums import MetricSums
 from loop.step.totals import EvaluationLayout
 from loop.step.tracing import as_written, compiled, repeated
+from loop.task import Batch, Values
 
 
 class Evaluation:
@@ -46,18 +47,19 @@ class Evaluation:
                 f"{type(context.task).__name__} has eval_data(), but no compute(): define it, and return what is to be "
                 "evaluated; or use eval_every='never'"
             )
-        self._fill_up_to = self._fixed_rows(context.built.fixed_rows)
+        self._fill_up_to = self._rows_to_fill(context.built.fixed_rows)
+        # The states of stateful layers, and their values in the evaluation.
         self._carried = carried_variables(context.built.model)
-        self._carries: list[Any] = []
+        self._carried_values: list[tf.Tensor] = []
         self._values = MetricSums(context.built.values, context.built.metrics)
         self._layout = EvaluationLayout(self._values)
         self._compile()
 
-    def _fixed_rows(self, rows: int | None) -> int | None:
-        """The number of rows that batches are filled up to; None: none has to be.
+    def _rows_to_fill(self, rows: int | None) -> int | None:
+        """The number of rows that short batches are filled up to; None: no batch has to be filled up.
 
         Args:
-            rows: how many rows a batch must have; None: any number.
+            rows: the number of rows that a batch must have; None: any number.
         """
         if rows is None:
             return None
@@ -74,22 +76,22 @@ class Evaluation:
         self._evaluate = compiled(self._steps)
 
     def whole(self) -> np.ndarray:
-        """The totals (see `TrainStep.train`) of the whole evaluation data."""
+        """The totals of the whole evaluation data; see `EvaluationLayout`."""
         iterator = self.start()
         totals = np.zeros(())
         step: int | None = 0
         while step is not None:
-            step, more = self.steps(iterator, step, np.iinfo(np.int64).max)
-            totals = totals + more
+            step, added = self.steps(iterator, step, np.iinfo(np.int64).max)
+            totals = totals + added
         return totals
 
-    def start(self) -> Any:
-        """The iterator of the evaluation data, at its start. All workers must call it."""
-        self._carries = [tf.zeros_like(variable.read_value()) for variable in self._carried]
+    def start(self) -> DataIterator:
+        """Returns the iterator of the evaluation data, at its start. All workers must call it."""
+        self._carried_values = [tf.zeros_like(variable.read_value()) for variable in self._carried]
         self._average_statistics()
         return self.source.start(0, 0)
 
-    def steps(self, iterator: Any, step: int, steps: int) -> tuple[int | None, np.ndarray]:
+    def steps(self, iterator: DataIterator, step: int, steps: int) -> tuple[int | None, np.ndarray]:
         """Evaluates up to `steps` batches, from the one at `step` on, in one compiled call.
 
         Returns:
@@ -99,26 +101,24 @@ class Evaluation:
         steps = min(steps, left)
         with self._context.averages.in_place(), self._own_state():
             parts = self._context.computing.call(
-                lambda: self._evaluate, iterator, EVALUATION_EPOCH, step, steps, compile=self._compile
+                lambda: self._evaluate, iterator, EVALUATION_EPOCH, step, steps, self._compile
             )
         going, totals = self._layout.split_more(np.sum([vector for _, vector in parts], 0))
         return step + steps if going and steps < left else None, totals
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
-        """Within it, stateful layers have the evaluation's state, which begins with zeros; then that of training again.
-
-        It is swapped at each call, since a checkpoint may be taken between two: a run that is resumed from it repeats
-        the evaluation, and then trains on with the state of training.
-        """
-        training = [variable.read_value() for variable in self._carried]
-        for variable, value in zip(self._carried, self._carries, strict=True):
+        """A context in which stateful layers have the state of the evaluation, which begins with zeros."""
+        # At each call, and not once for the evaluation: a checkpoint may be taken between two calls. A run that is
+        # resumed from it repeats the evaluation, and then goes on with the state of training.
+        training_values = [variable.read_value() for variable in self._carried]
+        for variable, value in zip(self._carried, self._carried_values, strict=True):
             variable.assign(value)
         try:
             yield
         finally:
-            self._carries = [variable.read_value() for variable in self._carried]
-            for variable, value in zip(self._carried, training, strict=True):
+            self._carried_values = [variable.read_value() for variable in self._carried]
+            for variable, value in zip(self._carried, training_values, strict=True):
                 variable.assign(value)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
@@ -127,34 +127,36 @@ class Evaluation:
         return {f"{self._prefix}{name}": value for name, value in self._values.means(sums, states).items()}
 
     def metric_names(self) -> list[str]:
-        """The names that `means` will give."""
+        """The names that `means` returns."""
         return list(self.means(self._layout.nothing()))
 
-    def _steps(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
-        """Up to `steps` batches: their totals, and whether any worker has more."""
+    def _steps(self, iterator: DataIterator, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
+        """Computes up to `steps` batches; returns their totals, and whether any worker has more."""
         source = self.source
         backend = self._backend
         marker = self._marker
         totals = backend.run(lambda: tf.zeros([self._layout.width], tf.float64))
         end = step + steps
 
-        def more(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tf.Tensor:
-            return (number < end) & going
+        def more(step: tf.Tensor, following: ReadBatch, going: tf.Tensor, totals: PerReplica) -> tf.Tensor:
+            return (step < end) & going
 
-        def one(number: tf.Tensor, following: Any, going: tf.Tensor, totals: Any) -> tuple[Any, ...]:
+        def evaluate(
+            step: tf.Tensor, following: ReadBatch, going: tf.Tensor, totals: PerReplica
+        ) -> tuple[tf.Tensor, ReadBatch, tf.Tensor, PerReplica]:
             if source.reads_ahead:
-                # Nothing in this step depends on the next batch: it is read while this one is computed.
+                # Nothing in this step depends on the next batch, so TensorFlow reads it while this one is computed.
                 read = following
-                following = source.read_batch(iterator, epoch, number + 1)
+                following = source.read_batch(iterator, epoch, step + 1)
             else:
                 with tf.control_dependencies(marker.at(DATA)):
-                    read = source.read_batch(iterator, epoch, number)
+                    read = source.read_batch(iterator, epoch, step)
             marker.at(COMPUTE, read)
-            totals = backend.run(self._add_batch, totals, (epoch, number, read))
-            return number + 1, following, self._more(source, read), totals
+            totals = backend.run(self._add_batch, totals, (epoch, step, read))
+            return step + 1, following, self._more(source, read), totals
 
         following = source.read_batch(iterator, epoch, step) if source.reads_ahead else ()
-        _, _, going, totals = repeated(more, one, step, following, tf.constant(True), totals)
+        _, _, going, totals = repeated(more, evaluate, step, following, tf.constant(True), totals)
 
         def summed(totals: tf.Tensor) -> tf.Tensor:
             return backend.all_reduce([self._layout.with_more(totals, going)])[0]
@@ -164,7 +166,7 @@ class Evaluation:
         marker.lap(HOST, packed)
         return packed
 
-    def _add_batch(self, totals: tf.Tensor, feed: Any) -> tf.Tensor:
+    def _add_batch(self, totals: tf.Tensor, feed: Feed) -> tf.Tensor:
         """In each replica: adds the totals of its rows of a batch."""
         source = self.source
         rows = source.replica_rows(feed, self._backend.replica())
@@ -176,7 +178,7 @@ class Evaluation:
             lambda: tf.zeros([self._layout.width], tf.float64),
         )
 
-    def _of_rows(self, source: Source, rows: Rows, stand_in: Any, feed: Any) -> tf.Tensor:
+    def _of_rows(self, source: Source, rows: Rows, stand_in: Batch | None, feed: Feed) -> tf.Tensor:
         """In each replica: the totals of its rows."""
         task = self._context.task
         plan = self._context.plan
@@ -195,11 +197,11 @@ class Evaluation:
                 counted = tf.where(replica.counts_something, counted, 0)
         return self._layout.of_replica(count(rows.batch), counted)
 
-    def _without_filling(self, values: Any, n: tf.Tensor) -> Any:
-        """The values of the first n rows: the others only fill the batch up."""
+    def _without_filling(self, values: Values, n: tf.Tensor) -> Values:
+        """The values of the first n rows. The other rows only fill the batch up."""
 
-        def own(tensor: Any) -> tf.Tensor:
-            tensor = tf.convert_to_tensor(tensor)
+        def own(value: tf.types.experimental.TensorLike) -> tf.Tensor:
+            tensor = tf.convert_to_tensor(value)
             if tensor.shape.rank == 0 or tensor.shape[0] != self._fill_up_to:
                 raise UsageError(
                     f"the last batch of the evaluation is filled up to {self._fill_up_to} rows, which the model asks "
@@ -210,10 +212,10 @@ class Evaluation:
 
         return tf.nest.map_structure(own, values)
 
-    def _more(self, source: Source, read: Any) -> tf.Tensor:
+    def _more(self, source: Source, read: ReadBatch) -> tf.Tensor:
         """Whether this worker has more data; or any worker, if all must enter the collectives of a batch."""
-        more = source.more(read)
-        if isinstance(source, StreamSource) and source in self._context.computing.everyone:
-            table = self._backend.run(lambda: self._backend.all_reduce([tf.cast(more, tf.int64)])[0])
-            return self._backend.first(table) > 0
-        return more
+        own_more = source.more(read)
+        if isinstance(source, StreamSource) and source in self._context.computing.computed_by_all:
+            workers = self._backend.run(lambda: self._backend.all_reduce([tf.cast(own_more, tf.int64)])[0])
+            return self._backend.first(workers) > 0
+        return own_more

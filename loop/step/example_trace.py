@@ -1,10 +1,10 @@
-"""Tries `compute` before it is traced: with batches of which sizes, and without a change of any variable."""
+"""Tries `compute` before it is traced: finds which sizes of batches it takes, and changes no variable for good."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import keras
 import numpy as np
@@ -13,10 +13,15 @@ from keras.src.backend.common import global_state
 
 from loop.data import RowCounts
 from loop.errors import UsageError
+from loop.model.variables import Layer, Variable, as_tf
 from loop.step.metric_sums import try_metrics
 from loop.step.replica import all_gathers, probing
-from loop.step.values import check, content
-from loop.task import TrainTask
+from loop.step.values import Value, check, content
+from loop.task import Batch, Model, Optimizer, TrainTask, Values
+
+Compute: TypeAlias = Callable[[Batch], Values]
+"""A function of a batch that returns what `TrainTask.compute` would."""
+T = TypeVar("T")
 
 
 class Trial:
@@ -24,33 +29,33 @@ class Trial:
 
     Args:
         example: a few examples as a batch.
-        rows: how many rows batches have in the run; None: not known.
-        stateful: how many rows the state has that the model carries from batch to batch; 0: not known; None: there
+        rows: the numbers of rows that batches have in the run; None: not known.
+        stateful: the number of rows in the state that the model carries from batch to batch; 0: not known; None: there
             is no such state.
-        inputs: the batch sizes that the model's inputs have.
+        inputs: the batch sizes that the model's inputs demand.
 
     Attributes:
         metrics: Keras metrics by the name of the value that each is updated with.
-        fixed: how many rows a batch must have; None: any number.
+        fixed: the number of rows that a batch must have; None: any number.
     """
 
     def __init__(
         self,
-        example: Any,
+        example: Batch,
         rows: RowCounts | None = None,
         stateful: int | None = None,
         inputs: Sequence[int] = (),
     ) -> None:
         self._example = example
         self._rows = rows
-        self.metrics: Mapping[str, Any] = {}
+        self.metrics: Mapping[str, keras.metrics.Metric] = {}
         self._stateful = stateful is not None
-        # The likeliest first: the rows of a replica; the sizes of the model's inputs; the size of the whole batch.
+        # The most likely first: the rows of a replica, the sizes of the model's inputs, the size of the whole batch.
         likely = [stateful or 0, *(reversed(rows.whole) if rows else ()), *inputs, rows.batch_size if rows else 0]
         self._likely = [n for n in dict.fromkeys(likely) if n]
         self.fixed: int | None = None
 
-    def names(self, compute: Callable[[Any], Any]) -> list[str]:
+    def names(self, compute: Compute) -> list[str]:
         """Calls a function of a batch, and returns the names of its values, the loss first.
 
         Raises:
@@ -64,19 +69,20 @@ class Trial:
             self._check_others(compute, fixed)
         return names
 
-    def call(self, function: Callable[[Any], Any]) -> Any:
-        """Calls a function of a batch, with one that it takes."""
+    def call(self, function: Callable[[Batch], object]) -> None:
+        """Calls a function of a batch, with a batch that it takes."""
         few = self._example
-        return self._first_that_works(lambda: function(few), lambda n: function(of_size(few, n)))[0]
+        self._first_that_works(lambda: function(few), lambda n: function(of_size(few, n)))
 
-    def _first_that_works(self, of_few: Callable[[], Any], of_size: Callable[[int], Any]) -> tuple[Any, int | None]:
+    def _first_that_works(self, of_few: Callable[[], T], of_size: Callable[[int], T]) -> tuple[T, int | None]:
         """The result for a few rows, and None; or the result for a likely number of rows, and that number."""
         problem: Exception | None = None
         if not self._stateful or not self._likely:
             try:
                 return of_few(), None
             except UsageError as error:
-                if error.__cause__ is None:  # else it is about shapes: another number of rows may fit
+                # A mistake in the task has no cause. With a cause it is about shapes: another number of rows may fit.
+                if error.__cause__ is None:
                     raise
                 problem = error
             except Exception as error:
@@ -85,12 +91,12 @@ class Trial:
             try:
                 return of_size(n), n
             except Exception as error:
-                problem = problem or error
+                problem = problem or error  # the first one: it belongs to the sizes that most models take
         assert problem is not None
         raise problem
 
-    def _of_few(self, compute: Callable[[Any], Any]) -> list[str]:
-        """Calls it with a few examples, and with one of them."""
+    def _of_few(self, compute: Compute) -> list[str]:
+        """Calls `compute` with a few examples, and with one of them; returns the names of the values."""
         metrics = self.metrics
         n = _rows(self._example)
         gathers_before = all_gathers()
@@ -100,77 +106,84 @@ class Trial:
             try_metrics(metrics, values)
         # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
         with probing(1):
-            alone = compute(tf.nest.map_structure(lambda tensor: tensor[:1], self._example))
-            check(alone, 1, names, tuple(metrics))
-        if all_gathers() == gathers_before:  # else examples are meant to be paired with others
+            values_of_one = compute(tf.nest.map_structure(lambda tensor: tensor[:1], self._example))
+            check(values_of_one, 1, names, tuple(metrics))
+        if all_gathers() == gathers_before:  # with `all_gather`, pairing examples with each other is the purpose
             for name in set(values) - set(metrics):
-                _check_unpaired(name, n, values[name], alone[name])
+                _check_unpaired(name, n, values[name], values_of_one[name])
         return names
 
-    def _of_size(self, compute: Callable[[Any], Any], n: int) -> list[str]:
-        """Calls it with n rows, which repeat the examples."""
+    def _of_size(self, compute: Compute, n: int) -> list[str]:
+        """Calls `compute` with n rows, which repeat the examples; returns the names of the values."""
         with probing(n):
             values = compute(of_size(self._example, n))
             names = check(values, n, None, tuple(self.metrics))
             try_metrics(self.metrics, values)
         return names
 
-    def _check_others(self, compute: Callable[[Any], Any], n: int) -> None:
-        """Refuses a run with batches that the function doesn't take, after it has taken one of n rows."""
+    def _check_others(self, compute: Compute, n: int) -> None:
+        """Refuses a run with batches that `compute` doesn't take, after it has taken one of n rows."""
         rows = self._rows
         if rows is None:
             return
         only = f"the model takes batches of {n} rows alone (a stateful layer, keras.Input(batch_size=...), a reshape)"
-        if wrong := [size for size in rows.whole if size != n and not self._takes(compute, size)]:
+        if refused := self._refused(compute, n, rows.whole):
             shared = [f"{rows.replicas} replicas"] if rows.replicas > 1 else []
             if rows.parts > 1:
                 shared.append(f"accumulate={rows.parts}")
             with_shared = f"with {' and '.join(shared)} " if shared else ""
             raise UsageError(
                 f"{only}, but of batch_size={rows.batch_size} {with_shared}it gets "
-                f"{' or '.join(map(str, wrong))}: use batch_size={n * rows.replicas * rows.parts}"
+                f"{' or '.join(map(str, refused))}: use batch_size={n * rows.replicas * rows.parts}"
             )
-        if wrong := [size for size in rows.short if size != n and not self._takes(compute, size)]:
-            short = "may have fewer" if wrong == [0] else f"has {' or '.join(map(str, wrong))}"
+        if refused := self._refused(compute, n, rows.short):
+            short = "may have fewer" if refused == [0] else f"has {' or '.join(map(str, refused))}"
             raise UsageError(
                 f"{only}, and the last one of an epoch {short}: use drop_remainder=True (--drop-remainder)"
             )
 
-    def _takes(self, compute: Callable[[Any], Any], n: int) -> bool:
-        """Whether it takes batches of n rows; 0 stands for a number that isn't known."""
+    def _refused(self, compute: Compute, n: int, sizes: Sequence[int]) -> list[int]:
+        """Those of some sizes of a batch that `compute` doesn't take, after it has taken one of n rows."""
+        return [size for size in sizes if size != n and not self._takes(compute, size)]
+
+    def _takes(self, compute: Compute, n: int) -> bool:
+        """Whether `compute` takes batches of n rows; False for 0, which stands for a number that isn't known."""
         try:
             return n > 0 and bool(self._of_size(compute, n))
         except Exception:
             return False
 
-    def grow(self, compute: Callable[[Any], Any], penalties: list[list[float]]) -> bool:
-        """Whether a penalty doubles with the number of examples: a mean over them would stay the same.
+    def grow(self, compute: Compute, penalties: list[list[float]]) -> bool:
+        """Whether a penalty doubles with the number of examples, and so is a sum over them instead of a mean.
 
         Args:
-            compute: adds the penalties of a call to `penalties`.
-            penalties: those of each call so far, the first of which had the examples once.
+            compute: adds the penalties of its call to `penalties`.
+            penalties: the penalties of each call so far. The first call had each example once.
         """
         with probing(2 * _rows(self._example)):
             compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), self._example))
-        pairs = zip(penalties[0], penalties[-1], strict=False)
-        return any(once != 0 and np.isclose(twice, 2 * once, rtol=0.02) for once, twice in pairs)
+        for once, twice in zip(penalties[0], penalties[-1], strict=False):
+            if once != 0 and np.isclose(twice, 2 * once, rtol=0.02):
+                return True
+        return False
 
 
-def _rows(batch: Any) -> int:
+def _rows(batch: Batch) -> int:
+    """The number of rows of a batch."""
     return int(tf.shape(tf.nest.flatten(batch)[0])[0])
 
 
-def _check_unpaired(name: str, n: int, value: Any, alone: Any) -> None:
+def _check_unpaired(name: str, n: int, value: Value, value_of_one: Value) -> None:
     """Refuses a value in which examples are paired with each other: another axis grows with their number, too.
 
     Args:
-        name: of the value.
+        name: the name of the value.
         n: the number of examples.
-        value: for n examples.
-        alone: for one example.
+        value: the value for n examples.
+        value_of_one: the value for one example.
     """
     shape = list(tf.convert_to_tensor(content(value)).shape)
-    of_one = list(tf.convert_to_tensor(content(alone)).shape)
+    of_one = list(tf.convert_to_tensor(content(value_of_one)).shape)
     if any(size == n != 1 == one for size, one in zip(shape[1:], of_one[1:], strict=False)):
         raise UsageError(
             f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: '
@@ -180,14 +193,14 @@ def _check_unpaired(name: str, n: int, value: Any, alone: Any) -> None:
         )
 
 
-def of_size(example: Any, n: int) -> Any:
+def of_size(example: Batch, n: int) -> Batch:
     """A batch of n rows, which repeat the rows of an example."""
     rows = tf.range(n) % tf.shape(tf.nest.flatten(example)[0])[0]
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), example)
 
 
-def check_stateful(layers: Sequence[Any], rows: RowCounts | None) -> int | None:
-    """How many rows the state has that stateful layers carry from batch to batch; see `Trial`.
+def check_stateful(layers: Sequence[Layer], rows: RowCounts | None) -> int | None:
+    """The number of rows in the state that stateful layers carry from batch to batch; see `Trial`.
 
     Raises:
         UsageError: on several replicas, or with micro-batches, a row would not get the state of the row before it.
@@ -208,14 +221,22 @@ def check_stateful(layers: Sequence[Any], rows: RowCounts | None) -> int | None:
 
 
 class StepTrial:
-    """Takes the place of the step while `train_step` is tried: notes the names of its values, and trains nothing."""
+    """Takes the place of the step while `train_step` is tried: notes the names of its values, and trains nothing.
+
+    Args:
+        names: the names of the optimizers.
+        trial: tries the functions that `minimize` is called with.
+
+    Attributes:
+        minimized: the names of the values of each `minimize`, by the optimizer's name.
+    """
 
     def __init__(self, names: Sequence[str], trial: Trial) -> None:
         self._names = names
         self._trial = trial
-        self.phases: dict[str, list[str]] = {}
+        self.minimized: dict[str, list[str]] = {}
 
-    def minimize(self, values: Callable[[Any], Any], optimizer: str = "") -> dict[str, tf.Tensor]:
+    def minimize(self, values: Compute, optimizer: str = "") -> dict[str, tf.Tensor]:
         """See `loop.step.step_trace.StepTrace.minimize`."""
         if not callable(values):
             raise UsageError(
@@ -223,31 +244,31 @@ class StepTrial:
                 "lambda batch: self.compute(model, batch, training=True)"
             )
         if optimizer and optimizer not in self._names:
-            there = ", ".join(self._names) or "only one, without a name"
-            raise UsageError(f"step.minimize(..., {optimizer!r}): build_optimizer() has no such optimizer ({there})")
+            existing = ", ".join(self._names) or "only one, without a name"
+            raise UsageError(f"step.minimize(..., {optimizer!r}): build_optimizer() has no such optimizer ({existing})")
         names = self._trial.names(values)
-        if self.phases.setdefault(optimizer, names) != names:
+        if self.minimized.setdefault(optimizer, names) != names:
             raise UsageError(
-                f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.phases[optimizer])}, and "
+                f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.minimized[optimizer])}, and "
                 f"again with {', '.join(names)}: return the same values"
             )
         return {name: tf.constant(1.0) for name in names if name not in self._trial.metrics}
 
 
-def tried_step(task: TrainTask, optimizer: Any, model: Any, trial: Trial) -> dict[str, list[str]]:
+def tried_step(task: TrainTask, optimizer: Optimizer, model: Model, trial: Trial) -> dict[str, list[str]]:
     """Tries the task's own `train_step`; returns the names of the values of each `step.minimize` in it."""
     step = StepTrial(list(optimizer) if isinstance(optimizer, Mapping) else [], trial)
     task.train_step(model, step)
-    if not step.phases:
+    if not step.minimized:
         raise UsageError("train_step() never called step.minimize(...): nothing is trained")
-    return step.phases
+    return step.minimized
 
 
 @contextlib.contextmanager
 def recorded(made: list[tf.Variable]) -> Iterator[None]:
-    """Within it, each variable that is created is added to `made`."""
+    """A context that adds each variable that is created in it to `made`."""
 
-    def creator(create: Callable[..., Any], **arguments: Any) -> Any:
+    def creator(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
         variable = create(**arguments)
         made.append(variable)
         return variable
@@ -258,15 +279,18 @@ def recorded(made: list[tf.Variable]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def put_back(variables: Iterable[tf.Variable]) -> Iterator[None]:
-    """At its end, gives variables back the values that they had before; new ones, the values that they began with.
+    """A context that gives variables back, at its end, the values that they had at its start.
+
+    Variables that are made within it get back their first values.
 
     Args:
-        variables: those that may change.
+        variables: the variables that may change.
     """
-    # In the CPU's memory a value that is read shares the variable's buffer: only variables that change are copied.
+    # In the CPU's memory, a value that is read shares the variable's buffer until one of them changes. So only
+    # variables that do change are copied.
     before = {id(variable): (variable, _value(variable)) for variable in variables}
 
-    def creator(create: Callable[..., Any], **arguments: Any) -> Any:
+    def creator(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
         variable = create(**arguments)
         if tf.executing_eagerly():
             before.setdefault(id(variable), (variable, _value(variable)))
@@ -280,40 +304,36 @@ def put_back(variables: Iterable[tf.Variable]) -> Iterator[None]:
             variable.assign(value)
 
 
-def _value(variable: tf.Variable) -> Any:
+def _value(variable: tf.Variable) -> tf.Tensor | np.ndarray:
+    """The value of a variable."""
     # A variable that parameter servers hold in shards can't be read as one tensor.
     return variable.numpy() if hasattr(variable, "variables") else variable.read_value()
 
 
-def held_by(owner: Any) -> list[tf.Variable]:
-    """The variables in an object's attributes, and in models, layers, metrics and seed generators there."""
-    variables: list[Any] = []
+def held_by(owner: object) -> list[tf.Variable]:
+    """The variables in an object's attributes, and in the models, layers, metrics and seed generators there."""
+    variables: list[Variable] = []
     for attribute in getattr(owner, "__dict__", {}).values():
-        for value in _parts(attribute):
+        for value in _members(attribute):
             if isinstance(value, tf.Variable | keras.Variable):
                 variables.append(value)
             elif isinstance(value, keras.random.SeedGenerator):
                 variables.append(value.state)
             elif isinstance(value, tf.Module | keras.Layer | keras.metrics.Metric):
                 variables += value.variables
-    return _tensorflow(variables)
+    return as_tf(variables)
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """The values in a list, tuple or dict; any other value itself."""
+def _members(value: object) -> Iterable[object]:
+    """The values in a list, tuple or dict; of any other value, itself."""
     if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list | tuple):
-        yield from value
-    else:
-        yield value
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    return (value,)
 
 
 def global_seeds() -> list[tf.Variable]:
     """The state of Keras's global seed generator, if there is one."""
     generator = global_state.get_global_attribute("global_seed_generator")
-    return [] if generator is None else _tensorflow([generator.state])
-
-
-def _tensorflow(variables: Iterable[Any]) -> list[tf.Variable]:
-    return [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    return [] if generator is None else as_tf([generator.state])

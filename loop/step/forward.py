@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from loop.backends import devices
-from loop.data import ArraySource, Rows, count
+from loop.backends.base import PerReplica
+from loop.data import ArraySource, Feed, Rows, count
 from loop.errors import UsageError
 from loop.model.variables import as_tf, losses
 from loop.step import lookups
 from loop.step.computing import RetraceError
 from loop.step.context import StepContext
-from loop.step.gradients import each_row_once, weight_or_one
+from loop.step.gradients import Gradient, each_row_once, weight_or_one
 from loop.step.replica import Replica
 from loop.step.tracing import as_written, repeated
+from loop.task import Batch, Values
 
-Sums = tuple[list[Any], tf.Tensor, tf.Tensor]
+Sums: TypeAlias = tuple[list[Gradient], tf.Tensor, tf.Tensor]
 """Gradients, totals (without states), and the states of metrics."""
 
-_SPOILED_BY_LOOPS = ("MaxPoolGrad", "MaxPool3DGrad", "LRNGrad")
-"""Gradients that oneDNN computes only if it has met their operation first; see `ForwardPass._isolates`."""
+_SLOW_IN_LOOPS = ("MaxPoolGrad", "MaxPool3DGrad", "LRNGrad")
+"""Operations that TensorFlow may fail to replace by those of oneDNN in a loop; see `ForwardPass._isolates`."""
 
 
 class ForwardPass:
@@ -40,15 +42,15 @@ class ForwardPass:
         in_block: whether the step is in a block, which XLA compiles as a whole.
 
     Attributes:
-        connected: the variables that the loss depends on, by index; known once the pass is traced.
+        connected: the indices of the variables that the loss depends on; known once the pass is traced.
     """
 
     def __init__(
         self,
         context: StepContext,
-        values: Callable[[Any], Mapping[str, Any]],
+        values: Callable[[Batch], Values],
         optimizer: str,
-        feed: Any,
+        feed: Feed,
         number: int,
         by_lookup: dict[int, str],
         in_block: bool,
@@ -69,16 +71,17 @@ class ForwardPass:
         """The sums of each replica, over all micro-batches."""
         backend = self._context.backend
         batch_rows = self._batch_rows() if self._context.plan.summed_loss else ()
-        # Outside of the loop over the others: it shows which variables are connected, and so what the loop adds up.
+        # The first one stands outside of the loop over the others. Tracing it shows which variables are connected, and
+        # so which gradients the loop adds up.
         first = backend.run(self._micro_batch, self._feed, tf.constant(0, tf.int64), batch_rows)
         return self._accumulated(first, batch_rows) if self._context.plan.accumulate > 1 else first
 
-    def _batch_rows(self) -> Any:
-        """In each replica: how many rows the global batch has."""
+    def _batch_rows(self) -> PerReplica:
+        """In each replica: the number of rows of the global batch, int64 []."""
         backend = self._context.backend
         source = self._context.source
 
-        def counted(feed: Any) -> tf.Tensor:
+        def counted(feed: Feed) -> tf.Tensor:
             if source.layout is None:
                 return source.batch_rows(feed)
             # Each worker reads a stream of its own. Its first replica counts for all of its replicas.
@@ -88,66 +91,68 @@ class ForwardPass:
 
         return backend.run(counted, self._feed)
 
-    def _accumulated(self, sums: Sums, batch_rows: Any) -> Sums:
+    def _accumulated(self, sums: Sums, batch_rows: PerReplica) -> Sums:
         """Adds the sums of the other micro-batches to those of the first."""
         backend = self._context.backend
 
-        def add(*pairs: Any) -> Any:
-            return tf.nest.map_structure(tf.add, *pairs)
+        def add(sums: Sums, others: Sums) -> Sums:
+            return tf.nest.map_structure(tf.add, sums, others)
 
-        def following(part: tf.Tensor, sums: Any, count: int) -> tuple[tf.Tensor, Any]:
-            """The sums after `count` more micro-batches, which don't wait for each other."""
-            for _ in range(count):
+        def following(part: tf.Tensor, sums: Sums, parts: int) -> tuple[tf.Tensor, Sums]:
+            """Adds the sums of `parts` more micro-batches, which don't wait for each other."""
+            for _ in range(parts):
                 sums = backend.run(add, sums, backend.run(self._micro_batch, self._feed, part, batch_rows))
                 part += 1
             return part, sums
 
         left = self._context.plan.accumulate - 1
-        at_once = min(self._at_once(), left)
-        parts = tf.constant(1 + left - left % at_once, tf.int64)
+        together = min(self._parts_together(), left)
+        end = tf.constant(1 + left - left % together, tf.int64)
         part, sums = repeated(
-            lambda part, sums: part < parts,
-            lambda part, sums: following(part, sums, at_once),
+            lambda part, sums: part < end,
+            lambda part, sums: following(part, sums, together),
             tf.constant(1, tf.int64),
             sums,
         )
-        return following(part, sums, left % at_once)[1]
+        return following(part, sums, left % together)[1]
 
-    def _at_once(self) -> int:
-        """How many micro-batches a round of the loop has: several fill the devices of a replica, as in a pipeline."""
+    def _parts_together(self) -> int:
+        """The number of micro-batches in an iteration of the loop: several keep all devices of a replica busy."""
         context = self._context
         # Micro-batches that change variables, or enter collectives, must come one after the other.
-        leaves_traces = bool(context.state) or context.source in context.computing.everyone
-        if devices.per_replica() == 1 or leaves_traces:
+        in_order = bool(context.state) or context.source in context.computing.computed_by_all
+        if devices.per_replica() == 1 or in_order:
             return 1
         return 2 * devices.per_replica()
 
     # In each replica
 
-    def _micro_batch(self, feed: Any, part: tf.Tensor, batch_rows: Any) -> Sums:
+    def _micro_batch(self, feed: Feed, part: tf.Tensor, batch_rows: tf.Tensor) -> Sums:
         """The replica's sums over one micro-batch.
 
-        Without rows they are zeros, and nothing is computed, since few layers accept a batch of 0 rows; unless all
-        replicas must take part: see `Replica`.
+        A replica without rows has zeros, and computes nothing, since few layers accept a batch of 0 rows. If all
+        replicas must take part, it computes a stand-in instead: see `Replica`.
         """
         context = self._context
+        computing = context.computing
         source = context.source
         parts = context.plan.accumulate
         rows = source.replica_rows(feed, context.backend.replica(), part, parts)
 
-        def some(rows: Rows, stand_in: Any) -> Sums:
+        def compute(rows: Rows, stand_in: Batch | None) -> Sums:
             return self._of_rows(rows, stand_in, part, batch_rows)
 
         if self._is_compiled():
             if context.backend.replicas == 1:
-                # Not as an argument: how many numbers a random layer draws would depend on it, and XLA must know that.
+                # Known while tracing: how many numbers a random layer draws depends on it, and XLA must know how many.
                 rows = rows._replace(first=0)
-            # A TPU compiles nothing else. Not without XLA, where an open size tells what a random layer draws for rows.
+            # A TPU takes known sizes alone. Without XLA the size stays open: by it, `row_random` recognizes draws that
+            # have a number for each row.
             rows = rows.of_count(source.even_count(parts) if isinstance(source, ArraySource) else None)
-            some = tf.function(some, jit_compile=True, autograph=False)
-        elif context.computing.isolated and source not in context.computing.everyone:
-            some = tf.function(some, autograph=False, experimental_attributes={"_noinline": True})
-        return context.computing.of_rows(source, rows, parts, lambda stand_in: some(rows, stand_in), self._without_rows)
+            compute = tf.function(compute, jit_compile=True, autograph=False)
+        elif computing.isolated and source not in computing.computed_by_all:
+            compute = tf.function(compute, autograph=False, experimental_attributes={"_noinline": True})
+        return computing.of_rows(source, rows, parts, lambda stand_in: compute(rows, stand_in), self._without_rows)
 
     def _is_compiled(self) -> bool:
         """Whether XLA compiles the forward and backward pass by itself."""
@@ -155,8 +160,8 @@ class ForwardPass:
         context = self._context
         return context.computing.compiles(context.source) and not context.plan.block_steps
 
-    def _of_rows(self, rows: Rows, stand_in: Any, part: tf.Tensor, batch_rows: Any) -> Sums:
-        """The gradients of S + W * sum(model.losses), the sums of all values, and what metrics gather."""
+    def _of_rows(self, rows: Rows, stand_in: Batch | None, part: tf.Tensor, batch_rows: tf.Tensor) -> Sums:
+        """The gradients of S + W * sum(model.losses), the sums of all values, and what the metrics add up."""
         context = self._context
         plan = context.plan
         metric_sums = context.layout.minimized[self._optimizer]
@@ -169,7 +174,7 @@ class ForwardPass:
                 loss, sums = metric_sums.sums(values, plan.dtype)
                 objective = self._objective(loss, sums[1], rows, batch_rows, replica)
             gradients = self._gradients(tape, objective, replica, part)
-            # Of the replica's own rows: a stand-in is none of them.
+            # The number of the replica's own rows, of which a stand-in is none.
             totals = context.layout.of_replica(count(rows.batch), sums, plan.dtype)
             states = metric_sums.states(values)
             if replica.counts_something is not None:
@@ -178,11 +183,12 @@ class ForwardPass:
         return gradients, totals, states
 
     def _objective(
-        self, loss: tf.Tensor, weight: tf.Tensor, rows: Rows, batch_rows: Any, replica: Replica
+        self, loss: tf.Tensor, weight: tf.Tensor, rows: Rows, batch_rows: tf.Tensor, replica: Replica
     ) -> tf.Tensor:
-        """What is differentiated: S + W * sum(model.losses).
+        """The scalar that is differentiated: S + W * sum(model.losses).
 
-        A summed loss is never divided by W. The penalties' factor is then the share of the batch's rows instead.
+        With a summed loss, which is never divided by W, the factor of the penalties is the share of the batch's rows:
+        over all replicas these shares add up to 1.
         """
         plan = self._context.plan
         scale = self._context.scale
@@ -202,12 +208,14 @@ class ForwardPass:
         return objective
 
     def _share(self, rows: Rows, batch_rows: tf.Tensor) -> tf.Tensor:
-        """The share of the global batch that these rows are."""
+        """Which share of the global batch's rows these rows are; between 0 and 1."""
         dtype = self._context.plan.dtype
         return tf.math.divide_no_nan(tf.cast(count(rows.batch), dtype), tf.cast(batch_rows, dtype))
 
-    def _gradients(self, tape: tf.GradientTape, objective: tf.Tensor, replica: Replica, part: tf.Tensor) -> list[Any]:
-        """The gradients of the connected variables, as they are to be added up."""
+    def _gradients(
+        self, tape: tf.GradientTape, objective: tf.Tensor, replica: Replica, part: tf.Tensor
+    ) -> list[Gradient]:
+        """The gradients of the connected variables, in the form in which replicas and micro-batches add them up."""
         context = self._context
         variables = as_tf([context.variables[index] for index in self._trained])
         gradients = dict(zip(self._trained, context.backend.gradients(tape, objective, variables), strict=True))
@@ -218,65 +226,74 @@ class ForwardPass:
             raise replica.problem
         return [self._to_be_added(index, gradients[index], replica, part) for index in self.connected]
 
-    def _to_be_added(self, index: int, gradient: Any, replica: Replica, part: tf.Tensor) -> Any:
-        """A variable's gradient as it is to be added up over micro-batches and replicas; 0 for a stand-in."""
+    def _to_be_added(self, index: int, gradient: Gradient, replica: Replica, part: tf.Tensor) -> Gradient:
+        """A variable's gradient, in the form in which replicas and micro-batches add it up; 0 for a stand-in."""
         context = self._context
         has_rows = replica.counts_something
-        if index in self._by_lookup and isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values if has_rows is None else tf.where(has_rows, gradient.values, 0)
-            replicas = context.backend.replicas
-            parts = context.plan.accumulate
-            return lookups.packed(
-                tf.IndexedSlices(values, gradient.indices),
-                self._by_lookup[index],
-                count(replica.batch),
-                -(-context.source.most(parts) // replicas),
-                part * replicas + tf.cast(context.backend.replica(), tf.int64),
-                replicas * parts,
-            )
-        self._by_lookup.pop(index, None)  # dense after all
-        if index in context.plan.row_gradients and isinstance(gradient, tf.IndexedSlices):
-            return each_row_once(gradient)
+        if isinstance(gradient, tf.IndexedSlices):
+            if index in self._by_lookup:
+                return self._packed(index, gradient, replica, part)
+            if index in context.plan.row_gradients:
+                return each_row_once(gradient)
+        self._by_lookup.pop(index, None)  # its gradient is dense after all
         gradient = tf.convert_to_tensor(gradient)
         gradient.set_shape(context.variables[index].shape)  # a sparse gradient loses its shape when it is made dense
         return gradient if has_rows is None else tf.where(has_rows, gradient, tf.zeros_like(gradient))
 
+    def _packed(self, index: int, gradient: tf.IndexedSlices, replica: Replica, part: tf.Tensor) -> tf.Tensor:
+        """A gradient by lookups; see `lookups.packed`."""
+        context = self._context
+        has_rows = replica.counts_something
+        values = gradient.values if has_rows is None else tf.where(has_rows, gradient.values, 0)
+        replicas = context.backend.replicas
+        parts = context.plan.accumulate
+        return lookups.packed(
+            tf.IndexedSlices(values, gradient.indices),
+            self._by_lookup[index],
+            examples=count(replica.batch),
+            most=-(-context.source.most(parts) // replicas),
+            place=part * replicas + tf.cast(context.backend.replica(), tf.int64),
+            places=replicas * parts,
+        )
+
     def _isolates(self) -> bool:
-        """Whether forward and backward pass turn out to need a graph of their own to be fast.
+        """Whether the forward and backward pass turns out to need a graph of its own to be fast.
 
         On a CPU, TensorFlow walks through the graph and replaces operations by those of oneDNN. It replaces some
-        gradients only if it has met the operation that they belong to. The graph of a loop is a circle, in which the
-        walk may meet the gradient first. Whether it does depends on the names in the graph, and costs a small CNN half
-        of its speed.
+        gradients only if it has reached the operation that they belong to before. The graph of a loop is a circle, in
+        which the walk may reach the gradient first. Whether it does depends on the names in the graph; where it does, a
+        small CNN has half of its speed.
         """
         computing = self._context.computing
-        if computing.isolated or not self._context.plan.may_isolate or self._context.source in computing.everyone:
+        if computing.isolated or not self._context.plan.may_isolate:
+            return False
+        if self._context.source in computing.computed_by_all:
             return False
         operations = tf.compat.v1.get_default_graph().get_operations()
-        computing.isolated = any(operation.type in _SPOILED_BY_LOOPS for operation in operations)
+        computing.isolated = any(operation.type in _SLOW_IN_LOOPS for operation in operations)
         return computing.isolated
 
     def _without_rows(self) -> Sums:
-        """The sums of a replica without rows."""
+        """The sums of a replica without rows: zeros."""
         context = self._context
         variables = as_tf(context.variables)
         zeros = []
         for index in self.connected:
-            nothing = lookups.nothing if index in self._by_lookup else tf.zeros
-            zeros.append(nothing(variables[index].shape, variables[index].dtype))
+            make_zeros = lookups.nothing if index in self._by_lookup else tf.zeros
+            zeros.append(make_zeros(variables[index].shape, variables[index].dtype))
         return zeros, *context.layout.no_rows(self._optimizer, context.plan.dtype)
 
     def _check_connected(self) -> None:
         """Refuses a loss that depends on no trained variable; warns of variables that it doesn't depend on."""
         names = self._context.names
-        lost = [names[index] for index in self._trained if index not in self.connected]
-        if len(lost) == len(self._trained):
+        unconnected = [names[index] for index in self._trained if index not in self.connected]
+        if len(unconnected) == len(self._trained):
             raise UsageError(
                 "the loss depends on no variable of the model: compute() must return a loss that is made from "
                 "model(...) by differentiable operations (no argmax, no .numpy(), no tf.cast to an integer)"
             )
-        if lost:
-            warnings.warn(f"the loss doesn't depend on {', '.join(lost)}: not trained", stacklevel=2)
+        if unconnected:
+            warnings.warn(f"the loss doesn't depend on {', '.join(unconnected)}: not trained", stacklevel=2)
 
     def _check_penalties(self) -> None:
         """Refuses penalties that are sums over rows, if a replica or a micro-batch has only some of the rows."""

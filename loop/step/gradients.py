@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+"""The gradient of a variable that the objective depends on: dense, or the rows of a table that a batch looked up."""
 
-def divided(gradient: Any, divisor: tf.Tensor) -> Any:
+
+def divided(gradient: Gradient, divisor: tf.Tensor) -> Gradient:
     """A gradient divided by a scalar."""
     divisor = tf.cast(divisor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
@@ -16,19 +19,20 @@ def divided(gradient: Any, divisor: tf.Tensor) -> Any:
     return gradient / divisor
 
 
-def clipped(gradients: list[Any], norm: float | None, value: float | None, by_lookup: bool) -> list[Any]:
+def clipped(gradients: list[Gradient], norm: float | None, value: float | None, by_lookup: bool) -> list[Gradient]:
     """Gradients, clipped by their norm, and then by their elements.
 
     Args:
-        gradients: of the global batch.
-        norm: the greatest norm of all together; None: any.
+        gradients: the gradients of the global batch.
+        norm: the greatest norm of all gradients together; None: any.
         value: the greatest absolute value of an element; None: any.
-        by_lookup: whether some have a row for each lookup. For the norm, rows that come twice must be added up.
+        by_lookup: whether some gradients have a row for each lookup.
     """
     if norm is not None:
-        dense_norm = (
-            tf.linalg.global_norm([tf.convert_to_tensor(gradient) for gradient in gradients]) if by_lookup else None
-        )
+        dense_norm = None
+        if by_lookup:
+            # A row that is looked up twice has two entries, which must be added up before they are squared.
+            dense_norm = tf.linalg.global_norm([tf.convert_to_tensor(gradient) for gradient in gradients])
         gradients, _ = tf.clip_by_global_norm(gradients, norm, dense_norm)
     if value is not None:
         gradients = [tf.clip_by_value(gradient, -value, value) for gradient in gradients]
@@ -36,26 +40,36 @@ def clipped(gradients: list[Any], norm: float | None, value: float | None, by_lo
 
 
 def each_row_once(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """A sparse gradient in which no row comes twice. They are added up in the same order as in a dense gradient."""
+    """A sparse gradient in which no row comes twice."""
+    # In the same order as when a sparse gradient is made dense, so that the sums have the same bits.
     indices, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def are_finite(loss: tf.Tensor, gradients: Mapping[int, Any], trained: Sequence[int]) -> tf.Tensor:
+def are_finite(loss: tf.Tensor, gradients: Mapping[int, Gradient], trained: Sequence[int]) -> tf.Tensor:
     """Whether the loss and the gradient of each trained variable are finite; a missing gradient counts as finite.
 
-    The sum of a gradient isn't finite if one of its elements isn't, and costs a quarter of a look at each element. (A
-    finite gradient whose sum overflows counts as infinite.)
+    A gradient is checked by its sum, which isn't finite if one of the elements isn't. That takes a quarter of the time
+    of checking each element. (A finite gradient whose sum overflows counts as infinite.)
+
+    Args:
+        loss: a scalar.
+        gradients: the gradients, by the variable's index.
+        trained: the indices of the trained variables.
+
+    Returns:
+        bool [1 + the number of trained variables], the loss first.
     """
-    values = [content(gradient) for gradient in gradients.values()]
-    sums = dict(zip(gradients, map(tf.reduce_sum, values), strict=True))
-    looked_at = [tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss) for index in trained]
-    return tf.math.is_finite(tf.stack([loss, *looked_at]))
+    sums = {index: tf.reduce_sum(content(gradient)) for index, gradient in gradients.items()}
+    checked = [loss]
+    for index in trained:
+        checked.append(tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss))
+    return tf.math.is_finite(tf.stack(checked))
 
 
-def content(gradient: Any) -> tf.Tensor:
-    """The numbers of a gradient: those of its rows, if it is sparse."""
+def content(gradient: Gradient) -> tf.Tensor:
+    """The elements of a gradient: those of its rows, if it is sparse."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -67,4 +81,5 @@ def weight_or_one(weight: tf.Tensor) -> tf.Tensor:
 def all_finite(tensor: tf.Tensor) -> tf.Tensor:
     """Whether no element is nan or infinite."""
     # In two steps, the last axis by itself: XLA then uses vector instructions for the others.
-    return tf.reduce_all(tf.reduce_all(tf.math.is_finite(tensor), list(range(tensor.shape.rank - 1))))
+    all_but_last = list(range(tensor.shape.rank - 1))
+    return tf.reduce_all(tf.reduce_all(tf.math.is_finite(tensor), all_but_last))

@@ -10,14 +10,17 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from loop.errors import UsageError
+from loop.model.variables import Layer, layers
 from loop.step.mistakes import ERRORS, explained
-from loop.task import TrainTask
+from loop.task import Batch, Model, TrainTask, Values
+
+Built = TypeVar("Built")
 
 _SHAPES = re.compile(r"\bshapes?\b|incompatible|\brank\b|dimension|\bndim\b", re.IGNORECASE)
 """Words in the errors of TensorFlow and Keras that are about shapes."""
@@ -27,13 +30,13 @@ _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
 
 @contextmanager
 def given_for(task: TrainTask) -> Iterator[None]:
-    """Within it, `compute` of this task is watched.
+    """A context in which `compute` of this task is watched.
 
     Raises:
         UsageError: in place of an error about shapes, with the shapes and the fix.
     """
     watch = _Watch(task)
-    task.__dict__["compute"] = watch.compute  # hides the method of the class, within the context
+    task.__dict__["compute"] = watch.compute  # hides the method of the class
     try:
         yield
     finally:
@@ -41,16 +44,16 @@ def given_for(task: TrainTask) -> Iterator[None]:
     watch.warn()
 
 
-def hinted(build: Callable[..., Any]) -> Callable[..., Any]:
+def hinted(build: Callable[..., Built]) -> Callable[..., Built]:
     """Gives hints while a function builds and tries the task that is its first argument."""
 
     @functools.wraps(build)
-    def call(task: TrainTask, *arguments: Any, **named: Any) -> Any:
-        # The object has a `compute` of its own, or no place for ours.
+    def call(task: TrainTask, *arguments: Any, **named: Any) -> Built:
+        # Such an object has a `compute` of its own; or `__slots__`, so that it can't be given one.
         if "compute" in getattr(task, "__dict__", {"compute": None}):
             return build(task, *arguments, **named)
         with given_for(task):
-            built = build(task, *arguments, **named)
+            built: Any = build(task, *arguments, **named)
         warn_of_training(task, built.model)
         return built
 
@@ -66,7 +69,8 @@ class _Watch:
         self._calls = 0
         self._changes: dict[str, int] = {}
 
-    def compute(self, model: Any, batch: Any, training: bool) -> Any:
+    def compute(self, model: Model, batch: Batch, training: bool) -> Values:
+        """Takes the place of the task's `compute`."""
         before = dict(vars(self._task))
         self._calls += 1
         try:
@@ -85,8 +89,9 @@ class _Watch:
                     self._changes[name] = self._changes.get(name, 0) + 1
 
     def warn(self) -> None:
-        """Warns of attributes that change with each call of `compute`: one that changes once only is a cache."""
+        """Warns of attributes that change with each call of `compute`."""
         for name, changes in self._changes.items():
+            # An attribute that changes once only is a cache.
             if changes == self._calls > 1:
                 warnings.warn(
                     f"compute() of {type(self._task).__name__} changes self.{name}: that is Python, which runs while "
@@ -98,21 +103,22 @@ class _Watch:
 
 def is_about_shapes(error: BaseException) -> bool:
     """Whether an error says that shapes don't fit."""
-    kinds = ValueError | TypeError | tf.errors.InvalidArgumentError
-    return isinstance(error, kinds) and not isinstance(error, UsageError) and bool(_SHAPES.search(str(error)))
+    types = ValueError | TypeError | tf.errors.InvalidArgumentError
+    return isinstance(error, types) and not isinstance(error, UsageError) and bool(_SHAPES.search(str(error)))
 
 
-def shapes_hint(model: Any, batch: Any, error: BaseException) -> str:
-    """The message for an error about shapes: those of the examples, the cause, and the fix where it is known."""
+def shapes_hint(model: Model, batch: Batch, error: BaseException) -> str:
+    """The message for an error about shapes: the shapes of the examples, the cause, and the fix if it is known."""
     text = str(error)
     cause = next((line.strip() for line in text.splitlines() if _SHAPES.search(line)), text)
+    # Without the names of TensorFlow's internal operations.
     cause = re.sub(r"^.*?__wrapped__\w+_device_\S+\s*|\{\{[^}]*\}\}\s*|\s*\[Op:\w+\].*$", "", cause)
     fix = _inputs_fix(model, batch, text) or _labels_fix(batch, text) or "look at the shapes of inputs and labels"
     return f"compute() can't take examples of {_shapes(batch)} ({cause.rstrip('.')[:300]}): {fix}"
 
 
-def _inputs_fix(model: Any, batch: Any, text: str) -> str:
-    """The fix where the model was made for inputs of another shape."""
+def _inputs_fix(model: Model, batch: Batch, text: str) -> str:
+    """The fix if the model was made for inputs of another shape; else ""."""
     expected = getattr(model, "input_shape", None)
     inputs = tf.nest.flatten(batch)[0]
     if "of layer" not in text or not isinstance(expected, tuple) or not _is_shape(expected):
@@ -120,13 +126,13 @@ def _inputs_fix(model: Any, batch: Any, text: str) -> str:
     shape = tuple(inputs.shape[1:])
     if len(shape) == len(expected) - 1:
         sizes = zip(expected[1:], shape, strict=True)
-        if all(wanted in (None, size) for wanted, size in sizes):
+        if all(expected_size in (None, size) for expected_size, size in sizes):
             return ""
     return f"the model takes inputs of shape {list(expected[1:])}: give keras.Input({shape}), or reshape the inputs"
 
 
-def _labels_fix(batch: Any, text: str) -> str:
-    """The fix where labels are one-hot and a loss takes classes, or the other way round."""
+def _labels_fix(batch: Batch, text: str) -> str:
+    """The fix if labels are one-hot and the loss takes classes, or the other way round; else ""."""
     if not isinstance(batch, tuple | list) or len(batch) < 2 or not hasattr(batch[1], "shape"):
         return ""
     labels = np.asarray(batch[1])
@@ -144,17 +150,19 @@ def _labels_fix(batch: Any, text: str) -> str:
 
 
 def _is_one_hot(labels: np.ndarray) -> bool:
+    """Whether each row of labels has a single 1 among zeros."""
     if labels.ndim < 2 or labels.shape[-1] < 2:
         return False
     return bool(np.all((labels == 0) | (labels == 1)) and np.all(labels.sum(-1) == 1))
 
 
-def _is_shape(shape: Sequence[Any]) -> bool:
+def _is_shape(shape: Sequence[object]) -> bool:
+    """Whether a model's `input_shape` is the shape of a single input, and not a list of shapes."""
     return all(size is None or isinstance(size, int) for size in shape)
 
 
-def _shapes(batch: Any) -> str:
-    """The shapes of the parts of one example."""
+def _shapes(batch: Batch) -> str:
+    """The shapes of the parts of one example, for a message."""
     parts = tf.nest.map_structure(lambda tensor: str(list(tensor.shape[1:])), batch)
     if isinstance(parts, dict):
         return "shapes " + ", ".join(f"{name} {shape}" for name, shape in parts.items())
@@ -163,12 +171,10 @@ def _shapes(batch: Any) -> str:
     return f"shape {parts}"
 
 
-def warn_of_training(task: TrainTask, model: Any) -> None:
+def warn_of_training(task: TrainTask, model: Model) -> None:
     """Warns if `compute` calls the model without `training`, although a layer depends on it."""
     if not _forgets_training(type(task)):
         return
-    from loop.model.variables import layers
-
     affected = [layer.name for layer in layers(model) if _differs_in_training(layer)]
     if affected:
         warnings.warn(
@@ -179,22 +185,24 @@ def warn_of_training(task: TrainTask, model: Any) -> None:
         )
 
 
-def _differs_in_training(layer: Any) -> bool:
-    """Whether a layer does something else in training: dropout, noise, augmentation, batch statistics, or its own."""
-    if any(isinstance(rate := getattr(layer, name, None), int | float) and rate for name in _RATES):
-        return True
-    kind = type(layer)
-    of_keras = kind.__module__.split(".")[0] in ("keras", "tf_keras")
-    if of_keras:
-        return hasattr(layer, "moving_mean") or kind.__name__.startswith("Random")
+def _differs_in_training(layer: Layer) -> bool:
+    """Whether a layer does something else in training: dropout, noise, augmentation, batch statistics."""
+    for name in _RATES:
+        rate = getattr(layer, name, None)
+        if isinstance(rate, int | float) and rate:
+            return True
+    layer_class = type(layer)
+    if layer_class.__module__.split(".")[0] in ("keras", "tf_keras"):
+        return hasattr(layer, "moving_mean") or layer_class.__name__.startswith("Random")
+    # A layer of the user's own, whose `call` takes `training`. If it has layers within it, these are judged instead.
     inner = next(iter(layer._flatten_layers(include_self=False, recursive=True)), None)
     return inner is None and getattr(layer, "_call_has_training_arg", False)
 
 
-def _forgets_training(kind: type[TrainTask]) -> bool:
+def _forgets_training(task_class: type[TrainTask]) -> bool:
     """Whether `compute` calls its model, and never uses `training`; False if its source can't be read."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.compute)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(task_class.compute)))
     except (OSError, TypeError, SyntaxError):
         return False
     function = tree.body[0]

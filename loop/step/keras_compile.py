@@ -1,46 +1,58 @@
-"""The losses and metrics that a Keras model is compiled with, for all outputs and per example; resolved by Keras.
+"""The losses that a Keras model is compiled with, for all of its outputs, as values per example.
 
-Keras reduces each output's loss to one number for its own batch. Such numbers can't be added up over replicas. Here the
-same losses stay one value per element, together with what each example adds to the divisor that Keras would use.
+Keras reduces each output's loss to one number for its own batch. Such numbers can't be added up over replicas. Here
+Keras itself finds which loss belongs to which output; but each loss stays one value per element, together with what
+each example adds to the divisor that Keras would use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
-from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, get_loss
+from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from keras.src.utils.naming import get_object_name
 
 from loop.errors import UsageError
 from loop.step.replica import sum_over_batch
+from loop.task import Model, Values
+
+Compiled: TypeAlias = Any
+"""An argument of `compile`: a name, a function or an object of Keras, or a list or dict of them for several outputs."""
+Identifier: TypeAlias = Any
+"""A loss as `compile` takes it for one output: a name, a function, a class or an object of Keras; or None."""
+Tensors: TypeAlias = Any
+"""The labels, predictions or weights of a batch: a tensor, or a list, tuple or dict of them for several outputs."""
+Scale: TypeAlias = float | tf.Tensor | None
+"""The factor of an output's loss in the sum of all, from `loss_weights`; None: 1."""
+Call: TypeAlias = tuple[Identifier, Tensors, Tensors, Tensors]
+"""A loss with the labels, predictions and weights that Keras calls it with."""
 
 
 class OutputLoss(NamedTuple):
     """The loss of one output.
 
     Attributes:
-        name: as Keras reports it, without "_loss".
-        scale: its factor in the sum of all, from `loss_weights`; None: 1.
-        values: weighted, but not differentiated with respect to the weights: shape [n, ...].
+        name: the name that Keras reports, without "_loss".
+        scale: the factor of this loss in the sum of all.
+        values: the values, multiplied by the weights: shape [n, ...]. No gradient flows to the weights.
         count: what each example adds to the divisor: shape [n].
         fixed: whether `count` is the same for each example, whatever the data.
         summed: whether the loss is a sum, which is never divided.
     """
 
     name: str
-    scale: Any
+    scale: Scale
     values: tf.Tensor
     count: tf.Tensor
     fixed: bool
     summed: bool
 
     def by_example(self) -> tf.Tensor:
-        """The sum of each example's values, with the output's factor: shape [n]."""
+        """The sum of each example's values, multiplied by the output's factor: shape [n]."""
         summed = tf.reduce_sum(self.values, list(range(1, self.values.shape.rank)))
         return summed if self.scale is None else summed * _number(self.scale, summed.dtype)
 
@@ -49,18 +61,19 @@ class Losses:
     """The losses of a model's outputs, as `compile(loss=..., loss_weights=...)` takes them.
 
     Args:
-        loss: a Keras loss, its name, a function; or a list or dict of them.
-        loss_weights: a factor for each, or None.
-        output_names: of the model, if it has names.
+        loss: the argument of `compile`.
+        loss_weights: a factor for each loss, in the same structure; or None.
+        output_names: the names of the model's outputs, if it has names.
     """
 
-    def __init__(self, loss: Any, loss_weights: Any, output_names: Any) -> None:
-        self._calls: list[Any] = []
-        self._resolved: dict[int, Any] = {}
+    def __init__(self, loss: Compiled, loss_weights: Compiled, output_names: Sequence[str] | None) -> None:
+        self._calls: list[Call] = []
+        self._resolved: dict[int, keras.losses.Loss] = {}
         captured = keras.tree.map_structure(self._captured, loss)
-        self._compiled = _Structure(captured, loss_weights, output_names=output_names)
+        self._compiled = _Matching(captured, loss_weights, output_names=output_names)
 
-    def _captured(self, identifier: Any) -> Any:
+    def _captured(self, identifier: Identifier) -> _Captured | None:
+        """A loss that takes the place of the given one, and notes its calls."""
         if identifier is None:
             return None
         if isinstance(identifier, type):
@@ -72,16 +85,17 @@ class Losses:
             )
         return _Captured(identifier, self._calls)
 
-    def of(self, labels: Any, predictions: Any, weights: Any) -> list[OutputLoss]:
+    def of(self, labels: Tensors, predictions: Tensors, weights: Tensors) -> list[OutputLoss]:
         """The loss of each output that has one."""
         self._calls.clear()
-        self._compiled(labels, predictions, weights)
+        self._compiled(labels, predictions, weights)  # calls each `_Captured`, which adds to `_calls`
         calls = list(self._calls)
         self._calls.clear()
         losses = []
         for index, (call, (_, _, scale, name)) in enumerate(zip(calls, self._compiled._flat_losses, strict=True)):
             identifier, label, prediction, weight = call
             if index not in self._resolved:
+                # By the shapes of labels and predictions, Keras decides which loss the name "crossentropy" means.
                 self._resolved[index] = get_loss(identifier, label, prediction)
             losses.append(_output_loss(name, scale, self._resolved[index], label, prediction, weight))
         return losses
@@ -90,30 +104,32 @@ class Losses:
 class _Captured(keras.losses.Loss):
     """Takes the place of a loss while Keras matches losses with outputs: notes the arguments of its call."""
 
-    def __init__(self, identifier: Any, calls: list[Any]) -> None:
+    def __init__(self, identifier: Identifier, calls: list[Call]) -> None:
         name = identifier if isinstance(identifier, str) else get_object_name(identifier)
         super().__init__(name=name, reduction="sum")
         self._identifier = identifier
         self._calls = calls
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def __call__(self, y_true: Tensors, y_pred: Tensors, sample_weight: Tensors = None) -> tf.Tensor:
         self._calls.append((self._identifier, y_true, y_pred, sample_weight))
         return keras.ops.zeros(())
 
 
-class _Structure(CompileLoss):
+class _Matching(CompileLoss):
     """Keras's matching of losses with outputs, without the metrics that it keeps of several losses."""
 
     @property
-    def metrics(self) -> list[Any]:
+    def metrics(self) -> list[None]:
         return [None] * len(self._flat_losses or [None])
 
 
-def _output_loss(name: str, scale: Any, loss: Any, labels: Any, predictions: Any, weight: Any) -> OutputLoss:
+def _output_loss(
+    name: str, scale: Scale, loss: keras.losses.Loss, labels: Tensors, predictions: Tensors, weight: Tensors
+) -> OutputLoss:
     """What `keras.losses.Loss.__call__` computes, up to its reduction."""
     dtype = "float64" if _is_wide(predictions) else loss.dtype
 
-    def floats(value: Any) -> Any:
+    def floats(value: Tensors) -> tf.Tensor:
         return keras.ops.convert_to_tensor(value, dtype=dtype)
 
     in_mask = getattr(predictions, "_keras_mask", None)
@@ -125,7 +141,7 @@ def _output_loss(name: str, scale: Any, loss: Any, labels: Any, predictions: Any
             "keras.ops.mean(..., axis=-1) instead of keras.ops.mean(...)"
         )
     masks = [floats(mask) for mask in (in_mask, getattr(values, "_keras_mask", None)) if mask is not None]
-    mask = masks[0] * masks[-1] if masks else None
+    mask = masks[0] * masks[-1] if masks else None  # a single mask of 0 and 1 times itself is itself
     values = tf.cast(values, dtype)
     summed = loss.reduction in ("sum", "none", None)
     by_weight = loss.reduction == "mean_with_sample_weight"
@@ -140,6 +156,7 @@ def _output_loss(name: str, scale: Any, loss: Any, labels: Any, predictions: Any
         values, both = _of_one_rank(values, both)
         values = tf.math.multiply_no_nan(values, both)
 
+    # With the usual reduction, Keras divides by the number of values that the mask leaves, and not by their weights.
     counted = both if by_weight else mask
     count = tf.fill(tf.shape(values)[:1], _inner_size(values, values.dtype))
     if counted is not None:
@@ -160,17 +177,19 @@ def _of_one_rank(first: tf.Tensor, second: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
 
 
 def _inner_size(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """How many elements each example has."""
+    """The number of elements of each example: a scalar."""
     known = tensor.shape[1:].num_elements()
     return tf.cast(tf.reduce_prod(tf.shape(tensor)[1:]) if known is None else known, dtype)
 
 
-def _number(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """A factor as a tensor; `tf.cast` would round a Python number to 32 bits first."""
+def _number(value: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """A factor as a tensor."""
+    # Not `tf.cast`, which would round a Python number to 32 bits first.
     return keras.ops.convert_to_tensor(value, dtype=dtype.name)
 
 
-def _is_wide(predictions: Any) -> bool:
+def _is_wide(predictions: Tensors) -> bool:
+    """Whether a prediction is float64."""
     dtypes = [keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(predictions)]
     return "float64" in dtypes
 
@@ -178,13 +197,13 @@ def _is_wide(predictions: Any) -> bool:
 def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
     """The sum of the outputs' losses, as "loss" and "loss_count" of `TrainTask.compute`.
 
-    Each output has a divisor of its own. A fixed divisor is a factor of the values. A divisor that depends on the data
-    (masks, sums of weights) is that of the global batch, which the replicas add up before they differentiate.
+    Each output has a divisor of its own. A fixed divisor is a factor of the values. For a divisor that depends on the
+    data (masks, sums of weights), that of the global batch is needed: the replicas add it up before they differentiate.
     """
     if len(losses) == 1:
-        only = losses[0]
-        values = only.values if only.scale is None else only.values * _number(only.scale, only.values.dtype)
-        return {"loss": values} if only.summed else {"loss": values, "loss_count": only.count}
+        [loss] = losses
+        values = loss.values if loss.scale is None else loss.values * _number(loss.scale, loss.values.dtype)
+        return {"loss": values} if loss.summed else {"loss": values, "loss_count": loss.count}
     if all(loss.summed for loss in losses):
         return {"loss": tf.add_n([loss.by_example() for loss in losses])}
     dtype = losses[0].values.dtype
@@ -197,14 +216,14 @@ def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
 
 
 def _parts_of_batch(losses: Sequence[OutputLoss], one: tf.Tensor) -> list[tf.Tensor]:
-    """The losses of outputs by example, whose mean over the global batch is each output's own loss.
+    """The losses of the outputs by example. The mean over the global batch is each output's own loss. A collective.
 
     Args:
-        losses: of the outputs.
-        one: a 1 for each example.
+        losses: the losses of the outputs.
+        one: a 1 for each example: shape [n].
     """
     dtype = losses[0].values.dtype
-    # One collective: the number of rows of the global batch, and each output's divisor.
+    # In one collective: the number of rows of the global batch, and the divisor of each output.
     counts = sum_over_batch(tf.stack([one, *(tf.cast(loss.count, dtype) for loss in losses)], 1))
     rows = counts[0]
     parts = []
@@ -214,22 +233,24 @@ def _parts_of_batch(losses: Sequence[OutputLoss], one: tf.Tensor) -> list[tf.Ten
     return parts
 
 
-def reported(losses: Sequence[OutputLoss]) -> dict[str, Any]:
+def reported(losses: Sequence[OutputLoss]) -> Values:
     """The loss of each of several outputs by itself, without its factor, as values of `TrainTask.compute`."""
-    values: dict[str, Any] = {}
-    for loss in losses if len(losses) > 1 else ():
+    values: Values = {}
+    if len(losses) == 1:
+        return values
+    for loss in losses:
         by_example = loss._replace(scale=None).by_example()
         mean = by_example if loss.summed else tf.math.divide_no_nan(by_example, loss.count)
         values[f"{loss.name}_loss"] = mean if loss.fixed or loss.summed else (mean, loss.count)
     return values
 
 
-def reported_metrics(losses: Sequence[OutputLoss]) -> dict[str, Any]:
-    """The metrics of the values of `reported` that have weights of their own."""
+def reported_metrics(losses: Sequence[OutputLoss]) -> dict[str, keras.metrics.Metric]:
+    """The metrics for those values of `reported` that have weights of their own."""
     return {name: keras.metrics.Mean() for name, value in reported(losses).items() if isinstance(value, tuple)}
 
 
-def added(model: Any, predictions: Any) -> dict[str, tf.Tensor]:
+def added(model: Model, predictions: Tensors) -> dict[str, tf.Tensor]:
     """The values of a model that is compiled without a loss: only the losses that its layers add are minimized."""
     rows = tf.shape(keras.tree.flatten(predictions)[0])[:1]
     penalties = [tf.cast(tf.reduce_sum(penalty), keras.config.floatx()) for penalty in model.losses]
@@ -238,7 +259,7 @@ def added(model: Any, predictions: Any) -> dict[str, tf.Tensor]:
     return {"loss": tf.zeros(rows, penalties[0].dtype), "added_loss": tf.fill(rows, tf.add_n(penalties))}
 
 
-def class_weights(labels: Any, by_class: Mapping[int, float]) -> tf.Tensor:
+def class_weights(labels: Tensors, by_class: Mapping[int, float]) -> tf.Tensor:
     """The weight of each example by its class, as Keras derives it from `class_weight`; 1 for a class without one."""
     if keras.tree.is_nested(labels):
         raise UsageError("KerasTask(class_weight=...): a model of several outputs has no one class: give weights")
@@ -249,123 +270,3 @@ def class_weights(labels: Any, by_class: Mapping[int, float]) -> tf.Tensor:
     table = tf.constant([by_class.get(index, 1.0) for index in range(max(by_class) + 1)], keras.config.floatx())
     known = (classes >= 0) & (classes <= max(by_class))
     return tf.where(known, tf.gather(table, tf.where(known, classes, 0)), tf.ones([], table.dtype))
-
-
-class Metrics:
-    """The metrics of a model's outputs, as `compile(metrics=..., weighted_metrics=...)` takes them.
-
-    Args:
-        metrics: unweighted ones: names, functions or Keras metrics; for several outputs a list or dict of them; or a
-            dict of them by the names to report.
-        weighted: the same, weighed by sample weights or class weights.
-        output_names: of the model, if it has names.
-        labels: of a few examples.
-        predictions: for these.
-    """
-
-    def __init__(self, metrics: Any, weighted: Any, output_names: Any, labels: Any, predictions: Any) -> None:
-        outputs = set(predictions) if isinstance(predictions, Mapping) else set(output_names or ())
-        metrics, names = _without_names(metrics, outputs)
-        weighted, more_names = _without_names(weighted, outputs)
-        self._compiled = CompileMetrics(metrics, weighted, output_names=output_names)
-        self._compiled.build(labels, predictions)
-        self._flat: list[tuple[str, Any, int, bool]] = []
-        taken: dict[str, int] = {}
-        for groups, given, by_weight in (
-            (self._compiled._flat_metrics, names, False),
-            (self._compiled._flat_weighted_metrics, more_names, True),
-        ):
-            for output, group in enumerate(groups):
-                for index, metric in enumerate(group.metrics if group else ()):
-                    name = given[index] if given else _name(metric.name, group.output_name, by_weight, taken)
-                    self._flat.append((name, metric, output, by_weight))
-
-    def by_name(self) -> dict[str, Any]:
-        """The Keras metrics, by the names that Keras reports."""
-        return {name: metric for name, metric, _, _ in self._flat}
-
-    def arguments(self, labels: Any, predictions: Any, weights: Any) -> dict[str, Any]:
-        """What each metric is updated with, by name."""
-        flatten = self._compiled._flatten_y
-        flat_labels = flatten(labels)
-        flat_predictions = flatten(predictions)
-        flat_weights = [None] * len(flat_labels) if weights is None else flatten(weights)
-        if len(flat_weights) < len(flat_labels):
-            flat_weights = [flat_weights[0]] * len(flat_labels)
-        arguments = {}
-        for name, metric, output, by_weight in self._flat:
-            weight = flat_weights[output] if by_weight else None
-            pair = (flat_labels[output], _in_dtype(flat_predictions[output], metric.dtype))
-            arguments[name] = pair if weight is None else (*pair, weight)
-        return arguments
-
-    def check(self, labels: Any, predictions: Any, weights: Any) -> None:
-        """Refuses a metric whose state for several examples isn't the sum of its states for each of them.
-
-        Raises:
-            UsageError: such a metric; for example a function that returns a mean, which depends on how examples are
-                shared among replicas.
-        """
-        rows = int(tf.shape(keras.tree.flatten(predictions)[0])[0])
-        if rows < 2:
-            return
-
-        def states(metric: Any, name: str, part: slice) -> list[np.ndarray]:
-            arguments = self.arguments(_rows(labels, part), _rows(predictions, part), _rows(weights, part))[name]
-            start = [np.zeros(variable.shape, variable.dtype) for variable in metric.variables]
-            return [np.asarray(state, "float64") for state in metric.stateless_update_state(start, *arguments)]
-
-        for name, metric in self.by_name().items():
-            metric.update_state(*self.arguments(labels, predictions, weights)[name])  # makes its variables
-            metric.reset_state()
-            whole = states(metric, name, slice(rows))
-            first = states(metric, name, slice(1))
-            rest = states(metric, name, slice(1, rows))
-            if not all(np.allclose(a, b + c, 1e-4, 1e-5, True) for a, b, c in zip(whole, first, rest, strict=True)):
-                raise UsageError(
-                    f"the metric {name!r} of several examples isn't made of those of each example: a function must "
-                    "return one value per example, never a mean, such as keras.ops.mean(..., axis=-1) instead of "
-                    "keras.ops.mean(...); the state of a metric must be a sum over examples"
-                )
-
-
-def _rows(tensors: Any, part: slice) -> Any:
-    """Some rows of each tensor, with their masks."""
-
-    def cut(tensor: Any) -> Any:
-        rows = tensor[part]
-        mask = getattr(tensor, "_keras_mask", None)
-        if mask is not None:
-            rows._keras_mask = mask[part]
-        return rows
-
-    return None if tensors is None else keras.tree.map_structure(cut, tensors)
-
-
-def _without_names(metrics: Any, outputs: set[str]) -> tuple[Any, list[str]]:
-    """Separates a dict of metrics by the names to report into the metrics and the names; others stay as they are."""
-    single = isinstance(metrics, Mapping) and not any(isinstance(value, list | tuple) for value in metrics.values())
-    if not metrics or not single or set(metrics) <= outputs:
-        return metrics, []
-    return list(metrics.values()), list(metrics)
-
-
-def _name(metric: str, output: str | None, by_weight: bool, taken: dict[str, int]) -> str:
-    """The name under which Keras reports a metric: after the output's name, and with a number if it comes again."""
-    name = f"{output}_{metric}" if output else metric
-    if name in taken and by_weight:
-        name = f"{output}_weighted_{metric}" if output else f"weighted_{metric}"
-    taken[name] = taken.get(name, -1) + 1
-    return f"{name}_{taken[name]}" if taken[name] else name
-
-
-def _in_dtype(predictions: tf.Tensor, dtype: str) -> tf.Tensor:
-    """The predictions in the dtype of a metric's state, with their mask, which `tf.cast` would drop."""
-    predictions = keras.ops.convert_to_tensor(predictions)
-    if not predictions.dtype.is_floating or predictions.dtype == dtype:
-        return predictions
-    converted = tf.cast(predictions, dtype)
-    mask = getattr(predictions, "_keras_mask", None)
-    if mask is not None:
-        converted._keras_mask = mask
-    return converted

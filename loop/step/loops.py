@@ -1,12 +1,10 @@
-"""The loops of a compiled call of training: over batches, over stretches of local steps, and over blocks for XLA."""
+"""The loops of a compiled call of training: over batches, over groups of local steps, and over blocks for XLA."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
-from loop.data import ArraySource, IndexedSource
+from loop.data import ArraySource, DataIterator, IndexedSource, ReadBatch
 from loop.model.variables import as_tf
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA
 from loop.step import communication
@@ -19,19 +17,19 @@ from loop.step.tracing import compiled, repeated
 class BatchLoop:
     """Makes steps, one batch after the other.
 
-    Over arrays it makes a fixed number of steps: nothing that a step computes decides whether there is another one, and
-    the steps after a bad one change nothing. A condition that depended on gradients would make the graph a circle, in
-    which TensorFlow's rewriters meet gradients before the operations that they belong to, and don't optimize them: the
-    backward pass of a pooling layer took seven times as long.
+    Over arrays it makes a fixed number of steps: what a step computes never decides whether there is another one, and
+    the steps after a bad one change nothing. A loop condition that depends on gradients would close a circle in the
+    graph. In a circle, TensorFlow's rewriters may reach a gradient before the operation that it belongs to, and then
+    don't optimize it: the backward pass of a pooling layer took seven times as long.
 
     Args:
         context: what all traces share.
-        iterator: what the source's `start` returned.
-        epoch: the epoch.
-        end: the step within the epoch before which the loop ends.
+        iterator: what the `start` of the source returned.
+        epoch: the epoch, int64 [].
+        end: the step within the epoch before which the loop ends, int64 [].
     """
 
-    def __init__(self, context: StepContext, iterator: Any, epoch: tf.Tensor, end: tf.Tensor) -> None:
+    def __init__(self, context: StepContext, iterator: DataIterator, epoch: tf.Tensor, end: tf.Tensor) -> None:
         self._context = context
         self._source = context.source
         self._iterator = iterator
@@ -39,97 +37,102 @@ class BatchLoop:
         self._end = end
 
     def run(self, state: LoopState) -> LoopState:
-        """Makes the steps from `state.step` on; the state after them."""
-        following: Any = ()
+        """Makes the steps from `state.step` on; returns the state after them."""
+        following: ReadBatch = ()
         if self._source.reads_ahead:
             following = self._source.read_batch(self._iterator, self._epoch, state.step, self._context.plan.accumulate)
         _, _, after = repeated(self._more, self._body, state.step, following, state)
         return after
 
-    def _more(self, number: tf.Tensor, following: Any, state: LoopState) -> tf.Tensor:
+    # The loop variables: the step within the epoch, what was read ahead for it, and the state of the loop.
+
+    def _more(self, step: tf.Tensor, following: ReadBatch, state: LoopState) -> tf.Tensor:
         """Whether there is another step."""
         if self._source.reads_ahead:
-            return number < self._end
-        return (number < self._end) & state.going
+            return step < self._end
+        return (step < self._end) & state.going
 
-    def _body(self, number: tf.Tensor, following: Any, state: LoopState) -> tuple[tf.Tensor, Any, LoopState]:
+    def _body(self, step: tf.Tensor, following: ReadBatch, state: LoopState) -> tuple[tf.Tensor, ReadBatch, LoopState]:
         """Makes one step."""
         context = self._context
         source = self._source
         marker = context.marker
         if source.reads_ahead:
-            # Nothing in this step depends on the next batch: it is read while this one is computed.
+            # Nothing in this step depends on the next batch, so TensorFlow reads it while this one is computed.
             read = following
-            following = source.read_batch(self._iterator, self._epoch, number + 1, context.plan.accumulate)
+            following = source.read_batch(self._iterator, self._epoch, step + 1, context.plan.accumulate)
         else:
             with tf.control_dependencies(marker.at(DATA)):
-                read = source.read_batch(self._iterator, self._epoch, number)
+                read = source.read_batch(self._iterator, self._epoch, step)
         marker.at(COMPUTE, read)
-        state = StepTrace(context, (self._epoch, number, read), state, counted=source.reads_ahead).make()
+        state = StepTrace(context, (self._epoch, step, read), state, counted=source.reads_ahead).make()
         if isinstance(source, IndexedSource):
-            marker.at(DATA, state.totals)  # until the next batch, which the host reads, is there
+            marker.at(DATA, state.totals)  # until the host has read the next batch
         else:
             marker.lap(DATA, state.totals)
-        return number + 1, following, state
+        return step + 1, following, state
 
 
 class LocalStepsLoop(BatchLoop):
-    """Makes steps that each replica applies by itself; after every few of them, replicas average their variables.
+    """Makes local steps, which each replica applies by itself. After every few of them, replicas average variables.
 
-    The number of steps between two averages must not depend on what is computed: the replicas don't communicate then,
-    but must all come to the average.
+    The number of steps between two averages must not depend on what is computed. Replicas don't communicate between
+    averages, and all of them must enter the collectives of each average.
 
     Args:
         context: what all traces share.
-        iterator: what the source's `start` returned.
-        epoch: the epoch.
-        end: the step within the epoch before which the loop ends.
+        iterator: what the `start` of the source returned.
+        epoch: the epoch, int64 [].
+        end: the step within the epoch before which the loop ends, int64 [].
     """
 
-    def _body(self, number: tf.Tensor, following: Any, state: LoopState) -> tuple[tf.Tensor, Any, LoopState]:
+    def _body(self, step: tf.Tensor, following: ReadBatch, state: LoopState) -> tuple[tf.Tensor, ReadBatch, LoopState]:
         """Makes the steps up to the next average."""
         local_steps = self._context.plan.local_steps
-        until = tf.minimum(self._end, (number // local_steps + 1) * local_steps)
+        # At multiples of `local_steps` within the epoch, wherever a call begins: a resumed run averages where the
+        # first one did.
+        until = tf.minimum(self._end, (step // local_steps + 1) * local_steps)
         before = state.totals
-        number, following, state = repeated(lambda number, *_: number < until, super()._body, number, following, state)
-        return number, following, self._averaged(state, before)
+        step, following, state = repeated(lambda step, *_: step < until, super()._body, step, following, state)
+        return step, following, self._averaged(state, before)
 
     def _averaged(self, state: LoopState, before: tf.Tensor) -> LoopState:
         """Gives all replicas the mean of their variables, and adds up their totals.
 
-        A replica whose loss or gradient wasn't finite has made no step since; only now do all know it.
+        A replica whose loss or gradient wasn't finite has changed nothing since. The others learn of it here.
 
         Args:
-            state: of this replica's loop.
+            state: the state of this replica's loop.
             before: the totals before these steps.
         """
         context = self._context
         backend = context.backend
-        own = state.totals - before
-        bad = tf.cast(~state.finite, tf.float64)
+        own_totals = state.totals - before
+        own_bad = tf.cast(~state.finite, tf.float64)
 
         def summed() -> tf.Tensor:
+            # The step of each replica in an element of its own, so that the sum over replicas holds all of them.
             steps = tf.one_hot(backend.replica(), backend.replicas, tf.cast(state.step, tf.float64), dtype=tf.float64)
-            return backend.all_reduce([tf.concat([steps, bad, own], 0)])[0]
+            return backend.all_reduce([tf.concat([steps, own_bad, own_totals], 0)])[0]
 
-        context.marker.at(ALL_REDUCE, own)
+        context.marker.at(ALL_REDUCE, own_totals)
         variables = [*context.changed_by(""), *context.statistics]
         backend.run(lambda variables: communication.average(backend, variables), variables)
-        total = backend.first(backend.run(summed))
-        steps, bad_anywhere, added = tf.split(total, [backend.replicas, bad.shape[0], own.shape[0]])
-        finite = bad_anywhere == 0
+        packed = backend.first(backend.run(summed))
+        steps, bad, added = tf.split(packed, [backend.replicas, own_bad.shape[0], own_totals.shape[0]])
+        finite = bad == 0
         totals = before + added
         context.marker.at(COMPUTE, totals)
-        # The replica that has found something bad has stopped at that step; the others went on.
+        # A replica with a bad step has stopped counting at that step; the others have gone on.
         step = tf.cast(tf.reduce_min(steps), tf.int64)
         return state._replace(step=step, going=tf.reduce_all(finite), before=totals, totals=totals, finite=finite)
 
 
 class BlockLoop:
-    """Makes the steps that have a whole batch, many of them in one XLA program.
+    """Makes the steps that have a whole batch, many of them in one XLA program: a block.
 
-    If a number in a block isn't finite, the whole block is undone. `BatchLoop` then makes its steps again, and finds
-    the bad one.
+    If a number in a block isn't finite, the whole block is undone. `BatchLoop` then makes the steps of the block
+    again, and finds the bad one.
 
     Args:
         context: what all traces share.
@@ -159,59 +162,70 @@ class BlockLoop:
         assert isinstance(source, ArraySource)
         return source
 
-    def run(self, iterator: Any, epoch: tf.Tensor, end: tf.Tensor, state: LoopState) -> LoopState:
-        """Makes the steps from `state.step` on; the state after them.
+    def run(self, iterator: DataIterator, epoch: tf.Tensor, end: tf.Tensor, state: LoopState) -> LoopState:
+        """Makes the steps from `state.step` on, up to the last whole batch; returns the state after them.
 
         Args:
-            iterator: what the source's `start` returned.
-            epoch: the epoch.
-            end: the step within the epoch before which the loop ends.
-            state: the state of the loop before them.
+            iterator: what the `start` of the source returned.
+            epoch: the epoch, int64 [].
+            end: the step within the epoch before which the loop ends, int64 [].
+            state: the state of the loop before the steps.
         """
         source = self._source
         size = self._context.plan.block_steps
-        whole = tf.minimum(end, self.whole_steps)  # `BatchLoop` makes the steps after them
+        end = tf.minimum(end, self.whole_steps)  # `BatchLoop` makes the steps after these
 
-        def more(block: Any, fine: tf.Tensor, state: LoopState) -> tf.Tensor:
-            return (state.step < whole) & fine
+        def more(block: ReadBatch, finite: tf.Tensor, state: LoopState) -> tf.Tensor:
+            return (state.step < end) & finite
 
-        def steps(block: Any, fine: tf.Tensor, state: LoopState) -> tuple[Any, tf.Tensor, LoopState]:
+        def steps(block: ReadBatch, finite: tf.Tensor, state: LoopState) -> tuple[ReadBatch, tf.Tensor, LoopState]:
+            # Nothing in this block depends on the next one, so TensorFlow reads it while this one is computed.
             following = source.read_batches(iterator, epoch, state.step + size, size)
             self._context.marker.at(COMPUTE, block)
-            state, fine = self._block(block, epoch, tf.minimum(whole, state.step + size), state)
-            return following, fine, state
+            state, finite = self._block(block, epoch, tf.minimum(end, state.step + size), state)
+            return following, finite, state
 
         first = source.read_batches(iterator, epoch, state.step, size)
         _, _, after = repeated(more, steps, first, tf.constant(True), state)
         return after
 
     def _steps_of_block(
-        self, block: Any, epoch: tf.Tensor, end: tf.Tensor, state: LoopState
+        self, block: ReadBatch, epoch: tf.Tensor, end: tf.Tensor, state: LoopState
     ) -> tuple[LoopState, tf.Tensor]:
-        """For XLA: makes the steps up to `end`, whose batches are in `block`; and whether all numbers were finite."""
+        """For XLA: makes the steps of a block, or undoes them all if a number isn't finite.
+
+        Args:
+            block: the batches from `state.step` on.
+            epoch: the epoch, int64 [].
+            end: the step within the epoch before which the block ends, int64 [].
+            state: the state of the loop before the block.
+
+        Returns:
+            The state after the block, and whether all numbers were finite.
+        """
         context = self._context
         changed = [*context.changed_by(""), *context.state]
-        values = [variable.read_value() for variable in changed]
+        old_values = [variable.read_value() for variable in changed]
         signs = [tf.zeros([], context.plan.dtype)]
         signs += [tf.zeros(variable.shape, variable.dtype) for variable in as_tf(context.variables)]
 
-        def more(place: tf.Tensor, signs: list[tf.Tensor], state: LoopState) -> tf.Tensor:
+        def more(position: tf.Tensor, signs: list[tf.Tensor], state: LoopState) -> tf.Tensor:
             return state.step < end
 
         def step(
-            place: tf.Tensor, signs: list[tf.Tensor], state: LoopState
+            position: tf.Tensor, signs: list[tf.Tensor], state: LoopState
         ) -> tuple[tf.Tensor, list[tf.Tensor], LoopState]:
-            index, batch = tf.nest.map_structure(lambda tensor: tensor[place], block)
-            trace = BlockStepTrace(context, (epoch, state.step, (index, batch)), state)
+            read = tf.nest.map_structure(lambda tensor: tensor[position], block)
+            trace = BlockStepTrace(context, (epoch, state.step, read), state)
             state = trace.make()
             added = []
             for index, sign in enumerate(signs):
                 added.append(sign + trace.signs[index] if index in trace.signs else sign)
-            return place + 1, added, state
+            return position + 1, added, state
 
         # Counted from a constant 0: XLA would take a number from outside for a constant, and compile anew for each.
         _, signs, after = repeated(more, step, tf.constant(0, tf.int64), signs, state)
-        fine = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
-        for variable, value in zip(changed, values, strict=True):
-            variable.assign(tf.where(fine, variable, value))
-        return tf.nest.map_structure(lambda new, old: tf.where(fine, new, old), after, state), fine
+        finite = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
+        for variable, old in zip(changed, old_values, strict=True):
+            variable.assign(tf.where(finite, variable, old))
+        return tf.nest.map_structure(lambda new, old: tf.where(finite, new, old), after, state), finite

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from loop.errors import UsageError
-from loop.step.values import RESERVED, Unweighted, check, content
+from loop.step.values import RESERVED, Unweighted, Value, check, content
+
+SumAndWeight: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+"""The weighted sum of a value, and the sum of its weights: scalars; or of a stack of values, vectors and a scalar."""
 
 
 class MetricSums:
     """The values of one `compute`, and how they become totals: vectors that can be added up.
 
-    Each value becomes its weighted sum and its weight, and a `keras.metrics` metric its state. So totals may be added
-    up in any order, over replicas, steps and calls.
+    Each value becomes its weighted sum and the sum of its weights, and a `keras.metrics` metric its state. So totals
+    may be added up in any order, over replicas, steps and calls.
 
     Args:
         names: the values, the loss first.
@@ -40,12 +43,12 @@ class MetricSums:
         """The length of the vector of states: all numbers of all metrics."""
         return sum(sum(_sizes(metric)) for metric in self.metrics.values())
 
-    def sums(self, values: Mapping[str, Any], dtype: tf.DType) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def sums(self, values: Mapping[str, Value], dtype: tf.DType) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """The weighted sum of the loss, which is differentiated; and the sums of all values.
 
         Args:
             values: what `compute` returned for the replica's rows.
-            dtype: in which to add.
+            dtype: the type of the sums.
 
         Returns:
             A scalar; and two scalars for each value: its weighted sum, and its divisor.
@@ -56,34 +59,45 @@ class MetricSums:
         check(values, None, self._expected, tuple(self.metrics))
         weight = values.get("weight")
         if weight is not None:
+            # A constant for the gradient: a loss may compute its weight from the model's predictions.
             weight = tf.stop_gradient(tf.cast(weight, dtype))
         tensors = {name: tf.cast(content(values[name]), dtype) for name in self.names}
         sums = {"loss": _weighted_sum(tensors["loss"], weight)}
         if "loss_count" in values:
             divisor = tf.reduce_sum(tf.stop_gradient(tf.cast(values["loss_count"], dtype)))
             sums["loss"] = (sums["loss"][0], divisor)
-        unweighted = [name for name in self.names if isinstance(values[name], Unweighted)]
-        sums |= _sums({name: tensors[name] for name in self.names[1:] if name not in unweighted}, weight)
-        sums |= _sums({name: tensors[name] for name in unweighted}, None)
+
+        weighted = {}
+        unweighted = {}
+        for name in self.names:
+            if isinstance(values[name], Unweighted):
+                unweighted[name] = tensors[name]
+            elif name != "loss":
+                weighted[name] = tensors[name]
+        sums |= _sums(weighted, weight)
+        sums |= _sums(unweighted, None)
         flat: list[tf.Tensor] = []
         for name in self.names:
             flat += sums[name]
         return sums["loss"][0], flat
 
-    def states(self, values: Mapping[str, Any]) -> tf.Tensor:
-        """What the values add to the states of the metrics: a vector, float64."""
+    def states(self, values: Mapping[str, Value]) -> tf.Tensor:
+        """What the values add to the states of the metrics: float64 [state_width]."""
         parts = [tf.zeros([0], tf.float64)]
         for name, metric in self.metrics.items():
+            # From zeros, and not from the metric's own variables: so states of replicas and steps can be added up.
             start = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
             arguments, weight = _arguments(metric, values, name)
-            for variable in metric.stateless_update_state(start, *arguments, **weight):
-                parts.append(tf.reshape(tf.cast(tf.stop_gradient(variable), tf.float64), [-1]))
+            for state in metric.stateless_update_state(start, *arguments, **weight):
+                parts.append(tf.reshape(tf.cast(tf.stop_gradient(state), tf.float64), [-1]))
         return tf.concat(parts, 0)
 
     def means(self, sums: np.ndarray, states: np.ndarray) -> dict[str, float]:
-        """Each value's mean, nan if its weight is 0; and each metric's result, a number for each of its elements."""
+        """The mean of each value, nan if its weight is 0; and the result of each metric, a number for each element."""
+        means: dict[str, float] = {}
         with np.errstate(invalid="ignore", divide="ignore"):
-            means = {name: float(sums[2 * i] / sums[2 * i + 1]) for i, name in enumerate(self.names)}
+            for index, name in enumerate(self.names):
+                means[name] = float(sums[2 * index] / sums[2 * index + 1])
         numbers = iter(states)
         for name, metric in self.metrics.items():
             variables = []
@@ -100,44 +114,51 @@ class MetricSums:
         return max(index for index, value in enumerate(self._expected) if name.startswith(f"{value}_"))
 
 
-def _sums(values: Mapping[str, tf.Tensor], weight: tf.Tensor | None) -> dict[str, Any]:
-    """The weighted sum of each value and that of its weights, by name."""
-    sums = {}
-    # Values of one number for each example are added up together: ten cost hardly more than one.
+def _sums(values: Mapping[str, tf.Tensor], weight: tf.Tensor | None) -> dict[str, SumAndWeight]:
+    """The weighted sum of each value and the sum of its weights, by name."""
+    sums: dict[str, SumAndWeight] = {}
+    # Values of one number for each example are added up in one operation: ten take hardly longer than one.
     flat = [name for name, value in values.items() if value.shape.rank == 1]
     if len(flat) > 1:
-        by_value, by_weight = _weighted_sum(tf.stack([values[name] for name in flat]), weight, [1])
-        sums = {name: (by_value[index], by_weight) for index, name in enumerate(flat)}
+        totals, weights = _weighted_sum(tf.stack([values[name] for name in flat]), weight, [1])
+        for index, name in enumerate(flat):
+            sums[name] = (totals[index], weights)
     for name, value in values.items():
         if name not in sums:
             sums[name] = _weighted_sum(value, weight)
     return sums
 
 
-def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | None = None) -> Any:
-    """The sum of value * weight, and that of the weights; of a stack of values, over its axis of examples."""
+def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | None = None) -> SumAndWeight:
+    """The sum of value * weight, and the sum of the weights; of a stack of values, over its axis of examples."""
     if weight is None:
         total = tf.reduce_sum(value, axis)
         return total, tf.cast(tf.size(value) if axis is None else tf.shape(value)[1], value.dtype)
+    # Where a weight is 0, the product is 0 even if the value is nan: such rows, as of padding, count for nothing.
     if axis is not None:
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
-    # The weight of an example is that of each of its elements.
+    # A weight with fewer axes than the value weighs all elements behind them.
     trailing = [1] * (value.shape.rank - weight.shape.rank)
     weights = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
     return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)
 
 
 def _by_element(name: str, result: np.ndarray) -> dict[str, float]:
+    """The result of a metric by name; if it has axes, each element by the metric's name and its index."""
     if result.ndim == 0:
         return {name: float(result)}
-    return {"_".join([name, *map(str, index)]): float(value) for index, value in np.ndenumerate(result)}
+    elements = {}
+    for index, value in np.ndenumerate(result):
+        elements["_".join([name, *map(str, index)])] = float(value)
+    return elements
 
 
-def _sizes(metric: Any) -> list[int]:
+def _sizes(metric: keras.metrics.Metric) -> list[int]:
+    """The number of elements of each variable of a metric."""
     return [int(np.prod(variable.shape)) for variable in metric.variables]
 
 
-def checked_metrics(metrics: Any) -> dict[str, keras.metrics.Metric]:
+def checked_metrics(metrics: object) -> dict[str, keras.metrics.Metric]:
     """The metrics that a task has built, checked.
 
     Raises:
@@ -156,16 +177,16 @@ def checked_metrics(metrics: Any) -> dict[str, keras.metrics.Metric]:
     return dict(metrics)
 
 
-def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str, Any]) -> None:
+def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str, Value]) -> None:
     """Has metrics make their variables, on the values of a few examples; and checks that their states are sums.
 
     Raises:
         UsageError: a state is no sum that starts from 0.
     """
     for name, metric in metrics.items():
-        doubles = _try_metric(name, metric, values) if name in values else [True] * len(metric.variables)
-        for variable, added in zip(metric.variables, doubles, strict=True):
-            if variable.aggregation != "sum" or not added or np.any(variable.value.numpy()):
+        doubled = _try_metric(name, metric, values) if name in values else [True] * len(metric.variables)
+        for variable, is_doubled in zip(metric.variables, doubled, strict=True):
+            if variable.aggregation != "sum" or not is_doubled or np.any(variable.value.numpy()):
                 raise UsageError(
                     f"build_metrics(): the state {variable.name!r} of {name!r} is no sum that starts from 0 "
                     f"(aggregation {variable.aggregation!r}): parts of it that replicas gather can't be put together. "
@@ -173,8 +194,8 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
                 )
 
 
-def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Any]) -> list[bool]:
-    """Updates a metric twice with the same values: whether each of its states has doubled, as a sum from 0 does."""
+def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Value]) -> list[bool]:
+    """Updates a metric twice with the same values. Returns whether each of its states has doubled, as a sum does."""
     arguments, weight = _arguments(metric, values, name)
     try:
         metric.update_state(*arguments, **weight)
@@ -192,27 +213,30 @@ def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, An
     if taken := sorted((set(elements) - {name}) & set(values)):
         raise UsageError(f"compute() returns {taken[0]!r}, but that is an element of the metric {name!r}: rename it")
     metric.reset_state()
-    return [np.allclose(2 * a, b, equal_nan=True) for a, b in zip(once, twice, strict=True)]
+    return [np.allclose(2 * first, second, equal_nan=True) for first, second in zip(once, twice, strict=True)]
 
 
 def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:
+    """The values of a metric's variables: float64."""
     return [np.asarray(variable.value.numpy(), np.float64) for variable in metric.variables]
 
 
 def _arguments(
-    metric: keras.metrics.Metric, values: Mapping[str, Any], name: str
+    metric: keras.metrics.Metric, values: Mapping[str, Value], name: str
 ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-    """The arguments of a metric's update, and its weight by name. Floats have the dtype of the metric's state.
+    """The positional arguments of a metric's update, and its weight as a named argument, if there is one.
 
-    The weight is that of `compute`, unless the value is unweighted, or has a third tensor, which then is the weight.
+    The weight is the one of `compute`. If the value has a third tensor, that one is the weight; if the value is
+    unweighted, there is none.
     """
     value = content(values[name])
     weight = None if isinstance(values[name], Unweighted) else values.get("weight")
-    tensors = [tf.convert_to_tensor(part) for part in (value if isinstance(value, tuple | list) else (value,))]
+    parts = value if isinstance(value, tuple | list) else (value,)
+    tensors = [tf.convert_to_tensor(part) for part in parts]
     has_weight = weight is not None and len(tensors) < 3
     if has_weight:
         tensors.append(tf.convert_to_tensor(weight))
-    # Some operations of metrics take no other dtype than that of the state.
+    # Some operations of metrics take floats of no other dtype than that of the state.
     tensors = [tf.cast(tensor, metric.dtype) if tensor.dtype.is_floating else tensor for tensor in tensors]
     return (tensors[:-1], {"sample_weight": tensors[-1]}) if has_weight else (tensors, {})
 
@@ -220,11 +244,11 @@ def _arguments(
 class Perplexity(keras.metrics.Mean):
     """The exponential of the mean: for a loss in nats, how many equally likely choices are as hard to guess.
 
-    The mean of the perplexities of batches would be greater.
+    It is exact over all examples. A mean of the perplexities of batches would be greater.
     """
 
-    def __init__(self, name: str = "perplexity", dtype: Any = None) -> None:
+    def __init__(self, name: str = "perplexity", dtype: str | None = None) -> None:
         super().__init__(name=name, dtype=dtype)
 
-    def result(self) -> Any:
+    def result(self) -> tf.Tensor:
         return keras.ops.exp(super().result())

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.model.variables import as_tf, trainable_variables
+from loop.step.gradients import Gradient
+from loop.task import Model, Values
 
 
 class StepObserver:
-    """Is called with what a step computes, in each replica while the step is traced."""
+    """Is called with what a step computes, in each replica while the step is traced.
 
-    def values(self, optimizer: str, values: Mapping[str, Any]) -> None:
+    Its methods may add operations to the graph, such as assignments to variables of the observer.
+    """
+
+    def values(self, optimizer: str, values: Values) -> None:
         """Is called with the values of a batch, or of a micro-batch.
 
         Args:
@@ -22,11 +26,11 @@ class StepObserver:
             values: what `compute` returned.
         """
 
-    def gradients(self, gradients: Mapping[int, Any]) -> None:
+    def gradients(self, gradients: Mapping[int, Gradient]) -> None:
         """Is called with gradients as the optimizer gets them: reduced, divided and clipped.
 
         Args:
-            gradients: by the index of the variable among the trainable ones.
+            gradients: the gradients, by the index of the variable among the trainable ones.
         """
 
 
@@ -41,14 +45,14 @@ class GradientObserver(StepObserver):
         last: the gradients, in the order of the trainable variables.
     """
 
-    def __init__(self, model: Any, backend: Backend) -> None:
+    def __init__(self, model: Model, backend: Backend) -> None:
+        self.last: list[tf.Variable] = []
         with backend.scope():
-            self.last = [
-                tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
-                for variable in as_tf(trainable_variables(model))
-            ]
+            for variable in as_tf(trainable_variables(model)):
+                zeros = tf.zeros(variable.shape, variable.dtype)
+                self.last.append(tf.Variable(zeros, trainable=False))
 
-    def gradients(self, gradients: Mapping[int, Any]) -> None:
+    def gradients(self, gradients: Mapping[int, Gradient]) -> None:
         """See `StepObserver.gradients`."""
         for index, gradient in gradients.items():
             self.last[index].assign(tf.convert_to_tensor(gradient))

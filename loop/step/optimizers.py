@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 from loop.errors import UsageError
 from loop.model.variables import as_tf, is_legacy, keras_models, trainable_variables, variable_names
-from loop.task import TrainTask
+from loop.task import Model, Optimizer, TrainTask
+
+AssignedOptimizers: TypeAlias = dict[str, tuple[Optimizer, list[int]]]
+"""By name, "" for a single one: each optimizer, and the indices of its variables among the trainable ones."""
 
 
-def assign_optimizers(task: TrainTask, model: Any, optimizer: Any) -> dict[str, tuple[Any, list[int]]]:
-    """Which optimizer trains which variables.
+def assign_optimizers(task: TrainTask, model: Model, optimizer: Optimizer) -> AssignedOptimizers:
+    """Finds which optimizer trains which variables.
 
     Args:
         task: the task.
-        model: its model.
+        model: the model of the task.
         optimizer: what `build_optimizer` returned: an optimizer, or a dict of them.
-
-    Returns:
-        By name, "" for a single one: each optimizer, and the indices of its variables among the trainable ones.
 
     Raises:
         UsageError: an object is no optimizer; or a variable has no optimizer, or two.
@@ -28,18 +28,20 @@ def assign_optimizers(task: TrainTask, model: Any, optimizer: Any) -> dict[str, 
         _check_optimizer(optimizer, model, "")
         return {"": (optimizer, list(range(len(trainable_variables(model)))))}
 
-    for name, one in optimizer.items():
-        _check_optimizer(one, model, f" for {name!r}" if name else "")
     if not optimizer:
         raise UsageError("build_optimizer() returned an empty dict: return at least one optimizer")
-    assigned: dict[str, tuple[Any, list[int]]] = {name: (one, []) for name, one in optimizer.items()}
+    assigned: AssignedOptimizers = {}
+    for name, member in optimizer.items():
+        _check_optimizer(member, model, f" for {name!r}" if name else "")
+        assigned[name] = (member, [])
     for index, owner in enumerate(_owners(task, model, list(optimizer))):
-        assigned[owner][1].append(index)
+        _, indices = assigned[owner]
+        indices.append(index)
     return assigned
 
 
-def _owners(task: TrainTask, model: Any, names: list[str]) -> list[str]:
-    """The name of the optimizer of each trainable variable, in their order."""
+def _owners(task: TrainTask, model: Model, names: list[str]) -> list[str]:
+    """The name of the optimizer of each trainable variable, in the order of the variables."""
     trained = trainable_variables(model)
     paths = variable_names(trained)
     indices = {id(variable): index for index, variable in enumerate(as_tf(trained))}
@@ -55,17 +57,17 @@ def _owners(task: TrainTask, model: Any, names: list[str]) -> list[str]:
                     "TrainTask.optimizer_variables"
                 )
             owners[index] = name
-    lost = [path for index, path in enumerate(paths) if index not in owners]
-    if lost:
+    without_owner = [path for index, path in enumerate(paths) if index not in owners]
+    if without_owner:
         raise UsageError(
-            f"no optimizer trains {', '.join(lost[:5])}: see TrainTask.optimizer_variables; what isn't to be trained "
-            "needs trainable=False"
+            f"no optimizer trains {', '.join(without_owner[:5])}: see TrainTask.optimizer_variables; what isn't to be "
+            "trained needs trainable=False"
         )
     return [owners[index] for index in range(len(trained))]
 
 
-def _check_optimizer(optimizer: Any, model: Any, which: str) -> None:
-    """Refuses an object that is no Keras optimizer, and one that would scale or average without all replicas."""
+def _check_optimizer(optimizer: Optimizer, model: Model, which: str) -> None:
+    """Refuses an object that is no Keras optimizer, and one that would scale or average on one replica alone."""
     what = f"build_optimizer() returned {type(optimizer).__name__}{which}"
     if not hasattr(optimizer, "build") or not hasattr(optimizer, "learning_rate"):
         raise UsageError(f"{what}: return a Keras optimizer of the model's family, or a dict of them")
@@ -86,5 +88,6 @@ def _check_optimizer(optimizer: Any, model: Any, which: str) -> None:
         )
 
 
-def _family(thing: Any) -> str:
+def _family(thing: object) -> str:
+    """The name of the Keras family of a model or optimizer."""
     return "tf_keras" if is_legacy(thing) else "keras"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,6 +11,7 @@ from loop.backends.base import Backend
 from loop.data import ArraySource, Data, Source, StreamSource
 from loop.errors import UsageError
 from loop.model.variables import as_tf, trainable_variables, updates_rows
+from loop.options import Options
 from loop.step import approximations, communication, lookups
 from loop.step.batch_norm import batch_norms
 from loop.step.build import BuiltModel
@@ -19,7 +19,7 @@ from loop.step.build import BuiltModel
 BLOCK_STEPS = 50
 """With `compile="xla"`, the greatest number of steps in one program."""
 BLOCK_BYTES = 1 << 26
-"""The greatest size of all batches of such a program together."""
+"""The greatest size of all batches of such a program together, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StepPlan:
     """The decisions that hold for every step.
 
     Attributes:
-        dtype: in which losses, weights and sums are added up within a step.
+        dtype: the type in which losses, weights and sums are added up within a step.
         batch_size: the size of the global batch.
         accumulate: the number of micro-batches in a step.
         local_steps: the number of steps between two averages of the replicas' weights; 1: gradients are reduced.
@@ -41,10 +41,11 @@ class StepPlan:
         stops_at_bad_step: whether a step that isn't finite ends the run; otherwise it is skipped.
         clip_norm: the greatest norm of all gradients together.
         clip_value: the greatest absolute value of an element of a gradient.
-        row_gradients: the variables whose optimizer takes the rows of a sparse gradient, by index.
-        lookups: the variables whose gradients are reduced by lookup, by index, and their kinds; see `lookups`.
+        row_gradients: the indices of the variables whose optimizer takes a sparse gradient as it is.
+        lookups: the kind of reduction, by the variable's index, of gradients that keep a row for each lookup; see
+            `loop.step.lookups`.
         block_steps: the number of steps in one XLA program; 0: steps aren't compiled in blocks.
-        may_isolate: whether forward and backward pass may become a graph of their own; see `ForwardPass`.
+        may_isolate: whether the forward and backward pass may become a graph of its own; see `ForwardPass`.
     """
 
     dtype: tf.DType
@@ -78,9 +79,7 @@ class StepPlan:
         return self.loss_scaled or not self.summed_loss
 
 
-def make_plan(
-    built: BuiltModel, backend: Backend, data: Data, options: Mapping[str, Any], summed_loss: bool
-) -> StepPlan:
+def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options, summed_loss: bool) -> StepPlan:
     """Decides what a step does.
 
     Args:
@@ -91,6 +90,7 @@ def make_plan(
         summed_loss: whether the loss of the task is a sum over the batch.
     """
     loss_scaled = options["precision"] == "mixed_float16"
+    # Only such a replica knows the weight of the whole batch before the backward pass.
     has_whole_batch = backend.replicas == 1 and options["accumulate"] == 1
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
     wide = any(variable.dtype == "float64" for variable in as_tf(trainable_variables(built.model)))
@@ -103,6 +103,7 @@ def make_plan(
         compression=options["compression"],
         groups=options["groups"],
         summed_loss=summed_loss,
+        # `LossScale` follows the gradients of a sum over the batch, with one replica as with several.
         divides_objective=has_whole_batch and not loss_scaled,
         loss_scaled=loss_scaled,
         stops_at_bad_step=options["on_nonfinite"] == "stop",
@@ -118,10 +119,8 @@ def make_plan(
     return plan
 
 
-def _faster_plan(
-    plan: StepPlan, built: BuiltModel, source: ArraySource, options: Mapping[str, Any], has_gpu: bool
-) -> StepPlan:
-    """The plan with what is faster on one device, for arrays."""
+def _faster_plan(plan: StepPlan, built: BuiltModel, source: ArraySource, options: Options, has_gpu: bool) -> StepPlan:
+    """Adds to the plan what makes steps over arrays faster on one device."""
     if options["compile"] == "xla":
         return dataclasses.replace(plan, block_steps=_block_steps(source, options["steps_per_call"]))
     # Not on a GPU, where sparse gradients have not been measured.
@@ -130,7 +129,7 @@ def _faster_plan(
     return plan
 
 
-def check_plan(built: BuiltModel, backend: Backend, data: Data, options: dict[str, Any], summed_loss: bool) -> None:
+def check_plan(built: BuiltModel, backend: Backend, data: Data, options: Options, summed_loss: bool) -> None:
     """Refuses options that can't be combined with the backend, the data or another option.
 
     Raises:
@@ -148,18 +147,19 @@ def check_plan(built: BuiltModel, backend: Backend, data: Data, options: dict[st
 
 
 def _block_steps(source: ArraySource, steps_per_call: int | str) -> int:
-    """The number of steps in one XLA program; 0 if batches differ in shape: a program takes one shape alone."""
+    """The number of steps in one XLA program; 0 if batches differ in shape, since a program is for one shape only."""
     if not source.uniform:
         return 0
-    most = steps_per_call if isinstance(steps_per_call, int) else BLOCK_STEPS
-    return max(1, min(most, BLOCK_STEPS, BLOCK_BYTES // source.batch_bytes))
+    limit = steps_per_call if isinstance(steps_per_call, int) else BLOCK_STEPS
+    return max(1, min(limit, BLOCK_STEPS, BLOCK_BYTES // source.batch_bytes))
 
 
 def _row_gradients(built: BuiltModel) -> frozenset[int]:
-    """The variables whose optimizer takes a sparse gradient as it is, and computes the same bits from it.
+    """The variables whose optimizer computes the same bits from a sparse gradient as from a dense one.
 
-    Only a plain step can use sparse gradients. Other replicas, micro-batches and clipping need dense ones, and so do
-    optimizers that change all rows, as with momentum. Streams do, too: a step over them may have no gradient at all.
+    Only a plain step can use sparse gradients. Several replicas, micro-batches and clipping need dense ones. So do
+    optimizers that change all rows, such as those with momentum; and streams, since a step over one may have no rows,
+    and then no gradient.
     """
     indices: set[int] = set()
     for optimizer, trained in built.optimizers.values():
@@ -168,11 +168,11 @@ def _row_gradients(built: BuiltModel) -> frozenset[int]:
     return frozenset(indices)
 
 
-def _lookups(built: BuiltModel, source: Source, options: Mapping[str, Any]) -> dict[int, str]:
-    """The variables whose gradients keep a row for each lookup, by index, and their kinds; see `lookups`."""
+def _lookups(built: BuiltModel, source: Source, options: Options) -> dict[int, str]:
+    """The variables for which the task asks that gradients keep a row for each lookup; see `StepPlan.lookups`."""
     if options["clip_value"] is not None or options["reduction"] == "adasum":
         return {}
-    # Each replica must have room for the same number of lookups, in each step: examples must have one shape.
+    # Each replica sends the same number of lookups in each step, so all examples must have one shape.
     if isinstance(source, ArraySource):
         uniform = source.uniform
     else:
@@ -181,15 +181,16 @@ def _lookups(built: BuiltModel, source: Source, options: Mapping[str, Any]) -> d
     return dict(built.lookups) if uniform else {}
 
 
-def _gathered(built: BuiltModel, options: Mapping[str, Any]) -> dict[int, str]:
-    """The tables whose rows are gathered from all replicas, where that is less than the sum of whole tables."""
-    # With any of these, gradients are something else than rows that travel once, as they are.
-    usual = {"accumulate": 1, "local_steps": 1, "compression": "none", "reduction": "sum", "compile": "graph"}
-    if any(options[name] != value for name, value in usual.items()):
-        return {}
+def _gathered(built: BuiltModel, options: Options) -> dict[int, str]:
+    """The tables whose rows are gathered from all replicas, because that sends less than a sum of whole tables."""
+    # With another value of one of these options, rows are not sent once a step, as they are.
+    required = {"accumulate": 1, "local_steps": 1, "compression": "none", "reduction": "sum", "compile": "graph"}
+    for name, value in required.items():
+        if options[name] != value:
+            return {}
     variables = as_tf(trainable_variables(built.model))
     gathered = {}
-    for index, rows in built.tables.items():
-        if lookups.are_less(variables[index].shape, rows * options["batch_size"]):
+    for index, rows_per_example in built.tables.items():
+        if lookups.are_less(variables[index].shape, rows_per_example * options["batch_size"]):
             gathered[index] = lookups.GATHERED
     return gathered

@@ -1,9 +1,9 @@
-"""The compiled forward pass of predictions: whole blocks of examples, each in one graph wherever it is computed."""
+"""The compiled forward pass of predictions: whole blocks of examples, all in the same graph on any worker."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -15,25 +15,30 @@ from loop.model.variables import carried_variables, model_variables
 from loop.step.build import BuiltModel
 from loop.step.replica import Replica, within
 from loop.step.tracing import compiled
+from loop.task import Batch, Model
 
-Columns = dict[str, np.ndarray]
+Columns: TypeAlias = dict[str, np.ndarray]
 """The arrays of a block by name, each with one row per example."""
+Outputs: TypeAlias = tf.Tensor | tuple[tf.Tensor, ...] | list[tf.Tensor] | dict[str, tf.Tensor]
+"""What `TrainTask.predict` returns."""
 
 
 class Prediction:
-    """What is predicted for each block of a source. A block is a batch of the source: whole, on one device.
+    """What is predicted for each block of a source. A block is a whole batch of the source, computed on one device.
 
     Args:
         built: the model.
         source: the data, not sharded.
         predict: is called with the model and a batch while the forward pass is traced.
-        seed: of the run, for random numbers.
+        seed: the seed of the run, for random numbers.
 
     Attributes:
-        blocks_read: how many blocks the source has, once all of them have been iterated over.
+        blocks_read: the number of blocks of the source, once all of them have been iterated over.
     """
 
-    def __init__(self, built: BuiltModel, source: Source, predict: Callable[[Any, Any], Any], seed: int) -> None:
+    def __init__(
+        self, built: BuiltModel, source: Source, predict: Callable[[Model, Batch], Outputs], seed: int
+    ) -> None:
         self._model = built.model
         self._source = source
         self._predict = predict
@@ -42,17 +47,19 @@ class Prediction:
         self._check_size()
         self.blocks_read = 0
 
-        # A forward pass may change it. Each block starts with the same state, so that their order doesn't matter.
+        # A forward pass may change these variables. Each block starts with the same values, so that the order of the
+        # blocks doesn't matter.
         self._state = [*carried_variables(self._model), *_seeds(self._model)]
         self._initial = [variable.read_value() for variable in self._state]
 
-        # One graph for all blocks: with a graph for each size, the last block would be computed by another one.
-        specs = [_open(tensor, longer) for tensor, longer in zip(*self._examples(), strict=True)]
+        # One graph for blocks of all sizes: another graph may round otherwise, and the last block is a short one.
+        specs = [_open_spec(tensor, longer) for tensor, longer in zip(*self._examples(), strict=True)]
         index = tf.TensorSpec([None], tf.int64)
         signature = [specs, index, tf.TensorSpec([], tf.int64)]
         self._forward = compiled(self._of_block, input_signature=signature)
 
     def _check_size(self) -> None:
+        """Refuses a batch size that the model doesn't take."""
         size = self._source.options.batch_size
         if self._fixed_rows not in (None, size):
             raise UsageError(
@@ -71,10 +78,10 @@ class Prediction:
         return list(self._forward.get_concrete_function().structured_outputs)
 
     def blocks(self, is_wanted: Callable[[int], bool]) -> Iterator[tuple[int, Columns]]:
-        """The blocks that are wanted, in order.
+        """Computes the blocks that are wanted, in order.
 
         Args:
-            is_wanted: whether the block of this number is to be computed. A stream reads the others, too.
+            is_wanted: returns whether the block of this number is to be computed. A stream reads the others, too.
 
         Yields:
             The number of a block, and what is predicted for its examples.
@@ -100,6 +107,7 @@ class Prediction:
             yield number, source.whole(epoch, tf.constant(number, tf.int64), batch) if is_wanted(number) else None
 
     def _computed(self, number: int, rows: Rows) -> Columns:
+        """What is predicted for the examples of a block."""
         for variable, value in zip(self._state, self._initial, strict=True):
             variable.assign(value)
         n = int(count(rows.batch))
@@ -114,6 +122,7 @@ class Prediction:
         return columns
 
     def _of_block(self, leaves: list[tf.Tensor], index: tf.Tensor, number: tf.Tensor) -> dict[str, tf.Tensor]:
+        """While tracing: what is predicted for the examples of a block, by name."""
         batch = tf.nest.pack_sequence_as(self._source.example, leaves)
         n = count(batch)
         zero = tf.constant(0, tf.int64)
@@ -127,7 +136,7 @@ class Prediction:
         return outputs if self._fixed_rows is None else {name: tensor[:n] for name, tensor in outputs.items()}
 
 
-def named_outputs(outputs: Any) -> dict[str, tf.Tensor]:
+def named_outputs(outputs: Outputs) -> dict[str, tf.Tensor]:
     """What `predict` returned, by name: the keys of a dict, `output_0` and so on of a tuple, else `output`.
 
     Raises:
@@ -136,7 +145,7 @@ def named_outputs(outputs: Any) -> dict[str, tf.Tensor]:
     if isinstance(outputs, dict):
         named = {str(name): value for name, value in outputs.items()}
     elif isinstance(outputs, tuple | list):
-        named = {f"output_{place}": value for place, value in enumerate(outputs)}
+        named = {f"output_{index}": value for index, value in enumerate(outputs)}
     else:
         named = {"output": outputs}
     if not named:
@@ -144,7 +153,8 @@ def named_outputs(outputs: Any) -> dict[str, tf.Tensor]:
     return {name: _checked(name, value) for name, value in named.items()}
 
 
-def _checked(name: str, value: Any) -> tf.Tensor:
+def _checked(name: str, value: object) -> tf.Tensor:
+    """An output as a tensor, if it has real numbers with a row for each example."""
     try:
         tensor = tf.convert_to_tensor(value)
     except (TypeError, ValueError):
@@ -154,19 +164,21 @@ def _checked(name: str, value: Any) -> tf.Tensor:
         ) from None
     if tensor.shape.rank == 0:
         raise UsageError(f"predict() returned a scalar for {name!r}: return one row per example, without a mean")
-    if tensor.dtype == tf.bfloat16:  # which few programs read
+    if tensor.dtype == tf.bfloat16:  # few programs can read it
         return tf.cast(tensor, tf.float32)
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype == tf.bool):
         raise UsageError(f"predict() returned {tensor.dtype.name} for {name!r}: return real numbers or bool")
     return tensor
 
 
-def _open(tensor: tf.Tensor, longer: tf.Tensor) -> tf.TensorSpec:
+def _open_spec(tensor: tf.Tensor, longer: tf.Tensor) -> tf.TensorSpec:
     """The spec of any number of examples, of any padded length."""
-    sizes = zip(tensor.shape[1:], longer.shape[1:], strict=True)
-    return tf.TensorSpec([None, *(size if size == other else None for size, other in sizes)], tensor.dtype)
+    shape: list[int | None] = [None]
+    for size, longer_size in zip(tensor.shape[1:], longer.shape[1:], strict=True):
+        shape.append(size if size == longer_size else None)
+    return tf.TensorSpec(shape, tensor.dtype)
 
 
-def _seeds(model: Any) -> list[tf.Variable]:
+def _seeds(model: Model) -> list[tf.Variable]:
     """The integers among the variables that aren't trained: states of random generators, and counters."""
     return [variable for variable in model_variables(model) if variable.dtype.is_integer and not variable.trainable]

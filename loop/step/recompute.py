@@ -1,8 +1,8 @@
-"""Recomputing: a segment's results aren't remembered for the way back, but computed again there.
+"""Recomputing: the results within a segment aren't kept for the backward pass, but computed again there.
 
 Memory then holds what goes from one segment of a model to the next, and what one segment computes (Chen et al. 2016,
-Training Deep Nets with Sublinear Memory Cost). The second time draws the same random numbers as the first, and changes
-no state: statistics move once.
+Training Deep Nets with Sublinear Memory Cost). The second computation draws the same random numbers as the first, and
+changes no state: statistics are updated once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -22,8 +22,18 @@ from keras.src.backend.common import global_state
 from tensorflow.compiler.tf2xla.ops.gen_xla_ops import xla_optimization_barrier
 
 from loop.model.layer_graph import inner_layers
-from loop.model.variables import is_legacy
+from loop.model.variables import Layer, Variable, is_legacy
 from loop.step.replica import current
+
+Leaf: TypeAlias = Any
+"""A tensor, or another value, in the arguments or results of a function."""
+Structure: TypeAlias = Any
+"""A leaf, or a tuple, list or dict of leaves."""
+Cannot: TypeAlias = Callable[[str, Sequence[Layer]], Exception]
+"""Makes the error for a segment that can't be computed twice with the same result.
+
+Its arguments are the reason, as a verb phrase, and the layers that are to blame.
+"""
 
 _IMPURE = re.compile(
     "Assign|Resource(Scatter|Apply)|Rng|Stateful(Uniform|StandardNormal|TruncatedNormal)|Multinomial|TruncatedNormal|"
@@ -32,7 +42,7 @@ _IMPURE = re.compile(
 """The types of operations that change a variable, or that draw other numbers each time."""
 
 _SOURCES = ("Const", "ReadVariableOp", "Placeholder")
-"""The types of operations whose results a segment may use without getting them as arguments."""
+"""The types of operations whose results a segment may use although they aren't its arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +50,11 @@ class Trace:
     """A forward pass that is being traced, and will be differentiated.
 
     Attributes:
-        layers: of the model.
-        compiled: whether XLA compiles it.
+        layers: the layers of the model.
+        compiled: whether XLA compiles the forward pass.
     """
 
-    layers: Sequence[Any]
+    layers: Sequence[Layer]
     compiled: bool
 
 
@@ -68,68 +78,68 @@ def tracing(trace: Trace | None) -> Iterator[None]:
 
 
 class Segment:
-    """A part of a model that is computed again; made for one call of it, while a forward pass is traced.
+    """A part of a model that is computed again. It is made for one call of the part, while a forward pass is traced.
 
     Args:
         function: takes a list of tensors and other values, and returns tensors in any structure.
-        leaves: its arguments.
-        layer: in whose call it runs, which says whether the model trains, and in which precision; None: in none.
-        members: the layers that run within it; None: all of the model.
-        cannot: makes the error for a segment that can't be computed twice with the same result, from the reason and
-            the layers that are to blame.
+        leaves: the arguments of the function.
+        layer: the layer in whose call the function runs, which tells layers within it whether the model trains, and
+            in which precision; None: it runs in no layer.
+        members: the layers that run within the segment; None: all layers of the model.
+        cannot: makes the error for a segment that can't be computed twice with the same result.
     """
 
     def __init__(
         self,
-        function: Callable[[list[Any]], Any],
-        leaves: list[Any],
+        function: Callable[[list[Leaf]], Structure],
+        leaves: list[Leaf],
         *,
-        layer: Any = None,
-        members: Sequence[Any] | None = None,
-        cannot: Callable[[str, Sequence[Any]], Exception],
+        layer: Layer | None = None,
+        members: Sequence[Layer] | None = None,
+        cannot: Cannot,
     ) -> None:
         trace = current_trace()
         assert trace is not None
         self._trace = trace
         self._function = function
         self._leaves = leaves
-        self._places = [place for place, leaf in enumerate(leaves) if _is_float(leaf)]
+        self._float_indices = [index for index, leaf in enumerate(leaves) if _is_float(leaf)]
         self._layer = layer
         self._members = trace.layers if members is None else members
         self._cannot = cannot
         self._state = _State(self._members)
-        self._training: Any = None
-        self._outputs: Any = None
+        self._training: bool | None = None
+        self._outputs: Structure = None
 
-    def run(self) -> Any:
-        """The results of the function."""
-        if not self._places:  # nothing that a way back could reach
+    def run(self) -> Structure:
+        """Computes the segment; returns the results of the function."""
+        if not self._float_indices:  # no gradient flows to its arguments
             with tracing(None):
                 return self._function(self._leaves)
         results = []
-        floats = iter(self._floats_of(*(self._leaves[place] for place in self._places)))
+        floats = iter(self._floats_of(*(self._leaves[index] for index in self._float_indices)))
         for leaf in tf.nest.flatten(self._outputs):
             results.append(_with_mask_of(leaf, next(floats)) if _is_float(leaf) else leaf)
         return tf.nest.pack_sequence_as(self._outputs, results)
 
     def _floats_of(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """The floating-point results, whose gradients are those of a second time."""
+        """The floating-point results, whose gradients come from a second computation."""
 
         @tf.custom_gradient
-        def forward(*tensors: tf.Tensor) -> Any:
+        def forward(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Structure]]:
             return self._forward(tensors), functools.partial(self._backward, tensors)
 
-        floats: list[tf.Tensor] = forward(*tensors)
-        return floats
+        return forward(*tensors)
 
     def _forward(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The first time: notes the results, and refuses what a second time couldn't repeat."""
+        """The first computation: notes the results, and refuses what a second one couldn't repeat."""
         operations = len(_operations())
-        losses = [self._losses(member) for member in self._members]
+        losses_before = [self._losses(member) for member in self._members]
         self._outputs = self._computed(tensors)
         adding = []
-        for member, before in zip(self._members, losses, strict=True):
-            known = {id(loss) for loss in before}  # those of the call before may have been dropped meanwhile
+        for member, before in zip(self._members, losses_before, strict=True):
+            # By identity, not by number: losses of the call before may have been dropped meanwhile.
+            known = {id(loss) for loss in before}
             if any(id(loss) not in known for loss in self._losses(member)):
                 adding.append(member)
         if adding:
@@ -143,8 +153,8 @@ class Segment:
 
     def _backward(
         self, tensors: Sequence[tf.Tensor], *upstream: tf.Tensor, variables: Sequence[tf.Variable] = ()
-    ) -> Any:
-        """The second time: the gradients of arguments and variables."""
+    ) -> Structure:
+        """The second computation: the gradients of the floating-point arguments, and of variables, if there are any."""
         again = _after(upstream, tensors, self._trace.compiled)
         with tf.GradientTape() as tape:
             tape.watch(again)
@@ -153,22 +163,23 @@ class Segment:
                 self._outputs = self._computed(again)
                 floats = self._floats()
             # While a collective is traced, other replicas of this process may add operations, on other devices.
-            own = [one for one in _operations()[operations:] if one.device in ("", again[0].device)]
-            changed += [operation.type for operation in own if _IMPURE.match(operation.type)]
+            for operation in _operations()[operations:]:
+                if operation.device in ("", again[0].device) and _IMPURE.match(operation.type):
+                    changed.append(operation.type)
             if changed:
                 reason = f"changes a variable, or draws without a seed ({changed[0]})"
                 raise self._cannot(reason, self._members)
         gradients = tape.gradient(floats, (again, list(variables)), output_gradients=list(upstream))
         return gradients if variables else gradients[0]
 
-    def _computed(self, tensors: Sequence[tf.Tensor]) -> Any:
+    def _computed(self, tensors: Sequence[tf.Tensor]) -> Structure:
         """What the function returns for these floating-point arguments."""
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = _with_mask_of(leaves[place], tensor)
+        for index, tensor in zip(self._float_indices, tensors, strict=True):
+            leaves[index] = _with_mask_of(leaves[index], tensor)
 
-        def body(training: Any) -> Any:
-            self._training = training
+        def body(training: bool | None) -> Structure:
+            self._training = training  # for the second computation, which runs outside of the layer around
             with tracing(None):
                 return self._function(leaves)
 
@@ -177,22 +188,25 @@ class Segment:
     def _floats(self) -> list[tf.Tensor]:
         return [leaf for leaf in tf.nest.flatten(self._outputs) if _is_float(leaf)]
 
-    def _losses(self, member: Any) -> list[Any]:
+    def _losses(self, member: Layer) -> list[tf.Tensor]:
         """The losses that a member has added in this call of the model, or in the one before."""
-        return [loss for layer in [member, *inner_layers(member)] for loss in getattr(layer, "_losses", ())]
+        losses: list[tf.Tensor] = []
+        for layer in [member, *inner_layers(member)]:
+            losses += getattr(layer, "_losses", ())
+        return losses
 
 
 class _State:
-    """The state that layers may change in a segment, as it was before the first time.
+    """The state that layers may change in a segment, as it was before the first computation.
 
     Args:
-        layers: that run within it.
+        layers: the layers that run within the segment.
     """
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        variables: list[Any] = []
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        variables: list[Variable] = []
         for layer in layers:
-            if isinstance(layer, keras.Layer):  # with those of the layers within it
+            if isinstance(layer, keras.Layer):  # the variables of the layers within it are among its own
                 variables += layer.non_trainable_variables
         generator = global_state.get_global_attribute("global_seed_generator")
         if generator is not None:
@@ -204,10 +218,10 @@ class _State:
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[list[str]]:
-        """Within it, layers find the state of then, and what they change is dropped.
+        """A context in which layers find that state, and which drops what they change of it.
 
         Yields:
-            Filled at the end: what they have changed that isn't their state.
+            A list that is filled at the end: what they have changed beside that state.
         """
         others: list[str] = []
         replica = current()
@@ -226,16 +240,17 @@ class _State:
                 replica.draws = draws
 
 
-def hold_statistics(layers: Sequence[Any]) -> None:
-    """Has layers of tf_keras gather statistics the first time alone: it knows no scope for state, as Keras 3 does."""
+def hold_statistics(layers: Sequence[Layer]) -> None:
+    """Has layers of tf_keras update their statistics in the first computation alone."""
+    # Keras 3 has `StatelessScope` for that; tf_keras has nothing like it.
     for layer in layers:
-        move = getattr(type(layer), "_assign_moving_average", None)
-        if move is not None:
-            layer._assign_moving_average = functools.partial(_moved, move, layer)
+        update = getattr(type(layer), "_assign_moving_average", None)
+        if update is not None:
+            layer._assign_moving_average = functools.partial(_update_unless_held, update, layer)
 
 
-def _moved(move: Callable[..., Any], layer: Any, *arguments: Any) -> Any:
-    return None if getattr(_here, "keeps_statistics", False) else move(layer, *arguments)
+def _update_unless_held(update: Callable[..., Any], layer: Layer, *arguments: Any) -> Any:
+    return None if getattr(_here, "keeps_statistics", False) else update(layer, *arguments)
 
 
 def _operations() -> list[tf.Operation]:
@@ -243,16 +258,16 @@ def _operations() -> list[tf.Operation]:
 
 
 def _foreign(results: Sequence[tf.Tensor], arguments: Sequence[tf.Tensor], own: set[tf.Operation]) -> tf.Tensor | None:
-    """A tensor from elsewhere on which results depend, and which the way back wouldn't reach; None: there is none.
+    """A tensor that isn't an argument, but on which results depend: no gradient would reach it. None: there is none.
 
     Args:
-        results: of a segment.
-        arguments: of the segment.
-        own: the operations that were added with it.
+        results: the results of a segment.
+        arguments: the arguments of the segment.
+        own: the operations that were added with the segment.
     """
     replica = current()
     known = {id(tensor) for tensor in arguments}
-    if replica is not None:  # what comes from other replicas, and the batch, which isn't trained
+    if replica is not None:  # sums over replicas have a gradient of their own, and the batch needs none
         known |= {id(tensor) for tensor in [*replica.received, *tf.nest.flatten(replica.batch)]}
     pending = list(results)
     while pending:
@@ -267,12 +282,12 @@ def _foreign(results: Sequence[tf.Tensor], arguments: Sequence[tf.Tensor], own: 
     return None
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: Leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
 
 
-def _with_mask_of(leaf: Any, tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, with the mask that Keras has noted on another one."""
+def _with_mask_of(leaf: Leaf, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, with the mask that Keras has noted on `leaf`."""
     mask = getattr(leaf, "_keras_mask", None)
     if mask is not None:
         tensor._keras_mask = mask
@@ -280,20 +295,24 @@ def _with_mask_of(leaf: Any, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _after(upstream: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor], compiled: bool) -> list[tf.Tensor]:
-    """Tensors that are there only when the way back has come to the segment: else it would be computed at once."""
-    if compiled:  # XLA knows no control dependencies
+    """The same tensors, but not before the upstream gradients are there.
+
+    Without that, the second computation could run right after the first one, and its results would take memory until
+    the backward pass comes to the segment.
+    """
+    if compiled:  # XLA doesn't keep control dependencies
         return list(xla_optimization_barrier([*tensors, *upstream])[: len(tensors)])
     with tf.control_dependencies(upstream):
         return [tf.identity(tensor) for tensor in tensors]
 
 
-def _in_call_of(layer: Any, body: Callable[[Any], Any], training: Any) -> Any:
-    """What `body` returns, called as within a layer: Keras tells inner layers by that whether they train.
+def _in_call_of(layer: Layer, body: Callable[[bool | None], Structure], training: bool | None) -> Structure:
+    """Calls `body` as within a layer, so that Keras tells the layers in it whether the model trains.
 
     Args:
-        layer: the layer, whose precision counts.
-        body: its argument is whether the model trains.
-        training: whether it trains; None: as the layer around says.
+        layer: the layer, whose precision is used.
+        body: the function; its argument is whether the model trains.
+        training: whether the model trains; None: the layer around says it.
     """
     family = sys.modules["tf_keras"] if is_legacy(layer) else keras
     frame = _frame_class(family)(dtype=layer.dtype_policy if family is keras else layer._dtype_policy)
@@ -303,12 +322,14 @@ def _in_call_of(layer: Any, body: Callable[[Any], Any], training: Any) -> Any:
 
 
 @functools.cache
-def _frame_class(family: Any) -> Any:
+def _frame_class(family: Any) -> type[Layer]:
+    """A layer class of a Keras family, whose `call` runs a function."""
+
     class Frame(family.layers.Layer):
-        """A layer without content."""
+        """A layer without variables of its own."""
 
         @tf.autograph.experimental.do_not_convert
-        def call(self, inputs: tf.Tensor, training: Any = None) -> Any:
+        def call(self, inputs: tf.Tensor, training: bool | None = None) -> Structure:
             return self.body(training)
 
     return Frame

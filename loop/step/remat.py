@@ -1,4 +1,4 @@
-"""Which parts of a model are computed again on the way back: the option `remat`, and `loop.remat` for functions."""
+"""Which parts of a model are computed again in the backward pass: the option `remat`, and `loop.remat`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ import tensorflow as tf
 
 from callbacks.nearest import nearest
 from loop.errors import UsageError
+from loop.model.layer_graph import Structure
 from loop.model.segments import CutGraph, Part, segments
-from loop.model.variables import is_legacy, keras_models, layers
+from loop.model.variables import Layer, is_legacy, keras_models, layers
 from loop.options import size_in_bytes
 from loop.step.computing import RetraceError
-from loop.step.recompute import Segment, Trace, current_trace, hold_statistics, tracing
+from loop.step.recompute import Leaf, Segment, Trace, current_trace, hold_statistics, tracing
 from loop.step.replica import current
 from loop.step.tracing import as_written
+from loop.task import Model
 
 
 class Remat:
-    """Has the layers of a Keras model computed again on the way back of a training step.
+    """Has the layers of a Keras model computed again in the backward pass of a training step.
 
-    A segment that can't be computed twice with the same result is remembered, with a warning.
+    A segment that can't be computed twice with the same result is remembered: its results are kept, with a warning.
 
     Args:
         model: the model.
         choice: the option `remat`.
-        rows: how many rows a replica computes at once, at most.
+        rows: the greatest number of rows that a replica computes at once.
 
     Raises:
         UsageError: the model has no such layers.
     """
 
-    def __init__(self, model: Any, choice: str | Sequence[str] | None, rows: int) -> None:
+    def __init__(self, model: Model, choice: str | Sequence[str] | None, rows: int) -> None:
         self._model = model
         self._choice = choice
         self._rows = rows
@@ -54,7 +56,7 @@ class Remat:
 
     @contextlib.contextmanager
     def tracing(self, compiled: bool) -> Iterator[None]:
-        """Within it a forward pass is traced that will be differentiated.
+        """A context in which a forward pass is traced that will be differentiated.
 
         Args:
             compiled: whether XLA compiles it.
@@ -69,8 +71,9 @@ class Remat:
             raise self._retrace()
 
     def _replace_calls(self) -> None:
-        """Replaces the method `call` of what is computed again, and no other."""
+        """Replaces the method `call` of what is computed again; takes back earlier replacements first."""
         for layer in self._layers:
+            # A sequential model of Keras 3 has its graph in a functional one.
             for owner in (layer, getattr(layer, "_functional", None) or layer):
                 if hasattr(vars(owner).get("call"), "replaces"):
                     del owner.call
@@ -80,26 +83,29 @@ class Remat:
             else:
                 _replace_call(segment, functools.partial(self._call_of_layer, segment))
 
-    def _segments(self) -> list[Any]:
+    def _segments(self) -> list[CutGraph | Layer]:
         """What is computed again: graphs that are cut, and layers."""
         if self._choice is None:
             return []
         if self._choice == "full":
             return list(segments(self._model, self._remembered))
         inner = [layer for layer in self._layers if layer is not self._model]
+        chosen: list[Layer] = []
         if self._least_bytes is not None:
+            # Layers without layers in them. Which of them are too small shows when they are traced: see `_note_size`.
             chosen = [layer for layer in inner if not list(layer._flatten_layers(include_self=False))]
         else:
             patterns = self._choice.split(",") if isinstance(self._choice, str) else self._choice
-            chosen = [layer for pattern in patterns for layer in _of_name(pattern.strip(), inner)]
+            for pattern in patterns:
+                chosen += _of_name(pattern.strip(), inner)
         return [layer for layer in chosen if id(layer) not in self._remembered]
 
-    def _call_of_layer(self, layer: Any, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def _call_of_layer(self, layer: Layer, original: Callable[..., Any], *args: Any, **named: Any) -> Structure:
         """The results of a layer that is one segment."""
         if is_legacy(layer):
             original = as_written(original)  # tf_keras converts the methods of layers by AutoGraph
 
-        def function(leaves: list[Any]) -> Any:
+        def function(leaves: list[Leaf]) -> Structure:
             args_again, named_again = tf.nest.pack_sequence_as((args, named), leaves)
             return original(*args_again, **named_again)
 
@@ -109,8 +115,13 @@ class Remat:
         return outputs
 
     def _call_of_graph(
-        self, cut_graph: CutGraph, original: Any, inputs: Any, training: Any = None, mask: Any = None
-    ) -> Any:
+        self,
+        cut_graph: CutGraph,
+        original: Callable[..., Any],
+        inputs: Structure,
+        training: bool | None = None,
+        mask: Structure = None,
+    ) -> Structure:
         """The results of a model whose graph is cut."""
         graph = cut_graph.graph
         tensors = dict(zip(graph.inputs, graph.flat_inputs(inputs, mask), strict=True))
@@ -118,7 +129,7 @@ class Remat:
             function = functools.partial(_run_part, part, training)
             values = [tensors[tensor] for tensor in part.inputs]
             if not part.remembered:
-                members = [each.layer for each in part.calls]
+                members = [call.layer for call in part.calls]
                 segment = Segment(function, values, layer=graph.owner, members=members, cannot=self._cannot)
                 results = segment.run()
             else:
@@ -126,32 +137,31 @@ class Remat:
             tensors |= zip(part.outputs, results, strict=True)
         return graph.packed([tensors[tensor] for tensor in graph.outputs])
 
-    def _cannot(self, reason: str, culprits: Sequence[Any]) -> Exception:
+    def _cannot(self, reason: str, to_blame: Sequence[Layer]) -> Exception:
         """The error for a segment that can't be computed twice: the layers to blame are remembered from now on."""
-        warnings.warn(f"remat: {', '.join(layer.name for layer in culprits)} {reason}: remembered", stacklevel=2)
-        self._remembered |= {id(layer) for layer in culprits}
+        warnings.warn(f"remat: {', '.join(layer.name for layer in to_blame)} {reason}: remembered", stacklevel=2)
+        self._remembered |= {id(layer) for layer in to_blame}
         return self._retrace()
 
-    def _note_size(self, layer: Any, outputs: Any) -> None:
+    def _note_size(self, layer: Layer, outputs: Structure) -> None:
         """Notes a layer whose results turn out to be smaller than the option asks for."""
-        size = 0
+        row_bytes = 0
         for output in filter(tf.is_tensor, tf.nest.flatten(outputs)):
-            size += (output.shape[1:].num_elements() or 1) * output.dtype.size
-        if self._least_bytes is not None and size * self._rows < self._least_bytes:
+            row_bytes += (output.shape[1:].num_elements() or 1) * output.dtype.size
+        if self._least_bytes is not None and row_bytes * self._rows < self._least_bytes:
             self._remembered.add(id(layer))
             self._is_settled = False
 
     def _retrace(self) -> Exception:
-        """The error that has the step traced again, with what is remembered now."""
+        """The error that has the step traced again, now that more layers are remembered."""
         self._replace_calls()
         return _noted(RetraceError())
 
 
 def remat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose results are computed again on the way back, instead of being remembered; to save memory.
+    """A function whose results are computed again in the backward pass, instead of being kept; to save memory.
 
-    For models that aren't Keras's, and for parts of `compute`. Of a Keras model, `fit(..., remat=...)` does it for
-    layers:
+    For the layers of a Keras model, use `fit(..., remat=...)`. This is for other models, and for parts of `compute`:
 
         class Net(tf.Module):
             def __call__(self, x):
@@ -159,8 +169,8 @@ def remat(function: Callable[..., Any]) -> Callable[..., Any]:
                     x = loop.remat(block)(x)
                 return self.head(x)
 
-    The function is computed twice in a training step, and so it must do the same twice: it may not change a variable,
-    nor draw from `tf.random` without a seed. Layers of Keras may draw, and gather statistics.
+    The function is computed twice in a training step, with the same result: it may not change a variable, nor draw
+    from `tf.random` without a seed. Layers of Keras may draw, and update statistics.
 
     Args:
         function: takes and returns tensors, or lists, tuples and dicts of them.
@@ -175,25 +185,30 @@ def remat(function: Callable[..., Any]) -> Callable[..., Any]:
     if not callable(function):
         raise UsageError(f"loop.remat({function!r:.99}): give a function, a layer or a module that can be called")
 
-    def cannot(reason: str, culprits: Sequence[Any]) -> Exception:
+    def cannot(reason: str, to_blame: Sequence[Layer]) -> Exception:
         name = getattr(function, "__name__", type(function).__name__)
         return _noted(UsageError(f"loop.remat({name}): it {reason}: call it without loop.remat"))
 
     @tf.autograph.experimental.do_not_convert
     def call(*args: Any, **named: Any) -> Any:
-        def again(leaves: list[Any]) -> Any:
+        def compute(leaves: list[Leaf]) -> Structure:
             args_again, named_again = tf.nest.pack_sequence_as((args, named), leaves)
             return as_written(function)(*args_again, **named_again)
 
         if current_trace() is None:
             return function(*args, **named)
-        return Segment(again, tf.nest.flatten((args, named)), cannot=cannot).run()
+        return Segment(compute, tf.nest.flatten((args, named)), cannot=cannot).run()
 
     return call
 
 
-def _replace_call(layer: Any, call: Callable[..., Any]) -> None:
-    """Replaces the method `call` of a layer, while a forward pass is traced; `call` gets the original one, too."""
+def _replace_call(layer: Layer, call: Callable[..., Any]) -> None:
+    """Replaces the method `call` of a layer while a forward pass is traced.
+
+    Args:
+        layer: the layer.
+        call: is called with the original method, and its arguments.
+    """
     original = layer.call
 
     @tf.autograph.experimental.do_not_convert
@@ -205,24 +220,24 @@ def _replace_call(layer: Any, call: Callable[..., Any]) -> None:
     layer.call = replaced
 
 
-def _of_name(pattern: str, inner: Sequence[Any]) -> list[Any]:
-    """The layers of a name.
+def _of_name(pattern: str, inner: Sequence[Layer]) -> list[Layer]:
+    """The layers whose names match a pattern.
 
     Raises:
         UsageError: there are none.
     """
-    found = [layer for layer in inner if fnmatchcase(layer.name, pattern)]
-    if not found:
+    matching = [layer for layer in inner if fnmatchcase(layer.name, pattern)]
+    if not matching:
         names = [layer.name for layer in inner]
         raise UsageError(
             f"remat={pattern!r}: the model has no layer of that name{nearest(pattern, names)}: give full, a size such "
             "as 64MB, or names of layers, in which * stands for any letters"
         )
-    return found
+    return matching
 
 
-def _run_part(part: Part, training: Any, values: list[Any]) -> list[Any]:
-    """The tensors that a part of a graph hands on."""
+def _run_part(part: Part, training: bool | None, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The outputs of a part of a graph."""
     tensors = dict(zip(part.inputs, values, strict=True))
     for call in part.calls:
         tensors |= zip(call.outputs, tf.nest.flatten(call.run(tensors, training)), strict=True)
@@ -230,7 +245,7 @@ def _run_part(part: Part, training: Any, values: list[Any]) -> list[Any]:
 
 
 def _noted(problem: Exception) -> Exception:
-    """An error, noted on the replica: what calls `compute` may replace it by one of its own."""
+    """An error, noted on the replica: TensorFlow and AutoGraph may raise another one in place of it."""
     replica = current()
     if replica is not None:
         replica.problem = problem

@@ -8,31 +8,31 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import Rows, count
 from loop.errors import UsageError
+from loop.task import Batch
 
 
 class CollectiveNeededError(Exception):
-    """Raised while tracing: `compute` has a collective in it, so that replicas without rows must compute it, too."""
+    """Raised while tracing, if `compute` has a collective in it: replicas without rows must compute it, too."""
 
 
 class Replica:
     """One replica in one (micro-)batch, while `compute` is traced.
 
     A replica without rows computes nothing, with two exceptions: `compute` has a collective in it, which all replicas
-    must enter; or it changes random state, which must stay the same in all replicas. It then computes with an example
-    that isn't its own, the stand-in, and its results count nothing.
+    must enter; or it changes random state, which must stay the same in all replicas. Then it computes an example that
+    isn't its own, the stand-in, and its results count for nothing.
 
     Args:
         backend: the backend.
         rows: the replica's rows.
         seed: the seed of the run.
-        most: how many rows the (micro-)batch of all replicas has at most.
+        most: the greatest number of rows of a (micro-)batch, over all replicas.
         phase: the index of this `minimize` within the step.
         stand_in: one example as a batch, for a replica without rows; None: such a replica computes nothing.
 
@@ -41,20 +41,20 @@ class Replica:
         compiled: whether the options ask for XLA, on several replicas.
         problem: an error of this replica that is raised while tracing.
         batch: the rows that `compute` gets.
-        counts_something: whether the replica has rows; None: it has, or computes nothing.
-        fixed_rows: how many rows a batch must have; None: any number.
-        draws: how many seeds have been given out to random operations.
+        counts_something: whether the replica has rows, bool []; None: it has rows, or computes nothing.
+        fixed_rows: the number of rows that a batch must have; None: any number.
+        draws: the number of the last seed that a random operation has got.
         received: the sums over all replicas that it has got.
     """
 
     def __init__(
-        self, backend: Backend, rows: Rows, seed: int, most: int, phase: int = 0, stand_in: Any = None
+        self, backend: Backend, rows: Rows, seed: int, most: int, phase: int = 0, stand_in: Batch | None = None
     ) -> None:
         self.backend = backend
         self.rows = rows
         self.seed = seed
         self._counts: tf.Tensor | None = None
-        self.draws = phase << 10  # each `minimize` has room for so many draws, with seeds of their own
+        self.draws = phase << 10  # so that each `minimize` of a step has 1024 seeds of its own
         self._room = max(most, backend.replicas)  # if no replica has rows, each has a stand-in
         self.received: list[tf.Tensor] = []
         self.collective = True
@@ -64,7 +64,8 @@ class Replica:
         self.batch = rows.batch
         self.counts_something: tf.Tensor | None = None
         self.fixed_rows: int | None = None
-        self._index: Callable[[], tf.Tensor] = lambda: rows.index  # most models don't ask for it
+        # A function, since most models don't ask for it: the graph shall have no operations for it then.
+        self._index: Callable[[], tf.Tensor] = lambda: rows.index
         if stand_in is not None:
             counts_something = self.count > 0
             stand_ins = tf.nest.flatten(stand_in)[0].shape[0] or 1
@@ -83,7 +84,7 @@ class Replica:
         return self._index()
 
     def fill_up(self, rows: int) -> None:
-        """Repeats the last row of `batch`, until it has so many rows."""
+        """Repeats the last row of `batch` until it has so many rows."""
 
         def filled(tensor: tf.Tensor) -> tf.Tensor:
             return tf.gather(tensor, tf.minimum(tf.range(rows), tf.shape(tensor)[0] - 1))
@@ -93,10 +94,10 @@ class Replica:
         self.batch = tf.nest.map_structure(filled, self.batch)
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The sum over all replicas, through which gradients flow.
+        """The sum over all replicas, through which gradients flow. A collective.
 
-        Each replica differentiates its own part of the loss. The parts of the other replicas depend on this replica's
-        tensor, too: so its gradient is the sum of all replicas' gradients.
+        Each replica differentiates its own part of the loss, and the parts of all replicas depend on this replica's
+        tensor. So the gradient of the tensor is the sum of the gradients that all replicas have for the sum.
         """
         if not self.collective:
             raise self._noted(CollectiveNeededError())
@@ -117,17 +118,17 @@ class Replica:
             return self.backend.all_reduce([tensor])[0]
 
         @tf.custom_gradient
-        def summed(tensor: tf.Tensor) -> Any:
+        def summed(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             return self.backend.all_reduce([tensor])[0], lambda upstream: self.backend.all_reduce([upstream])[0]
 
         return summed(tensor)
 
     def _noted(self, problem: Exception) -> Exception:
-        self.problem = problem  # a function that calls `compute` may replace the error by one of its own
+        self.problem = problem  # TensorFlow and AutoGraph may raise another error in place of this one
         return problem
 
     def check_draws(self) -> None:
-        """Refuses random numbers by row with XLA, which derives other numbers from the same bits.
+        """Refuses random numbers by row with XLA, whose generator gives other numbers than the graph's.
 
         Raises:
             UsageError: `compile="xla"` on several replicas.
@@ -142,35 +143,34 @@ class Replica:
             )
 
     def seed_of_draw(self) -> tf.Tensor:
-        """A seed for the next random operation of this trace: int64 [2], from run seed, epoch, batch and its number."""
+        """A seed for the next random operation: int64 [2], from the run's seed, epoch, batch and operation's number."""
         self.draws += 1
         return tf.stack([(self.seed << 32) + self.rows.epoch, self.rows.number * (1 << 16) + self.draws])
 
     def table(self, row: tf.Tensor) -> tf.Tensor:
-        """The vectors of all replicas, one row each: shape [replicas, size]."""
+        """The vectors of all replicas, one row each: shape [replicas, size]. A collective."""
         own = tf.one_hot(tf.cast(self.backend.replica(), tf.int32), self.backend.replicas, dtype=row.dtype)
         return self.sum(own[:, tf.newaxis] * row[tf.newaxis, :])
 
     @property
     def counts(self) -> tf.Tensor:
-        """How many rows each replica has, int64 [replicas]; if none has any, one stand-in each. A collective.
-
-        It is worked out once. `functools.cached_property` would not do: in Python 3.11 it holds one lock for all
-        replicas, which wait for each other in the collective.
-        """
+        """How many rows each replica has: int64 [replicas]; if none has any, one stand-in each. A collective."""
+        # Not `functools.cached_property`: in Python 3.11 it holds one lock for all replicas, which wait for each other
+        # in the collective.
         if self._counts is None:
             counts = self.table(tf.cast(self.count, tf.int64)[tf.newaxis])[:, 0]
             self._counts = tf.where(tf.reduce_sum(counts) == 0, tf.ones_like(counts), counts)
         return self._counts
 
     def first(self) -> tf.Tensor:
-        """The index of this replica's first row in the gathered batch: int64."""
+        """The index of this replica's first row in the gathered batch: int64 []. A collective."""
         counts = self.counts
         before = tf.reduce_sum(counts[: tf.cast(self.backend.replica(), tf.int32)])
-        return tf.minimum(before, tf.reduce_sum(counts) - 1)  # a stand-in's index must lie within the batch, too
+        # Behind the last row stands only a stand-in, which counts for nothing; its index must be valid all the same.
+        return tf.minimum(before, tf.reduce_sum(counts) - 1)
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The rows of all replicas, in order."""
+        """The rows of all replicas, in order. A collective."""
         counts = self.counts
         rank = tf.cast(self.backend.replica(), tf.int32)
         own = counts[rank]
@@ -179,9 +179,9 @@ class Replica:
             count(tensor), count(self.batch), "loop.all_gather(x): x must have shape [n, ...]"
         )
         with tf.control_dependencies([fits]):
-            tensor = tensor[:own]  # without a stand-in
-        # With zeros around each replica's rows, a sum is a concatenation: backends need no other collective. Its shape
-        # is the same at every step, as TensorFlow's collectives between workers require.
+            tensor = tensor[:own]  # without the stand-in, if it is one
+        # With zeros around each replica's rows, a sum is a concatenation: backends need no other collective. The sum
+        # has the same shape in every step, as TensorFlow's collectives between workers require.
         after = self._room - before - own
         padding = tf.concat([[[before, after]], tf.zeros([tensor.shape.rank - 1, 2], tf.int64)], 0)
         padded = tf.ensure_shape(tf.pad(tensor, padding), [self._room, *tensor.shape[1:]])
@@ -208,7 +208,7 @@ def within(replica: Replica) -> Iterator[Replica]:
 
 
 @tf.autograph.experimental.do_not_convert
-def all_gather(x: Any) -> tf.Tensor:
+def all_gather(x: tf.types.experimental.TensorLike) -> tf.Tensor:
     """The rows of the whole global batch, for a loss that looks at all examples at once; to be used in `compute`.
 
     Differentiable: a gradient with respect to what it returns reaches the replica that a row came from, as if one
@@ -240,7 +240,7 @@ def all_gather(x: Any) -> tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def sum_over_batch(x: tf.Tensor) -> tf.Tensor:
-    """The sum over the rows of the whole global batch, of shape x.shape[1:]; not differentiated."""
+    """The sum over the rows of the whole global batch: shape x.shape[1:]. No gradient flows through it."""
     replica = current()
     own = tf.reduce_sum(tf.stop_gradient(x), 0)
     if replica is None or replica.backend.replicas == 1:
@@ -293,14 +293,14 @@ def example_seed(salt: int = 0) -> tf.Tensor:
             raise UsageError("loop.example_seed() belongs into compute(): elsewhere there are no examples")
         return tf.zeros([tried, 2], tf.int64)
     index = replica.index
-    # The pairs need only be different: TensorFlow scrambles them.
+    # It suffices that no two pairs are equal: TensorFlow scrambles them.
     epoch = tf.fill(tf.shape(index), (replica.seed << 32) + replica.rows.epoch)
     return tf.stack([epoch, index * (1 << 16) + salt], 1)
 
 
 @contextlib.contextmanager
 def probing(examples: int) -> Iterator[None]:
-    """Within it, `compute` is tried on so many examples, outside of any step."""
+    """A context in which `compute` is tried on so many examples, outside of any step."""
     _here.tried = examples
     try:
         yield

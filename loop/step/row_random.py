@@ -1,67 +1,79 @@
 """Random numbers that don't depend on the number of replicas: each replica draws those of its own rows.
 
-TensorFlow's stateless operations read a stream of numbers (Philox, which is counter-based) from its beginning: each
-replica would draw the same numbers, and make the same dropout mask. Here a replica whose rows start at row k of the
-batch starts k rows later in the stream. So together the replicas draw what one replica alone would draw.
+TensorFlow's stateless operations read a stream of numbers from its beginning. (It is that of Philox, a generator based
+on a counter, which can start anywhere.) Each replica would draw the same numbers, and make the same dropout mask. Here
+a replica whose rows start at row k of the batch starts k rows later in the stream. So together the replicas draw what
+one replica alone would draw.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from loop.model.variables import layers
 from loop.step.replica import current
+from loop.task import Model
+
+Shape: TypeAlias = tf.Tensor | tf.TensorShape | Sequence[int | tf.Tensor]
+Seed: TypeAlias = tf.Tensor | Sequence[int]
+"""Two integers."""
+Number: TypeAlias = tf.Tensor | float
+Draw: TypeAlias = Callable[..., tf.Tensor]
+"""A function of TensorFlow that draws random numbers, or one with the same arguments."""
 
 _PHILOX = 1
+"""The number of the algorithm in TensorFlow."""
 
 
 def by_row() -> None:
     """Lets `tf.random.stateless_uniform`, `stateless_normal` and stateless dropout draw by row within `compute`.
 
-    Keras's layers draw with them. Elsewhere they don't change, nor for a shape that is known while tracing: the size of
-    the batch isn't known then, so a shape of unknown size is taken to have the batch as its first axis. If the model
-    takes batches of one size alone, a first axis of that size is taken for the batch, too.
+    Keras's layers draw with these functions. Outside of `compute` they don't change, nor does a draw whose shape is
+    known while tracing. The number of rows isn't known then, so a shape that isn't known is taken to have the batch as
+    its first axis. If the model takes batches of one size alone, a first axis of that size is taken for the batch, too.
     """
-    for space in (tf, tf.compat.v2):  # Keras 3 uses the first module, tf_keras the second
-        if not hasattr(space.random.stateless_uniform, "by_row"):
-            space.random.stateless_uniform = _by_row(space.random.stateless_uniform, uniform)
-            space.random.stateless_normal = _by_row(space.random.stateless_normal, normal)
-            space.nn.experimental.stateless_dropout = _dropout(space.nn.experimental.stateless_dropout)
+    for module in (tf, tf.compat.v2):  # Keras 3 uses the first one, tf_keras the second one
+        if not hasattr(module.random.stateless_uniform, "by_row"):
+            module.random.stateless_uniform = _by_row(module.random.stateless_uniform, uniform)
+            module.random.stateless_normal = _by_row(module.random.stateless_normal, normal)
+            module.nn.experimental.stateless_dropout = _dropout(module.nn.experimental.stateless_dropout)
 
 
-def reseed(model: Any) -> None:
-    """Gives the random layers of a `tf_keras` model seeds of the run within `compute`: see `Replica.seed_of_draw`.
-
-    Their own seeds come from generators that aren't in checkpoints, and of which each replica has its own.
-    """
+def reseed(model: Model) -> None:
+    """Gives the random layers of a `tf_keras` model seeds of the run within `compute`: see `Replica.seed_of_draw`."""
+    # Their own seeds come from generators that aren't in checkpoints, and that differ between replicas.
     for layer in layers(model):
         generator: Any = getattr(layer, "_random_generator", None)
         if hasattr(generator, "make_seed_for_stateless_op"):
             for name in ("dropout", "random_normal", "random_uniform", "truncated_normal"):
-                setattr(generator, name, functools.partial(_with_our_seed, generator, name))
+                setattr(generator, name, functools.partial(_with_seed_of_run, generator, name))
 
 
-def _with_our_seed(generator: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+def _with_seed_of_run(generator: Any, name: str, *args: Any, **kwargs: Any) -> tf.Tensor:
+    """Draws with a generator of tf_keras, but with a seed of the run."""
     draw = getattr(type(generator), name)
     replica = current()
     if replica is None:
         return draw(generator, *args, **kwargs)
-    kind = generator._rng_type
+    own_type = generator._rng_type
     generator._rng_type = generator.RNG_STATELESS
     generator.make_seed_for_stateless_op = replica.seed_of_draw
     try:
         return draw(generator, *args, **kwargs)
     finally:
-        generator._rng_type = kind
+        generator._rng_type = own_type
         del generator.make_seed_for_stateless_op
 
 
-def _by_row(original: Any, draw: Any) -> Any:
+def _by_row(original: Draw, draw: Draw) -> Draw:
+    """A function that calls `draw` where numbers are to be drawn by row, and `original` elsewhere."""
+
     @functools.wraps(original)
-    def function(shape: Any, seed: Any, *args: Any, **kwargs: Any) -> Any:
+    def function(shape: Shape, seed: Seed, *args: Any, **kwargs: Any) -> tf.Tensor:
         replica = current()
         known = tf.get_static_value(tf.convert_to_tensor(shape, tf.int32))
         if replica is None or (known is not None and not (known.size and known[0] == replica.fixed_rows)):
@@ -73,12 +85,19 @@ def _by_row(original: Any, draw: Any) -> Any:
     return function
 
 
-def _dropout(original: Any) -> Any:
+def _dropout(original: Draw) -> Draw:
+    """Stateless dropout that draws by `tf.random.stateless_uniform`, and so by row within `compute`."""
+
     @functools.wraps(original)
     def function(
-        x: Any, rate: Any, seed: Any, rng_alg: Any = "auto_select", noise_shape: Any = None, name: Any = None
-    ) -> Any:
-        def sampler(shape: Any, dtype: Any) -> tf.Tensor:
+        x: tf.Tensor,
+        rate: Number,
+        seed: Seed,
+        rng_alg: str = "auto_select",
+        noise_shape: Shape | None = None,
+        name: str | None = None,
+    ) -> tf.Tensor:
+        def sampler(shape: Shape, dtype: tf.DType) -> tf.Tensor:
             return tf.random.stateless_uniform(shape, seed, dtype=dtype)
 
         if current() is None:
@@ -89,7 +108,13 @@ def _dropout(original: Any) -> Any:
 
 
 def uniform(
-    shape: Any, seed: Any, minval: Any = 0, maxval: Any = None, dtype: Any = tf.float32, name: Any = None, alg: Any = ""
+    shape: Shape,
+    seed: Seed,
+    minval: Number = 0,
+    maxval: Number | None = None,
+    dtype: tf.DType = tf.float32,
+    name: str | None = None,
+    alg: str = "",
 ) -> tf.Tensor:
     """`tf.random.stateless_uniform` by row; see `by_row`."""
     dtype = tf.as_dtype(dtype)
@@ -105,7 +130,13 @@ def uniform(
 
 
 def normal(
-    shape: Any, seed: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = tf.float32, name: Any = None, alg: Any = ""
+    shape: Shape,
+    seed: Seed,
+    mean: Number = 0.0,
+    stddev: Number = 1.0,
+    dtype: tf.DType = tf.float32,
+    name: str | None = None,
+    alg: str = "",
 ) -> tf.Tensor:
     """`tf.random.stateless_normal` by row; see `by_row`."""
     dtype = tf.as_dtype(dtype)
@@ -113,18 +144,28 @@ def normal(
     return drawn * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
 
 
-def _draw(operation: Any, shape: Any, seed: Any, bytes_each: int, **arguments: Any) -> tf.Tensor:
-    """The replica's share of one draw: its rows are a part of the stream, since the batch is the outermost axis."""
+def _draw(operation: Draw, shape: Shape, seed: Seed, bytes_each: int, **arguments: Any) -> tf.Tensor:
+    """The replica's share of one draw.
+
+    The batch is the outermost axis, so the numbers of the replica's rows stand side by side in the stream.
+
+    Args:
+        operation: draws from a stream.
+        shape: the shape of the replica's share; the first axis is its rows.
+        seed: the seed of the stream.
+        bytes_each: the size of a number, in bytes.
+        **arguments: further arguments of the operation.
+    """
     replica = current()
     assert replica is not None
     shape = tf.cast(shape, tf.int64)
     size = tf.reduce_prod(shape)
     rows = tf.shape(tf.nest.flatten(replica.batch)[0], out_type=tf.int64)[0]
     first = size // tf.maximum(rows, 1) * replica.rows.first
-    per_state = 2 if bytes_each == 8 else 4  # how many numbers a state of the counter gives
+    per_state = 2 if bytes_each == 8 else 4  # the count of numbers that one state of the counter gives
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     counter += tf.cast(tf.stack([first // per_state, 0]), tf.uint64)
-    # The first number may lie within a state: those before it are drawn, too, and dropped.
+    # The first number may lie within a state. The numbers before it are drawn, too, and dropped.
     ahead = first % per_state
     drawn = operation(shape=[size + ahead], key=key, counter=counter, alg=_PHILOX, **arguments)
     return tf.reshape(drawn[ahead:], shape)

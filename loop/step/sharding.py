@@ -14,7 +14,10 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.errors import UsageError
-from loop.model.variables import as_tf, variable_names
+from loop.model.variables import Variable, as_tf, variable_names
+from loop.options import Options
+from loop.step.gradients import Gradient
+from loop.task import Optimizer
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
 """The optimizers of both Keras families that compute each element of a variable from that element's numbers alone."""
@@ -28,10 +31,10 @@ class Slicing:
         replicas: the number of replicas.
 
     Attributes:
-        shape: of the variable.
-        dtype: of the variable.
-        size: its number of elements.
-        length: that of each slice.
+        shape: the shape of the variable.
+        dtype: the type of the variable.
+        size: the number of elements of the variable.
+        length: the number of elements of each slice.
     """
 
     def __init__(self, variable: tf.Variable, replicas: int) -> None:
@@ -45,11 +48,11 @@ class Slicing:
         # For each replica: where its slice begins, how many elements it has, and the zeros before and after them.
         self._places = np.stack([begins, counts, np.zeros_like(begins), self.length - counts], axis=1)
 
-    def cut(self, tensor: Any, replica: Any) -> Any:
-        """While tracing: the slice of a replica, of shape [length]. Of a sparse gradient, the elements in its rows."""
+    def cut(self, tensor: Gradient, replica: tf.Tensor) -> Gradient:
+        """While tracing: the slice of a replica, shape [length]. Of a sparse gradient, the elements in the slice."""
         if isinstance(tensor, tf.IndexedSlices):
             return self._cut_rows(tensor, tf.cast(replica, tf.int64) * self.length)
-        # A model has hundreds of variables: each operation here takes host memory in each compiled step.
+        # As few operations as possible: a model has hundreds of variables, and each operation takes host memory.
         if self._is_even:
             return tf.gather(tf.reshape(tensor, [len(self._places), self.length]), replica)
         begin, count, zeros = tf.split(tf.gather(self._places, replica), [1, 1, 2])
@@ -57,33 +60,36 @@ class Slicing:
         return tf.ensure_shape(tf.pad(own, zeros[None]), [self.length])
 
     def _cut_rows(self, gradient: tf.IndexedSlices, begin: tf.Tensor) -> tf.IndexedSlices:
-        # Rows that come twice stay apart, since an optimizer may square each of them: see `lookups`.
+        """The elements of a sparse gradient that are in the slice which begins at `begin`, each with its position."""
+        # A row that was looked up twice stays twice, since an optimizer may square each entry: see `lookups`.
         width = self.size // self.shape[0]
-        places = gradient.indices[:, None] * width + tf.range(width, dtype=tf.int64)
-        places = tf.reshape(places, [-1]) - begin
-        owned = (places >= 0) & (places < self.length)
-        values = tf.boolean_mask(tf.reshape(gradient.values, [-1]), owned)
-        return tf.IndexedSlices(values, tf.boolean_mask(places, owned), tf.constant([self.length], tf.int64))
+        positions = gradient.indices[:, None] * width + tf.range(width, dtype=tf.int64)
+        positions = tf.reshape(positions, [-1]) - begin
+        is_own = (positions >= 0) & (positions < self.length)
+        values = tf.boolean_mask(tf.reshape(gradient.values, [-1]), is_own)
+        return tf.IndexedSlices(values, tf.boolean_mask(positions, is_own), tf.constant([self.length], tf.int64))
 
-    def joined(self, slices: Any) -> Any:
-        """The variable's value, of the slices of all replicas in order: a tensor, or an array, [replicas, length]."""
-        if isinstance(slices, np.ndarray):
-            return slices.reshape(-1)[: self.size].reshape(self.shape.as_list())
+    def joined(self, slices: tf.Tensor) -> tf.Tensor:
+        """While tracing: the value of the variable, from the slices of all replicas: shape [replicas, length]."""
         flat = tf.reshape(slices, [-1])
         return tf.reshape(flat if self._is_even else flat[: self.size], self.shape)
 
+    def joined_on_host(self, slices: np.ndarray) -> np.ndarray:
+        """The value of the variable, from the slices of all replicas: shape [replicas, length]."""
+        return slices.reshape(-1)[: self.size].reshape(self.shape.as_list())
+
     def cut_on_host(self, array: np.ndarray, replica: int) -> np.ndarray:
-        """The slice of a replica."""
+        """The slice of a replica, shape [length], from the value of the variable."""
         own = array.reshape(-1)[replica * self.length : (replica + 1) * self.length]
         return np.pad(own, (0, self.length - len(own)))
 
 
 class SlicedVariable:
-    """A variable of which each replica holds a slice, as a whole: it has the shape that it has in a checkpoint.
+    """A variable of which each replica holds a slice, seen as a whole: in the shape that it has in a checkpoint.
 
     Args:
-        variable: this worker's slices.
-        slicing: how it is cut.
+        variable: the slices of this worker's replicas.
+        slicing: how the whole is cut.
     """
 
     def __init__(self, variable: tf.Variable, slicing: Slicing) -> None:
@@ -94,21 +100,20 @@ class SlicedVariable:
 
     def gathered(self, backend: Backend) -> np.ndarray:
         """The whole value. All workers must call it."""
-        whole: np.ndarray = self._slicing.joined(backend.gather_values(self.variable))
-        return whole
+        return self._slicing.joined_on_host(backend.gather_values(self.variable))
 
     def own(self, backend: Backend) -> tf.Tensor | np.ndarray:
-        """The slices of this worker's replicas, one behind the other, which later steps don't change."""
+        """The slices of this worker's replicas, one after the other, as a copy that later steps don't change."""
         if backend.local_replicas == 1:
             return backend.snapshot(self.variable)
         return np.concatenate(backend.local_values(self.variable))
 
     def scatter(self, backend: Backend, value: np.ndarray | None) -> None:
-        """Gives each replica its slice of the chief's value. All workers must call it; others than the chief give None.
+        """Gives each replica its slice of the chief's value. All workers must call it.
 
         Args:
             backend: the backend.
-            value: the whole value, on the chief.
+            value: the whole value on the chief; None on the other workers.
         """
         value = backend.broadcast_value(value, self.shape, self.dtype)
         first = backend.rank * backend.local_replicas
@@ -124,16 +129,16 @@ class Shards:
         backend: the backend.
     """
 
-    def __init__(self, variables: Sequence[Any], backend: Backend) -> None:
+    def __init__(self, variables: Sequence[Variable], backend: Backend) -> None:
         self._backend = backend
         self._variables = list(variables)
         self._weights = as_tf(variables)
-        self._owners: dict[int, int] = {}
+        self._owners: dict[int, int] = {}  # by the id of a sliced slot, the index of its variable
         self.slicings = [Slicing(weight, backend.replicas) for weight in self._weights]
         self.parts: list[tf.Variable] = []
         for variable, slicing in zip(variables, self.slicings, strict=True):
             part = self.new_part(slicing, as_tf([variable])[0].name.split(":")[0])
-            # Keras names slots after it.
+            # Keras names slots after it, and checkpoints know slots by their names.
             part.path = getattr(variable, "path", None) or part.name
             self.parts.append(part)
 
@@ -142,19 +147,19 @@ class Shards:
         with self._backend.scope():
             return tf.Variable(tf.zeros([slicing.length], slicing.dtype), trainable=False, name=name)
 
-    def build(self, optimizer: Any, indices: Sequence[int]) -> None:
+    def build(self, optimizer: Optimizer, indices: Sequence[int]) -> None:
         """Builds an optimizer on the parts of the variables at `indices`, and notes which slots are slices."""
         original = optimizer.add_variable_from_reference
         by_part = {id(self.parts[index]): index for index in indices}
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        def add_and_note(*args: Any, **kwargs: Any) -> Variable:
             slot = original(*args, **kwargs)
-            # The first parameter, which tf_keras names `model_variable`, and Keras 3 `reference_variable`.
+            # tf_keras calls the first parameter `model_variable`, Keras 3 calls it `reference_variable`.
             reference = args[0] if args else kwargs.get("model_variable", kwargs.get("reference_variable"))
             self._owners[id(as_tf([slot])[0])] = by_part[id(reference)]
             return slot
 
-        optimizer.add_variable_from_reference = noting
+        optimizer.add_variable_from_reference = add_and_note
         try:
             optimizer.build([self.parts[index] for index in indices])
         finally:
@@ -169,19 +174,24 @@ class Shards:
 
         tf.function(lambda: self._backend.run(in_replica), autograph=False)()
 
-    def whole(self, variable: Any) -> Any:
+    def whole(self, variable: tf.Variable) -> tf.Variable | SlicedVariable:
         """A slot as it is in a checkpoint: whole, if it is sliced."""
         index = self._owners.get(id(variable))
         return variable if index is None else SlicedVariable(variable, self.slicings[index])
 
-    def is_sliced(self, variable: Any) -> bool:
+    def is_sliced(self, variable: tf.Variable) -> bool:
         """Whether each replica has a slice of its own of this slot."""
         return id(variable) in self._owners
 
     # Within `run`, while a step is traced
 
-    def apply(self, optimizer: Any, gradients: Mapping[int, Any]) -> None:
-        """One optimizer step with the reduced gradients of whole variables, by index. Each replica makes its part."""
+    def apply(self, optimizer: Optimizer, gradients: Mapping[int, Gradient]) -> None:
+        """Makes an optimizer's step: each replica for its slices.
+
+        Args:
+            optimizer: the optimizer.
+            gradients: the reduced gradients of whole variables, by the variable's index.
+        """
         backend = self._backend
         replica = backend.replica()
         own_gradients = []
@@ -195,51 +205,54 @@ class Shards:
         for part in parts:
             _empty(part)
         self.assign(list(gradients), slices)
-        # A constraint looks at the whole weight, such as at the norm of a column.
+        # Only now: a constraint needs the whole weight, such as for the norm of a column.
         for index in gradients:
             variable = self._variables[index]
             if variable.constraint is not None:
                 backend.assign([self._weights[index]], [variable.constraint(variable)])
 
     def assign(self, indices: Sequence[int], slices: Sequence[tf.Tensor]) -> None:
-        """Gives the weights at `indices` the values of which each replica has a slice."""
+        """Gives the weights at `indices` new values, of which each replica has a slice. A collective."""
         gathered = self._backend.all_gather(slices)
-        values = [self.slicings[index].joined(each) for index, each in zip(indices, gathered, strict=True)]
+        values = []
+        for index, all_slices in zip(indices, gathered, strict=True):
+            values.append(self.slicings[index].joined(all_slices))
         self._backend.assign([self._weights[index] for index in indices], values)
 
     def own(self, index: int) -> tf.Tensor:
         """The slice of a weight that this replica owns."""
-        own: tf.Tensor = self.slicings[index].cut(self._weights[index], self._backend.replica())
-        return own
+        return self.slicings[index].cut(self._weights[index], self._backend.replica())
 
 
 def _set(part: tf.Variable, value: tf.Tensor) -> None:
     """Gives a part a value, within `run`."""
-    # Not `part.assign`, which would compare the shape with that of the value before: none.
+    # Not `part.assign`, which would compare the shape with that of the old value: an empty part has no elements.
     tf.raw_ops.AssignVariableOp(resource=part.handle, value=value)
 
 
 def _empty(part: tf.Variable) -> None:
-    """Frees the memory of a part, within `run`. It keeps its static shape, which optimizers take from it."""
-    # To the graph, the shape of the value is unknown: else it would refuse another shape than that of the variable.
+    """Frees the memory of a part, within `run`. The part keeps its static shape, which optimizers read."""
+    # The placeholder hides the shape of the value from the graph, which would refuse a shape other than the variable's.
     _set(part, tf.raw_ops.PlaceholderWithDefault(input=tf.zeros([0], part.dtype), shape=tf.TensorShape(None)))
 
 
-def is_on(options: Mapping[str, Any], backend: Backend) -> bool:
-    """Whether the optimizer's state is sharded: a single replica owns all of it anyway."""
+def is_on(options: Options, backend: Backend) -> bool:
+    """Whether the optimizer's state is sharded. A single replica owns all of it anyway."""
     return bool(options["shard_optimizer"]) and backend.replicas > 1
 
 
-def check(backend: Backend, optimizers: Mapping[str, tuple[Any, Any]], variables: Sequence[Any]) -> None:
+def check(
+    backend: Backend, optimizers: Mapping[str, tuple[Optimizer, list[int]]], variables: Sequence[Variable]
+) -> None:
     """Refuses a backend or an optimizer whose state can't be sharded.
 
     Args:
         backend: the backend.
-        optimizers: each optimizer, and the indices of its variables, by name.
+        optimizers: by name, each optimizer, and the indices of its variables.
         variables: the trainable variables.
 
     Raises:
-        UsageError: which, why, and what to do instead.
+        UsageError: the backend or the optimizer, the reason, and what to do instead.
     """
     if reason := backend.no_sharding():
         raise UsageError(f"shard_optimizer=True with backend={backend.name!r}: {reason}")
@@ -254,7 +267,7 @@ def check(backend: Backend, optimizers: Mapping[str, tuple[Any, Any]], variables
             )
 
 
-def _not_elementwise(optimizer: Any) -> str:
+def _not_elementwise(optimizer: Optimizer) -> str:
     """Why an optimizer can't update slices of variables, and what to do instead; "" if it can."""
     for name, instead in (("clipnorm", ""), ("global_clipnorm", "clip_norm=... (--clip-norm)")):
         if getattr(optimizer, name, None):

@@ -1,39 +1,42 @@
 """The mathematics of one step, while it is traced.
 
-Per replica, S = sum(loss * weight) and W = sum(weight). The gradients of S + W * sum(model.losses), and S, W and the
-sums of every other value, travel in one fused all-reduce(SUM). Then: divide by the global W, check finiteness, clip,
-apply; once, on reduced values. A replica without data contributes zeros. The result depends on the number of replicas
-only by the order in which floats are added.
+In each replica, S = sum(loss * weight) and W = sum(weight). The gradients of S + W * sum(model.losses), S, W and the
+sums of all other values travel in one fused all-reduce(SUM). What follows is done once, on the reduced values: check
+that all is finite, divide by the global W, clip, apply. A replica without data contributes zeros. So the result depends
+on the number of replicas only by the order in which floats are added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
+from loop.backends.base import PerReplica
+from loop.data import Feed
 from loop.errors import UsageError
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, PhaseMarker
 from loop.step import communication, lookups, totals
 from loop.step.context import StepContext
 from loop.step.forward import ForwardPass
-from loop.step.gradients import are_finite, clipped, content, divided, weight_or_one
+from loop.step.gradients import Gradient, are_finite, clipped, content, divided, weight_or_one
 from loop.step.totals import EXAMPLES, SUMS, WEIGHT
 from loop.step.tracing import as_written
+from loop.task import Batch, Values
 
 
 class LoopState(NamedTuple):
     """The state of the loop over the steps of a compiled call.
 
     Attributes:
-        step: the step after the last one, within the epoch; int64. The last one counts also if it changed nothing.
-        going: whether there is no reason to end the call.
-        ended: whether the last step found the data at its end.
-        before: the totals before the last step, without states; float64.
-        totals: the totals, without states.
-        states: of metrics, in each replica; float64.
-        finite: which numbers were finite in the last step; see `StepContext.checked`.
+        step: the step after the last one, within the epoch; int64 []. The last one counts even if it changed nothing.
+        going: whether the call goes on; bool [].
+        ended: whether the last step found the data at its end; bool [].
+        before: the totals before the last step, without states; float64 [n].
+        totals: the totals, without states; float64 [n].
+        states: the states of metrics in each replica; float64 [m].
+        finite: which numbers were finite in the last step; bool, in the order of `StepContext.checked`.
     """
 
     step: tf.Tensor
@@ -41,14 +44,12 @@ class LoopState(NamedTuple):
     ended: tf.Tensor
     before: tf.Tensor
     totals: tf.Tensor
-    states: Any
+    states: PerReplica
     finite: tf.Tensor
 
 
 class StepTrace:
-    """One step while it is traced: the argument `step` of `TrainTask.train_step`.
-
-    It is made anew for each trace, in the graph of the loop's body.
+    """One step while it is traced: the argument `step` of `TrainTask.train_step`; made anew for each trace.
 
     Args:
         context: what all traces share.
@@ -60,42 +61,40 @@ class StepTrace:
 
     in_block: ClassVar[bool] = False
 
-    def __init__(self, context: StepContext, feed: Any, state: LoopState, counted: bool) -> None:
+    def __init__(self, context: StepContext, feed: Feed, state: LoopState, counted: bool) -> None:
         self._context = context
         self._marker = context.marker
         self._feed = feed
         self._state = state
         self._counted = counted
-        self._model_state: Any = []
+        # Read before the forward pass changes these variables: a bad step gives them back their old values.
+        self._model_state: PerReplica = []
         if context.state:
-            self._model_state = context.backend.run(
-                lambda: [tf.convert_to_tensor(variable) for variable in context.state]
-            )
+            self._model_state = context.backend.run(lambda: list(map(tf.convert_to_tensor, context.state)))
         self._graph = tf.compat.v1.get_default_graph()
         self._by_lookup = dict(context.plan.lookups)
         self._minimizes = 0
         self._sums: dict[str, tf.Tensor] = {}
-        self._states: dict[str, Any] = {}
+        self._states: dict[str, PerReplica] = {}
         self._finite: dict[str, tf.Tensor] = {}
 
     def make(self) -> LoopState:
-        """Traces the step; the state of the loop after it."""
+        """Traces the step; returns the state of the loop after it."""
         as_written(self._context.task.train_step)(self._context.built.model, self)
         return self._finish()
 
     @tf.autograph.experimental.do_not_convert
-    def minimize(self, values: Callable[[Any], dict[str, Any]], optimizer: str = "") -> dict[str, tf.Tensor]:
+    def minimize(self, values: Callable[[Batch], Values], optimizer: str = "") -> dict[str, tf.Tensor]:
         """One optimizer step, from the values of the global batch; to be called in `TrainTask.train_step`.
 
         Args:
             values: a function of a batch, which returns what `compute` would.
-            optimizer: the name of the optimizer that makes the step, of several; "": all make it, each for its
-                variables.
+            optimizer: the name of one of several optimizers, which makes the step alone; "": all of them make it, each
+                for its variables.
 
         Returns:
-            The values' means over the global batch, by name: scalar tensors.
+            The means of the values over the global batch, by name: scalar tensors.
         """
-        plan = self._context.plan
         backend = self._context.backend
         self._check_graph()
         forward = ForwardPass(
@@ -103,23 +102,14 @@ class StepTrace:
         )
         self._minimizes += 1
 
-        def reduced_to_clipped(gradients: list[Any], sums: tf.Tensor) -> tuple[list[Any], tf.Tensor, Any]:
-            gradients, sums = self._reduced(forward, gradients, sums)
-            # Checked before it is divided: with a weight of 0, the quotient wouldn't show that the sum is infinite.
-            checked = self._checked(forward, optimizer, gradients, sums[SUMS], sums[WEIGHT])
-            if plan.divides_gradients:
-                gradients = self._divided(gradients, sums)
-            gradients = clipped(gradients, plan.clip_norm, plan.clip_value, by_lookup=bool(self._by_lookup))
-            if self._context.observer is not None:
-                self._context.observer.gradients(dict(zip(forward.connected, gradients, strict=True)))
-            return gradients, sums, checked
-
-        # Forward and backward pass: each replica, by itself.
+        # Forward and backward pass: each replica by itself.
         gradients, sums, states = forward.sums()
 
-        # Reduce, check, divide, clip: each replica, with the same numbers.
+        # Reduce, check, divide, clip: each replica computes the same numbers.
         self._marker.at(ALL_REDUCE, backend.first(gradients))
-        gradients, sums, checked = backend.run(reduced_to_clipped, gradients, sums)
+        gradients, sums, checked = backend.run(
+            lambda gradients, sums: self._reduced_to_clipped(forward, optimizer, gradients, sums), gradients, sums
+        )
         sums = backend.first(sums)
         applies, finite = backend.first(checked)
         self._marker.at(COMPUTE, sums)
@@ -144,29 +134,48 @@ class StepTrace:
 
     # In each replica
 
-    def _reduced(self, forward: ForwardPass, gradients: list[Any], sums: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
-        """The gradients of the global batch, and its sums."""
+    def _reduced_to_clipped(
+        self, forward: ForwardPass, optimizer: str, gradients: list[Gradient], sums: tf.Tensor
+    ) -> tuple[list[Gradient], tf.Tensor, tuple[tf.Tensor, tf.Tensor]]:
+        """The gradients as the optimizer gets them, the sums of the global batch, and the result of `_checked`."""
+        context = self._context
+        plan = context.plan
+        gradients, sums = self._reduced(forward, gradients, sums)
+        # Checked before it is divided: with a weight of 0, the quotient wouldn't show that the sum is infinite.
+        checked = self._checked(forward, optimizer, gradients, sums[SUMS], sums[WEIGHT])
+        if plan.divides_gradients:
+            gradients = self._divided(gradients, sums)
+        gradients = clipped(gradients, plan.clip_norm, plan.clip_value, by_lookup=bool(self._by_lookup))
+        if context.observer is not None:
+            context.observer.gradients(dict(zip(forward.connected, gradients, strict=True)))
+        return gradients, sums, checked
+
+    def _reduced(
+        self, forward: ForwardPass, gradients: list[Gradient], sums: tf.Tensor
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """The gradients and the sums of the global batch; with local steps, those of the replica's own rows."""
         plan = self._context.plan
         backend = self._context.backend
         if plan.adasum:
+            # Adasum combines the gradients of each replica's own mean, which are not to be divided any more.
             gradients = backend.adasum(self._divided(gradients, sums))
             sums = backend.all_reduce([sums])[0]
         elif plan.local_steps == 1:
             gradients, sums = self._added_up(forward, gradients, sums)
         if plan.summed_loss:
             sums = totals.weighed_by_rows(sums)
-        whole = []
+        unpacked = []
         for index, gradient in zip(forward.connected, gradients, strict=True):
             if index in self._by_lookup:
                 shape = tf.TensorShape(self._context.variables[index].shape)
-                gradient = lookups.unpacked(gradient, shape)
-                if self._by_lookup[index] == lookups.GATHERED:
-                    gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), shape)
-            whole.append(gradient)
-        return whole, sums
+                gradient = lookups.unpacked(gradient, shape, self._by_lookup[index])
+            unpacked.append(gradient)
+        return unpacked, sums
 
-    def _added_up(self, forward: ForwardPass, gradients: list[Any], sums: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
-        """Gradients and sums, added up over all replicas. Those by lookup have other sizes, and are sent separately."""
+    def _added_up(
+        self, forward: ForwardPass, gradients: list[Gradient], sums: tf.Tensor
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Gradients and sums, added up over all replicas. Gradients by lookup have other shapes: each travels alone."""
         plan = self._context.plan
         backend = self._context.backend
         by_index = dict(zip(forward.connected, gradients, strict=True))
@@ -180,7 +189,7 @@ class StepTrace:
             headroom=1 if plan.loss_scaled else plan.batch_size,
         )
         by_index |= zip(dense, sent, strict=True)
-        # In the order of variables: all workers must enter the collectives in one order.
+        # In the order of the variables: all workers must enter the collectives in one order.
         for index in forward.connected:
             if self._by_lookup.get(index) == lookups.GATHERED:
                 by_index[index] = backend.gather_rows(by_index[index])
@@ -188,8 +197,8 @@ class StepTrace:
                 by_index[index] = backend.all_reduce([by_index[index]])[0]
         return list(by_index.values()), sums
 
-    def _divided(self, gradients: list[Any], sums: tf.Tensor) -> list[Any]:
-        """Gradients without the loss scale; and, if the loss is a mean, those of the mean instead of the sum."""
+    def _divided(self, gradients: list[Gradient], sums: tf.Tensor) -> list[Gradient]:
+        """Gradients without the loss scale; if the loss is a mean, the gradients of the mean instead of the sum."""
         plan = self._context.plan
         scale = self._context.scale
         divisor = tf.ones([], plan.dtype) if plan.summed_loss else weight_or_one(sums[WEIGHT])
@@ -198,16 +207,16 @@ class StepTrace:
         return [divided(gradient, divisor) for gradient in gradients]
 
     def _checked(
-        self, forward: ForwardPass, optimizer: str, gradients: list[Any], loss: tf.Tensor, weight: tf.Tensor
+        self, forward: ForwardPass, optimizer: str, gradients: list[Gradient], loss: tf.Tensor, weight: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether the step is to be applied; and whether the loss and each gradient are finite."""
+        """Whether the gradients may be applied: bool []; and whether the loss and each of them are finite: bool [n]."""
         by_index = dict(zip(forward.connected, gradients, strict=True))
         finite = are_finite(loss, by_index, self._context.trained_by(optimizer))
         # A batch whose weights sum to zero has no mean: the step changes nothing.
         return tf.reduce_all(finite) & (weight != 0.0), finite
 
-    def _apply(self, forward: ForwardPass, optimizer: str, gradients: list[Any]) -> None:
-        """The optimizers' step, and that of the moving averages."""
+    def _apply(self, forward: ForwardPass, optimizer: str, gradients: list[Gradient]) -> None:
+        """Applies the gradients to the optimizers' variables, and updates the moving averages."""
         context = self._context
         by_index = dict(zip(forward.connected, gradients, strict=True))
         for name, (instance, indices) in context.built.optimizers.items():
@@ -228,7 +237,7 @@ class StepTrace:
     # In cross-replica context
 
     def _still_applies(self, applies: tf.Tensor) -> tf.Tensor:
-        """Whether a `minimize` is applied: not after one in this step, or a step in this call, that was bad."""
+        """Whether a `minimize` is applied: not after a bad `minimize` of this step, or a bad step of this call."""
         plan = self._context.plan
         if plan.stops_at_bad_step and not plan.loss_scaled:
             for earlier in self._finite.values():
@@ -237,11 +246,13 @@ class StepTrace:
             applies &= self._state.going
         return applies
 
-    def _counted_in(self, optimizer: str, sums: tf.Tensor, states: Any, finite: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _counted_in(
+        self, optimizer: str, sums: tf.Tensor, states: PerReplica, finite: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
         """Adds the totals of a `minimize` to those of the step; returns the means of its values."""
         context = self._context
         means = totals.batch_means(sums)
-        if optimizer in self._sums:
+        if optimizer in self._sums:  # a second `minimize` with the same optimizer in this step
             finite = finite & self._finite[optimizer]
             sums = totals.with_sums_added(self._sums[optimizer], sums)
             states = context.backend.run(tf.add, states, self._states[optimizer])
@@ -249,19 +260,19 @@ class StepTrace:
         self._states[optimizer] = states
         self._finite[optimizer] = finite
         names = context.layout.minimized[optimizer].names
-        return {name: tf.cast(means[place], context.plan.dtype) for place, name in enumerate(names)}
+        return {name: tf.cast(means[index], context.plan.dtype) for index, name in enumerate(names)}
 
-    def _when(self, condition: tf.Tensor, act: Callable[[], Any], variables: list[tf.Variable]) -> None:
-        """Does what `act` does to `variables`, if the condition holds."""
+    def _when(self, condition: tf.Tensor, act: Callable[[], object], variables: list[tf.Variable]) -> None:
+        """Calls `act`, which changes `variables`, if the condition holds."""
 
-        def done() -> tf.Tensor:
+        def acted() -> tf.Tensor:
             act()
             return condition
 
-        tf.cond(condition, done, lambda: condition)
+        tf.cond(condition, acted, lambda: condition)
 
     def _finish(self) -> LoopState:
-        """Ends the trace: the state of the loop after the step."""
+        """Ends the trace; returns the state of the loop after the step."""
         context = self._context
         plan = context.plan
         layout = context.layout
@@ -271,24 +282,24 @@ class StepTrace:
         step_totals = layout.joined(self._sums)
         any_sums = self._sums[next(iter(layout.minimized))]  # each `minimize` has seen the same examples
         examples = any_sums[EXAMPLES]
-        seen = any_sums[EXAMPLES] != 0.0
+        has_examples = any_sums[EXAMPLES] != 0.0
         if self._counted:
-            seen &= before.going
+            has_examples &= before.going
 
-        going, ended = self._goes_on(finite, examples, seen)
+        going, ended = self._goes_on(finite, examples, has_examples)
         if not plan.stops_at_bad_step or plan.loss_scaled:
             step_totals = tf.where(finite, step_totals, totals.as_skipped(step_totals))
-        # A step after one that has ended the call is no good one, whatever it has computed.
+        # After a step that has ended the call, a step is never good: what it computes must come to nothing.
         good = finite & before.going if self._counted else finite
-        self._take_back_model_state(good)
+        self._restore_model_state(good)
         states = self._added_states(good)
         after = LoopState(
             before.step + 1, going, ended, before.totals, before.totals + step_totals, states, each_finite
         )
         return self._unless_over(after) if self._counted else after
 
-    def _goes_on(self, finite: tf.Tensor, examples: tf.Tensor, seen: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether the call goes on after the step; and whether the data is at its end."""
+    def _goes_on(self, finite: tf.Tensor, examples: tf.Tensor, has_examples: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether the call goes on after the step, bool []; and whether the data is at its end, bool []."""
         context = self._context
         plan = context.plan
         scale = context.scale
@@ -301,13 +312,13 @@ class StepTrace:
             going &= ~ended
         if scale is not None:
             # An overflow in float16 is no error: the step is skipped, and the next one is made with half the scale.
-            self._when(seen, lambda: context.backend.run(lambda: scale.update(finite)), scale.variables)
+            self._when(has_examples, lambda: context.backend.run(lambda: scale.update(finite)), scale.variables)
             going |= (not plan.stops_at_bad_step or ~scale.exhausted()) & ~ended
         if context.backend.asynchronous and not plan.stops_at_bad_step:
             going = tf.constant(True)  # no other worker would make the steps after a bad one in this part of a call
         return going, ended
 
-    def _take_back_model_state(self, good: tf.Tensor) -> None:
+    def _restore_model_state(self, good: tf.Tensor) -> None:
         """Undoes the changes of the forward pass if the step turns out to be bad."""
         context = self._context
         if not context.state:
@@ -319,8 +330,8 @@ class StepTrace:
 
         self._when(~good, lambda: context.backend.run(restore, self._model_state), context.state)
 
-    def _added_states(self, good: tf.Tensor) -> Any:
-        """The states of metrics after the step, in each replica."""
+    def _added_states(self, good: tf.Tensor) -> PerReplica:
+        """The states of metrics after the step, in each replica: float64 [m]."""
         layout = self._context.layout
 
         def added(states: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
@@ -342,9 +353,10 @@ class StepTrace:
 class BlockStepTrace(StepTrace):
     """A step of a block that is one XLA program.
 
-    In XLA, a check of each gradient costs as much as its update, and a branch copies its inputs and outputs. So each
-    step selects between old and new values as part of the update, and adds up the difference of each gradient with
-    itself: that is 0 if it is finite, else nan. The block checks the sums of all steps, and is undone as a whole.
+    In XLA, checking a gradient takes as long as applying it, and a branch copies its inputs and outputs. So each step
+    selects between old and new values as part of the update. It also subtracts each gradient from itself, which gives
+    0 where it is finite, else nan, and adds that up: the gradient's sign. The block checks the signs of all its steps,
+    and is undone as a whole.
 
     Args:
         context: what all traces share.
@@ -352,37 +364,37 @@ class BlockStepTrace(StepTrace):
         state: the state of the loop before the step.
 
     Attributes:
-        signs: the difference of the loss (0) and of the gradient of each variable (1 + its index) with itself.
+        signs: the sign of the loss, at 0, and of the gradient of each variable, at 1 + its index.
     """
 
     in_block = True
 
-    def __init__(self, context: StepContext, feed: Any, state: LoopState) -> None:
+    def __init__(self, context: StepContext, feed: Feed, state: LoopState) -> None:
         super().__init__(context, feed, state, counted=False)
         self._marker = PhaseMarker(noted=False, timed=False, replicas=1)  # an XLA program can't note its phases
         self.signs: dict[int, tf.Tensor] = {}
 
     def _checked(
-        self, forward: ForwardPass, optimizer: str, gradients: list[Any], loss: tf.Tensor, weight: tf.Tensor
+        self, forward: ForwardPass, optimizer: str, gradients: list[Gradient], loss: tf.Tensor, weight: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Notes the signs, for the block to check them at its end."""
+        """Adds to the signs, which the block checks at its end. For now, all counts as finite."""
         tensors = {0: loss}
         for index, gradient in zip(forward.connected, gradients, strict=True):
             tensors[1 + index] = gradient
         for index, tensor in tensors.items():
-            numbers = content(tensor)
-            sign = numbers - numbers
+            elements = content(tensor)
+            sign = elements - elements
             if isinstance(tensor, tf.IndexedSlices):
-                sign = tf.reduce_sum(sign)
+                sign = tf.reduce_sum(sign)  # each step has other rows, so their signs can't be added up by element
             self.signs[index] = self.signs[index] + sign if index in self.signs else sign
         return weight != 0.0, tf.ones([1 + len(self._context.trained_by(optimizer))], tf.bool)
 
-    def _when(self, condition: tf.Tensor, act: Callable[[], Any], variables: list[tf.Variable]) -> None:
-        """Acts in any case, and then selects between the new and the old values."""
-        before = [variable.read_value() for variable in variables]
+    def _when(self, condition: tf.Tensor, act: Callable[[], object], variables: list[tf.Variable]) -> None:
+        """Calls `act` in any case, and then selects between the new and the old values of `variables`."""
+        old_values = [variable.read_value() for variable in variables]
         act()
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(tf.where(condition, variable, value))
+        for variable, old in zip(variables, old_values, strict=True):
+            variable.assign(tf.where(condition, variable, old))
 
-    def _take_back_model_state(self, good: tf.Tensor) -> None:
+    def _restore_model_state(self, good: tf.Tensor) -> None:
         """Does nothing: the block undoes the changes."""

@@ -11,7 +11,7 @@ added up over replicas, steps and calls.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +28,9 @@ SUMS = 2
 """The index of the first sum, the weighted sum of the loss."""
 WEIGHT = SUMS + 1
 """The index of the weight of the loss."""
+
+Parts: TypeAlias = list[tuple[int, np.ndarray]]
+"""The first step of each part of a call, and the vector that this part has returned; see `Backend.call`."""
 
 GOING = 0
 """A compiled call has made all of its steps."""
@@ -61,8 +64,9 @@ class TotalsLayout:
         return tf.zeros([SUMS + values.width], dtype), tf.zeros([values.state_width], tf.float64)
 
     def joined(self, totals: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """While tracing: the totals of a step from those of each `minimize`. All have seen the same examples."""
+        """While tracing: the totals of a step from those of each `minimize`, by the optimizer's name."""
         first, *others = [totals[name] for name in self.minimized]
+        # All have seen the same examples, so only the first one's counts are taken.
         return tf.cast(joined([first, *(other[SUMS:] for other in others)]), tf.float64)
 
     def unpacked(self, totals: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -85,9 +89,9 @@ class CallResult(NamedTuple):
     """What one compiled call of training returns.
 
     Attributes:
-        made: how many steps were made.
-        ending: how it ended: `GOING`, `EPOCH_ENDED`, `NOT_FINITE` or `LAST_SKIPPED`.
-        totals: the totals of its steps.
+        made: the number of steps that were made.
+        ending: how the call ended: `GOING`, `EPOCH_ENDED`, `NOT_FINITE` or `LAST_SKIPPED`.
+        totals: the totals of the steps, with the states of metrics; float64.
     """
 
     made: int
@@ -99,7 +103,7 @@ class CallLayout:
     """The layout of the vector that a compiled call of training returns: finite | made | ending | totals | states.
 
     Args:
-        checked: what is checked to be finite in each step, by name.
+        checked: what is checked to be finite in each step, in words; see `StepContext.checked`.
     """
 
     def __init__(self, checked: Sequence[str]) -> None:
@@ -112,22 +116,27 @@ class CallLayout:
         """While tracing: the vector of a call.
 
         Args:
-            finite: which numbers were finite in the last step; see `checked`.
-            counts: how many steps were made, and how the call ended.
-            totals: the totals, without states.
-            states: of metrics.
+            finite: which of `checked` were finite in the last step; bool [n].
+            counts: how many steps were made, and how the call ended; float64 [2].
+            totals: the totals, without states; float64.
+            states: the states of metrics, summed over all replicas; float64.
         """
         return tf.concat([tf.cast(finite, tf.float64), counts, totals, states], 0)
 
-    def join(self, parts: Sequence[tuple[int, np.ndarray]], step: int) -> np.ndarray:
+    def join(self, parts: Parts, step: int) -> np.ndarray:
         """The vector of a call, from those of its parts. A part with a bad step decides how the call has ended.
 
         Args:
             parts: the first step of each part, and its vector.
             step: the first step of the call.
         """
+
+        def order(part: tuple[int, np.ndarray]) -> tuple[bool, int]:
+            start, vector = part
+            return bool(vector[self._ending] != NOT_FINITE), start
+
         # The first part with a bad step; without one, the first part.
-        start, decisive = min(parts, key=lambda part: (part[1][self._ending] != NOT_FINITE, part[0]))
+        start, decisive = min(parts, key=order)
         packed: np.ndarray = np.sum([vector for _, vector in parts], 0)
         packed[: self._made] = decisive[: self._made]
         packed[self._ending] = decisive[self._ending]
@@ -146,22 +155,22 @@ class CallLayout:
 
 
 def joined(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The concatenation of the vectors."""
+    """The concatenation of the vectors; without an operation, if there is one alone."""
     return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
 
 
 def with_sums_added(totals: tf.Tensor, again: tf.Tensor) -> tf.Tensor:
-    """The totals of a `minimize` that is called twice in a step: both calls see the same examples."""
+    """The totals of a `minimize` that is called twice in a step. Both calls see the same examples: these count once."""
     return tf.concat([totals[:SUMS], totals[SUMS:] + again[SUMS:]], 0)
 
 
 def as_skipped(totals: tf.Tensor) -> tf.Tensor:
-    """The totals of a step that is skipped: its examples, and no sums."""
+    """The totals of a step that is skipped: its examples, 1 skipped step, and sums of 0."""
     return tf.concat([totals[:SKIPPED], [1], tf.zeros_like(totals[SUMS:])], 0)
 
 
 def weighed_by_rows(totals: tf.Tensor) -> tf.Tensor:
-    """The totals of a batch with a summed loss, whose mean over batches weighs each by its rows, as Keras does."""
+    """The totals of a batch with a summed loss. The mean over batches weighs each batch by its rows, as in Keras."""
     rows = totals[EXAMPLES]
     return tf.concat([totals[:SUMS], [totals[SUMS] * rows, rows], totals[SUMS + 2 :]], 0)
 
@@ -175,7 +184,7 @@ class EvaluationLayout:
     """The layout of the totals of an evaluation, and of what one compiled call of it returns.
 
     Args:
-        values: the values of `compute`.
+        values: how the values of `compute` become sums and states.
     """
 
     def __init__(self, values: MetricSums) -> None:
@@ -183,7 +192,7 @@ class EvaluationLayout:
         self.width = SUMS + values.width + values.state_width
 
     def of_replica(self, examples: tf.Tensor, counted: tf.Tensor) -> tf.Tensor:
-        """While tracing: the totals of one batch in one replica, from its sums and states."""
+        """While tracing: the totals of one batch in one replica, from its sums and states in one vector."""
         return tf.concat([tf.cast(tf.stack([examples, 0]), tf.float64), counted], 0)
 
     def with_more(self, totals: tf.Tensor, more: tf.Tensor) -> tf.Tensor:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from loop.errors import UsageError
 
-_autograph = tf.__internal__.autograph  # Keras uses it, too: there is no public interface
+_autograph = tf.__internal__.autograph  # there is no public interface; Keras uses this one, too
 _OUTSIDE = _autograph.control_status_ctx()
 
 
@@ -22,16 +22,16 @@ def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
     converted = _autograph.tf_convert(function, _OUTSIDE)
 
     @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
+    def call(*arguments: object, **named: object) -> Any:
         try:
-            with _OUTSIDE:  # converts also within a function that isn't converted itself
+            with _OUTSIDE:  # so that it is converted although its caller isn't
                 return converted(*arguments, **named)
         except Exception as error:
-            # AutoGraph replaces an error by another one, which shows the task's lines. A `UsageError` says what to do
-            # without them.
-            raised = error.__context__
-            if isinstance(raised, UsageError) and isinstance(error, UsageError):
-                raise raised from None
+            # AutoGraph raises a copy of the error, with the lines of the task added to its text. The text of a
+            # `UsageError` is complete without them.
+            original = error.__context__
+            if isinstance(original, UsageError) and isinstance(error, UsageError):
+                raise original from None
             raise
 
     return call
@@ -48,8 +48,15 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def repeated(more: Callable[..., tf.Tensor], body: Callable[..., Any], *start: Any) -> Any:
-    """A loop of the graph: `body` from `start` on, while `more` is true.
+    """A loop of the graph: calls `body` while `more` is true.
 
-    Its rounds must not overlap: memory is there for one, and collectives must be entered in one order by all replicas.
+    Args:
+        more: a function of the loop variables, which returns a bool [].
+        body: a function of the loop variables, which returns their new values.
+        start: the first values of the loop variables.
+
+    Returns:
+        The last values of the loop variables.
     """
+    # Iterations must not overlap: memory suffices for one, and all replicas must enter collectives in one order.
     return tf.while_loop(more, body, start, parallel_iterations=1)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Backend
-from loop.data import ArraySource, Data, IndexedSource, Rows, Source, StreamSource, evaluation_sets
+from loop.backends.base import Backend, PerReplica
+from loop.data import ArraySource, Data, DataIterator, IndexedSource, Rows, Source, StreamSource, evaluation_sets
 from loop.errors import TrainingError, UsageError
 from loop.model.variables import carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
+from loop.options import Options
 from loop.step import communication, lookups, row_random
 from loop.step.batch_norm import has_own_state, share, state, statistics
 from loop.step.build import BuiltModel
@@ -35,16 +35,14 @@ from loop.step.totals import (
     SKIPPED,
     CallLayout,
     CallResult,
+    Parts,
     TotalsLayout,
 )
 from loop.step.tracing import compiled
 from loop.step.weight_average import make_averages
-from loop.task import TrainTask
+from loop.task import Model, TrainTask
 
 __all__ = ["EPOCH_ENDED", "GOING", "LAST_SKIPPED", "NOT_FINITE", "CallResult", "TrainStep", "not_finite"]
-
-Parts = list[tuple[int, np.ndarray]]
-"""The first step of each part of a call, and the vector that this part has returned; see `Backend.call`."""
 
 
 class TrainStep:
@@ -52,7 +50,7 @@ class TrainStep:
 
     Args:
         task: the task.
-        built: what it built.
+        built: the model and the optimizers of the task.
         backend: the backend.
         data: the sources, sharded.
         options: the options of `fit`.
@@ -60,7 +58,7 @@ class TrainStep:
 
     Attributes:
         traces: how often training was traced.
-        not_finite: the names of what was not finite in the last bad step.
+        not_finite: what was not finite in the last bad step, in words for messages.
         averages: the moving averages of the weights.
         scale: the loss scale, with float16.
         phase_marker: what this worker does within a compiled call.
@@ -73,7 +71,7 @@ class TrainStep:
         built: BuiltModel,
         backend: Backend,
         data: Data,
-        options: dict[str, Any],
+        options: Options,
         observer: StepObserver | None = None,
     ) -> None:
         self.built = built
@@ -97,7 +95,7 @@ class TrainStep:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The variables of the step beside those of model and optimizer; those that are the same in all replicas."""
+        """The variables of the step beside those of model and optimizer that are the same in all replicas."""
         averages = [] if self.built.shards else self.averages.variables
         return [*averages, *(self.scale.variables if self.scale else [])]
 
@@ -106,19 +104,19 @@ class TrainStep:
         """The variables of which each replica has a slice of its own: slots of optimizers, and moving averages."""
         return self.built.sliced_variables + (self.averages.variables if self.built.shards else [])
 
-    def train(self, iterator: Any, epoch: int, step: int, steps: int) -> CallResult:
+    def train(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> CallResult:
         """Makes up to `steps` training steps in one compiled call.
 
         Args:
             iterator: what `data.train.start` returned.
             epoch: the epoch, from 0.
             step: the step within the epoch, from 0.
-            steps: how many to make at most.
+            steps: how many steps to make at most.
 
         Returns:
-            How many were made; how it ended (`GOING`, `EPOCH_ENDED`; `NOT_FINITE`, `LAST_SKIPPED`: see `not_finite`);
-            and their totals, to be added up and handed to `means`: the numbers of examples and of skipped steps, the
-            sums of all values, and the states of all metrics; float64.
+            How many steps were made, how the call ended, and the totals of the steps. Totals of several calls may be
+            added up; `means` makes means of them. After `NOT_FINITE` and `LAST_SKIPPED`, `not_finite` says what wasn't
+            finite.
         """
         if self._blocks.active and self._blocks_untried:
             parts = self._try_block(iterator, epoch, step, min(steps, self._context.plan.block_steps))
@@ -130,31 +128,32 @@ class TrainStep:
             self.not_finite = self._layout.not_finite(packed)
         return result
 
-    def graph(self, iterator: Any) -> tf.Graph:
-        """The graph that `train` runs with such an iterator: traced already, once it has."""
+    def graph(self, iterator: DataIterator) -> tf.Graph:
+        """The graph that `train` runs with such an iterator. It is traced here if `train` hasn't been called yet."""
         number = tf.constant(0, tf.int64)
         return self._train.get_concrete_function(iterator, number, number, number).graph
 
     def bad_batch(self, epoch: int, step: int) -> Rows:
-        """The worker's part of the batch that wasn't finite, as NumPy arrays, after a call that it has ended.
+        """The worker's part of the batch of the bad step that ended the last call, as NumPy arrays.
 
         Args:
-            epoch: the epoch, from 0.
+            epoch: the epoch of the step, from 0.
             step: the step within the epoch, from 0.
         """
-        address = (tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
+        position = (tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
         if self._context.kept_batch is not None:
-            rows = self._context.kept_batch.rows(*address)
+            rows = self._context.kept_batch.rows(*position)
         else:
             assert isinstance(self.data.train, ArraySource)
-            rows = self.data.train.whole(*address)
+            rows = self.data.train.whole(*position)
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), rows)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
-        """The means and metrics of totals of `train`; nan where the weight is 0."""
+        """The means and metrics of totals that `train` returned; nan where the weight is 0."""
+        layout = self._context.layout
         means: dict[str, float] = {}
-        for optimizer, (sums, states) in self._context.layout.unpacked(totals).items():
-            for name, value in self._context.layout.minimized[optimizer].means(sums, states).items():
+        for optimizer, (sums, states) in layout.unpacked(totals).items():
+            for name, value in layout.minimized[optimizer].means(sums, states).items():
                 means[f"{optimizer}_{name}" if optimizer else name] = value
         if self.scale is not None:
             means["loss_scale"] = float(self.backend.local_values(self.scale.scale)[0])
@@ -163,7 +162,7 @@ class TrainStep:
         return means
 
     def metric_names(self) -> list[str]:
-        """The names that `means` will give."""
+        """The names that `means` returns."""
         return list(self.means(self._context.layout.nothing()))
 
     def average_statistics(self) -> None:
@@ -176,19 +175,19 @@ class TrainStep:
 
     def _compile(self) -> None:
         """Makes the compiled functions anew."""
-        # Our own code is traced as it stands: AutoGraph, which the task's methods need (`as_written`), would take
-        # seconds to convert it.
+        # tfloop's own code is traced as it stands, since AutoGraph would take seconds to convert it. Only the task's
+        # methods are converted: see `as_written`.
         self._train = compiled(self._train_steps)
         self._average = compiled(self._average_over_replicas)
         self._blocks.compile()
 
-    def _call(self, iterator: Any, *numbers: int) -> Parts:
-        return self._context.computing.call(lambda: self._train, iterator, *numbers, compile=self._compile)
+    def _call(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> Parts:
+        return self._context.computing.call(lambda: self._train, iterator, epoch, step, steps, self._compile)
 
-    def _try_block(self, iterator: Any, epoch: int, step: int, steps: int) -> Parts:
+    def _try_block(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> Parts:
         """Makes the steps of a block. If XLA can't compile it, warns with the reason, and uses the graph from then on.
 
-        A program that can't be compiled has changed nothing, so that the steps can be made again.
+        A program that can't be compiled has changed nothing, so the steps can be made again.
         """
         try:
             parts = self._call(iterator, epoch, step, steps)
@@ -198,13 +197,14 @@ class TrainStep:
             self._context.computing.uncompiled.add(self.data.train)
             self._compile()
             return self._call(iterator, epoch, step, steps)
-        self._blocks_untried = step >= self._blocks.whole_steps  # else there was a block among the steps
+        # Behind the last whole batch there are no blocks, so such a call has tried none.
+        self._blocks_untried = step >= self._blocks.whole_steps
         return parts
 
     # While tracing, in cross-replica context
 
-    def _train_steps(self, iterator: Any, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
-        """The steps of one call; the vector that it returns: see `CallLayout`."""
+    def _train_steps(self, iterator: DataIterator, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
+        """Makes the steps of one call; returns the vector that `CallLayout` describes."""
         self.traces += 1
         context = self._context
         backend = self.backend
@@ -229,22 +229,22 @@ class TrainStep:
         finite = tf.ones([len(self._layout.checked)], tf.bool)
         return LoopState(step, tf.constant(True), tf.constant(False), zeros, zeros, states, finite)
 
-    def _packed(self, step: tf.Tensor, after: LoopState, states: Any) -> tf.Tensor:
+    def _packed(self, step: tf.Tensor, after: LoopState, states: PerReplica) -> tf.Tensor:
         """The vector that a call returns.
 
         Args:
             step: the first step of the call.
-            after: the state of the loop after the last one.
-            states: of metrics, summed over all replicas.
+            after: the state of the loop after the last step.
+            states: the states of metrics, summed over all replicas.
         """
         stops = self._context.plan.stops_at_bad_step
         ending = tf.where(after.going, GOING, NOT_FINITE if stops else LAST_SKIPPED)
         ending = tf.where(after.ended, EPOCH_ENDED, ending)
-        # The last step counts for nothing if it found no data, or something that isn't finite.
-        unmade = after.ended | (~after.going & stops)
-        made = after.step - step - tf.cast(unmade, tf.int64)
+        # A last step that found no data, or was bad and ends the run, has not been made: it doesn't count.
+        last_unmade = after.ended | (~after.going & stops)
+        made = after.step - step - tf.cast(last_unmade, tf.int64)
         counts = tf.cast([made, tf.cast(ending, tf.int64)], tf.float64)
-        totals = tf.where(unmade, after.before, after.totals)
+        totals = tf.where(last_unmade, after.before, after.totals)
         return self._layout.pack(after.finite, counts, totals, self.backend.first(states))
 
     def _average_over_replicas(self) -> None:
@@ -257,10 +257,10 @@ def _make_context(
     built: BuiltModel,
     backend: Backend,
     data: Data,
-    options: dict[str, Any],
+    options: Options,
     observer: StepObserver | None,
 ) -> StepContext:
-    """The objects that all traces of a step share; see `TrainStep` for the arguments."""
+    """Makes the objects that all traces of a step share; see `TrainStep` for the arguments."""
     summed_loss = task.loss_reduction == "sum"
     check_plan(built, backend, data, options, summed_loss)
     plan = make_plan(built, backend, data, options, summed_loss)
@@ -270,8 +270,8 @@ def _make_context(
     with backend.scope():
         scale = LossScale(options["batch_size"]) if plan.loss_scaled else None
     averages = make_averages(trainable_variables(built.model), options["ema"], backend, built.shards)
-    # A single worker that reads arrays never waits for anything, so it needn't note what it waits for.
-    waits = backend.workers > 1 or any(_waits_for(source) for source in data.sources)
+    # A single worker that reads arrays never blocks, so it needn't note in which phase of a step it is.
+    waits = backend.workers > 1 or any(_may_block(source) for source in data.sources)
     return StepContext(
         plan=plan,
         task=task,
@@ -304,17 +304,18 @@ def _check_names(evaluations: Mapping[str, Evaluation]) -> None:
 
 
 def _prepare_model(
-    model: Any, backend: Backend, data: Data, computing: Computing, sync_batch_norm: bool, plan: StepPlan
+    model: Model, backend: Backend, data: Data, computing: Computing, sync_batch_norm: bool, plan: StepPlan
 ) -> None:
     """Has the layers of a model compute statistics and random numbers as several replicas need it."""
     share(model, sync_batch_norm and plan.local_steps == 1)
     row_random.reseed(model)
-    # State that is carried from row to row must not see a stand-in. It is for one replica, which needs none.
+    # The state of a stateful layer must not see a stand-in. Such layers are for one replica, which needs no stand-in.
     if has_own_state(model) and not carried_variables(model):
-        computing.everyone |= set(data.sources)
-    have_places = set(plan.lookups.values()) - {lookups.GATHERED}
-    if have_places and backend.replicas * plan.accumulate > 1:
-        computing.everyone.add(data.train)
+        computing.computed_by_all |= set(data.sources)
+    # With a position for each lookup, all replicas and micro-batches must send the same shape; see `lookups.packed`.
+    have_positions = set(plan.lookups.values()) - {lookups.GATHERED}
+    if have_positions and backend.replicas * plan.accumulate > 1:
+        computing.computed_by_all.add(data.train)
     if backend.replicas > 1:
         row_random.by_row()
 
@@ -325,17 +326,17 @@ def not_finite(step: int, epoch: int, names: list[str], kept: str = "") -> Train
     Args:
         step: the step, from 1.
         epoch: the epoch, from 1.
-        names: of what wasn't finite.
+        names: what wasn't finite, in words.
         kept: a note that says where the batch is kept, or "".
     """
-    what = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return TrainingError(
-        f"step {step} (epoch {epoch}): not finite (nan or inf): {what}; nothing was applied from there on. Lower the "
+        f"step {step} (epoch {epoch}): not finite (nan or inf): {listed}; nothing was applied from there on. Lower the "
         "learning rate, set clip_norm, look for bad values in the data, or skip such steps with on_nonfinite='skip'"
         + (f"; {kept}" if kept else "")
     )
 
 
-def _waits_for(source: Source) -> bool:
-    """Whether a batch of a source may have to be waited for."""
+def _may_block(source: Source) -> bool:
+    """Whether reading a batch of the source may block."""
     return isinstance(source, StreamSource | IndexedSource)

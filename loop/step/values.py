@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from loop.errors import UsageError
+
+Value: TypeAlias = Any
+"""One value of `compute`: a tensor, what becomes one, or, for a metric of `build_metrics`, a tuple of these."""
+Shapes: TypeAlias = Mapping[str, tf.TensorShape]
 
 RESERVED = ("loss", "weight", "loss_count")
 """The names of values that have a meaning of their own."""
@@ -16,10 +20,10 @@ RESERVED = ("loss", "weight", "loss_count")
 class Unweighted(NamedTuple):
     """A value of `compute` to which the weights don't apply; see `unweighted`."""
 
-    value: Any
+    value: Value
 
 
-def unweighted(value: Any) -> Any:
+def unweighted(value: Value) -> Unweighted:
     """Marks a value of `compute` to which the weights don't apply; to be used in `compute`.
 
     With class weights, this counts each true positive once:
@@ -36,22 +40,21 @@ def unweighted(value: Any) -> Any:
     return value if isinstance(value, Unweighted) else Unweighted(value)
 
 
-def content(value: Any) -> Any:
+def content(value: Value | Unweighted) -> Value:
     """A value of `compute` without its mark."""
     return value.value if isinstance(value, Unweighted) else value
 
 
-Shapes = Mapping[str, tf.TensorShape]
-
-
-def check(values: Any, n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()) -> list[str]:
+def check(
+    values: Mapping[str, Value], n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()
+) -> list[str]:
     """Checks the values that `compute` has returned for n examples; returns their names, the loss first.
 
     Args:
-        values: the values.
+        values: the values. That they are a dict is checked, too.
         n: the number of examples; None while tracing, when it isn't known.
         names: the names of the values that it has returned before, and must return again.
-        metrics: the names of values for a Keras metric: those may have any shape, or be tuples.
+        metrics: the names of values for a Keras metric. These may have any shape, or be tuples.
 
     Raises:
         UsageError: no loss, a mean instead of values, or shapes that don't fit; with the fix.
@@ -62,7 +65,7 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     _check_one_value_per_example(shapes, n)
 
-    # While tracing, sizes aren't known. They were checked before, on a few examples.
+    # While tracing, the number of rows isn't known. These shapes were checked before, on a few examples.
     if n is not None and "weight" in values:
         _check_weight(shapes, unweighted={name for name in shapes if isinstance(values[name], Unweighted)})
     if n is not None and "loss_count" in values:
@@ -79,8 +82,8 @@ def check(values: Any, n: int | None, names: Sequence[str] | None = None, metric
     return returned
 
 
-def _check_names(values: Any) -> None:
-    """Refuses an object that is no dict with a loss, and names that the loop itself uses."""
+def _check_names(values: object) -> None:
+    """Refuses an object that is no dict with a loss, a name that is taken, and a reserved value that is unweighted."""
     if not isinstance(values, dict) or "loss" not in values:
         got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss", as in {{"loss": values}}')
@@ -108,7 +111,7 @@ def _check_dtypes(tensors: Mapping[str, tf.Tensor]) -> None:
 
 
 def _check_one_value_per_example(shapes: Shapes, n: int | None) -> None:
-    """Refuses means: those of several replicas' rows don't add up to the mean of the global batch."""
+    """Refuses means: the means of several replicas' rows don't add up to the mean of the global batch."""
     for name, shape in shapes.items():
         if shape.rank == 0:
             raise UsageError(
@@ -152,7 +155,8 @@ def _check_loss_count(shapes: Shapes) -> None:
         )
 
 
-def _tensor(name: str, value: Any) -> tf.Tensor:
+def _tensor(name: str, value: Value) -> tf.Tensor:
+    """A value as a tensor."""
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError):

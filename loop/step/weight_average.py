@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from loop.backends import devices
 from loop.backends.base import Backend
-from loop.model.variables import as_tf
+from loop.model.variables import Variable, as_tf
 from loop.step.sharding import Shards
 from loop.step.tracing import compiled
 
@@ -24,27 +23,27 @@ class Averages:
         backend: the backend.
     """
 
-    def __init__(self, variables: Sequence[Any], decay: float | None, backend: Backend) -> None:
+    def __init__(self, variables: Sequence[Variable], decay: float | None, backend: Backend) -> None:
         self._weights = as_tf(variables) if decay else []
         self._decay = decay or 0.0
         self._backend = backend
         self.variables: list[tf.Variable] = []
         with backend.scope():
             for weight in self._weights:
-                # On the same device: a model may be spread over several.
+                # On the device of the weight: a model may be spread over several devices.
                 with tf.device(weight.device if devices.per_replica() > 1 else None):
                     average = tf.Variable(weight.numpy(), trainable=False, name="average", dtype=weight.dtype)
                 self.variables.append(average)
 
     def follow(self, indices: Sequence[int]) -> None:
-        """In a step, in each replica: average += (1 - decay) * (weight - average), of the variables at `indices`."""
+        """While tracing, in each replica: average += (1 - decay) * (weight - average), for those at `indices`."""
         for index in indices if self.variables else ():
             average = self.variables[index]
             average.assign_add((1 - self._decay) * (self._weights[index] - average))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it, the weights of the model are the averages."""
+        """A context in which the weights of the model are the averages. With slices, all workers must enter it."""
         self._swap()
         try:
             yield
@@ -52,15 +51,15 @@ class Averages:
             self._swap()
 
     def take(self) -> None:
-        """Makes the averages the weights of the model, for good."""
+        """Gives the weights of the model the values of the averages, for good."""
         for weight, average in zip(self._weights, self.variables, strict=True):
             weight.assign(self._backend.local_values(average)[0])
 
     def restart(self) -> None:
-        """Begins sliced averages anew, at the weights: no broadcast can give the slices of the chief's averages."""
+        """Starts sliced averages anew, from the weights: a broadcast can't give each replica the slice of its own."""
 
     def settle(self) -> None:
-        """Takes the averages for good where they lie in slices. All workers must call it."""
+        """Gives the weights the values of sliced averages, for good. All workers must call it."""
 
     def forget(self) -> None:
         """Drops the averages: the model has been given other weights for good."""
@@ -75,16 +74,16 @@ class Averages:
 
 
 class SlicedAverages(Averages):
-    """Averages of which each replica has a slice. What gathers them is a collective: all workers must call it.
+    """Averages of which each replica has a slice. To gather them is a collective, which all workers must enter.
 
     Args:
         variables: the trainable variables.
-        decay: as of `Averages`; not None.
+        decay: the weight of the old average at each step, in (0, 1).
         backend: the backend.
-        shards: how the variables are cut.
+        shards: how the variables are cut into slices.
     """
 
-    def __init__(self, variables: Sequence[Any], decay: float, backend: Backend, shards: Shards) -> None:
+    def __init__(self, variables: Sequence[Variable], decay: float, backend: Backend, shards: Shards) -> None:
         super().__init__((), decay, backend)
         self._weights = as_tf(variables)
         self._shards = shards
@@ -113,11 +112,13 @@ class SlicedAverages(Averages):
         self.take()
 
     def _copy_of_own(self, index: int) -> tf.Tensor:
-        # TensorFlow cuts a slice without copying it: an average that kept one would hold the buffer of a whole weight.
+        """The replica's slice of a weight."""
+        # TensorFlow cuts a slice without copying it. An average that kept such a slice would hold the whole weight's
+        # buffer.
         return tf.raw_ops.DeepCopy(x=self._shards.own(index))
 
     def _exchange_in_replica(self) -> None:
-        """Gives the weights the averages, and each slice of an average the weight's."""
+        """Swaps the weights with the averages."""
         indices = range(len(self.variables))
         averages = [average.read_value() for average in self.variables]
         for index, average in zip(indices, self.variables, strict=True):
@@ -129,8 +130,10 @@ class SlicedAverages(Averages):
             average.assign(self._copy_of_own(index))
 
 
-def make_averages(variables: Sequence[Any], decay: float | None, backend: Backend, shards: Shards | None) -> Averages:
-    """The moving averages of trainable variables; see `Averages`, `SlicedAverages`."""
+def make_averages(
+    variables: Sequence[Variable], decay: float | None, backend: Backend, shards: Shards | None
+) -> Averages:
+    """Makes the moving averages of trainable variables; see `Averages` and `SlicedAverages` for the arguments."""
     if decay is None or shards is None:
         return Averages(variables, decay, backend)
     return SlicedAverages(variables, decay, backend, shards)

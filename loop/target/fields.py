@@ -14,17 +14,22 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import HIDDEN, is_secret, remember
 from loop.errors import UsageError
 
+Hint: TypeAlias = Any
+"""A type as an annotation has it: a class, a union, a `Literal`, or a list or tuple of types."""
+Value: TypeAlias = Any
+"""The value of a field."""
+
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 _CLOSING = {"[": "]", "(": ")"}
 
 
-def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
+def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") -> dict[str, Value]:
     """The values of a task's fields from `key=value` texts, typed by the fields.
 
     Args:
@@ -36,7 +41,7 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
         UsageError: a text that isn't `key=value`, a field that doesn't exist, or a value of another type.
     """
     fields = _names(kind)
-    values: dict[str, Any] = {}
+    values: dict[str, Value] = {}
     for text in assignments:
         name, equals, value = text.partition("=")
         if not equals:
@@ -49,7 +54,7 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
     return values
 
 
-def restored(kind: type, recorded: Mapping[str, Any]) -> dict[str, Any]:
+def restored(kind: type, recorded: Mapping[str, Value]) -> dict[str, Value]:
     """The values of a task's fields from the JSON values that a run has recorded."""
     try:
         hints = typing.get_type_hints(kind)
@@ -62,7 +67,7 @@ def split(text: str) -> list[str]:
     """The parts of a text between its commas. A part that starts with a bracket or a quote may have commas within."""
     parts = []
     part = ""
-    closing = ""  # the brackets that are open, by what closes them
+    closing = ""  # what closes the brackets that are open, the innermost last
     quote = ""
     for character in text:
         at_start = not part.strip()
@@ -85,10 +90,12 @@ def split(text: str) -> list[str]:
 
 
 def _names(kind: type) -> list[str]:
+    """The names of a task's fields."""
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
-def _parse(hint: Any, name: str, text: str, option: str) -> Any:
+def _parse(hint: Hint, name: str, text: str, option: str) -> Value:
+    """The value of a field from what was typed for it."""
     try:
         return _value(hint, text)
     except ValueError:
@@ -96,20 +103,25 @@ def _parse(hint: Any, name: str, text: str, option: str) -> Any:
     shown = HIDDEN if is_secret(name) else text
     if not any(map(_can_be_typed, _alternatives(hint))):
         raise UsageError(
-            f"{option} {name}={shown}: the field is of type {_said(hint)}, which can't be typed on a command line"
+            f"{option} {name}={shown}: the field is of type {_described(hint)}, which can't be typed on a command line"
         )
     takes_list = any(map(_is_sequence, _alternatives(hint)))
     form = "; a list is typed as A,B or [A,B], an empty one as []" if takes_list else ""
-    raise UsageError(f"{option} {name}={shown}: {shown!r} is no {_said(hint)}{form}")
+    raise UsageError(f"{option} {name}={shown}: {shown!r} is no {_described(hint)}{form}")
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def _origin(hint: Any) -> Any:
+    """The type without its arguments, such as list for list[int]; None for a type that takes none."""
+    return typing.get_origin(hint)
+
+
+def _alternatives(hint: Hint) -> tuple[Hint, ...]:
     """The types of a union; of any other type, the type itself."""
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    is_union = isinstance(hint, types.UnionType) or _origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _value(hint: Any, text: str) -> Any:
+def _value(hint: Hint, text: str) -> Value:
     """A text as a value of this type.
 
     Raises:
@@ -128,8 +140,13 @@ def _value(hint: Any, text: str) -> Any:
     raise ValueError
 
 
-def _one(kind: Any, text: str) -> Any:
-    origin = typing.get_origin(kind)
+def _one(kind: Hint, text: str) -> Value:
+    """A text as a value of a type that is no union.
+
+    Raises:
+        ValueError, KeyError: it isn't one.
+    """
+    origin = _origin(kind)
     if _is_sequence(kind):
         return _sequence(kind, text)
     if origin is typing.Literal:
@@ -145,7 +162,7 @@ def _one(kind: Any, text: str) -> Any:
     raise ValueError
 
 
-def _sequence(kind: Any, text: str) -> list[Any] | tuple[Any, ...]:
+def _sequence(kind: Hint, text: str) -> list[Value] | tuple[Value, ...]:
     """A list typed as `64,32`, `[64,32]` or `(64,32)`; an element with commas or brackets is in double quotes."""
     text = text.strip()
     if not text:
@@ -157,25 +174,27 @@ def _sequence(kind: Any, text: str) -> list[Any] | tuple[Any, ...]:
         parts = split(text) if text else []
     else:
         parts = split(text)
-    texts = [_unquoted(part.strip()) for part in parts]
-    values = [_element(of, part) for of, part in zip(_types(kind, len(texts)), texts, strict=True)]
-    return values if typing.get_origin(kind) is list else tuple(values)
+    values = []
+    for element_type, part in zip(_types(kind, len(parts)), parts, strict=True):
+        values.append(_element(element_type, _unquoted(part.strip())))
+    return values if _origin(kind) is list else tuple(values)
 
 
-def _element(kind: Any, text: str) -> Any:
+def _element(kind: Hint, text: str) -> Value:
+    """An element of a list or tuple; an empty text is one only if texts are allowed."""
     if not text and str not in _alternatives(kind):
         raise ValueError
     return _value(kind, text)
 
 
-def _types(kind: Any, count: int) -> list[Any]:
+def _types(kind: Hint, count: int) -> list[Hint]:
     """The type of each of `count` elements of a list or tuple.
 
     Raises:
         ValueError: it can't have so many.
     """
     element_types = typing.get_args(kind)
-    if typing.get_origin(kind) is not tuple or element_types[-1:] == (...,):
+    if _origin(kind) is not tuple or element_types[-1:] == (...,):
         return [element_types[0]] * count
     if len(element_types) != count:
         raise ValueError
@@ -183,12 +202,14 @@ def _types(kind: Any, count: int) -> list[Any]:
 
 
 def _unquoted(text: str) -> str:
+    """A text without the quotes around it."""
     if len(text) > 1 and text[0] == text[-1] == '"':
         return str(json.loads(text))
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "'" else text
 
 
-def _literal(allowed: Iterable[Any], text: str) -> Any:
+def _literal(allowed: Iterable[Value], text: str) -> Value:
+    """The value of a `Literal` that a text means."""
     for value in allowed:
         if str(value) == text or (isinstance(value, bool) and str(value).lower() == text.lower()):
             return value
@@ -210,34 +231,35 @@ def _member(kind: type[enum.Enum], text: str) -> enum.Enum:
     raise ValueError
 
 
-def _can_be_typed(kind: Any) -> bool:
-    origin = typing.get_origin(kind)
+def _can_be_typed(kind: Hint) -> bool:
+    """Whether values of a type can be typed on a command line."""
+    origin = _origin(kind)
     if _is_sequence(kind):
-        return all(_can_be_typed(of) for of in typing.get_args(kind) if of is not ...)
+        return all(_can_be_typed(element) for element in typing.get_args(kind) if element is not ...)
     if isinstance(kind, types.UnionType) or origin is typing.Union:
         return any(map(_can_be_typed, typing.get_args(kind)))
     return origin is typing.Literal or kind in (bool, int, float, str) or _is_class(kind, enum.Enum, PurePath)
 
 
-def _said(hint: Any) -> str:
+def _described(hint: Hint) -> str:
     """A type as messages show it, with its values if it has a fixed set of them."""
     kinds = _alternatives(hint)
     if len(kinds) > 1:
-        return " or ".join(map(_said, kinds))
+        return " or ".join(map(_described, kinds))
     if hint is type(None):
         return "None"
-    if typing.get_origin(hint) is typing.Literal:
+    if _origin(hint) is typing.Literal:
         return f"Literal (one of {', '.join(map(str, typing.get_args(hint)))})"
     if _is_sequence(hint):
-        elements = ", ".join("..." if of is ... else _said(of) for of in typing.get_args(hint))
-        return f"{typing.get_origin(hint).__name__.lower()}[{elements}]"
+        elements = ", ".join("..." if element is ... else _described(element) for element in typing.get_args(hint))
+        return f"{_origin(hint).__name__.lower()}[{elements}]"
     if _is_class(hint, enum.Enum):
         return f"{hint.__name__} (one of {', '.join(member.name for member in hint)})"
     return str(getattr(hint, "__name__", hint))
 
 
-def _restored(hint: Any, value: Any) -> Any:
-    """A recorded value as the field's type: JSON has no paths, members, tuples, nor floats that are not finite."""
+def _restored(hint: Hint, value: Value) -> Value:
+    """A recorded value as the field's type: JSON has no paths, enum members, tuples, or floats that aren't finite."""
     kinds = _alternatives(hint)
     for kind in kinds:
         try:
@@ -250,22 +272,25 @@ def _restored(hint: Any, value: Any) -> Any:
     return value
 
 
-def _restored_sequence(kind: Any, values: list[Any]) -> list[Any] | tuple[Any, ...]:
-    restored_values = [_restored(of, value) for of, value in zip(_types(kind, len(values)), values, strict=True)]
-    return restored_values if typing.get_origin(kind) is list else tuple(restored_values)
+def _restored_sequence(kind: Hint, values: list[Value]) -> list[Value] | tuple[Value, ...]:
+    """A recorded list as the field's type of list or tuple."""
+    elements = []
+    for element_type, value in zip(_types(kind, len(values)), values, strict=True):
+        elements.append(_restored(element_type, value))
+    return elements if _origin(kind) is list else tuple(elements)
 
 
-def _is_recorded_as_text(kind: Any, value: Any, may_be_text: bool) -> bool:
-    """Whether JSON has the value as a text (an enum's as a number, too), while the field's type is another."""
+def _is_recorded_as_text(kind: Hint, value: Value, may_be_text: bool) -> bool:
+    """Whether JSON has a text (for an enum member also a number) in place of a value of this type."""
     if _is_class(kind, enum.Enum):
         return isinstance(value, str | int | float)
     return isinstance(value, str) and not may_be_text and (kind is float or _is_class(kind, PurePath))
 
 
-def _is_class(kind: Any, *classes: type) -> bool:
+def _is_class(kind: Hint, *classes: type) -> bool:
     return isinstance(kind, type) and issubclass(kind, classes)
 
 
-def _is_sequence(kind: Any) -> bool:
+def _is_sequence(kind: Hint) -> bool:
     """Whether a type is a list or tuple whose elements have types."""
-    return typing.get_origin(kind) in (list, tuple, collections.abc.Sequence)
+    return _origin(kind) in (list, tuple, collections.abc.Sequence)

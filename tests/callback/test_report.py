@@ -1,4 +1,4 @@
-"""The report: it has all that it should show, nothing foreign can get into it, and browsers show it."""
+"""The pages of one run and of several: what they show, nothing foreign gets in, and browsers show them."""
 
 import asyncio
 import contextlib
@@ -22,25 +22,27 @@ from hypothesis import strategies as st
 
 import callbacks
 import cli
-from callbacks.run_record import record, report
+from callbacks.run_record import comparison, record, report
+from callbacks.run_record import page as pages_
+from callbacks.run_record.charts import thinned
 from callbacks.run_record.record import Checkpoint, Fault, Record
 from loop import fit
 from tests.conftest import ROOT
 from tests.tasks import Plain
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "input"}
 TAGS = VOID | set(
     re.findall(
         r"\w+",
         "html head title style body main header footer section figure figcaption div span p h1 h2 b i strong small "
-        "code dl dt dd table thead tbody tr th td script svg text line path circle rect",
+        "code dl dt dd table thead tbody tr th td script svg text line path circle rect label button ul li",
     )
 )
 ATTRIBUTES = set(
     re.findall(
         r"\S+",
-        "lang charset name content http-equiv class role aria-label aria-hidden data-value data-rows width height "
-        "viewbox preserveaspectratio d x y x1 x2 y1 y2 cx cy r dy text-anchor",
+        "lang charset name content http-equiv class role aria-label aria-hidden data-value data-chart width height "
+        "viewbox preserveaspectratio d x y x1 x2 y1 y2 cx cy r dy text-anchor hidden id type min max step value",
     )
 )
 
@@ -50,7 +52,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.texts, self.scripts, self.rows = [], [], [], []
+        self.open, self.texts, self.scripts, self.charts = [], [], [], []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -59,8 +61,8 @@ class Page(HTMLParser):
         assert tag in TAGS, tag
         for name, value in attributes:
             assert name in ATTRIBUTES, (tag, name, value)
-            if name == "data-rows":
-                self.rows.append(json.loads(value))
+            if name == "data-chart":
+                self.charts.append(json.loads(value))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -125,8 +127,16 @@ def test_the_page_of_a_run_has_its_numbers_and_is_in_mlflow(lived, tmp_path, com
     assert [each.name for each in record.read(result.run_dir).checkpoints if each.name not in page.texts] == []
     assert {"data", "callbacks", "saving"} <= {each for text in page.texts for each in re.findall(r"[a-z-]+", text)}
     assert artifacts(database, tmp_path) == text  # it was delivered, and after the last line of the journal
-    last = {f"step {result.steps:,}", f"{result.metrics['loss']:.4g}", f"{result.metrics['eval_loss']:.4g}"}
-    assert any(last <= set(rows[-1][1]) for rows in page.rows)  # the values at the pointer
+    [loss] = [chart for chart in page.charts if {"train", "held"} <= {line["kind"] for line in chart["lines"]}][:1]
+    for line in loss["lines"]:  # the values at the pointer: training and evaluation of a metric are in one chart
+        name = {"train": "loss", "held": "eval_loss"}.get(line["kind"])
+        if name:
+            assert line["steps"][-1] == result.steps
+            assert line["values"][-1] == pytest.approx(result.metrics[name], rel=1e-4)
+    row = page.texts[page.texts.index("eval_loss", page.texts.index("at step")) :][1:5]
+    evaluated = [each["eval_loss"] for each in result.history]
+    steps = {each["eval_loss"]: each["step"] for each in result.history}
+    assert row == [f"{evaluated[0]:.4g}", f"{evaluated[-1]:.4g}", f"{best:.4g}", f"{steps[best]:,}"]
 
     (result.run_dir / report.NAME).unlink()
     code, output = command("report", result.run_dir)
@@ -216,15 +226,16 @@ def hostile(text):
 @example(hostile(NASTY[1]))
 @example(hostile("".join(NASTY)))
 def test_no_text_or_number_breaks_out_or_breaks_it(of):
-    page = Page(report.html(of))
-    assert page.scripts == [report._asset("report.js").strip()]
-    metrics = (name.removeprefix("step/").removeprefix("eval_") for name in of.curves)
-    for text in (of.name, *metrics, *(each.text for each in of.faults)):
-        shown = text.encode("utf-8", "replace").decode().strip()
-        assert shown in page.texts or not shown or "@" in shown, text
-    assert not re.search(
-        r"(?i)\b(nan|inf)\b", "".join(re.findall(r' (?:d|[cxy][12xy]?|width)="[^"]*"', report.html(of)))
-    )
+    metrics = [name.removeprefix("step/").removeprefix("eval_") for name in of.curves]
+    pages = {report.html(of): [of.name, *metrics, *(each.text for each in of.faults)]}
+    pages[comparison.html([of, Record(Path("runs/other"), "other"), of], live=True)] = [of.name, *of.curves]
+    for text, named in pages.items():
+        page = Page(text)
+        assert page.scripts[-1] == pages_._asset("charts.js").strip()
+        for name in named:
+            shown = name.encode("utf-8", "replace").decode().strip()
+            assert shown in page.texts or not shown or "@" in shown, name
+        assert not re.search(r"(?i)\b(nan|inf)\b", "".join(re.findall(r' (?:d|[cxy][12xy]?|width)="[^"]*"', text)))
 
 
 def test_secrets_are_not_in_it(monkeypatch):
@@ -234,30 +245,95 @@ def test_secrets_are_not_in_it(monkeypatch):
         options={"resume": "https://user:hidden-3@host/x"}, faults=[Fault(0.0, 1, "bad key-of-the-environment")],
         reason="sent to http://hidden-4@host",
     )  # fmt: skip
-    text = report.html(of)
+    text = report.html(of) + comparison.html([of, of])
     assert not re.findall(r"hidden-\d|key-of-the-environment", text)
     assert text.count("***") >= 5
 
 
-def test_a_long_journal_is_thinned_where_nobody_sees_it(tmp_path):
+numbered = st.lists(numbers, max_size=300).map(lambda values: list(enumerate(values)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(numbered, st.integers(3, 60))
+def test_thinned_points_keep_the_ends_the_extremes_and_what_is_not_finite(points, most):
+    kept = thinned(points, most)
+    assert list(kept) == [point for point in points if point in kept]  # in order, and none is new
+    assert len(kept) <= most + 5
+    if points:
+        assert (kept[0], kept[-1]) == (points[0], points[-1])
+        values, all_values = ([value for _, value in some if abs(value) < 1e100] for some in (kept, points))
+        if all_values:
+            assert (min(values), max(values)) == (min(all_values), max(all_values))
+        assert any(not abs(value) < 1e100 for _, value in kept) == any(not abs(value) < 1e100 for _, value in points)
+
+
+def test_a_page_of_200_000_steps_is_light_and_keeps_every_extreme():
+    steps = range(1, 200_001)
+    spiked = [(step, 50.5 if step == 123_457 else -7.25 if step == 98_765 else 1 / step) for step in steps]
+    noisy = [(step, (step * 7919 % 10_007) / 9973) for step in steps]
+    for count in (1, 30):  # of metrics, each with three curves
+        curves = {"loss": spiked}
+        for index in range(count):
+            curves |= dict.fromkeys((f"metric{index}", f"step/metric{index}", f"eval_metric{index}"), noisy)
+        of = Record(Path("runs/x"), "x", curves=curves, speed=noisy, clock=noisy, steps=200_000)
+        for text in (report.html(of), comparison.html([of] * comparison.MOST)):
+            assert len(text.encode()) < 500_000
+            # In what the script draws, and in what is drawn already.
+            assert any({50.5, -7.25} <= set(line["values"]) for chart in Page(text).charts for line in chart["lines"])
+
+
+def test_every_line_of_a_long_journal_counts(tmp_path):
     def line(event, step, **metrics):
         return json.dumps({"time": 1.7e9 + step, "event": event, "step": step, "epoch": 0, "metrics": metrics}) + "\n"
 
+    reader = record.Reader(tmp_path)
+    assert reader.read().curves == {}
     with (tmp_path / "journal.jsonl").open("w") as file:
         file.write(line("restore", 0) + line("fit_start", 0))
         for step in range(1, 10_001):
-            file.write(line("steps_end", step, loss=1 / step, **{f"metric{each}": each for each in range(5)}))
+            file.write(line("steps_end", step, loss=1 / step, norm=99.5 if step == 5003 else 1.0))
             if step % 1000 == 0:
                 file.write(line("eval_end", step, eval_loss=abs(step - 5000)) + line("epoch_end", step, loss=1 / step))
+            if step % 3000 == 0:
+                file.flush()
+                reader.read()
         file.write(line("fit_end", 10_000))
-    whole, quick = record.read(tmp_path), record.read(tmp_path, quick=True)
+    whole = record.read(tmp_path)
+    assert reader.read() == whole == reader.read()  # read piece by piece, it is the same
     assert len(whole.curves["step/loss"]) == 10_000
-    assert 300 < len(quick.curves["step/loss"]) < 6000
-    assert quick.best("eval_loss") == (5000, 0.0)
-    for name in ("steps", "seconds", "lives", "status", "faults"):
-        assert getattr(quick, name) == getattr(whole, name)
-    drawn = [re.findall(r'<path class="train[^"]*" d="([^"]*)"', report.html(each))[0] for each in (whole, quick)]
-    assert max(map(len, drawn)) < 10_000
+    assert whole.best("eval_loss") == (5000, 0.0)
+    assert "99.5" in report.html(whole)
+
+
+def test_runs_are_compared_on_one_page(lived, tmp_path, command):
+    first = lived[0].run_dir
+    second = fit(
+        Plain(), epochs=3, batch_size=30, callbacks=callbacks.standard(mlflow=None, progress=None),
+        run_dir=tmp_path / "runs" / "other",
+    )  # fmt: skip
+    code, output = command("report", first, "other")
+    assert (code, output) == (0, "wrote comparison.html\n")
+    page = Page(Path("comparison.html").read_text())
+    assert {"2 runs", "run", "other", "eval_loss", "option batch_size", "20", "30"} <= set(page.texts)
+    best = min(row["eval_loss"] for row in second.history)
+    assert any(text.startswith(f"{best:.4g}") for text in page.texts)
+    assert sum(text.partition("\n")[0].endswith(" *") for text in page.texts) >= 1
+    for chart in page.charts:
+        assert [line["kind"] for line in chart["lines"]] == ["run0", "run1"]
+    assert command("report", first, "other", "two.html")[0] == 0  # as for one run
+    assert command("report", first, "other", "--out", "two.html")[0] == 0
+    assert (
+        Path("two.html").read_text().partition("<footer>")[0]
+        == Path("comparison.html").read_text().partition("<footer>")[0]
+    )
+    for arguments, told in (
+        ((first, "other", first), f"{first} and {first} are the same run"),
+        ((first, "othr"), "did you mean 'other'?"),
+        ([first] * 13, "give at most 12"),
+    ):
+        code, output = command("report", *arguments)
+        assert (code, output.count("\n")) == (2, 1), output
+        assert told in output
 
 
 def test_bad_input_is_one_line(lived, tmp_path, command):
@@ -267,7 +343,8 @@ def test_bad_input_is_one_line(lived, tmp_path, command):
         ((tmp_path,), "is no run directory"),
         ((tmp_path / "nowhere",), "is no run directory"),
         ((directory, tmp_path / "notes.html"), "exists already, and is no report"),
-        ((directory, tmp_path), "it is a directory"),
+        ((directory, "--out", tmp_path), "it is a directory"),
+        ((directory, tmp_path), "is no run directory"),
         ((directory, tmp_path / "no" / "way.html"), "No such file or directory"),
     ):
         code, output = command("report", *arguments)
@@ -285,44 +362,91 @@ def screenshots():
     return module
 
 
-def test_chromium_shows_it_in_light_and_dark_without_an_error(lived, tmp_path):
+def look_with_chromium(tmp_path, look):
+    """Runs `look(tab)` with a page of a browser."""
     pictures = screenshots()
     chromium = next(filter(None, map(shutil.which, pictures.CHROMIUM)), None)
     if chromium is None:
         pytest.skip("there is no Chromium here")
-    bad = dataclasses.replace(
-        record.read(lived[0].run_dir), status="failed", task=NASTY[0], name="x" * 200,
-        curves={"loss": [(1, 1.0), (2, 0.5), (3, math.nan), (4, 0.1)], NASTY[1]: [(1, 2.0)]},
-    )  # fmt: skip
-    report.write(tmp_path / "bad.html", bad)
 
-    async def look():
+    async def opened():
         profile = tmp_path / "chromium"
         browser = [chromium, *pictures.FLAGS, f"--user-data-dir={profile}", "about:blank"]
         with pictures.started(browser, tmp_path):
             async with aiohttp.ClientSession() as http, pictures.page(http, profile) as tab:
                 await tab.listen()
-                seen = []
-                for path in (lived[0].run_dir / report.NAME, tmp_path / "bad.html"):
-                    for theme, width in (("light", 1100), ("dark", 1100), ("dark", 360)):
-                        await tab.window(width, 800, 1.0, theme)
-                        await tab.open(path.as_uri(), ["Curves", "Options"])
-                        assert await tab.value("document.documentElement.scrollWidth") <= width
-                        seen.append(await tab.value("getComputedStyle(document.body).backgroundColor"))
-                        assert await tab.value("document.querySelector('path.train').getTotalLength() > 300")
-                        await tab.value(
-                            "chart = document.querySelector('.chart'), box = chart.getBoundingClientRect(),"
-                            "chart.onpointermove({clientX: box.left})"
-                        )
-                        assert await tab.value("document.querySelector('.at').textContent") != f"step {bad.steps:,}"
-                        await tab.value("chart.onpointerleave()")
-                        assert await tab.value("document.querySelectorAll('.chart.on').length") == 0
-                assert seen == ["rgb(245, 246, 248)", "rgb(13, 16, 22)", "rgb(13, 16, 22)"] * 2
-                assert tab.errors == []
-                await tab.value("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/'}))")
-                async with asyncio.timeout(60):  # it is refused, and the browser reports that
-                    while not any("Content Security Policy" in error for error in tab.errors):
-                        await tab.value("1")
+                await look(tab)
 
     with contextlib.closing(asyncio.new_event_loop()) as loop:
-        loop.run_until_complete(look())
+        loop.run_until_complete(opened())
+
+
+async def drag(tab):
+    """Draws the middle half of the first chart's width with the mouse."""
+    box = await tab.value(
+        "chart = document.querySelector('.chart'), chart.scrollIntoView(), box = chart.getBoundingClientRect(),"
+        "[box.left, box.top, box.width]"
+    )
+    for kind, at in (("mousePressed", 0.25), ("mouseMoved", 0.5), ("mouseMoved", 0.75), ("mouseReleased", 0.75)):
+        await tab.call(
+            "Input.dispatchMouseEvent", type=kind, x=box[0] + at * box[2], y=box[1] + 50, button="left", buttons=1,
+            clickCount=1,
+        )  # fmt: skip
+
+
+async def looked_at(tab, path, bad_steps):
+    """A page in light and dark, wide and narrow, with what a pointer may do there."""
+    seen = []
+    for theme, width in (("light", 1100), ("dark", 1100), ("dark", 360)):
+        await tab.window(width, 800, 1.0, theme)
+        await tab.open(path.as_uri(), ["Curves"])
+        assert await tab.value("document.documentElement.scrollWidth") <= width
+        seen.append(await tab.value("getComputedStyle(document.body).backgroundColor"))
+        assert await tab.value("document.querySelector('figure path').getTotalLength() > 300")
+        await tab.value(
+            "chart = document.querySelector('.chart'), box = chart.getBoundingClientRect(),"
+            "chart.onpointermove({clientX: box.left})"
+        )
+        assert await tab.value("document.querySelector('.at').textContent") != f"step {bad_steps:,}"
+        await tab.value("chart.onpointerleave()")
+        assert await tab.value("document.querySelectorAll('.chart.on').length") == 0
+    assert seen == ["rgb(245, 246, 248)", "rgb(13, 16, 22)", "rgb(13, 16, 22)"]
+    drawn = "[...document.querySelectorAll('.chart path, .chart text')].map(each => each.outerHTML).join()"
+    as_it_came = await tab.value(drawn)
+    first, last = await tab.value("plot = [...plots.values()][0], [plot.first, plot.last]")
+    await drag(tab)
+    width = last - first
+    zoomed = await tab.value("view.range")
+    assert zoomed == pytest.approx([first + width / 4, first + 3 * width / 4], rel=0.01)
+    assert await tab.value("document.querySelector('.tools button').hidden") is False
+    await tab.value(
+        "slider = document.querySelector('.tools input'), slider.value = 0.5,slider.dispatchEvent(new Event('input'))"
+    )
+    assert await tab.value("document.querySelectorAll('path.raw').length > 0")
+    assert not await tab.value("[...document.querySelectorAll('path')].some(path => /NaN|Inf/.test(path.outerHTML))")
+    await tab.value(
+        "document.querySelector('.tools button').click(), slider.value = 0,slider.dispatchEvent(new Event('input'))"
+    )
+    assert await tab.value(drawn) == as_it_came
+    assert await tab.value("smoothed([1, 'nan', 3], 0.5).join()") == f"1,nan,{(0.25 + 1.5) / 0.75}"
+
+
+def test_chromium_shows_them_in_light_and_dark_without_an_error(lived, tmp_path):
+    of = record.read(lived[0].run_dir)
+    bad = dataclasses.replace(
+        of, status="failed", task=NASTY[0], name="x" * 200,
+        curves={"loss": [(1, 1.0), (2, 0.5), (3, math.nan), (4, 0.1)], NASTY[1]: [(1, 2.0)]},
+    )  # fmt: skip
+    pages_.write(tmp_path / "bad.html", report.html(bad))
+    pages_.write(tmp_path / "both.html", comparison.html([of, bad]))
+
+    async def look(tab):
+        for path in (lived[0].run_dir / report.NAME, tmp_path / "bad.html", tmp_path / "both.html"):
+            await looked_at(tab, path, bad.steps)
+        assert tab.errors == []
+        await tab.value("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/'}))")
+        async with asyncio.timeout(60):  # it is refused, and the browser reports that
+            while not any("Content Security Policy" in error for error in tab.errors):
+                await tab.value("1")
+
+    look_with_chromium(tmp_path, look)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from callbacks import LambdaCallback, Notify, notify
 from callbacks.mlflow import delivery
-from callbacks.run_record import journal, record, redaction, report
+from callbacks.run_record import comparison, journal, record, redaction, report
+from callbacks.run_record import page as pages
 from callbacks.run_record.story import Story
 from loop import fit
 from loop.commands import command_line, runs, sweep, terminal, trial, tune
@@ -147,7 +148,7 @@ def ways_out(secret):
             redaction.redact({"a": [told, {"db_password": secret}], secret: 1}), ensure_ascii=False
         ),
         "fault": story.faults[0].text, "webhook": posted[0].decode(), "MLflow's trouble": delivery.reason(error),
-        "report": report._printed(told), "sweep": json.dumps(sweep.about_sweep(plan, Fields, 2)), "tune": row.problem,
+        "report": pages._printed(told), "sweep": json.dumps(sweep.about_sweep(plan, Fields, 2)), "tune": row.problem,
         "tail": runs.event_line({"event": "exception", "step": 1, "time": 1.0, "error": told}),
     }  # fmt: skip
 
@@ -250,7 +251,12 @@ def test_a_run_of_an_older_version_shows_no_secret_and_goes_on(quiet, tmp_path):
     redaction.hidden.clear()
     of = record.read(tmp_path / "run")
     shown = "\n".join(
-        [*map(terminal.as_text, runs.show(of)), *runs.tail(tmp_path / "run", 99, follow=False), report.html(of)]
+        [
+            *map(terminal.as_text, runs.show(of)),
+            *runs.tail(tmp_path / "run", 99, follow=False),
+            report.html(of),
+            comparison.html([of, of]),
+        ]
     )
     assert "abcdefghijklmnop" not in shown
     assert "u:p" not in shown

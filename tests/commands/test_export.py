@@ -1,6 +1,8 @@
 """Export: what is written, a new process has loaded, and it had the same outputs; else nothing is written."""
 
+import importlib.util
 import os
+import re
 
 import keras
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 import tensorflow as tf
 
 from loop import ArrayData, UsageError, fit
+from loop.commands import conversion, serving_layout
 from loop.commands.export import distance, export
 from loop.errors import TrainingError
-from tests.tasks import Legacy, Plain, Unweighted, regression
+from tests.tasks import Conv, Legacy, Plain, Unweighted, regression
 
 INPUTS = regression(7)[0]
 
@@ -36,15 +39,16 @@ class Private(keras.layers.Layer):
 class Two(tf.Module):
     """Takes a dict and a mask, gives a dict; holds Keras layers, and an `if` over a tensor."""
 
-    def __init__(self):
+    def __init__(self, precision=tf.bfloat16):
         super().__init__()
+        self.precision = precision
         self.left, self.right = keras.layers.Dense(2), Scaled()
 
     def __call__(self, inputs, mask, training):
         shown = self.right(inputs["a b"]) * mask
         if tf.reduce_sum(mask) > 1e6:
             shown = shown * 0
-        return {"sum": self.left(shown), "both": [shown, tf.cast(shown, tf.bfloat16)], "none": None}
+        return {"sum": self.left(shown), "both": [shown, tf.cast(shown, self.precision)], "none": None}
 
 
 class Mixed(Unweighted):
@@ -60,6 +64,13 @@ class Mixed(Unweighted):
     def compute(self, model, batch, training):
         outputs = model({"a b": batch["a b"]}, mask=batch["mask"], training=training)
         return {"loss": tf.reduce_sum((outputs["sum"] - batch["label"]) ** 2, -1)}
+
+
+class InFloat32(Mixed):
+    """ONNX Runtime doesn't round as bfloat16 does."""
+
+    def build_model(self):
+        return Two(tf.float32)
 
 
 class Sided(Unweighted):
@@ -182,3 +193,125 @@ def test_outputs_are_compared_by_the_greatest_of_them():
     assert distance(np.array([0.1]), np.array([0.2])) == pytest.approx(0.1)
     assert np.isnan(distance(np.array([0.1]), np.array([np.nan])))
     assert distance(np.array([1, 2]), np.array([1, 3])) == 1
+
+
+def onnx_model(path):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    shapes = {value.name: value.shape for value in [*session.get_inputs(), *session.get_outputs()]}
+    return shapes, lambda **inputs: dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def litert_model(path):
+    from ai_edge_litert.interpreter import Interpreter
+
+    runner = Interpreter(str(path)).get_signature_runner("serving_default")
+    details = runner.get_input_details() | runner.get_output_details()
+    shapes = {name: value["shape_signature"].tolist() for name, value in details.items()}
+    return shapes, runner
+
+
+RUNTIMES = {"m.onnx": onnx_model, "m.tflite": litert_model}
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_another_runtime_has_the_same_outputs_with_each_family(name, trained, tmp_path):
+    """Pictures with BatchNorm, a tf_keras model and a plain module; any number of examples."""
+    pictures = np.random.default_rng(0).normal(size=(7, 8, 8, 1)).astype("float32")
+    for task, inputs, outputs in ((Conv(), pictures, 10), (Legacy(), INPUTS, 1), (Plain(), INPUTS, 1)):
+        run = trained(task)
+        said = export(task, run, tmp_path / name)
+        assert re.fullmatch(r"loaded in a new process, its outputs for \d+ examples differ by \S+", said)
+        shapes, call = RUNTIMES[name](tmp_path / name)
+        any_number = "batch" if name == "m.onnx" else -1
+        assert shapes == {"inputs": [any_number, *inputs.shape[1:]], "output_0": [any_number, outputs]}
+        export(task, run, tmp_path / "saved", check=False)
+        expected = served(tmp_path / "saved", inputs=inputs)["output_0"]
+        np.testing.assert_allclose(call(inputs=inputs)["output_0"], expected, atol=1e-5)
+        (tmp_path / name).unlink()
+        (tmp_path / "saved").rename(tmp_path / f"saved-{type(task).__name__}")
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_another_runtime_takes_named_inputs_and_gives_named_outputs(name, trained, tmp_path):
+    run = trained(InFloat32())
+    export(InFloat32(), run, tmp_path / name)
+    shapes, call = RUNTIMES[name](tmp_path / name)
+    assert set(shapes) == {"a_b", "mask", "sum", "both", "both_1"}
+    export(InFloat32(), run, tmp_path / "saved", check=False)
+    expected = served(tmp_path / "saved", a_b=INPUTS, mask=2 * np.ones_like(INPUTS))
+    found = call(a_b=INPUTS, mask=2 * np.ones_like(INPUTS))
+    for output, value in expected.items():
+        np.testing.assert_allclose(found[output], value, atol=1e-5)
+
+
+class Unknown(Layered):
+    """An operation that neither runtime has."""
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1), keras.layers.Lambda(tf.math.bessel_i0e)])
+
+
+class Noisy(Layered):
+    """Random numbers, which each runtime draws by itself."""
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1), keras.layers.Lambda(noise)])
+
+
+def noise(inputs):
+    return inputs + tf.random.uniform(tf.shape(inputs))
+
+
+def test_what_another_runtime_lacks_or_computes_otherwise_is_refused_in_a_line(trained, tmp_path):
+    run = trained(Unknown())
+    for name, runtime in (("m.onnx", "ONNX"), ("m.tflite", "LiteRT")):
+        with pytest.raises(
+            UsageError, match=rf"{name}: {runtime} has no operation for TensorFlow's BesselI0e"
+        ) as caught:
+            export(Unknown(), run, tmp_path / name)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(TrainingError, match=r"its outputs for 3 examples differ by \d"):
+        export(Noisy(), trained(Noisy()), tmp_path / "m.onnx")
+    assert {path.name for path in tmp_path.iterdir()} == {"run-0", "run-1"}
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in LACKING else find_spec(name))
+    for name, module, extra in (("m.onnx", "tf2onnx", "onnx"), ("m.tflite", "ai_edge_litert", "litert")):
+        with pytest.raises(UsageError, match=rf"{module} is not installed; .* 'tfloop\[{extra}\]'"):
+            conversion.check_installed(tmp_path / name)
+    conversion.check_installed(tmp_path / "saved")
+
+
+LACKING = ("tf2onnx", "ai_edge_litert")
+
+
+def test_the_layout_of_tensorflow_serving(trained, tmp_path):
+    """What the Dockerfile copies is there, where Serving looks for the model that it names; TensorFlow loads it."""
+    run = trained(Mixed())
+    said = export(Mixed(), run, tmp_path / "image", serving=True)
+    assert said.startswith("loaded in a new process")
+    lines = (tmp_path / "image" / "Dockerfile").read_text().splitlines()
+    steps = [line.split() for line in lines if line and not line.startswith("#")]
+    assert steps == [
+        ["ARG", "SERVING=latest"],
+        ["FROM", "tensorflow/serving:${SERVING}"],
+        ["ENV", "MODEL_NAME=mixed"],
+        ["COPY", "mixed", "/models/mixed"],  # Serving's own entry point reads /models/$MODEL_NAME
+    ]
+    assert [path.name for path in (tmp_path / "image" / "mixed").iterdir()] == ["1"]
+    found = served(tmp_path / "image" / "mixed" / "1", a_b=INPUTS, mask=np.zeros_like(INPUTS))
+    assert set(found) == {"sum", "both", "both_1"}
+    assert serving_layout.how_to_start(tmp_path / "image").startswith(f"serve it: docker build -t mixed {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [("Digits", "digits"), ("CharLM", "char_lm"), ("MNISTTask", "mnist_task"), ("_A__b", "a_b"), ("Ü", "model")],
+)
+def test_names_that_docker_takes(task, name):
+    assert serving_layout.model_name(task) == name

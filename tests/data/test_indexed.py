@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import h5py
 import keras
@@ -22,8 +24,10 @@ from hypothesis import strategies as st
 
 import loop
 from loop.backends import create
-from loop.data import BatchOptions, source
+from loop.data import BatchOptions, read_ahead, source
 from loop.data.batch import EVALUATION_EPOCH
+from loop.data.batch_layout import BatchLayout
+from loop.data.examples import checked
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.read_ahead import PendingBatch, Position, ReadAhead
 from loop.errors import TrainingError, UsageError
@@ -451,6 +455,10 @@ def test_no_examples_and_an_epoch_shorter_than_a_batch(quiet, tmp_path):
         _trained(quiet, data, run_dir=tmp_path / "run", batch_size=200, drop_remainder=True)
 
 
+def _following_of(steps):
+    return lambda position: position._replace(step=position.step + 1) if position.step < steps - 1 else None
+
+
 def _numbers(asked, depth, filled):
     """A reader of batches of two rows, which notes what it fills."""
 
@@ -461,28 +469,58 @@ def _numbers(asked, depth, filled):
         filled.append((batch.epoch, int(batch.index[0]) // 2))
         batch.leaves[0][rows] = batch.index[rows]
 
-    def following(position):
-        return position._replace(step=position.step + 1) if position.step < 9 else None
+    following = _following_of(10)
+    return ReadAhead(plan, fill, following, depth, threads=2, at_once=True)
 
-    return ReadAhead(plan, fill, following, depth, threads=2)
+
+@contextlib.contextmanager
+def _read_by_the_one_that_asks(seconds):
+    """Within it, batches that are read within these seconds are not handed over from thread to thread."""
+    with mock.patch.object(read_ahead, "_AT_ONCE", seconds):
+        yield
 
 
 @settings(max_examples=50, deadline=None)
-@given(asked=st.lists(st.integers(0, 9), max_size=12), depth=st.integers(1, 4))
+@given(asked=st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=12), depth=st.integers(1, 4))
 def test_any_batch_can_be_asked_for_at_any_time(asked, depth):
     ahead = _numbers(asked, depth, [])
-    for step in asked:
-        batch = ahead.get(Position(EVALUATION_EPOCH, step))
+    for step, fast, waits in asked:
+        position = Position(EVALUATION_EPOCH, step)
+        with _read_by_the_one_that_asks(np.inf if fast else 0):
+            there = None if waits else ahead.get_if_ready(position)
+            batch = there or ahead.get(position)
         np.testing.assert_array_equal(batch.leaves[0], [2 * step, 2 * step + 1])
     assert len(ahead._batches) <= depth + 3
+    ahead.close()
+
+
+def test_batches_that_are_read_fast_are_read_by_the_one_that_asks():
+    threads = []
+
+    def fill(batch, rows, thread):
+        threads.append(threading.current_thread().name)
+
+    following = _following_of(30)
+    ahead = ReadAhead(lambda position: PendingBatch(np.arange(2), 0, []), fill, following, 2, 1, at_once=True)
+    with _read_by_the_one_that_asks(np.inf):
+        for step in range(30):
+            assert ahead.get_if_ready(Position(0, step)) is not None
+    assert set(threads) == {threading.current_thread().name}
+    assert len(threads) == 30
+    threads.clear()
+    with _read_by_the_one_that_asks(0):
+        for step in range(30):
+            ahead.get(Position(1, step))
+    assert set(threads) == {"tfloop-reader-0"}
     ahead.close()
 
 
 def test_batches_that_are_asked_for_in_order_are_read_once():
     filled = []
     ahead = _numbers([], 3, filled)
-    for step in (0, 1, 2, 3, 3, 4, 5, 7, 6, 8, 9):
-        ahead.get(Position(0, step))
+    with _read_by_the_one_that_asks(0):
+        for step in (0, 1, 2, 3, 3, 4, 5, 7, 6, 8, 9):
+            ahead.get(Position(0, step))
     ahead.close()
     assert sorted(step for _, step in filled) == sorted([*range(10), *range(10)])  # two rows, by two threads
 
@@ -520,8 +558,10 @@ def _doubled(inputs):
     return tf.map_fn(lambda number: tf.cond(number > 0, lambda: 2 * number, lambda: number), inputs)
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("map", [_doubled, lambda inputs: _doubled(inputs).numpy()], ids=["direct", "hidden"])
-def test_a_map_may_run_graphs_while_all_of_tensorflows_threads_could_wait_for_it(map):
+def test_a_map_may_run_graphs_while_all_of_tensorflows_threads_could_wait_for_it(map, fast, monkeypatch):
+    monkeypatch.setattr(read_ahead, "_AT_ONCE", np.inf if fast else 0)
     threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count()
     made = source(loop.IndexedData(INPUTS, map=map), BatchOptions(2, prefetch=1), "train_data()")
 
@@ -537,6 +577,58 @@ def test_a_map_may_run_graphs_while_all_of_tensorflows_threads_could_wait_for_it
     assert read, "the graph and the threads that read wait for each other"
     expected = INPUTS[: len(read[0])]
     np.testing.assert_array_equal(read[0], np.where(expected > 0, 2 * expected, expected))
+    made.close()
+
+
+_EXAMPLES = [
+    lambda n: (np.arange(n, dtype=np.int32), np.float32(n)),
+    lambda n: {"tokens": np.full([n, 3], n, np.int32), "weight": 0.5},
+    lambda n: np.arange(n, dtype=np.int32) * n,
+]
+_UNLIKE = [
+    None, [1], 5, np.float64(1), np.arange(3.0), np.zeros([2, 3, 4], np.int32), np.zeros([], np.int32),
+    (np.arange(3, dtype=np.int32),), (np.arange(3, dtype=np.int32), np.float64(1)), {"tokens": np.zeros([1, 3])},
+    {"tokens": np.zeros([2, 3], np.int32), "weights": 0.5}, np.arange(3, dtype=">i4"), np.arange(9, dtype=np.int32),
+]  # fmt: skip
+
+
+def _filled(examples, lengths, padding, at_once):
+    """The arrays of a batch, filled at once or one by one; None: that can't be."""
+    data = loop.IndexedData(list(examples), padding=padding, lengths=lengths)
+    layout = BatchLayout(data, examples[0])
+    longest = max(map(max, lengths.values())) if lengths else 0
+    batch = layout.new(len(examples), dict.fromkeys(layout.padded, longest))
+    if at_once:
+        return batch if layout.fill_all(batch, examples) else None
+    with contextlib.suppress(UsageError):
+        for row, arrays in enumerate(checked(examples, layout.specs, np.arange(len(examples)))):
+            layout.fill(batch, row, arrays, row)
+        return batch
+    return None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    kind=st.sampled_from(range(3)),
+    padded=st.booleans(),
+    unlike=st.none() | st.tuples(st.integers(1, 5), st.sampled_from(range(len(_UNLIKE)))),
+)
+def test_what_is_filled_at_once_is_what_is_filled_one_by_one(lengths, kind, padded, unlike):
+    lengths = lengths if padded else [lengths[0]] * len(lengths)
+    examples = [_EXAMPLES[kind](length) for length in lengths]
+    if unlike and unlike[0] < len(examples):
+        examples[unlike[0]] = _UNLIKE[unlike[1]]
+    name = "tokens" if kind == 1 else 0
+    padding = loop.Padding(mask=name) if padded else None
+    given_lengths = {name: lengths} if padded else None
+    at_once, one_by_one = (_filled(examples, given_lengths, padding, each) for each in (True, False))
+    if at_once is not None:
+        assert one_by_one is not None
+        for fast, slow in zip(at_once, one_by_one, strict=True):
+            np.testing.assert_array_equal(fast, slow)
+    else:
+        assert unlike
 
 
 @tf.function

@@ -40,7 +40,7 @@ def test_slices_are_all_of_a_variable(shape, replicas):
     slices = np.stack([slicing.cut_on_host(whole, replica) for replica in range(replicas)])
     in_graph = np.stack([slicing.cut(tf.constant(whole), tf.constant(replica)).numpy() for replica in range(replicas)])
     np.testing.assert_array_equal(slices, in_graph)
-    np.testing.assert_array_equal(slicing.joined(slices), whole)
+    np.testing.assert_array_equal(slicing.joined_on_host(slices), whole)
     np.testing.assert_array_equal(slicing.joined(tf.constant(slices)), whole)
     assert slices.shape == (replicas, -(-whole.size // replicas))
 
@@ -87,7 +87,7 @@ def test_each_optimizer_comes_to_the_same_on_slices(optimizer, family):
         gradients = [gradient, *(slicing.cut(gradient, replica) for replica in range(3))]
         for one, own, variable in zip(optimizers, gradients, variables, strict=True):
             one.apply_gradients([(own, variable)])
-    found = slicing.joined(np.stack([part.numpy() for part in variables[1:]]))
+    found = slicing.joined_on_host(np.stack([part.numpy() for part in variables[1:]]))
     np.testing.assert_allclose(found, variables[0].numpy(), rtol=0, atol=5e-6)
 
 

@@ -33,7 +33,7 @@ def verify(
     as_json: typed.AsJson = False,
     record: typed.Record = None,
 ) -> None:
-    """Show that a task has the same numbers on any number of replicas, or why not."""
+    """Show that a task has the same numbers on any number of replicas."""
     with_defaults(None, {"batch_size": batch_size, "compile": compile_})
     task_loader.check(target_)
     if record is not None:
@@ -85,7 +85,7 @@ def replay(
     trust: typed.Trust = False,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Make a step whose loss or gradient was not finite once more, and show its values and gradients."""
+    """Make a step that was not finite once more. Show its values and gradients, and which example it was."""
     path = runs.named(kept)
     if not (path / "bad").is_dir():
         runs.checkpointed(path)
@@ -142,7 +142,7 @@ def chaos(
     keep: typed.ChaosKeep = None,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Show that kill -9 at any moment loses nothing of a task's training."""
+    """Show that kill -9 at any moment loses nothing of a training."""
     from loop.commands import chaos as chaos_
 
     if not 1 <= kills <= chaos_.MOST_KILLS:

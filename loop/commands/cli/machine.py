@@ -23,7 +23,7 @@ def new(name: typed.NewName) -> None:
 
 
 def doctor(as_json: typed.AsJson = False) -> None:
-    """Say what works on this machine, what doesn't, and what to do about it."""
+    """Say what works on this machine, and what to do about what doesn't."""
     with stderr.quiet_start():
         from loop.commands import doctor as doctor_
 
@@ -40,7 +40,7 @@ def ui(
     port: typed.Port = 5000,
     host: typed.Host = "127.0.0.1",
 ) -> None:
-    """Start the MLflow UI on the default store, and print its address."""
+    """Start the MLflow UI on the default store."""
     from callbacks import files
     from callbacks.mlflow.tracker import default_uri
 

@@ -119,23 +119,42 @@ def tail(
 
 
 def report(
-    run: typed.Name,
+    names: typed.ReportNames,
     out: typed.ReportOut = None,
     root: typed.Root = None,
 ) -> None:
-    """Make the page of a run anew: its curves, settings, time and faults, in one file."""
-    from callbacks.run_record import report as page
+    """Make the page of a run anew, or one that compares several. It has curves, settings, time and faults."""
+    from callbacks.run_record import page
 
-    path = runs.locate(root or runs.ROOT, run)
-    out = out or path / page.NAME
+    if out is None and len(names) > 1 and names[-1].endswith(".html"):
+        out = Path(names.pop())
+    paths = runs.several(root or runs.ROOT, names)
+    out = out or (paths[0] / "report.html" if len(paths) == 1 else Path("comparison.html"))
     shown = printable(str(out))
     try:
-        if out.exists() and not page.is_report(out):
+        if out.exists() and not page.is_page(out):
             raise UsageError(f"{shown} exists already, and is no report: give another name")
-        page.write(out, read(path))
+        page.write(out, runs.page_of([read(path) for path in paths]))
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
     tell(f"wrote {shown}")
+
+
+def watch(
+    names: typed.Names,
+    port: typed.WatchPort = 8080,
+    root: typed.Root = None,
+) -> None:
+    """Show the page of a run in a browser while it trains. It is served on this machine, and updates by itself."""
+    from loop.commands import watch as watch_
+
+    with watch_.served(runs.several(root or runs.ROOT, names), port) as server:
+        tell(f"see it in the browser: {server.address}  (Ctrl-C ends it)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            tell("the run goes on without being watched" if server.is_under_way() else "no longer watched")
+            raise typer.Exit(130) from None
 
 
 def sync(
@@ -143,5 +162,5 @@ def sync(
     track: typed.SyncTrack = None,
     trust: typed.Trust = False,
 ) -> None:
-    """Deliver to MLflow what a run that is over has not delivered; of a sweep, with all its trials."""
+    """Deliver to MLflow what is still missing there. Of a run that is over, or of a sweep with all its trials."""
     tracking.deliver(runs.named(run), track, trust)

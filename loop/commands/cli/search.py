@@ -12,11 +12,13 @@ import typer
 from callbacks.nearest import nearest
 from callbacks.progress import counted
 from callbacks.run_record.redaction import tell
+from loop.commands import bench as bench_
 from loop.commands import command_line, config, memory_measurements
 from loop.commands import memory as memory_
 from loop.commands import sweep as sweep_
 from loop.commands import tune as tune_
 from loop.commands.cli import options as typed
+from loop.commands.cli import search_options as search
 from loop.commands.cli.output import show, shown_stages, stopped_clean
 from loop.commands.cli.training import train_options
 from loop.errors import FAILED, PREEMPTED, UsageError
@@ -34,15 +36,15 @@ def tune(
     workers: typed.Workers = None,
     set_: typed.Set = None,
     config_: typed.Config = None,
-    only: typed.Only = None,
-    seconds: typed.Seconds = 2.0,
-    rounds: typed.Rounds = 3,
-    tune_batch_size: typed.TuneBatchSize = False,
-    out: typed.TuneOut = Path("tune.toml"),
-    force: typed.Force = False,
+    only: search.Only = None,
+    seconds: search.Seconds = 2.0,
+    rounds: search.Rounds = 3,
+    tune_batch_size: search.TuneBatchSize = False,
+    out: search.TuneOut = Path("tune.toml"),
+    force: search.Force = False,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Find the fastest settings for a task on this machine, and write them to a file for train --config."""
+    """Find the fastest settings on this machine. They are written to a file for train --config."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
     if not 0 < seconds < float("inf"):
         raise UsageError(f"--seconds {seconds}: give a number > 0")
@@ -73,15 +75,35 @@ def _check_tune_file(out: Path, force: bool) -> None:
         raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
 
 
+def bench(
+    target_: typed.Target,
+    batch_size: typed.BatchSize = None,
+    set_: typed.Set = None,
+    seconds: search.Seconds = 3.0,
+    rounds: search.BenchRounds = 3,
+    as_json: typed.AsJson = False,
+) -> None:
+    """Compare the speed of a task with Keras's fit, and with a plain loop. Both are made of the same compute."""
+    with_defaults(None, {"batch_size": batch_size})
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--seconds {seconds}: give a number > 0")
+    if job_size() is not None:
+        raise UsageError("bench measures in processes of its own: call it once")
+    task_loader.check(target_)
+    with stopped_clean("nothing is left behind"), shown_stages(5 * rounds) as progress:
+        report = bench_.bench(target_, set_ or (), batch_size, seconds, rounds, progress)
+    show(bench_.as_json(report), bench_.lines(report), as_json)
+
+
 def memory(
     target_: typed.Target,
-    memory_limit: typed.Memory = None,
+    memory_limit: search.Memory = None,
     batch_size: typed.BatchSize = None,
-    workers: typed.MemoryWorkers = 1,
+    workers: search.MemoryWorkers = 1,
     set_: typed.Set = None,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Say what memory a training needs with each setting that saves some, and which is the fastest that fits."""
+    """Say what memory a training needs. Of each setting that saves some, and which is the fastest that fits."""
     with_defaults(None, {"batch_size": batch_size})
     limit = None if memory_limit is None else memory_.parse_size(memory_limit)
     if job_size() is not None:
@@ -99,16 +121,16 @@ _OF_TRAIN = ("workers", "launcher", "address", "cpus_per_worker", "placement", "
 
 def sweep(
     context: typer.Context,
-    target_: typed.SweepTarget,
-    grid: typed.Grid = None,
-    random: typed.Random = None,
-    trials: typed.Trials = None,
-    metric: typed.SweepMetric = "eval_loss",
-    direction: typed.Direction = None,
-    jobs: typed.Jobs = 1,
-    sampler: typed.Sampler = "tpe",
-    pruner: typed.Pruner = "none",
-    sweep_dir: typed.SweepDir = None,
+    target_: search.SweepTarget,
+    grid: search.Grid = None,
+    random: search.Random = None,
+    trials: search.Trials = None,
+    metric: search.SweepMetric = "eval_loss",
+    direction: search.Direction = None,
+    jobs: search.Jobs = 1,
+    sampler: search.Sampler = "tpe",
+    pruner: search.Pruner = "none",
+    sweep_dir: search.SweepDir = None,
     epochs: typed.Epochs = None,
     steps: typed.Steps = None,
     batch_size: typed.BatchSize = None,
@@ -120,13 +142,13 @@ def sweep(
     placement: typed.Placement = None,
     set_: typed.Set = None,
     trust: typed.Trust = False,
-    seed: typed.SweepSeed = None,
+    seed: search.SweepSeed = None,
     eval_every: typed.EvalEvery = None,
     track: typed.Track = None,
     config_: typed.Config = None,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Train a task with other values of its fields, several at once, and find the best; goes on after a kill."""
+    """Train a task with other values of its fields, and find the best. Several at once; it goes on after a kill."""
     given = types.SimpleNamespace(**locals())
     with_defaults(None, _options(given) | {"eval_every": command_line.eval_every(eval_every)})
     directory = sweep_dir
@@ -192,18 +214,18 @@ def _plan(given: types.SimpleNamespace) -> sweep_.Plan:
 
 def find_lr(
     target_: typed.Target,
-    steps: typed.FindLrSteps = 100,
-    low: typed.Low = 1e-6,
-    high: typed.High = 10.0,
+    steps: search.FindLrSteps = 100,
+    low: search.Low = 1e-6,
+    high: search.High = 10.0,
     batch_size: typed.BatchSize = None,
-    backend: typed.FindLrBackend = None,
+    backend: search.FindLrBackend = None,
     workers: typed.Replicas = None,
     set_: typed.Set = None,
     seed: typed.Seed = None,
-    out: typed.FindLrOut = None,
+    out: search.FindLrOut = None,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Find a learning rate: train some steps with one that grows, and see where the loss falls fastest."""
+    """Find a learning rate. Trains some steps with one that grows, and sees where the loss falls fastest."""
     given = {"batch_size": batch_size, "backend": backend, "seed": seed}
     with_defaults(None, given)
     if not 0 < low < high < float("inf"):

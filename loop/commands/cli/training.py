@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from callbacks.run_record.redaction import tell
-from loop.commands import config, dry_run, runs, tracking
+from loop.commands import config, conversion, dry_run, runs, serving_layout, tracking
 from loop.commands import train as train_
+from loop.commands.cli import help as help_
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import finish, shown_stages
 from loop.commands.prediction_output import check_data, check_out, shown_parts, threads_for
@@ -32,8 +32,11 @@ from loop.target import task_loader
 _FILE_ENDINGS = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
 """The endings of names that are files and no directories, in small letters."""
 
+_EXPORTED_ENDINGS = (".npz", ".keras", ".onnx", ".tflite")
+"""Those of them that `export` writes."""
 
-class Configurable(TyperCommand):
+
+class Configurable(help_.Command):
     """A command that takes options from files, as if they had been typed before all others."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
@@ -184,7 +187,7 @@ def predict(
     set_: typed.Set = None,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Predict for each example, in order, into a file; a killed one goes on where it was."""
+    """Predict for each example, in order, into a file. A killed one goes on where it was."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
     path = _checkpointed(run, task_target)
     check_out(out)
@@ -227,13 +230,21 @@ def export(
     task_target: typed.TaskTarget = None,
     trust: typed.Trust = False,
     check: typed.Check = True,
+    serving: typed.Serving = False,
 ) -> None:
     """Export the model of a run."""
     path = _checkpointed(run, task_target)
     if out.exists():
         raise UsageError(f"{out} exists already: remove it, or give another name")
-    if out.suffix not in (".npz", ".keras") and out.suffix.lower() in _FILE_ENDINGS:
-        raise UsageError(f"{out}: there is no such format: give OUT.npz, OUT.keras, or a directory for a SavedModel")
+    is_file = out.suffix.lower() in _FILE_ENDINGS
+    if is_file and out.suffix not in _EXPORTED_ENDINGS:
+        raise UsageError(
+            f"{out}: there is no such format: give OUT.npz, OUT.keras, OUT.onnx, OUT.tflite, or a directory for a "
+            "SavedModel"
+        )
+    if serving and is_file:
+        raise UsageError(f"--serving: {out} is a file: give a directory, for a SavedModel")
+    conversion.check_installed(out)
     with shown_stages(3) as progress, stderr.quiet_start():
         from loop.backends import devices
         from loop.run import run_directory
@@ -243,5 +254,7 @@ def export(
 
         needs_model = out.suffix != ".npz"
         task = run_directory.task_of(path, task_target, trust)[0] if needs_model else None
-        shown = export_(task, path, out, check, progress)
+        shown = export_(task, path, out, check, progress, serving)
     tell(f"wrote {out}" + (f": {shown}" if shown else ""))
+    if serving:
+        tell(serving_layout.how_to_start(out))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from callbacks.run_record import provenance
+from callbacks.run_record.comparison import differences
 from callbacks.run_record.record import Record, printable
 from loop.commands import terminal
-from loop.commands.runs.comparison import differences
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from callbacks.nearest import nearest
+from callbacks.run_record.comparison import best_or_last, metrics
 from callbacks.run_record.record import Record, printable
 from loop.errors import UsageError
 
@@ -32,13 +33,7 @@ def value(record: Record, name: str) -> Any:
     for values in (record.hyperparameters, record.options):
         if name in values:
             return values[name]
-    return best(record, name)
-
-
-def best(record: Record, metric: str) -> float | None:
-    """The best value of a metric, or the last one where it isn't known what is best."""
-    point = record.best(metric)
-    return point[1] if point else record.last(metric)
+    return best_or_last(record, name)
 
 
 def names(records: Iterable[Record]) -> list[str]:
@@ -46,14 +41,6 @@ def names(records: Iterable[Record]) -> list[str]:
     known = dict.fromkeys(FIELDS)
     for record in records:
         known |= dict.fromkeys([*record.hyperparameters, *record.options, *record.curves])
-    return list(known)
-
-
-def metrics(records: Iterable[Record]) -> list[str]:
-    """The metrics that these runs have, each once."""
-    known: dict[str, None] = {}
-    for record in records:
-        known |= dict.fromkeys(record.curves)
     return list(known)
 
 

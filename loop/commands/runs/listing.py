@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from callbacks.formats import lasting
 from callbacks.nearest import nearest
+from callbacks.run_record.comparison import best_or_last
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.record import Record, printable, read
 from loop.commands import terminal
 from loop.commands.runs.directories import find
-from loop.commands.runs.fields import FIELDS, as_float, best, check_metric, field_of, names, value
+from loop.commands.runs.fields import FIELDS, as_float, check_metric, field_of, names, value
 from loop.commands.runs.filters import Filter
 from loop.errors import UsageError
 
@@ -75,7 +76,7 @@ def table(records: Sequence[Record], metric: str | None) -> Table:
 
 def _cells(record: Record, metric: str | None) -> Iterator[str]:
     name = metric or record.metric
-    best_value = best(record, name)
+    best_value = best_or_last(record, name)
     yield terminal.cut(record.name, 60)
     yield terminal.status(record.status)
     yield record.backend + ("" if record.replicas is None else f" x{record.replicas}")

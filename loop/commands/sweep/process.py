@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from callbacks.nearest import nearest
 from callbacks.run_record import journal
 from loop.checkpoint.lock import NAME as LOCK
 from loop.errors import UsageError
+from loop.launch import warm_start
 from loop.launch.environment import LAUNCHER
 
 if TYPE_CHECKING:
@@ -45,11 +45,9 @@ class TrialProcess:
         self._log = self.directory / "output.log"
         with appending(self._log) as log:
             self._printed = log.tell()
-            # A session of its own: Ctrl-C at the terminal reaches the sweep alone, which hands it on.
-            self.process = subprocess.Popen(
-                command, env={**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": temporary},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+        # A session of its own: Ctrl-C at the terminal reaches the sweep alone, which hands it on.
+        environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": temporary}
+        self.process = warm_start.start(command, environment, self._log, self._log)
 
     def hear(self, metric: str) -> None:
         """Reads on in the journal.

@@ -26,13 +26,13 @@ from loop.commands.sweep.study import Study, typed_values
 from loop.commands.sweep.table import Table
 from loop.commands.trial import reason
 from loop.errors import PREEMPTED, UsageError
-from loop.launch import signals
+from loop.launch import signals, warm_start
 from loop.run import trust
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
+COMMAND = [*warm_start.COMMAND, "train"]
 _STOPPED = (PREEMPTED, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a trial that was stopped
 
 

@@ -1,0 +1,147 @@
+"""Comparison: what several runs differ in, what came out, and the page that shows both with the curves of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from callbacks.base import shown_status
+from callbacks.formats import lasting, moment, number
+from callbacks.metric_direction import lower_is_better
+from callbacks.run_record import page
+from callbacks.run_record.charts import Chart, Line, charts
+from callbacks.run_record.record import STEP, Record
+
+MOST = 12
+"""The most runs on a page: so many colors can be told apart."""
+_CHARTS = 24  # on a page
+_LONGEST = 120  # characters of a value
+_COMPARED = (
+    "task", "target", "status", "backend", "replicas", "workers", "parameters", "steps", "epochs", "examples",
+)  # fmt: skip
+_LABELS = {"hyperparameters": "", "options": "option ", "versions": "version ", "machine": ""}
+"""The groups of values that are compared, and what stands before the names of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """A run in the legend of a page: its name, its class in the style sheet, and how it ended."""
+
+    name: str
+    kind: str
+    status: str
+    status_text: str
+    facts: str
+
+
+def html(records: Sequence[Record], live: bool = False) -> str:
+    """The page of several runs; a live one asks the server that it comes from for what is new."""
+    names = [record.name for record in records]
+    return page.rendered(
+        "comparison.html",
+        live,
+        title=f"{len(records)} runs",
+        now=time.time(),
+        runs=list(_compared(records)),
+        curves=_curves(records),
+        results=page.table(("best", *names), list(_result_rows(records))),
+        settings=page.table(("differs", *names), differences(records)),
+    )
+
+
+def differences(records: Sequence[Record]) -> list[list[str]]:
+    """A row for each value that isn't the same in all runs: its name, and what each run has."""
+    rows = _differing("", [_facts(record) for record in records])
+    for group, label in _LABELS.items():
+        rows += _differing(label, [getattr(record, group) for record in records])
+    return rows
+
+
+def metrics(records: Iterable[Record]) -> list[str]:
+    """The metrics that these runs have, each once."""
+    known: dict[str, None] = {}
+    for record in records:
+        known |= dict.fromkeys(record.curves)
+    return list(known)
+
+
+def best_or_last(record: Record, metric: str) -> float | None:
+    """The best value of a metric, or the last one where its name doesn't say what is best."""
+    point = record.best(metric)
+    return point[1] if point else record.last(metric)
+
+
+def best_of_all(metric: str, values: Iterable[float | None]) -> float | None:
+    """The best of these values; None where the metric's name doesn't say what that is."""
+    less = lower_is_better(metric)
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return None if less is None else (min if less else max)(finite, default=None)
+
+
+def _facts(record: Record) -> dict[str, object]:
+    facts = {name: getattr(record, name) for name in _COMPARED}
+    facts["status"] = shown_status(record.status)
+    known = {name: value for name, value in facts.items() if value not in (None, "")}
+    return known | {"time": lasting(record.seconds)}
+
+
+def _differing(label: str, runs: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """The rows of one group of values, of which `runs` has those of each run."""
+    names: dict[str, None] = {}
+    for values in runs:
+        names |= dict.fromkeys(values)
+    rows = []
+    for name in names:
+        cells = [_cut(f"{values[name]}") if name in values else "-" for values in runs]
+        if len(set(cells)) > 1:
+            rows.append([label + name, *cells])
+    return rows
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 2] + ".."
+
+
+def _compared(records: Sequence[Record]) -> Iterator[_Compared]:
+    for index, record in enumerate(records):
+        began = "" if record.started is None else moment(record.started)
+        facts = [record.task, began, f"{record.steps:,} steps"]
+        status = record.status or "unknown"
+        shown = " · ".join(filter(None, facts))
+        yield _Compared(record.name, f"run{index}", status, shown_status(status), shown)
+
+
+def _curves(records: Sequence[Record]) -> list[Chart]:
+    """A chart for each metric with a line for each run; the loss first, and evaluations before training."""
+    names = []
+    known = metrics(records)
+    for name in known:
+        if not name.startswith(STEP) or name.removeprefix(STEP) not in known:
+            names.append(name)
+    names.sort(key=lambda name: (name.removeprefix("eval_") != "loss", not name.startswith("eval_")))
+    titles = {name: [_line(record, index, name) for index, record in enumerate(records)] for name in names[:_CHARTS]}
+    return charts(titles)
+
+
+def _line(record: Record, index: int, name: str) -> Line:
+    return Line(record.name, f"run{index}", record.curves.get(name, []))
+
+
+def _result_rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    """A row for each metric: the best value of each run with its step, the best of all with a star."""
+    for name in metrics(records):
+        if name.startswith(STEP):
+            continue
+        top = best_of_all(name, [best_or_last(record, name) for record in records])
+        yield [name, *(_result(record, name, top) for record in records)]
+
+
+def _result(record: Record, metric: str, top: float | None) -> str:
+    value = best_or_last(record, metric)
+    if value is None:
+        return "-"
+    star = " *" if value == top else ""
+    best = record.best(metric)
+    return f"{number(value)}{star}" + (f"\nat step {best[0]:,}" if best else "")

@@ -1,0 +1,189 @@
+"""`tfloop bench`: the speed of a task in tfloop, in Keras's `fit`, and in a plain loop made of the same `compute`.
+
+Each measurement has a process of its own, and the contenders take turns: what slows the machine down for a while slows
+down all of them. Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from callbacks.files import read_json
+from callbacks.throughput_probe import ThroughputProbe
+from loop.commands import command_line, terminal, trial
+from loop.errors import TrainingError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+IN_ONE_CALL = 50
+"""How many steps the faster way of a contender makes in one call."""
+OURS, BY_HAND, KERAS = "tfloop", "by hand", "Keras fit"
+_MODULE = "loop.commands.bench_contender"
+# A training makes no checkpoint and no evaluation: the contenders make none either.
+_ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", f"--steps={2**31 - 1}"]
+
+
+@dataclasses.dataclass
+class Contender:
+    """A way to train the task.
+
+    Attributes:
+        name: `OURS`, `BY_HAND` or `KERAS`.
+        steps: in one call; None: tfloop chooses.
+        speeds: examples per second, of each round.
+        problem: why it can't be measured, or "".
+    """
+
+    name: str
+    steps: int | None = None
+    speeds: list[float] = dataclasses.field(default_factory=list)
+    problem: str = ""
+
+    def __str__(self) -> str:
+        if self.steps is None:
+            return self.name
+        return f"{self.name}, {self.steps} step{'s' * (self.steps > 1)} a call"
+
+    @property
+    def speed(self) -> float:
+        """The median of its rounds; 0 if there is none."""
+        return statistics.median(self.speeds or [0.0])
+
+
+@dataclasses.dataclass
+class Report:
+    """What was measured.
+
+    Attributes:
+        target: of the task.
+        batch_size: the global batch.
+        rounds: how often.
+        contenders: tfloop first.
+    """
+
+    target: str
+    batch_size: int
+    rounds: int
+    contenders: list[Contender]
+
+    def best(self, name: str) -> Contender | None:
+        """The fastest way of a contender; None: it was not measured."""
+        ways = [contender for contender in self.contenders if contender.name == name and contender.speeds]
+        return max(ways, key=lambda contender: contender.speed, default=None)
+
+
+def bench(
+    target: str,
+    assignments: Sequence[str],
+    batch_size: int | None,
+    seconds: float,
+    rounds: int,
+    progress: Callable[[str], None],
+) -> Report:
+    """Measures all contenders, in turns.
+
+    Args:
+        target: of the task.
+        assignments: texts `name=value`, as after `--set`.
+        batch_size: the global batch; None: the task's own.
+        seconds: how long each measures, after a warm-up of half that time.
+        rounds: how often each measures.
+        progress: is called with what is being measured.
+
+    Raises:
+        UsageError: the task can't be trained at all.
+        TrainingError: it fails.
+    """
+    contenders = [Contender(OURS)]
+    for name in (BY_HAND, KERAS):
+        contenders += [Contender(name, 1), Contender(name, IN_ONE_CALL)]
+    size = batch_size
+    for number in range(rounds):
+        for contender in contenders:
+            if contender.problem:
+                continue
+            progress(f"{contender}, round {number + 1}")
+            with tempfile.TemporaryDirectory(prefix="tfloop-bench-", ignore_cleanup_errors=True) as directory:
+                if contender.name == OURS:
+                    size = _measure_ours(contender, target, assignments, batch_size, seconds, Path(directory))
+                else:
+                    _measure_other(contender, target, assignments, size, seconds, Path(directory))
+    assert size is not None
+    return Report(target, size, rounds, contenders)
+
+
+def _measure_ours(
+    contender: Contender,
+    target: str,
+    assignments: Sequence[str],
+    batch_size: int | None,
+    seconds: float,
+    directory: Path,
+) -> int:
+    """Measures tfloop; returns the batch size."""
+    probe = command_line.callback_option(ThroughputProbe, seconds)
+    given = command_line.arguments({"batch_size": batch_size, "backend": "single"}, assignments, ())
+    code = trial.run([target, *given, *_ALWAYS, probe, f"--run-dir={directory / 'run'}"], directory)
+    speed = read_json(directory / "run" / "trial-0.json").get("examples_per_second")
+    if code or not speed:
+        raise (UsageError if code == 2 else TrainingError)(trial.problem(code, directory))
+    contender.speeds.append(speed)
+    return int(read_json(directory / "run" / "run.json")["options"]["batch_size"])
+
+
+def _measure_other(
+    contender: Contender,
+    target: str,
+    assignments: Sequence[str],
+    batch_size: int | None,
+    seconds: float,
+    directory: Path,
+) -> None:
+    """Measures another contender. What can't be measured has its reason noted."""
+    asked = {
+        "target": target,
+        "assignments": list(assignments),
+        "batch_size": batch_size,
+        "contender": contender.name,
+        "steps": contender.steps,
+        "seconds": seconds,
+        "out": str(directory / "out.json"),
+    }
+    code = trial.run_module(_MODULE, [json.dumps(asked)], directory)
+    found = read_json(directory / "out.json")
+    contender.problem = found.get("problem", "") or (trial.problem(code, directory) if code else "")
+    if not contender.problem:
+        contender.speeds.append(found["examples_per_second"])
+
+
+def lines(report: Report) -> Iterator[RenderableType | tuple[str, bool | None]]:
+    """The report, for people."""
+    hand = report.best(BY_HAND)
+    rows = []
+    for contender in report.contenders:
+        if contender.problem:
+            rows.append([str(contender), "", "", f"not measured: {contender.problem}"])
+            continue
+        span = f"{min(contender.speeds):,.0f} to {max(contender.speeds):,.0f}"
+        against = f"{contender.speed / hand.speed:.2f} of the loop by hand" if hand else ""
+        rows.append([str(contender), f"{contender.speed:,.0f}", span, against])
+    yield f"{report.target}, batch {report.batch_size}, {os.cpu_count()} cores, {report.rounds} rounds"
+    yield terminal.table(rows, ["", "examples/s", "range", ""], right=[1, 2])
+    ours = report.contenders[0]
+    for name in (BY_HAND, KERAS):
+        best = report.best(name)
+        if best is not None:
+            yield f"tfloop makes {ours.speed / best.speed:.2f} times the examples of {best}", None
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """The report as JSON values."""
+    return dataclasses.asdict(report)

@@ -1,0 +1,96 @@
+"""Help by theme: which themes there are, and how a help that has many entries is grouped by them.
+
+The themes are typer's `rich_help_panel`. The help itself is plain text, since the import of rich takes a while; on a
+terminal its headings are bold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from loop.commands import terminal
+
+# Of options:
+FIRST = "Used most"
+LENGTH = "What is trained, and how long"
+DEVICES = "Where (devices and servers)"
+HOSTS = "Where (several hosts)"
+NUMBERS = "Numbers"
+SPEED = "Speed and memory"
+SAVING = "Saving and going on"
+TRACKING = "Tracking"
+TROUBLE = "Looking for a mistake"
+TRIALS = "Trials"
+REST = "Options"  # those without a theme
+ARGUMENTS = "Arguments"
+
+# Of commands:
+TRAIN = "Train"
+LOOK = "Look at runs"
+CHECK = "Check"
+TUNE = "Tune"
+USE = "Use the model"
+
+_ORDER = (
+    ARGUMENTS, TRIALS, FIRST, LENGTH, NUMBERS, SAVING, TRACKING, SPEED, DEVICES, HOSTS, TROUBLE, REST,
+    TRAIN, LOOK, CHECK, TUNE, USE,
+)  # fmt: skip
+"""The order in a help."""
+
+_GROUPED = 12
+"""A command of more options than this has them grouped."""
+
+Row = tuple[str, str, str]
+"""The theme of an entry, its name, and its text."""
+
+
+class Command(TyperCommand):
+    """A command whose help has its options by theme."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        rows: list[Row] = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                theme = ARGUMENTS if is_argument else getattr(parameter, "rich_help_panel", None) or REST
+                rows.append((theme, *record))
+        if len(rows) <= _GROUPED:
+            rows = [(theme if theme == ARGUMENTS else REST, name, text) for theme, name, text in rows]
+        _write(formatter, rows)
+
+
+class Group(TyperGroup):
+    """A group whose help has its commands by theme, and groups of commands before others."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows: list[Row] = []
+        for name in sorted(self.list_commands(ctx), key=lambda name: not isinstance(self.commands[name], TyperGroup)):
+            command = self.commands[name]
+            if not command.hidden:
+                rows.append((str(getattr(command, "rich_help_panel", LOOK)), name, command.get_short_help_str(1000)))
+        _write(formatter, rows)
+
+
+def _write(formatter: Any, rows: Sequence[Row]) -> None:
+    """Writes rows by their themes; in all of them the texts are flush."""
+    widest = max(len(name) for _, name, _ in rows)
+    for theme in _ORDER:
+        entries = [(name.ljust(min(widest, 30)), text) for row_theme, name, text in rows if row_theme == theme]
+        if entries:
+            with formatter.section(_heading(theme)):
+                formatter.write_dl(entries)
+
+
+def _heading(text: str) -> str:
+    return text if terminal.plain() else typer.style(text, bold=True)
+
+
+def add(app: typer.Typer, theme: str, commands: dict[str, Callable[..., None]], **classes: type[Command]) -> None:
+    """Adds the commands of a theme to an application, in order."""
+    for name, function in commands.items():
+        app.command(name, cls=classes.get(name, Command), rich_help_panel=theme)(function)

@@ -1,0 +1,73 @@
+"""The options of `tfloop tune`, `memory`, `sweep` and `find-lr` alone; see `options`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from loop.commands.cli import help as help_
+from loop.commands.tune import TUNED
+
+Only = Annotated[list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
+Seconds = Annotated[float, Option(help="How long a trial measures, when it is warm.")]
+BenchRounds = Annotated[int, Option(min=1, help="How often each is measured, in turns.")]
+Rounds = Annotated[int, Option(min=1, help="How often settings that are close are measured, in turns.")]
+TuneBatchSize = Annotated[
+    bool,
+    Option("--tune-batch-size", help="Take the fastest batch size, too: with another one, something else is learned."),
+]
+TuneOut = Annotated[Path, Option(help="Where to write the best settings, for --config.")]
+Force = Annotated[bool, Option("--force", help="Write over the file.")]
+SweepTarget = Annotated[
+    str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
+]
+Grid = Annotated[
+    list[str] | None,
+    Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.", rich_help_panel=help_.TRIALS),
+]
+Random = Annotated[
+    list[str] | None,
+    Option(
+        metavar="FIELD=LOW..HIGH",
+        help="Draw values; add :log for a wide range; repeatable.",
+        rich_help_panel=help_.TRIALS,
+    ),
+]
+Trials = Annotated[
+    int | None, Option(help="How many; all combinations of the grid if not given.", rich_help_panel=help_.TRIALS)
+]
+SweepMetric = Annotated[str, Option(help="What is to be best, at the end of a trial.", rich_help_panel=help_.TRIALS)]
+Direction = Annotated[
+    str | None, Option(help="minimize or maximize; by the metric's name.", rich_help_panel=help_.TRIALS)
+]
+Jobs = Annotated[
+    int, Option(min=1, max=256, help="How many trials are under way at once.", rich_help_panel=help_.TRIALS)
+]
+Sampler = Annotated[
+    str, Option(help="How --random draws: tpe (learns from the trials) or random.", rich_help_panel=help_.TRIALS)
+]
+Pruner = Annotated[
+    str,
+    Option(help="median ends trials that are worse than half of those before; or none.", rich_help_panel=help_.TRIALS),
+]
+SweepDir = Annotated[
+    Path | None,
+    Option(
+        help="The directory of the sweep; if not given, one for this command below runs/.", rich_help_panel=help_.TRIALS
+    ),
+]
+SweepSeed = Annotated[int | None, Option(help="Of what is drawn, and of the training.", rich_help_panel=help_.TRIALS)]
+FindLrSteps = Annotated[int, Option(min=10, max=100_000, help="How many steps to make.")]
+Low = Annotated[float, Option(help="The learning rate of the first step.")]
+High = Annotated[float, Option(help="That of the last one.")]
+FindLrBackend = Annotated[str | None, Option(help="single, mirrored or central.")]
+FindLrOut = Annotated[Path | None, Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")]
+Memory = Annotated[
+    str | None,
+    Option(
+        "--memory", metavar="SIZE", help="What a replica has, such as 16GB: show which settings fit, and the fastest."
+    ),
+]
+MemoryWorkers = Annotated[int, Option("--workers", help="Replicas that share the global batch.", min=1, max=100_000)]

@@ -1,0 +1,169 @@
+"""The metrics that a Keras model is compiled with, for all of its outputs, as Keras matches them with the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileMetrics
+
+from loop.errors import UsageError
+from loop.step.keras_compile import Compiled, Tensors
+
+
+class _OutputMetric(NamedTuple):
+    """A metric of one output.
+
+    Attributes:
+        name: the name that is reported.
+        metric: the metric.
+        output: the index of the output.
+        by_weight: whether the metric is weighted.
+    """
+
+    name: str
+    metric: keras.metrics.Metric
+    output: int
+    by_weight: bool
+
+
+class Metrics:
+    """The metrics of a model's outputs, as `compile(metrics=..., weighted_metrics=...)` takes them.
+
+    Args:
+        metrics: unweighted metrics: names, functions or Keras metrics; for several outputs a list or dict of them; or a
+            dict of them by the names to report.
+        weighted: the same, for metrics that are weighted by sample weights or class weights.
+        output_names: the names of the model's outputs, if it has names.
+        labels: the labels of a few examples.
+        predictions: the predictions for these examples.
+    """
+
+    def __init__(
+        self,
+        metrics: Compiled,
+        weighted: Compiled,
+        output_names: Sequence[str] | None,
+        labels: Tensors,
+        predictions: Tensors,
+    ) -> None:
+        outputs = set(predictions) if isinstance(predictions, Mapping) else set(output_names or ())
+        metrics, names = _without_names(metrics, outputs)
+        weighted, weighted_names = _without_names(weighted, outputs)
+        self._compiled = CompileMetrics(metrics, weighted, output_names=output_names)
+        self._compiled.build(labels, predictions)
+        self._flat: list[_OutputMetric] = []
+        taken: dict[str, int] = {}
+        self._add(self._compiled._flat_metrics, names, False, taken)
+        self._add(self._compiled._flat_weighted_metrics, weighted_names, True, taken)
+
+    def _add(self, groups: Sequence[Any], names: list[str], by_weight: bool, taken: dict[str, int]) -> None:
+        """Adds the metrics of each output.
+
+        Args:
+            groups: Keras's list of metrics of each output, or None for an output without metrics.
+            names: the names to report; []: those that Keras gives.
+            by_weight: whether the metrics are weighted.
+            taken: how often each name has been given; changed.
+        """
+        for output, group in enumerate(groups):
+            for index, metric in enumerate(group.metrics if group else ()):
+                name = names[index] if names else _name(metric.name, group.output_name, by_weight, taken)
+                self._flat.append(_OutputMetric(name, metric, output, by_weight))
+
+    def by_name(self) -> dict[str, keras.metrics.Metric]:
+        """The Keras metrics, by the names that Keras reports."""
+        return {name: metric for name, metric, _, _ in self._flat}
+
+    def arguments(self, labels: Tensors, predictions: Tensors, weights: Tensors) -> dict[str, tuple[tf.Tensor, ...]]:
+        """What each metric is updated with, by name: labels, predictions, and weights if it has some."""
+        flatten = self._compiled._flatten_y
+        flat_labels = flatten(labels)
+        flat_predictions = flatten(predictions)
+        flat_weights = [None] * len(flat_labels) if weights is None else flatten(weights)
+        if len(flat_weights) < len(flat_labels):
+            flat_weights = [flat_weights[0]] * len(flat_labels)  # one weight of each example, for all outputs
+        arguments: dict[str, tuple[tf.Tensor, ...]] = {}
+        for name, metric, output, by_weight in self._flat:
+            weight = flat_weights[output] if by_weight else None
+            pair = (flat_labels[output], _in_dtype(flat_predictions[output], metric.dtype))
+            arguments[name] = pair if weight is None else (*pair, weight)
+        return arguments
+
+    def check(self, labels: Tensors, predictions: Tensors, weights: Tensors) -> None:
+        """Refuses a metric whose state for several examples isn't the sum of its states for each of them.
+
+        Raises:
+            UsageError: such a metric; for example a function that returns a mean, which depends on how examples are
+                shared among replicas.
+        """
+        rows = int(tf.shape(keras.tree.flatten(predictions)[0])[0])
+        if rows < 2:
+            return
+
+        def states(metric: keras.metrics.Metric, name: str, part: slice) -> list[np.ndarray]:
+            """The states of the metric after it has been updated with some of the rows."""
+            arguments = self.arguments(_rows(labels, part), _rows(predictions, part), _rows(weights, part))[name]
+            start = [np.zeros(variable.shape, variable.dtype) for variable in metric.variables]
+            return [np.asarray(state, "float64") for state in metric.stateless_update_state(start, *arguments)]
+
+        for name, metric in self.by_name().items():
+            metric.update_state(*self.arguments(labels, predictions, weights)[name])  # makes its variables
+            metric.reset_state()
+            of_all = states(metric, name, slice(rows))
+            of_first = states(metric, name, slice(1))
+            of_rest = states(metric, name, slice(1, rows))
+            is_sum = True
+            for whole, first, rest in zip(of_all, of_first, of_rest, strict=True):
+                is_sum &= np.allclose(whole, first + rest, 1e-4, 1e-5, True)
+            if not is_sum:
+                raise UsageError(
+                    f"the metric {name!r} of several examples isn't made of those of each example: a function must "
+                    "return one value per example, never a mean, such as keras.ops.mean(..., axis=-1) instead of "
+                    "keras.ops.mean(...); the state of a metric must be a sum over examples"
+                )
+
+
+def _rows(tensors: Tensors, part: slice) -> Tensors:
+    """Some rows of each tensor, with their masks."""
+
+    def cut(tensor: tf.Tensor) -> tf.Tensor:
+        rows = tensor[part]
+        mask = getattr(tensor, "_keras_mask", None)
+        if mask is not None:
+            rows._keras_mask = mask[part]
+        return rows
+
+    return None if tensors is None else keras.tree.map_structure(cut, tensors)
+
+
+def _without_names(metrics: Compiled, outputs: set[str]) -> tuple[Compiled, list[str]]:
+    """Splits a dict of metrics by the names to report into metrics and names; anything else stays as it is."""
+    single = isinstance(metrics, Mapping) and not any(isinstance(value, list | tuple) for value in metrics.values())
+    if not metrics or not single or set(metrics) <= outputs:
+        return metrics, []
+    return list(metrics.values()), list(metrics)
+
+
+def _name(metric: str, output: str | None, by_weight: bool, taken: dict[str, int]) -> str:
+    """The name that Keras reports for a metric: after the output's name, and with a number if it is taken."""
+    name = f"{output}_{metric}" if output else metric
+    if name in taken and by_weight:
+        name = f"{output}_weighted_{metric}" if output else f"weighted_{metric}"
+    taken[name] = taken.get(name, -1) + 1
+    return f"{name}_{taken[name]}" if taken[name] else name
+
+
+def _in_dtype(predictions: tf.Tensor, dtype: str) -> tf.Tensor:
+    """The predictions in the dtype of a metric's state, with their mask, which `tf.cast` would drop."""
+    predictions = keras.ops.convert_to_tensor(predictions)
+    if not predictions.dtype.is_floating or predictions.dtype == dtype:
+        return predictions
+    converted = tf.cast(predictions, dtype)
+    mask = getattr(predictions, "_keras_mask", None)
+    if mask is not None:
+        converted._keras_mask = mask
+    return converted

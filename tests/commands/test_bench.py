@@ -1,0 +1,76 @@
+"""`tfloop bench`: the contenders train, take turns, and minimise what tfloop minimises."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from loop import fit
+from loop.commands import bench, bench_contender
+from tests.tasks import Legacy, Weighted
+
+
+def test_all_contenders_are_measured_in_processes_of_their_own(command, tmp_path):
+    (tmp_path / "mine.py").write_text("from tests.tasks import Weighted\n\n\nclass Mine(Weighted):\n    pass\n")
+    code, out, err = command("bench", "mine.py:Mine", "--rounds", 1, "--seconds", 0.1, "--batch-size", 10, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["batch_size"], found["rounds"]) == (10, 1)
+    measured = [(each["name"], each["steps"], len(each["speeds"]), each["problem"]) for each in found["contenders"]]
+    assert measured == [
+        ("tfloop", None, 1, ""), ("by hand", 1, 1, ""), ("by hand", 50, 1, ""), ("Keras fit", 1, 1, ""),
+        ("Keras fit", 50, 1, ""),
+    ]  # fmt: skip
+    assert all(speed > 0 for each in found["contenders"] for speed in each["speeds"])
+
+
+def test_bad_input_is_one_line(command):
+    code, _, err = command("bench", "digits", "--seconds", 0)
+    assert (code, err.strip()) == (2, "tfloop: error: --seconds 0.0: give a number > 0")
+
+
+def test_a_contender_minimises_what_tfloop_does(quiet):
+    """One step of plain gradient descent by hand, from the same weights, over one batch of all examples."""
+
+    class Once(Weighted):
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, kernel_initializer="ones")])
+
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1)
+
+    size = Once().train_data().size
+    result = fit(Once(), epochs=1, batch_size=size, callbacks=quiet(), eval_every="never")
+    kept = []
+
+    class Kept(Once):
+        def build_model(self):
+            kept.append(super().build_model())
+            return kept[0]
+
+    assert bench_contender._by_hand(Kept(), size, 1)() == size
+    for ours, by_hand in zip(result.model.get_weights(), kept[0].get_weights(), strict=True):
+        np.testing.assert_allclose(by_hand, ours, rtol=1e-5, atol=1e-6)  # examples are added up in another order
+
+
+class OwnStep(Weighted):
+    def train_step(self, model, step):
+        step.minimize(lambda batch: self.compute(model, batch, training=True))
+
+
+def test_what_a_short_loop_cannot_train_is_said():
+    with pytest.raises(bench_contender._NotComparableError, match="a train_step of its own, which only tfloop calls"):
+        bench_contender._check(OwnStep())
+    with pytest.raises(bench_contender._NotComparableError, match="model and optimizer aren't Keras 3's"):
+        bench_contender._keras(Legacy(), 8, 1)
+
+
+def test_lines_compare_the_best_ways():
+    contenders = [
+        bench.Contender("tfloop", None, [90.0, 110.0, 100.0]),
+        bench.Contender("by hand", 1, [40.0]), bench.Contender("by hand", 50, [50.0]),
+        bench.Contender("Keras fit", 1, problem="no Keras model"), bench.Contender("Keras fit", 50, problem="none"),
+    ]  # fmt: skip
+    told = [line[0] for line in bench.lines(bench.Report("t.py:T", 8, 3, contenders)) if isinstance(line, tuple)]
+    assert told == ["tfloop makes 2.00 times the examples of by hand, 50 steps a call"]
