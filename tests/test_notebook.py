@@ -1,5 +1,6 @@
 """A notebook: classes that stand in no file, made again and again."""
 
+import gc
 import re
 import subprocess
 import sys
@@ -7,7 +8,9 @@ import sys
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from tensorflow.python.framework.func_graph import FuncGraph
 
+from benchmarks import fit_overhead
 from callbacks.run_record import cell
 from loop.target import cells as cells_
 from tests.conftest import ROOT
@@ -191,3 +194,21 @@ def test_a_class_of_a_main_without_a_file_trains(tmp_path):
     code = SETUP.format(root=str(ROOT)) + task
     done = subprocess.run([sys.executable, "-"], input=code, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.stdout == EXPECTED[0], done.stderr
+
+
+MOST_BYTES_PER_FIT = 1_500_000
+"""Bound of the slope of the memory over fits; what the allocator keeps differs from fit to fit."""
+
+
+def test_memory_does_not_grow_from_fit_to_fit():
+    fit_overhead.measure(1, tracked=False)
+    before = graphs()
+    found = fit_overhead.measure(8, tracked=False)
+    assert graphs() == before
+    assert found.bytes_per_fit < MOST_BYTES_PER_FIT
+
+
+def graphs():
+    """How many graphs of functions there are."""
+    gc.collect()
+    return sum(isinstance(thing, FuncGraph) for thing in gc.get_objects())

@@ -6,7 +6,7 @@ Only this package has collectives.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import keras
@@ -121,10 +121,11 @@ class Backend(StepCollectives):
         self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
     ) -> None:
         """Within `run`: one step of an optimizer of any family, with gradients that are the same in all replicas."""
-        if is_legacy(optimizer):
-            optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
-        else:
-            optimizer.apply(gradients, variables)
+        with _gradients_forgotten():
+            if is_legacy(optimizer):
+                optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
+            else:
+                optimizer.apply(gradients, variables)
 
     # Between the steps, on the host
 
@@ -186,3 +187,20 @@ def shared_value(variable: tf.Variable) -> tf.Tensor | np.ndarray:
     """See `Backend.snapshot`. A value on a GPU is copied to the CPU's memory, since the GPU's is scarce."""
     value = variable.read_value()
     return value if "CPU" in value.device else value.numpy()
+
+
+@contextlib.contextmanager
+def _gradients_forgotten() -> Iterator[None]:
+    """Within it, TensorFlow keeps no gradient functions: nothing is differentiated through an optimizer's step.
+
+    Keras's optimizers call an all-reduce. TensorFlow would register its gradient until the process ends, and with it
+    the graph of the step: some MB for each `fit` in a notebook.
+    """
+    from tensorflow.python.framework import ops  # there is no public way to the registry
+
+    registered = ops.gradient_registry._registry
+    before = set(registered)
+    yield
+    for name in set(registered) - before:
+        if name.startswith("CustomGradient-"):
+            del registered[name]

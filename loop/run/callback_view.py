@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import tensorflow as tf
 
-from callbacks.run_record import history
+from callbacks.run_record import cell, history
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.array_files import Json
@@ -135,6 +135,11 @@ class CallbackView:
     def info(self) -> Json:
         """The task, its options, the model's size, the backend, versions and machine, as JSON values."""
         return status.describe(self._run)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of a run: where it stands, and its metrics with their curves."""
+        place = f"epoch {self.progress.epoch + 1}, step {self.progress.step:,}"
+        return cell.html([type(self.task).__name__, place, str(self.directory)], self.history)
 
     def stop(self, reason: str) -> None:
         """Asks all workers to end the run at the next boundary between calls."""
