@@ -7,7 +7,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from loop.checkpoint.store import address
 from loop.commands import completion
+from loop.commands.runs import directories
 from loop.commands.tune import TUNED
 
 Target = Annotated[
@@ -22,7 +24,7 @@ RunDir = Annotated[
     str,
     Argument(
         metavar="RUN",
-        help="A run: its directory, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
+        help="A run: its directory or URL, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
         autocompletion=completion.runs,
     ),
 ]
@@ -53,8 +55,16 @@ Config = Annotated[
         "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
     ),
 ]
-Root = Annotated[Path | None, Option(help="Where the runs are; runs/ if not given.", show_default=False)]
-_NAMED = "A name, the beginning of one, a path, or latest."
+Root = Annotated[
+    Path | None,
+    Option(
+        parser=directories.root,
+        metavar="DIR|URL",
+        help="Where the runs are; runs/ if not given.",
+        show_default=False,
+    ),
+]
+_NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
@@ -95,7 +105,14 @@ Elastic = Annotated[
 Discovery = Annotated[
     Path | None, Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
 ]
-TrainRunDir = Annotated[Path | None, Option(help="The run directory; a new one below runs/ if not given.")]
+TrainRunDir = Annotated[
+    Path | None,
+    Option(
+        parser=address.run_dir,
+        metavar="DIR|URL",
+        help="The run directory, or s3://bucket/path (gs, az, https, file); a new one below runs/ if not given.",
+    ),
+]
 Resume = Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.")]
 Shuffle = Annotated[bool | None, Option("--shuffle/--no-shuffle", help="Permute the data each epoch.")]
 Precision = Annotated[str | None, Option(help="float32, float64, bfloat16 or mixed_float16.")]
