@@ -6,4 +6,5 @@
 - `writer.Writer` writes and removes checkpoints in the background; `run` hands it `Snapshot`s.
 - `kept.Kept` is a checkpoint in memory, for elastic jobs.
 - `lock.locked` holds the lock of a run directory.
+- `store.copies.mirrored` holds the lease of a run in object storage, and has its files delivered.
 """

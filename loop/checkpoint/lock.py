@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from callbacks import files
 from callbacks.files import read_json
+from callbacks.types import JsonObject
 from loop.errors import UsageError
 
 NAME = "lock"
@@ -34,16 +35,10 @@ def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
     """
     path = directory / NAME
     with contextlib.closing(_taken(path, time.monotonic() + wait)) as file:
-        owner = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "namespace": _namespace(),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
         try:
             with _writing(directory):
                 file.truncate(0)
-                file.write(json.dumps(owner).encode())
+                file.write(json.dumps(about_this_process()).encode())
             yield
         finally:
             if files.is_same(path, file.fileno()):  # else the run directory was moved, and the file is of another run
@@ -89,8 +84,7 @@ def _wait_for_owner(path: Path, deadline: float) -> None:
         UsageError: the deadline is over, and the process is alive, as far as can be seen.
     """
     owner = read_json(path)
-    is_local = owner.get("host") == socket.gethostname() and owner.get("namespace") == _namespace()
-    may_be_alive = not is_local or _is_alive(owner.get("pid"))  # another host's processes can't be checked from here
+    may_be_alive = not is_dead(owner)
     if may_be_alive and time.monotonic() >= deadline:
         raise UsageError(
             f"the run directory {path.parent} is in use by process {owner.get('pid', '?')} on "
@@ -104,6 +98,22 @@ def _wait_for_owner(path: Path, deadline: float) -> None:
     time.sleep(1.0)
     if read_json(path) == owner:
         path.unlink(missing_ok=True)
+
+
+def about_this_process() -> JsonObject:
+    """By what others know the process that holds a lock, or a lease."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "namespace": _namespace(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def is_dead(owner: JsonObject) -> bool:
+    """Whether an owner has ended, as far as can be seen: another host's processes can't be checked from here."""
+    is_local = owner.get("host") == socket.gethostname() and owner.get("namespace") == _namespace()
+    return is_local and not _is_alive(owner.get("pid"))
 
 
 def _namespace() -> str:

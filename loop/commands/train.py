@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import callbacks
 from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
+from loop.checkpoint.store import address
 from loop.commands import command_line, dry_run, memory_advice, runs, tracking, typed_callbacks
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
 from loop.launch import host_slots, hosts, job, machine, ray_cluster, ray_options, signals, ssh, stderr
@@ -100,7 +101,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
 
     if fields is not None and typed.dry_run_:
         fields["why"] = place.why
-    elif fields is not None and code == PREEMPTED and not typed_callbacks.of_commands(typed.callback):
+    elif fields is not None and fields["status"] == "preempted" and not typed_callbacks.of_commands(typed.callback):
         _tell_how_to_go_on(typed, arguments, fields)
     return code, problem, fields
 
@@ -154,7 +155,10 @@ def _check(typed: SimpleNamespace) -> None:
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
         os.environ[START_TIMEOUT] = str(typed.start_timeout)  # workers inherit it
     start_timeout()
-    fresh = typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()  # else it goes on from those
+    at_url = isinstance(typed.run_dir, str)
+    fresh = (
+        at_url or typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()
+    )  # else it goes on from those
     if fresh and typed.resume not in (None, "auto", "never") and not typed.hosts_ and job_size() is None:
         runs.checkpointed(Path(typed.resume), "--resume ")
 
@@ -277,8 +281,14 @@ def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractConte
     """Within it, the agents of the job's workers run on other machines."""
     files = hosts.files(typed.target_, typed.config_ or ())
     if place.ray is not None:
-        return ray_cluster.connect(place.ray, place.backend, files, typed.run_dir)
+        at_url = isinstance(typed.run_dir, str)
+        return ray_cluster.connect(place.ray, place.backend, files, None if at_url else typed.run_dir)
     return ssh.connect(place.hosts, place.backend, files, typed.interface, typed.remote_python)
+
+
+def _is_delivered(fields: Mapping[str, Any]) -> bool:
+    """Whether the store has all of a run that is kept in one; what it lacks, the run has said."""
+    return fields.get("run_dir") is None or address.is_delivered(Path(fields["run_dir"]))
 
 
 def _serve(threads: int) -> Outcome:
@@ -332,7 +342,7 @@ def _work(
             fields["run_dir"] = str(result.run_dir)
         beginning.close()
         backend.close()
-        code = PREEMPTED if fields["status"] == "preempted" else 0
+        code = PREEMPTED if fields["status"] == "preempted" or not _is_delivered(fields) else 0
         report(code, None, fields)
     if JOB in os.environ:
         # A saved run is no failure for which the others are to be ended: its code is in the report.

@@ -21,6 +21,8 @@ from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files, manifest
 from loop.checkpoint.array_files import Json
 from loop.checkpoint.lock import A_LOOK, locked
+from loop.checkpoint.store import address, copies
+from loop.checkpoint.store.bucket import StoreError
 from loop.checkpoint.writer import arrays
 from loop.errors import UsageError
 from loop.launch.environment import start_timeout
@@ -63,13 +65,16 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
                     run_dir = backend.member.run_directory or run_dir
                     resume = "auto" if resume == "never" else resume
                     wait = start_timeout()  # a chief whose host was cut off may not know that yet, and hold the lock
+                url = _url(run_dir)
+                if url is not None:
+                    run_dir = stack.enter_context(copies.mirrored(url))
                 in_memory = backend.member is not None and backend.member.kept is not None
                 directory = _prepare(task, run_dir, resume, in_memory)
                 stack.enter_context(locked(directory, wait))
                 # Only with the lock: a run that is refused must leave no record.
                 trust.note(directory, target_of(task))
                 answer = ["", str(directory)]
-            except UsageError as error:  # raised on all workers below
+            except (UsageError, StoreError) as error:  # raised on all workers below
                 answer = [str(error), ""]
         problem, path = backend.broadcast_json(answer)
         if problem:
@@ -77,6 +82,13 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
         if backend.member:
             backend.member.run_directory = Path(path)
         yield Path(path)
+
+
+def _url(run_dir: str | Path | None) -> str | None:
+    """The URL of a run that is kept in a store; also where a later attempt is given its directory on this machine."""
+    if run_dir is None:
+        return None
+    return address.read_url(str(run_dir)) if address.is_url(run_dir) else address.url_of(launch_path(run_dir))
 
 
 def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in_memory: bool) -> Path:
@@ -224,7 +236,7 @@ def _find(run: Run) -> Located | None:
     # Once the run has checkpoints of its own, it goes on from them, not from where it started again.
     if own or resume in ("auto", "never"):
         return newest(own)
-    return locate(launch_path(resume))
+    return locate(copies.copy(address.read_url(str(resume))) if address.is_url(resume) else launch_path(resume))
 
 
 def newest(paths: list[Path]) -> Located | None:

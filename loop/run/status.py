@@ -20,6 +20,7 @@ from callbacks.run_record import provenance
 from callbacks.run_record.redaction import redact
 from loop.backends.host_collectives import fingerprint
 from loop.checkpoint.array_files import Json
+from loop.checkpoint.store import mirror
 from loop.model.variables import parameters
 from loop.run.agreement import Decision
 from loop.run.phases import as_json
@@ -43,6 +44,7 @@ class RunStatus:
         self.name = "finished"
         self.started = False
         self.best_step: int | None = None
+        self._directory = directory
         self._anchor = Anchor(directory) if is_chief else None
         self._provenance: dict[str, object] = {}
 
@@ -68,9 +70,11 @@ class RunStatus:
 
         Raises:
             MovedError: it was moved or deleted. Another run may have its old name.
+            LeaseLostError: another process has taken over the run, in the store where it is kept.
         """
         if self._anchor is not None:
             self._anchor.check()
+            mirror.check(self._directory)
 
     def write(self, run: Run, status: str) -> None:
         """Writes `run.json` (chief only). An attempt that fails before it has started keeps the previous status."""

@@ -7,8 +7,10 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from loop.checkpoint.store import address
 from loop.commands import completion
 from loop.commands.cli import help as help_
+from loop.commands.runs import directories
 
 Target = Annotated[
     str,
@@ -22,7 +24,7 @@ RunDir = Annotated[
     str,
     Argument(
         metavar="RUN",
-        help="A run: its directory, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
+        help="A run: its directory or URL, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
         autocompletion=completion.runs,
     ),
 ]
@@ -66,8 +68,16 @@ Config = Annotated[
         rich_help_panel=help_.FIRST,
     ),
 ]
-Root = Annotated[Path | None, Option(help="Where the runs are; runs/ if not given.", show_default=False)]
-_NAMED = "A name, the beginning of one, a path, or latest."
+Root = Annotated[
+    Path | None,
+    Option(
+        parser=directories.root,
+        metavar="DIR|URL",
+        help="Where the runs are; runs/ if not given.",
+        show_default=False,
+    ),
+]
+_NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
@@ -152,7 +162,13 @@ Discovery = Annotated[
     Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.", rich_help_panel=help_.HOSTS),
 ]
 TrainRunDir = Annotated[
-    Path | None, Option(help="The run directory; a new one below runs/ if not given.", rich_help_panel=help_.FIRST)
+    Path | None,
+    Option(
+        parser=address.run_dir,
+        metavar="DIR|URL",
+        help="The run directory, or s3://bucket/path (gs, az, https, file); a new one below runs/ if not given.",
+        rich_help_panel=help_.FIRST,
+    ),
 ]
 Resume = Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.", rich_help_panel=help_.SAVING)]
 Shuffle = Annotated[

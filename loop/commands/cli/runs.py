@@ -10,9 +10,10 @@ import typer
 from callbacks.formats import size
 from callbacks.run_record.record import printable, read
 from callbacks.run_record.redaction import tell
+from loop.checkpoint.store import address
 from loop.commands import runs, terminal, tracking
 from loop.commands.cli import options as typed
-from loop.errors import TrainingError, UsageError
+from loop.errors import PREEMPTED, TrainingError, UsageError
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
 
@@ -162,5 +163,17 @@ def sync(
     track: typed.SyncTrack = None,
     trust: typed.Trust = False,
 ) -> None:
-    """Deliver to MLflow what is still missing there. Of a run that is over, or of a sweep with all its trials."""
+    """Deliver what is still missing: to MLflow, or to the store of a URL. Of a run that is over, or of a sweep."""
+    if address.is_url(run):
+        _deliver_to_store(address.read_url(run))
+        if track is None:
+            return
     tracking.deliver(runs.named(run), track, trust)
+
+
+def _deliver_to_store(url: str) -> None:
+    """Delivers what this machine has of a run that is kept in a store; ends the command if something remains."""
+    from loop.checkpoint.store import copies
+
+    if not copies.deliver(url):
+        raise typer.Exit(PREEMPTED)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from callbacks.run_record.record import begun, is_run, printable
+from loop.checkpoint.store import address
 from loop.errors import UsageError
+from loop.run import trust
 
 ROOT = Path("runs")
 LATEST = "latest"
@@ -36,6 +38,8 @@ def locate(root: Path, text: str) -> Path:
     Raises:
         UsageError: there is none, or more than one.
     """
+    if address.is_url(text):
+        return copied(text)
     if not text:
         raise UsageError("the name of a run is empty: give one, or latest")
     if text not in (LATEST, ".", ".."):
@@ -72,12 +76,43 @@ def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
     raise UsageError(f"{printable(prefix)}: no run of that name in {printable(str(root))}; {hint}")
 
 
+def copied(url: str) -> Path:
+    """A copy of the run at a URL, as the store has it now, for which this user's own tasks are trusted as there.
+
+    Raises:
+        UsageError: there is no run.
+        StoreError: the store doesn't answer.
+    """
+    from loop.checkpoint.store import copies
+
+    url = address.read_url(url)
+    path = copies.copy(url)
+    if target := trust.target_of(address.directory_of(url, address.SPOOLS)):
+        trust.note(path, target)
+    return path
+
+
+def root(text: str) -> Path:
+    """The folder of runs that is meant by a path or a URL; of the runs at a URL, copies are made.
+
+    Raises:
+        StoreError: the store doesn't answer.
+    """
+    if not address.is_url(text):
+        return Path(text)
+    from loop.checkpoint.store import copies
+
+    return copies.copies_below(address.read_url(f"{text.rstrip('/')}/x").removesuffix("/x"))
+
+
 def named(text: str) -> Path:
     """What is meant by a path, the name of a run in `runs/`, the beginning of one, or `latest`.
 
     Raises:
         UsageError: there are runs, and none of this name.
     """
+    if address.is_url(text):
+        return copied(text)
     path = Path(text)
     return path if path.exists() or "/" in text or not find(ROOT) else locate(ROOT, text)
 

@@ -22,18 +22,30 @@ _SHOWN = ("checkpoint", "path", "status", "reason", "error", "worker", "how", "v
 
 def tail(path: Path, last: int, follow: bool) -> Iterator[str]:
     """The events of a run as lines: the last so many that there are, then those that come, until the run ends."""
-    alive = under_way(path)
+    alive = _is_under_way(path)
     recent, offset = _news(path, 0)
     yield from deque(recent, maxlen=min(last, sys.maxsize))
     while follow and alive:
         time.sleep(_POLL)
-        alive = under_way(path)  # asked before reading: what is written until then is read below
+        alive = _is_under_way(path)  # asked before reading: what is written until then is read below
         recent, offset = _news(path, offset)
         yield from recent
     if follow:
         record = read(path, whole=False)
         how = shown_status(record.status) or "over"
         yield terminal.colored(f"{how} at step {record.steps:,}", terminal.STATUS_COLORS.get(record.status))
+
+
+def _is_under_way(path: Path) -> bool:
+    """Whether a run trains. A copy of a run in a store is brought up to date."""
+    from loop.checkpoint.store import copies
+
+    url = copies.url_of_copy(path)
+    if url is None:
+        return under_way(path)
+    alive = copies.is_under_way(url)
+    copies.copy(url, checkpoints=False)
+    return alive
 
 
 def _news(path: Path, offset: int) -> tuple[list[str], int]:

@@ -44,6 +44,11 @@ def remove(path: Path) -> list[str]:
     Returns:
         What could not be removed, and why.
     """
+    from loop.checkpoint.store import copies
+
+    if url := copies.url_of_copy(path):
+        copies.remove(url)
+        return []
     left: list[str] = []
 
     def note(action: Any, name: str, error: Any) -> None:

@@ -1,0 +1,85 @@
+"""Address: URLs of runs in object storage, and where on this machine their files are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from callbacks.files import launch_path, read_json
+from loop.errors import UsageError
+
+SCHEMES = ("s3", "gs", "az", "http", "https", "file")
+_LEAST = {"http": 2, "https": 2}  # names in the path; the first one is the bucket
+_FORMS = {
+    "http": "http://host/bucket/path",
+    "https": "https://host/bucket/path",
+    "file": "file:///absolute/path",
+}
+SPOOLS = "spools"
+COPIES = "copies"
+ABOUT = "store.json"
+"""Beside a spool's run directory: its URL, the nonce of its last lease, and whether all was delivered."""
+
+
+def is_url(text: str | os.PathLike[str]) -> bool:
+    """Whether a run is named by a URL of object storage or of a shared disk."""
+    return str(text).partition("://")[0] in SCHEMES and "://" in str(text)
+
+
+def read_url(text: str) -> str:
+    """A URL without slashes at its end, checked.
+
+    Raises:
+        UsageError: it has no bucket or path, or secrets stand in it.
+    """
+    parts = urlsplit(text)
+    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    if parts.username is not None or parts.query or parts.fragment:
+        raise UsageError(
+            f"{shown}: give a URL without user, query and fragment; credentials come from the environment, or from "
+            "the machine's role"
+        )
+    path = re.sub(r"/+", "/", parts.path).strip("/")
+    names = path.split("/") if path else []
+    if {".", ".."} & set(names):
+        raise UsageError(f"{shown}: give a URL without . and .. in its path")
+    if bool(parts.netloc) == (parts.scheme == "file") or len(names) < _LEAST.get(parts.scheme, 1):
+        raise UsageError(f"{shown}: give {_FORMS.get(parts.scheme, f'{parts.scheme}://bucket/path of its own')}")
+    return f"{parts.scheme}://{parts.netloc}/{path}"
+
+
+def run_dir(text: str) -> str | Path:
+    """What was typed as a run directory: a checked URL, or a path."""
+    return read_url(text) if is_url(text) else Path(text)
+
+
+def place(url: str, kind: str) -> Path:
+    """The directory on this machine that belongs to a URL: `SPOOLS` has what is written, `COPIES` what is read."""
+    base = os.environ.get("XDG_STATE_HOME")
+    state = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
+    # Copies of runs lie side by side as the runs do, so that their folder can be listed.
+    whose = url if kind == SPOOLS else url.rpartition("/")[0]
+    key = hashlib.sha256(whose.encode()).hexdigest()[:16]
+    return state / "tfloop" / "store" / kind / key
+
+
+def directory_of(url: str, kind: str) -> Path:
+    """The run directory of a URL on this machine."""
+    return place(url, kind) / url.rpartition("/")[2]
+
+
+def url_of(directory: Path) -> str | None:
+    """The URL to which a run directory belongs, if it is the spool of one; a later attempt knows it by that."""
+    if launch_path(directory).parent.parent.name != SPOOLS:
+        return None
+    url = read_json(directory.parent / ABOUT).get("url")
+    # Only a place that this user's own URL has: a foreign directory names no store that is contacted.
+    return url if isinstance(url, str) and directory_of(url, SPOOLS) == launch_path(directory) else None
+
+
+def is_delivered(directory: Path) -> bool:
+    """Whether nothing of a run in this spool remains to be delivered; also of a run that has no URL."""
+    return url_of(directory) is None or bool(read_json(directory.parent / ABOUT).get("delivered"))

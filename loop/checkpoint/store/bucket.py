@@ -1,0 +1,251 @@
+"""Bucket: objects below a URL. What is put is confirmed by its hash, and what is got is checked by it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import importlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from callbacks.files import fsync_directory, reading, replacing
+from callbacks.run_record.redaction import mask
+from loop.errors import TrainingError, UsageError
+
+PART = 8 << 20
+"""Bytes of a part of a large object."""
+_TRIES = 5
+"""How often an object is asked for whose bytes aren't those that were put."""
+
+
+class StoreError(TrainingError):
+    """The store did not answer, refused, or answered wrongly; the message is one line."""
+
+
+class MissingError(StoreError):
+    """There is no such object."""
+
+
+class DamagedError(StoreError):
+    """An object isn't what was put, however often it is asked for."""
+
+
+class Digest(NamedTuple):
+    """What a file's content is known by.
+
+    Attributes:
+        bytes: how many.
+        sha256: the hash of all.
+        etags: what a store of S3's kind may have as its ETag, of the whole and in parts.
+    """
+
+    bytes: int
+    sha256: str
+    etags: tuple[str, str]
+
+
+def digest_of(chunks: Iterator[bytes]) -> Digest:
+    """The digest of a content, in chunks of `PART` bytes."""
+    size = 0
+    sha256 = hashlib.sha256()
+    whole = hashlib.md5(usedforsecurity=False)
+    parts = b""
+    count = 0
+    for chunk in chunks:
+        size += len(chunk)
+        count += 1
+        sha256.update(chunk)
+        whole.update(chunk)
+        parts += hashlib.md5(chunk, usedforsecurity=False).digest()
+    in_parts = hashlib.md5(parts, usedforsecurity=False).hexdigest()
+    return Digest(size, sha256.hexdigest(), (whole.hexdigest(), f"{in_parts}-{count}"))
+
+
+def digest_of_file(path: Path) -> Digest:
+    """The digest of a file."""
+    with reading(path, shared=True) as file:
+        return digest_of(iter(lambda: file.read(PART), b""))
+
+
+class Bucket:
+    """The objects below a URL.
+
+    Args:
+        url: of the run.
+        store: the store itself, as `obstore` has it; None: that of the URL.
+    """
+
+    def __init__(self, url: str, store: object = None) -> None:
+        self.url = url
+        self._obstore = _obstore()
+        with self._errors("open"):
+            self._store = _open(url) if store is None else store
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        """Turns the library's errors into a `StoreError` of one line."""
+        try:
+            yield
+        except (UsageError, StoreError):
+            raise
+        except FileNotFoundError:
+            raise MissingError(f"{self.url}: {key} isn't there") from None
+        except Exception as error:
+            if type(error).__module__.split(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
+                raise
+            text = mask(str(error).strip().partition("\n")[0])
+            raise StoreError(f"{self.url}: {text:.300}") from None
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Makes an object, unless there is one of that name; returns whether it was made, by this call."""
+        with self._errors(key):
+            try:
+                self._obstore.put(self._store, key, content, mode="create", use_multipart=False)
+            except self._obstore.exceptions.AlreadyExistsError:
+                # The store may have made it, and its answer was lost: the content says whose it is.
+                return self.get(key) == content
+            except self._obstore.exceptions.PreconditionError:
+                return self.get(key) == content
+        return True
+
+    def put(self, key: str, content: bytes) -> Digest:
+        """Puts an object, and confirms it."""
+        digest = digest_of(content[start : start + PART] for start in range(0, len(content), PART))
+        with self._errors(key):
+            self._obstore.put(self._store, key, content, use_multipart=len(content) > PART, chunk_size=PART)
+        self._confirm(key, digest)
+        return digest
+
+    def upload(self, key: str, path: Path) -> Digest:
+        """Puts a file that doesn't change, large ones in parts, and confirms it.
+
+        Raises:
+            FileNotFoundError: the file isn't there.
+        """
+        digest = digest_of_file(path)
+        with reading(path, shared=True) as file, self._errors(key):
+            large = digest.bytes > PART
+            content = file if large else file.read()
+            self._obstore.put(self._store, key, content, use_multipart=large, chunk_size=PART)
+        self._confirm(key, digest)
+        return digest
+
+    def _confirm(self, key: str, digest: Digest) -> None:
+        """Checks that the store has what was put: by an ETag that is a hash of it, else by reading it.
+
+        Raises:
+            StoreError: it hasn't.
+        """
+        with self._errors(key):
+            about = self._obstore.head(self._store, key)
+        if about["size"] == digest.bytes and str(about["e_tag"]).strip('"') in digest.etags:
+            return
+        if about["size"] == digest.bytes and self._read(key).sha256 == digest.sha256:
+            return
+        raise StoreError(f"{self.url}: the store has other bytes of {key} than were sent")
+
+    def _read(self, key: str) -> Digest:
+        with self._errors(key):
+            return digest_of(self._chunks(key))
+
+    def _chunks(self, key: str) -> Iterator[bytes]:
+        """The content of an object in chunks of `PART` bytes, the last one shorter."""
+        rest = b""
+        for chunk in self._obstore.get(self._store, key).stream(min_chunk_size=PART):
+            rest += bytes(chunk)
+            while len(rest) >= PART:
+                yield rest[:PART]
+                rest = rest[PART:]
+        if rest:
+            yield rest
+
+    def get(self, key: str) -> bytes:
+        """The content of a small object."""
+        with self._errors(key):
+            return bytes(self._obstore.get(self._store, key).bytes())
+
+    def download(self, key: str, path: Path, size: int, sha256: str) -> None:
+        """Writes an object to a file, durably, if each byte is as it was put.
+
+        Raises:
+            StoreError: the store has other bytes, or gives others each time.
+        """
+        problem: StoreError = DamagedError(f"{self.url}: {key} has changed since it was written")
+        for attempt in range(_TRIES):
+            time.sleep(0.2 * attempt)
+            try:
+                with replacing(path, durable=True) as file:  # after an error, nothing of it is left
+                    self._write(key, file, size, sha256)
+                return
+            except MissingError:
+                raise
+            except StoreError as error:
+                problem = error
+        raise problem
+
+    def _write(self, key: str, file: IO[bytes], size: int, sha256: str) -> None:
+        """Writes an object to a file.
+
+        Raises:
+            DamagedError: it has other bytes.
+        """
+        digest = hashlib.sha256()
+        count = 0
+        with self._errors(key):
+            for chunk in self._chunks(key):
+                file.write(chunk)
+                digest.update(chunk)
+                count += len(chunk)
+        if (count, digest.hexdigest()) != (size, sha256):
+            raise DamagedError(f"{self.url}: {key} has changed since it was written")
+
+    def keys(self, prefix: str) -> list[str]:
+        """The names of all objects below a prefix, sorted."""
+        with self._errors(prefix):
+            pages = self._obstore.list(self._store, prefix)
+            return sorted(entry["path"] for page in pages for entry in page)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes objects; those that aren't there are passed over."""
+        for key in keys:
+            with contextlib.suppress(MissingError), self._errors(key):
+                self._obstore.delete(self._store, key)
+
+
+def _obstore() -> ModuleType:
+    """The library, which is an extra.
+
+    Raises:
+        UsageError: it isn't installed.
+    """
+    try:
+        return importlib.import_module("obstore")
+    except ImportError:
+        raise UsageError("a run at a URL needs obstore: pip install 'tfloop[store]'") from None
+
+
+def _open(url: str) -> Any:
+    """The store of a URL. Credentials are found by the library, as the cloud's own tools find them."""
+    stores = importlib.import_module("obstore.store")
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        directory = Path(parts.path)
+        made = not directory.exists()
+        store = stores.LocalStore(directory, mkdir=True)
+        if made:
+            fsync_directory(directory.parent)
+        return store
+    options: dict[str, Any] = {
+        "client_options": {"timeout": "60s", "connect_timeout": "5s", "allow_http": True},
+        "retry_config": {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=5)},
+    }
+    if parts.scheme in ("http", "https"):
+        bucket, _, prefix = parts.path.strip("/").partition("/")
+        endpoint = f"{parts.scheme}://{parts.netloc}"
+        return stores.S3Store(bucket, prefix=prefix, endpoint=endpoint, virtual_hosted_style_request=False, **options)
+    return stores.from_url(url, **options)

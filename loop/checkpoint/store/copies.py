@@ -1,0 +1,291 @@
+"""Copies: brings a run from the store to this machine, every byte verified."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from callbacks.files import fsync_directory, read_json, write_json
+from callbacks.run_record.journal import NAME as JOURNAL
+from callbacks.run_record.redaction import tell
+from callbacks.types import JsonObject
+from loop.checkpoint import lock
+from loop.checkpoint.store import address
+from loop.checkpoint.store.bucket import Bucket, DamagedError, MissingError, StoreError
+from loop.checkpoint.store.lease import TTL, Lease, State, believed
+from loop.checkpoint.store.mirror import Mirror, wait_at_end
+from loop.errors import UsageError
+
+LEASE = "TFLOOP_STORE_LEASE"
+"""Environment variable: after how many seconds of silence another machine may take a run over; 30."""
+_PAUSE = 3.0
+"""Seconds between two tries, while the store doesn't answer."""
+_LOOK = 0.5
+"""Seconds between two looks at a lease."""
+
+
+@contextlib.contextmanager
+def mirrored(url: str) -> Iterator[Path]:
+    """Within it, this process alone writes to the run at a URL, and what its spool holds is delivered.
+
+    Yields:
+        The run directory on this machine, with the run as the store has it.
+
+    Raises:
+        UsageError: another process has the run, and lives.
+        StoreError: the store doesn't answer, or has other bytes than were written.
+    """
+    directory = address.directory_of(url, address.SPOOLS)
+    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with lock.locked(directory.parent):
+        bucket = Bucket(url)
+        lease = _taken(bucket)
+        assert lease.state is not None
+        about = read_json(directory.parent / address.ABOUT)
+        if directory.exists() and about.get("nonce", "") != lease.taken_from:
+            aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
+            directory.rename(aside)
+            tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
+        directory.mkdir(exist_ok=True)
+        bring(bucket, lease.state, directory)
+        mirror = Mirror(bucket, lease, directory)
+        mirror.start()
+        try:
+            yield directory
+        finally:
+            mirror.close()
+
+
+def _taken(bucket: Bucket) -> Lease:
+    """The lease of a run, for this process; waits for an owner that doesn't renew it.
+
+    Raises:
+        UsageError: its owner renews it.
+    """
+    owner = {**lock.about_this_process(), "nonce": secrets.token_hex(8)}
+    lease = Lease(bucket, owner, ttl())
+    first: State | None = None
+    deadline = time.monotonic() + wait_at_end()
+    while True:
+        try:
+            found = lease.try_take(lock.is_dead)
+        except StoreError as error:
+            if time.monotonic() >= deadline:
+                raise
+            tell(f"warning: {error}: trying again")
+            time.sleep(_PAUSE)
+            continue
+        if found is None:
+            return lease
+        if first is None and found.owner:
+            first = found
+            who = f"process {found.owner.get('pid')} on {found.owner.get('host')}"
+            tell(f"{bucket.url} is in use by {who}: waiting up to {found.ttl:g} s for a sign of it")
+        elif first is not None and found.owner and found.position != first.position:
+            who = f"process {found.owner.get('pid')} on {found.owner.get('host')} since {found.owner.get('time')}"
+            raise UsageError(f"the run {bucket.url} is in use by {who}: wait for it, or give another URL")
+        time.sleep(_LOOK)
+
+
+def ttl() -> float:
+    """After how many seconds of silence a run may be taken over."""
+    try:
+        return max(1.0, float(os.environ.get(LEASE, TTL)))
+    except ValueError:
+        return TTL
+
+
+def bring(bucket: Bucket, state: State, directory: Path) -> None:
+    """Brings what a directory lacks of a run. What is there stays as it is: it is of the same lease, or newer.
+
+    Raises:
+        StoreError: the store has other bytes than were written.
+    """
+    by_checkpoint: dict[str, JsonObject] = {}
+    for name, about in state.files.items():
+        _check_name(bucket, name)
+        parts = name.split("/")
+        if parts[0] == "checkpoints" and len(parts) == 3:
+            by_checkpoint.setdefault(parts[1], {})[parts[2]] = about
+        elif not (directory / name).exists():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            bucket.download(about["key"], directory / name, about["bytes"], about["sha256"])
+    _bring_journal(bucket, state, directory)
+    checkpoints = directory / "checkpoints"
+    for step in sorted(by_checkpoint):
+        if not (checkpoints / step).exists():
+            _bring_checkpoint(bucket, checkpoints / step, by_checkpoint[step])
+
+
+def _bring_checkpoint(bucket: Bucket, path: Path, files: JsonObject) -> None:
+    """Brings a checkpoint, under another name until it is complete."""
+    partial = path.with_name(path.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        for name, about in files.items():
+            bucket.download(about["key"], partial / name, about["bytes"], about["sha256"])
+    except DamagedError as error:  # an older one may be good
+        shutil.rmtree(partial)
+        tell(f"warning: checkpoint passed over: {error}")
+        return
+    partial.rename(path)
+    fsync_directory(path.parent)
+
+
+def _bring_journal(bucket: Bucket, state: State, directory: Path) -> None:
+    """Brings the journal, or its end if the directory has the beginning."""
+    path = directory / JOURNAL
+    have = path.stat().st_size if path.exists() else 0
+    total = sum(segment["bytes"] for segment in state.journal)
+    if have >= total:
+        return
+    joined = path.with_name(path.name + ".new.tmp")
+    with joined.open("wb") as out:
+        for segment in state.journal:
+            part = path.with_name(path.name + ".segment.tmp")
+            bucket.download(segment["key"], part, segment["bytes"], segment["sha256"])
+            out.write(part.read_bytes())
+            part.unlink()
+        out.flush()
+        os.fsync(out.fileno())
+    joined.replace(path)
+    fsync_directory(directory)
+
+
+def _check_name(bucket: Bucket, name: str) -> None:
+    """Refuses a name that leads out of the run directory."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or {"..", "."} & set(parts) or parts[0] == lock.NAME:
+        raise StoreError(f"{bucket.url}: {name!r:.99} is no name of a file of a run")
+
+
+def copy(url: str, checkpoints: bool = True) -> Path:
+    """A copy of a run for reading, as the store has it now.
+
+    Args:
+        url: of the run.
+        checkpoints: whether they are wanted, too.
+
+    Raises:
+        UsageError: there is no run.
+        StoreError: the store doesn't answer.
+    """
+    directory = address.directory_of(url, address.COPIES)
+    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with lock.locked(directory.parent, wait=60):
+        bucket = Bucket(url)
+        for _ in range(5):
+            state = believed(bucket)
+            if state is None:
+                raise UsageError(f"{url}: no run there")
+            if not checkpoints:
+                records = {name: state.files[name] for name in state.files if not name.startswith("checkpoints/")}
+                state = dataclasses.replace(state, files=records)
+            with contextlib.suppress(MissingError):  # it was pruned in the meantime
+                _refresh(bucket, state, directory)
+                return directory
+    raise StoreError(f"{url}: it changes faster than it can be read")
+
+
+def copies_below(url: str) -> Path:
+    """A folder with copies of all runs right below a URL, without their checkpoints.
+
+    Raises:
+        StoreError: the store doesn't answer.
+    """
+    folder = address.place(f"{url}/", address.COPIES)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    names = runs_below(url)
+    for name in names:
+        copy(f"{url}/{name}", checkpoints=False)
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in names:  # it was removed
+            shutil.rmtree(path)
+    return folder
+
+
+def _refresh(bucket: Bucket, state: State, directory: Path) -> None:
+    """Makes a copy what a state says."""
+    index = directory.with_name(f"{directory.name}.json")
+    had = read_json(index).get("files", {})
+    directory.mkdir(exist_ok=True)
+    for name in had:
+        if had[name] == state.files.get(name):
+            continue
+        _check_name(bucket, name)
+        parts = name.split("/")
+        if parts[0] == "checkpoints" and len(parts) == 3:  # as a whole
+            shutil.rmtree(directory / "checkpoints" / parts[1], ignore_errors=True)
+        else:
+            (directory / name).unlink(missing_ok=True)
+    if sum(segment["bytes"] for segment in state.journal) < _size(directory / JOURNAL):
+        (directory / JOURNAL).unlink()
+    bring(bucket, state, directory)
+    write_json(index, {"url": bucket.url, "files": state.files})
+
+
+def url_of_copy(directory: Path) -> str | None:
+    """The URL of a run of which a directory is a copy."""
+    url = read_json(directory.with_name(f"{directory.name}.json")).get("url")
+    if not isinstance(url, str) or not address.is_url(url):
+        return None
+    return url if address.directory_of(url, address.COPIES) == directory else None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def runs_below(url: str) -> list[str]:
+    """The names of the runs right below a URL."""
+    names = set()
+    for key in Bucket(url).keys(""):
+        parts = key.split("/")
+        if len(parts) == 4 and parts[1] == "state":
+            names.add(parts[0])
+    return sorted(names)
+
+
+def deliver(url: str) -> bool:
+    """Delivers what a run of this machine has left to deliver; returns whether the store took all of it.
+
+    Raises:
+        UsageError: this machine has nothing of that run, or the run is under way.
+    """
+    directory = address.directory_of(url, address.SPOOLS)
+    if not directory.exists():
+        raise UsageError(f"{url}: this machine has trained nothing there, so that there is nothing to deliver")
+    with mirrored(url):
+        pass
+    return bool(read_json(directory.parent / address.ABOUT).get("delivered"))
+
+
+def remove(url: str) -> None:
+    """Removes a run from the store, and what this machine has of it.
+
+    Raises:
+        UsageError: there is no run, or it is under way.
+    """
+    bucket = Bucket(url)
+    if believed(bucket) is None:
+        raise UsageError(f"{url}: no run there")
+    lease = _taken(bucket)
+    assert lease.state is not None
+    bucket.delete(bucket.keys("data"))
+    # Its states go last: what is left of a run can be removed later.
+    bucket.delete(bucket.keys("state"))
+    shutil.rmtree(address.place(url, address.SPOOLS), ignore_errors=True)
+    shutil.rmtree(address.directory_of(url, address.COPIES), ignore_errors=True)
+
+
+def is_under_way(url: str) -> bool:
+    """Whether a process has the lease of a run, as far as the store says."""
+    state = believed(Bucket(url))
+    return state is not None and not state.released

@@ -1,0 +1,240 @@
+"""Lease: which process may write to a run in object storage. It takes the place of a lock.
+
+A lease has a counter. It is taken by creating the object `state/<counter>/<0>`, which the store lets one process do.
+From then on, that process alone writes `state/<counter>/<1>`, `<2>`, ..., each a new object with all that is to be
+believed of the run: which objects are its files, with their hashes. Writing one also renews the lease.
+
+The state of the greatest counter counts. So a process that was paused, and wakes up after another has taken the lease,
+can write what it likes: its counter is smaller, and its own objects lie below its own counter.
+
+After it has written a state, the owner looks whether there is a greater counter. If there is none, that state was there
+before the next owner looks for it, and is what that one goes on from. Only then anything counts as delivered.
+
+Clocks of two machines are never compared. A lease is over when its state hasn't changed for as long as its owner has
+said, by the clock of the process that watches it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable
+
+from callbacks.types import JsonObject
+from loop.checkpoint.store.bucket import Bucket, MissingError, StoreError
+from loop.errors import TrainingError
+
+TTL = 30.0
+"""Seconds without a new state after which another process may take the lease."""
+_FOLDER = "state"
+_KEY = re.compile(r"state/(\d{8})/(\d{8})\.json")
+
+Position = tuple[int, int]
+"""The counter of a lease, and the number of a state of it."""
+
+
+class LeaseLostError(TrainingError):
+    """Another process has taken the lease."""
+
+
+@dataclasses.dataclass
+class State:
+    """A state of a run in the store.
+
+    Attributes:
+        position: where it stands.
+        owner: host, pid, and more about the process that wrote it.
+        ttl: for how many seconds the owner is believed to live.
+        sealed: whether it says what is to be believed. The first state of a lease only takes it.
+        released: whether the owner has ended.
+        files: what is in the run directory: key, bytes and sha256 by path.
+        journal: the segments of the journal, in order: key, bytes and sha256.
+    """
+
+    position: Position
+    owner: JsonObject
+    ttl: float = TTL
+    sealed: bool = False
+    released: bool = False
+    files: JsonObject = dataclasses.field(default_factory=dict)
+    journal: list[JsonObject] = dataclasses.field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """The name of its object."""
+        counter, number = self.position
+        return f"{_FOLDER}/{counter:08d}/{number:08d}.json"
+
+    def encoded(self) -> bytes:
+        """As the store has it, with a hash."""
+        body = dataclasses.asdict(self)
+        return json.dumps({**body, "sha256": _digest(body)}).encode()
+
+
+def positions(bucket: Bucket) -> list[Position]:
+    """Where there are states, the one that counts last."""
+    found = []
+    for match in map(_KEY.fullmatch, bucket.keys(_FOLDER)):
+        if match is not None:
+            found.append((int(match[1]), int(match[2])))
+    return sorted(found)
+
+
+def read(bucket: Bucket, position: Position) -> State:
+    """A state.
+
+    Raises:
+        MissingError: it isn't there any more.
+        StoreError: it isn't what was written.
+    """
+    key = State(position, {}).key
+    for _ in range(3):  # the answer may have been cut
+        try:
+            body = json.loads(bucket.get(key))
+            digest = body.pop("sha256")
+            if digest == _digest(body) and tuple(body["position"]) == position:
+                return State(**{**body, "position": position})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            pass
+    raise StoreError(f"{bucket.url}: {key} has changed since it was written")
+
+
+def believed(bucket: Bucket) -> State | None:
+    """The state that says what a run is; None: there is no run."""
+    for _ in range(20):
+        try:
+            for position in reversed(positions(bucket)):
+                state = read(bucket, position)
+                if state.sealed:
+                    return state
+            return None
+        except MissingError:  # its owner has written another one in the meantime
+            continue
+    raise StoreError(f"{bucket.url}: its state changes faster than it can be read")
+
+
+class Lease:
+    """The right of this process to write to a run.
+
+    Args:
+        bucket: where the run is.
+        owner: about this process, with a nonce that no other has.
+        ttl: seconds after which another process may take the lease, if nothing is written.
+        clock: seconds, only compared with each other.
+
+    Attributes:
+        state: what this process has last written; while it has the lease.
+        taken_from: the nonce of the owner whose state it goes on from; "": there was none.
+    """
+
+    def __init__(
+        self, bucket: Bucket, owner: JsonObject, ttl: float = TTL, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bucket = bucket
+        self._owner = owner
+        self._ttl = ttl
+        self._clock = clock
+        self._watched: Position | None = None
+        self._since = 0.0
+        self._renewed = 0.0
+        self.state: State | None = None
+        self.taken_from = ""
+
+    def try_take(self, is_dead: Callable[[JsonObject], bool] = lambda owner: False) -> State | None:
+        """Takes the lease if it is free, or its owner is dead; else returns the state of the owner.
+
+        Args:
+            is_dead: whether an owner is a process of this machine that has ended.
+        """
+        there = positions(self._bucket)
+        counter = 0
+        if there:
+            counter = there[-1][0]
+            try:
+                newest = read(self._bucket, there[-1])
+            except MissingError:
+                return State(there[-1], {})  # it has just changed
+            if there[-1] != self._watched:
+                self._watched = there[-1]
+                self._since = self._clock()
+            silent = self._clock() - self._since >= newest.ttl
+            own = newest.owner == self._owner  # an answer of the store was lost
+            if not (newest.released or silent or own or is_dead(newest.owner)):
+                return newest
+        first = State((counter + 1, 0), self._owner, self._ttl)
+        if not self._bucket.create(first.key, first.encoded()):
+            return read(self._bucket, first.position)
+        self._seal(first)
+        return None
+
+    def _seal(self, first: State) -> None:
+        """Writes the first state that is to be believed: what the last owner has written."""
+        begun = self._clock()
+        before = believed(self._bucket)
+        self.taken_from = str(before.owner.get("nonce")) if before else ""
+        self.state = first
+        self._renewed = begun
+        if before is not None:
+            self.publish(before.files, before.journal)
+        else:
+            self.publish({}, [])
+
+    @property
+    def counter(self) -> int:
+        """Greater than that of all owners before."""
+        assert self.state is not None
+        return self.state.position[0]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to renew it."""
+        return self._clock() - self._renewed >= self._ttl / 3
+
+    def check(self) -> None:
+        """Looks whether this process still has the lease, if it may have lost it.
+
+        Raises:
+            LeaseLostError: another one has it.
+        """
+        if self._clock() - self._renewed >= self._ttl / 2:
+            self._look(positions(self._bucket))
+
+    def publish(self, files: JsonObject, journal: list[JsonObject], released: bool = False) -> None:
+        """Writes what is to be believed of the run, which renews the lease.
+
+        Raises:
+            LeaseLostError: another process has the lease, and goes on from an earlier state.
+        """
+        assert self.state is not None
+        begun = self._clock()
+        counter, number = self.state.position
+        # A number is used once: what a failed call has sent may arrive later.
+        self.state = State((counter, number + 1), self._owner, self._ttl, True, released, dict(files), list(journal))
+        self._bucket.put(self.state.key, self.state.encoded())
+        there = positions(self._bucket)
+        self._look(there)
+        self._renewed = begun
+        older = [State(position, {}).key for position in there if position < self.state.position]
+        self._bucket.delete(older)
+
+    def _look(self, there: list[Position]) -> None:
+        """Raises a `LeaseLostError` if another process has the lease."""
+        if there and there[-1][0] == self.counter:
+            return
+        who = ""
+        if there:
+            try:
+                owner = read(self._bucket, there[-1]).owner
+                who = f" by process {owner.get('pid')} on {owner.get('host')}"
+            except StoreError:
+                who = " by another process"
+        raise LeaseLostError(
+            f"{self._bucket.url} was taken over{who or ': it was removed'}: this process writes no more"
+        )
+
+
+def _digest(body: JsonObject) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
