@@ -92,7 +92,7 @@ def test_1_the_notebook_trains(directory):
     here = f"import sys; sys.path[:0] = ['', {str(ROOT)!r}]"  # as in an installation, and as Jupyter starts kernels
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(here), *cells])
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(directory)}}).execute()
-    [shown] = [output for output in notebook.cells[-1]["outputs"] if "data" in output]
+    [shown] = [output for output in notebook.cells[-1]["outputs"] if output["output_type"] == "execute_result"]
     assert "finished" in shown["data"]["text/html"]
     assert (directory / "mytask.py").exists()
 
