@@ -242,7 +242,7 @@ async def take_pictures(server: str, profile: Path, directory: Path) -> None:
                 ],
                 ready=drawn,
             )
-            shown = next(run for run in runs if param(run, "backend") == "horovod")
+            shown = next(run for run in runs if tag_of(run, "backend") == "horovod")
             await tab.window(WIDTH, 960, SCALE)
             await tab.picture(
                 f"{address}/{shown['info']['run_id']}/model-metrics?workflowType=machine_learning",
@@ -286,7 +286,7 @@ async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str
     }
     runs: list[dict[str, Any]] = (await ask(http, f"{server}/api/2.0/mlflow/runs/search", query)).get("runs", [])
     wanted = [backend[0] for backend in BACKENDS]
-    backends = [param(run, "backend") for run in runs if run["info"]["status"] == "FINISHED"]
+    backends = [tag_of(run, "backend") for run in runs if run["info"]["status"] == "FINISHED"]
     if backends != wanted:
         raise ScreenshotError(f"MLflow has finished runs of {backends}, not of {wanted}")
     return runs
@@ -300,9 +300,9 @@ async def ask(http: aiohttp.ClientSession, url: str, question: dict[str, Any]) -
         return found
 
 
-def param(run: dict[str, Any], key: str) -> str | None:
-    """A parameter of a run."""
-    return next((entry["value"] for entry in run["data"]["params"] if entry["key"] == key), None)
+def tag_of(run: dict[str, Any], key: str) -> str | None:
+    """A tag of a run."""
+    return next((entry["value"] for entry in run["data"]["tags"] if entry["key"] == key), None)
 
 
 def preferences(experiment: str, runs: list[dict[str, Any]], table_height: int) -> dict[str, str]:

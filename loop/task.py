@@ -290,6 +290,25 @@ def hyperparameters(task: TrainTask) -> dict[str, object]:
     return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
 
 
+def changed_fields(task: TrainTask) -> list[str]:
+    """The names of the fields whose values aren't the task's defaults."""
+    if not dataclasses.is_dataclass(task):
+        return []
+    changed = []
+    for field in dataclasses.fields(task):
+        value = getattr(task, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        try:
+            is_default = default is value or bool(default == value)
+        except Exception:  # a field may hold an array, or anything else that has no truth
+            is_default = False
+        if not is_default:
+            changed.append(field.name)
+    return changed
+
+
 def target_of(task: TrainTask) -> str | None:
     """The TARGET that names the task's class on a command line; None if its class isn't in a file."""
     # A resume and `tfloop export` find the task by it, so it must name a file that can be imported again.

@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from callbacks.files import SQLITE, appending, is_plain, read_json, sqlite_path
+from callbacks.mlflow import kept_models
+from callbacks.mlflow.description import BEST, SPEED, best_values, note
 from callbacks.mlflow.mlflow_run import MLflowRun
-from callbacks.mlflow.points import Names, milliseconds, points
+from callbacks.mlflow.points import Names, Point, milliseconds, points
 from callbacks.mlflow.tracker import STATE, write_state
-from callbacks.run_record import journal
+from callbacks.run_record import journal, record
 from callbacks.run_record.redaction import mask, redact
 from callbacks.run_record.report import NAME as REPORT
 from callbacks.types import Foreign, JsonObject
@@ -125,6 +127,7 @@ class Delivery:
                 parent_id = sweep.run_id
             run = mlflow_run.find(client, parent_id)
             self.run_id = run.info.run_id
+            self._mlflow_run = mlflow_run
             self._is_ours = mlflow_run.is_ours(self.run_id)
             write_state(self.directory, self.uri, self._experiment, run_id=self.run_id)
             mlflow_run.describe(client, run)
@@ -194,24 +197,29 @@ class Delivery:
             self._client.create_model_version(name, f"runs:/{self.run_id}/{path}", self.run_id)
 
     def _sends(self, name: str, send: Callable[..., object], local: Path, to: str = "") -> bool:
-        """Sends a file or a directory. Returns whether the store took it.
+        """Sends a file or a directory. Returns whether the store took it."""
+        return self._tries(f"file {name}", lambda: send(self.run_id, str(local), to or None))
+
+    def _tries(self, what: str, send: Callable[[], object]) -> bool:
+        """Sends something that a store may not take, where all else works. Returns whether it took it.
 
         Raises:
             Exception: the whole store is down.
         """
         try:
-            send(self.run_id, str(local), to or None)
+            send()
             return True
         except Exception as error:  # often the store keeps files where this machine can't write: not ours to repair
             self._client.get_run(self.run_id)  # raises if the whole store is down
             if not self._problem:
-                self._problem = f"MLflow at {redact(self.uri)} did not take the file {name} ({reason(error)})"
+                self._problem = f"MLflow at {redact(self.uri)} did not take the {what} ({reason(error)})"
             return False
 
     def close(self) -> None:
         """Records how the run ended, and stores the files of the run directory."""
         self._problem = ""
         self._upload()
+        self._summarize()
         status = _STATUS.get(read_json(self.directory / "run.json").get("status", ""), "KILLED")
         if self._is_ours:
             self._client.set_terminated(self.run_id, status, self._position.time or None)
@@ -219,7 +227,32 @@ class Delivery:
             if is_plain(self.directory / name):
                 self._sends(name, self._client.log_artifact, self.directory / name)
 
-    def _due(self, position: _Position) -> Iterator[tuple[str, float, int, int]]:
+    def _summarize(self) -> None:
+        """Sends what is known at the end: best values, speed, the description, and a model for each checkpoint."""
+        from mlflow.entities import Metric
+
+        of = record.read(self.directory)
+        time = self._position.time
+        summary = {BEST + name: point for name, point in best_values(of).items()}
+        if of.speed:
+            summary[SPEED] = of.speed[-1]
+        metrics = [Metric(self._names.key(name), value, time, step) for name, (step, value) in summary.items()]
+        last = self._position.last_steps
+        # A run that goes on may have found better ones; a point that is there already isn't sent again.
+        self._send_metrics([metric for metric in metrics if metric.step > last.get(metric.key, -1)])
+        about = read_json(self.directory / "run.json")
+        run = self._client.get_run(self.run_id)
+        self._mlflow_run.write_note(self._client, run, note(about, of, str(about.get("status", ""))))
+        self._tries("data", lambda: self._mlflow_run.name_data(self._client, run))
+        if "sweep" not in about:
+            params = self._mlflow_run.hyperparameters()
+            self._tries("models", lambda: kept_models.update(self._client, run, of, params))
+
+    def _send_metrics(self, metrics: list[Foreign]) -> None:
+        for start in range(0, len(metrics), _METRICS_AT_ONCE):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
+
+    def _due(self, position: _Position) -> Iterator[Point]:
         """The points after a position: key, value, time in ms, step. Moves the position as it goes."""
         for entry, offset in journal.read(self.directory / journal.NAME, position.offset):
             if entry.get("event") == "artifact":

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import json
 import os
 from pathlib import Path
 
 from callbacks.files import LONGEST, read_json, reading, sqlite_path
+from callbacks.mlflow.description import run_name
 from callbacks.mlflow.points import Names, milliseconds
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal
-from callbacks.run_record.redaction import redact
+from callbacks.run_record.redaction import mask, redact
 from callbacks.types import Foreign, JsonObject
 
 ID = "tfloop.id"
@@ -20,6 +22,11 @@ DIRECTORY = "tfloop.run_directory"
 """The tag with the path of the run directory."""
 PARENT = "mlflow.parentRunId"
 """MLflow's tag for a run within another."""
+OPTION = "option."
+"""The names of parameters that are options of `fit`, and no fields of the task, begin with this."""
+NOTE = "mlflow.note.content"
+"""MLflow's tag for the description of a run."""
+_OUR_NOTE = "tfloop.note"  # the tag with the hash of the description that tfloop has written
 _PARAMS_AT_ONCE = 10  # MLflow takes 100 parameters and 1 MB in a request
 
 
@@ -75,18 +82,12 @@ class MLflowRun:
         tags = {ID: own_id}
         if parent:
             tags[PARENT] = parent.info.run_id
-        return client.create_run(experiment, self._start(), tags=tags, run_name=self._run_name())
+        name = run_name(self.directory, self._about)
+        return client.create_run(experiment, self._start(), tags=tags, run_name=name)
 
     def _state_of_store(self) -> JsonObject:
         """What `mlflow.json` says, if it is of this store."""
         return self._state if self._state.get("uri") == redact(self.uri) else {}
-
-    def _run_name(self) -> str:
-        about = self._about
-        if "sweep" in about:
-            return self.directory.name
-        # What tells runs apart comes first: MLflow's tables cut the end.
-        return f"{about['backend']}-{about['replicas']} {self.directory.name.removeprefix(about['task'] + '-')}"
 
     def _is_of_original(self, run: Foreign) -> bool:
         """Whether a run belongs to another directory that still exists, of which this one is a copy."""
@@ -127,15 +128,45 @@ class MLflowRun:
         if self.is_ours(run.info.run_id) and self._about["status"] == "running" and run.info.status != "RUNNING":
             client.update_run(run.info.run_id, status="RUNNING")
 
+    def name_data(self, client: Foreign, run: Foreign) -> None:
+        """Notes which data the run was trained and evaluated on: how many examples, and the hash of the first ones."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        data = self._about.get("data")
+        present = run.inputs.dataset_inputs if run.inputs else []
+        if present or not isinstance(data, dict):
+            return
+        source = json.dumps({"task": self._about.get("target")})
+        inputs = []
+        for name, facts in data.items():
+            if isinstance(facts, dict) and facts.get("sha256"):
+                profile = json.dumps({"num_rows": facts.get("examples")})
+                digest = str(facts["sha256"])[:36]  # the most that MLflow takes
+                dataset = Dataset(
+                    f"{self._about['task']}.{name}", digest, "code", mask(source), schema="{}", profile=profile
+                )
+                inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", name)]))
+        if inputs:
+            client.log_inputs(run.info.run_id, inputs)
+
+    def write_note(self, client: Foreign, run: Foreign, text: str) -> None:
+        """Gives the run a description, unless the user has given it one."""
+        present = run.data.tags.get(NOTE)
+        is_others = present is not None and run.data.tags.get(_OUR_NOTE) != _digest(present)
+        if is_others or not self.is_ours(run.info.run_id) or NOTE in self._state.get("tags", {}) or present == text:
+            return
+        from mlflow.entities import RunTag
+
+        client.log_batch(run.info.run_id, tags=[RunTag(NOTE, text), RunTag(_OUR_NOTE, _digest(text))])
+
     def _params(self) -> JsonObject:
-        """The options of `fit` and the fields of the task; where both have a name, the field bears it."""
-        options = self._about["options"]
-        fields = self._about["hyperparameters"]
-        params = options | fields
-        for name in options:
-            if name in fields:
-                params[f"option.{name}"] = options[name]
-        return _given(params)
+        """The fields of the task by their names, and the options of `fit`, set apart by their prefix."""
+        options = {OPTION + name: value for name, value in self._about["options"].items()}
+        return _given({**self._about["hyperparameters"], **options})
+
+    def hyperparameters(self) -> dict[str, str]:
+        """The fields of the task, as MLflow takes them."""
+        return dict(self._names.texts(_given(self._about["hyperparameters"])))
 
     def _tags(self, run: Foreign) -> JsonObject:
         about = self._about
@@ -176,6 +207,10 @@ class MLflowRun:
             if experiment is None:
                 raise
             return str(experiment.experiment_id)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _given(values: JsonObject) -> JsonObject:

@@ -15,7 +15,11 @@ _KEY_LENGTH = 250
 _VALUE_LENGTH = 6000  # of the 1 MB of a request: parameters are sent by tens, and may be \u escapes
 
 
-def points(entry: JsonObject) -> list[tuple[str, float, int, int]]:
+Point = tuple[str, float, int, int]
+"""A metric's name, its value, the time in ms, and the step."""
+
+
+def points(entry: JsonObject) -> list[Point]:
     """The metric points of a line of a journal: name, value, time in ms, step. A malformed line has none."""
     event = entry.get("event")
     metrics = entry.get("metrics")

@@ -25,7 +25,7 @@ from loop.model.variables import parameters
 from loop.run.agreement import Decision
 from loop.run.phases import as_json
 from loop.run.state import plain
-from loop.task import hyperparameters, target_of
+from loop.task import changed_fields, hyperparameters, target_of
 
 if TYPE_CHECKING:
     from loop.run.run import Run
@@ -90,6 +90,7 @@ class RunStatus:
             about["checkpoint"] = run.checkpointing.newest
             about["provenance"] = self._provenance
             about["data"] = _fingerprints(run)
+            about["changed"] = changed_fields(run.task)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(path, {**about, "status": status, "updated": now, "pid": os.getpid()})
 

@@ -289,12 +289,12 @@ def test_mlflow_has_everything_in_a_real_store(quiet, store, tmp_path):
     )
     client, [run] = runs_of(store, "Plain")
     assert run.info.status == "FINISHED"
-    assert run.info.run_name == "single-1 mine"
+    assert run.info.run_name == "mine"  # no field differs from its default
     starts = [entry["time"] for entry in lines(result) if entry["event"] == "fit_start"]
     assert abs(run.info.start_time / 1000 - starts[0]) < 1
     assert run.info.start_time <= client.get_metric_history(run.info.run_id, "loss")[0].timestamp <= run.info.end_time
     assert run.data.params["hidden"] == "4"
-    assert run.data.params["batch_size"] == "20"
+    assert run.data.params["option.batch_size"] == "20"
     assert (run.data.tags["backend"], run.data.tags["replicas"]) == ("single", "1")
     assert run.data.tags["version.tensorflow"].startswith("2.")
     for name in ("loss", "eval_loss"):

@@ -114,10 +114,18 @@ class _Trials:
                 for process in self._underway:
                     process.kill()
                 self._table.close()
-                write_about(self._directory, self._about, status)
+                write_about(self._directory, self._about | self._best(), status)
                 if tracker is not None:
                     tracker.on_fit_end(run, status)
         return report
+
+    def _best(self) -> dict[str, object]:
+        """The best trial so far, as `run.json` has it."""
+        best = Report(self._plan, self._directory, self._study.rows()).best
+        if best is None:
+            return {}
+        name = Path(best.run_dir).name
+        return {"best": {"trial": name, "params": best.params, "metric": self._plan.metric, "value": best.value}}
 
     def _make_all(self) -> None:
         has_said_stopping = False
