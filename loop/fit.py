@@ -17,9 +17,10 @@ from loop.monitor import stopwatch
 from loop.options import DEFAULTS, Options
 from loop.run import run_directory
 from loop.run.bad_step import keep_bad_step
+from loop.run.beginning import set_up
 from loop.run.bus import Bus, callbacks_of
 from loop.run.ending import end, end_failed, finish, wait_for_checkpoints
-from loop.run.phase_change import enter_phase, next_phase
+from loop.run.phase_change import next_phase
 from loop.run.result import FitResult, result
 from loop.run.run import Run
 from loop.run.session import Session, options_and_backend
@@ -213,26 +214,6 @@ def attempt(
             backend.exchange(0)  # all workers wait here until the chief's last callbacks have delivered everything
     run.step.averages.take()
     return run
-
-
-def set_up(run: Run, bus: Bus) -> None:
-    """Takes the run to where it starts."""
-    # An error of a hook is deferred. All workers end with it at the next `synchronize`, so one follows each event.
-    bus.fire("setup")
-    run.session.make_step(bus.fire_data(run.session.data))
-    bus.check_metrics()
-    run.synchronize()
-    with run.watchdog.phase("restoring"):
-        path = run_directory.restore(run, lambda: enter_phase(run, bus))
-    bus.fire("restore", path)
-    with run.defer_errors(), run.watchdog.phase("opening the data"):
-        run.run_status.start(run)
-        run.data.open(run)
-    run.synchronize()
-    bus.fire("fit_start")
-    run.synchronize()
-    if path is None:  # after the hooks, which may have changed the weights
-        run.step.averages.restart()
 
 
 def train(run: Run, bus: Bus) -> None:

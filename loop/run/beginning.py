@@ -1,0 +1,28 @@
+"""The beginning of an attempt: step, checkpoint and data, up to the first step."""
+
+from __future__ import annotations
+
+from loop.run import run_directory
+from loop.run.bus import Bus
+from loop.run.phase_change import enter_phase
+from loop.run.run import Run
+
+
+def set_up(run: Run, bus: Bus) -> None:
+    """Takes the run to where it starts."""
+    # An error of a hook is deferred. All workers end with it at the next `synchronize`, so one follows each event.
+    bus.fire("setup")
+    run.session.make_step(bus.fire_data(run.session.data))
+    bus.check_metrics()
+    run.synchronize()
+    with run.watchdog.phase("restoring"):
+        path = run_directory.restore(run, lambda: enter_phase(run, bus))
+    bus.fire("restore", path)
+    with run.defer_errors(), run.watchdog.phase("opening the data"):
+        run.run_status.start(run)
+        run.data.open(run)
+    run.synchronize()
+    bus.fire("fit_start")
+    run.synchronize()
+    if path is None:  # after the hooks, which may have changed the weights
+        run.step.averages.restart()
