@@ -26,6 +26,7 @@ REACHED = {
     "most attributes of a class",
     "most methods of a class",
     "greatest cyclomatic complexity",
+    "lines with Any in annotations",
 }
 """Measures of `python -m tests.campaigns.house` whose goals are reached."""
 

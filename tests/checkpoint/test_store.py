@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
+from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
 from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
 from loop.checkpoint.store.lease import Lease, LeaseLostError, believed
+from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
 from tests import s3
 from tests.conftest import ROOT
+from tests.tasks import Weighted
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,35 @@ def test_a_run_goes_on_on_another_machine(store, url, tmp_path, monkeypatch):
         assert steps_in(back) == [2, 3]
     assert [steps_in(path) for path in directory.parent.glob("run.stale-*")] == [[1, 2]]
     assert steps_in(copies.copy(url)) == [2, 3]
+
+
+def test_a_training_goes_on_on_another_machine_to_the_same_bits(store, url, quiet, tmp_path, monkeypatch):
+    whole = fit(Weighted(), epochs=4, callbacks=quiet(), run_dir=tmp_path / "whole")
+    first = fit(Weighted(), epochs=2, callbacks=quiet(), run_dir=url)
+    other_machine(monkeypatch, tmp_path)
+    second = fit(Weighted(), epochs=4, callbacks=quiet(), run_dir=url)
+    assert (first.steps, second.steps) == (whole.steps // 2, whole.steps)
+    assert second.weights_sha256 == whole.weights_sha256
+    assert first.run_dir != second.run_dir
+    assert [row["epoch"] for row in second.history] == [1, 2, 3, 4]
+
+    other_machine(monkeypatch, tmp_path, "a third")
+    assert evaluate(Weighted(), copies.copy(url)) == evaluate(Weighted(), tmp_path / "whole")
+    kept = checkpoint_files.complete(copies.copy(url) / "checkpoints")
+    copies.copies_below(url.rpartition("/")[0])  # which wants no checkpoints
+    assert checkpoint_files.complete(copies.copy(url, checkpoints=False) / "checkpoints") == kept
+
+
+def test_what_can_not_be_delivered_ends_sync_with_75(store, url, command, monkeypatch):
+    with copies.mirrored(url) as directory:
+        write(directory, 5)
+    monkeypatch.setenv(mirror.WAIT, "0")
+    store.down = True
+    code, _, err = command("sync", url)
+    assert code == 75
+    assert err.count("tfloop: error: ") == 1
+    store.down = False
+    assert command("sync", url)[0] == 0
 
 
 def test_whatever_the_network_does_the_bytes_are_the_same(store, url, tmp_path, monkeypatch):

@@ -185,11 +185,8 @@ def copy(url: str, checkpoints: bool = True) -> Path:
             state = believed(bucket)
             if state is None:
                 raise UsageError(f"{url}: no run there")
-            if not checkpoints:
-                records = {name: state.files[name] for name in state.files if not name.startswith("checkpoints/")}
-                state = dataclasses.replace(state, files=records)
             with contextlib.suppress(MissingError):  # it was pruned in the meantime
-                _refresh(bucket, state, directory)
+                _refresh(bucket, state, directory, checkpoints)
                 return directory
     raise StoreError(f"{url}: it changes faster than it can be read")
 
@@ -211,13 +208,15 @@ def copies_below(url: str) -> Path:
     return folder
 
 
-def _refresh(bucket: Bucket, state: State, directory: Path) -> None:
-    """Makes a copy what a state says."""
+def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -> None:
+    """Makes a copy what a state says. Checkpoints that aren't wanted, but are there already, stay."""
     index = directory.with_name(f"{directory.name}.json")
     had = read_json(index).get("files", {})
     directory.mkdir(exist_ok=True)
+    files: JsonObject = {}
     for name in had:
         if had[name] == state.files.get(name):
+            files[name] = had[name]
             continue
         _check_name(bucket, name)
         parts = name.split("/")
@@ -227,8 +226,11 @@ def _refresh(bucket: Bucket, state: State, directory: Path) -> None:
             (directory / name).unlink(missing_ok=True)
     if sum(segment["bytes"] for segment in state.journal) < _size(directory / JOURNAL):
         (directory / JOURNAL).unlink()
-    bring(bucket, state, directory)
-    write_json(index, {"url": bucket.url, "files": state.files})
+    for name in state.files:
+        if checkpoints or not name.startswith("checkpoints/"):
+            files[name] = state.files[name]
+    bring(bucket, dataclasses.replace(state, files=files), directory)
+    write_json(index, {"url": bucket.url, "files": files})
 
 
 def url_of_copy(directory: Path) -> str | None:

@@ -24,7 +24,7 @@ RunDir = Annotated[
     str,
     Argument(
         metavar="RUN",
-        help="A run: its directory or URL, or a checkpoint in it; its name in runs/, the beginning of one, or latest.",
+        help="A run: its directory or a checkpoint in it, its URL, its name in runs/, the beginning of one, or latest.",
         autocompletion=completion.runs,
     ),
 ]

@@ -11,7 +11,7 @@ from callbacks.formats import size
 from callbacks.run_record.record import printable, read
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.store import address
-from loop.commands import runs, terminal, tracking
+from loop.commands import command_line, runs, terminal, tracking
 from loop.commands.cli import options as typed
 from loop.errors import PREEMPTED, TrainingError, UsageError
 
@@ -174,6 +174,12 @@ def sync(
 def _deliver_to_store(url: str) -> None:
     """Delivers what this machine has of a run that is kept in a store; ends the command if something remains."""
     from loop.checkpoint.store import copies
+    from loop.checkpoint.store.bucket import StoreError
 
-    if not copies.deliver(url):
+    try:
+        delivered = copies.deliver(url)
+    except StoreError as error:
+        command_line.say(str(error))
+        delivered = False
+    if not delivered:
         raise typer.Exit(PREEMPTED)
