@@ -24,7 +24,7 @@ _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--accumulate=1"]
 _SMALLEST = 8  # examples: the first batch that is measured
 _CLEAR = 64e6  # bytes: two batches whose peaks differ by so much give a slope; less may be chance
 _FAINT = 16e6  # bytes: where they differ by less, the next batch is much larger
-_FURTHEST = 2  # times the largest peak measured: the line is not drawn further than that, if memory lets it be measured
+_FURTHEST = 0.25  # of the largest peak measured: the line is drawn no further, where memory lets more be measured
 
 
 class Curve:

@@ -10,10 +10,11 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loop.launch import stderr, warm_start
+from loop.launch import stderr
 from loop.launch.environment import LAUNCHER
 
 _GRACE = 3.0  # seconds that a trial has to end, after it was asked to
@@ -34,15 +35,19 @@ def run(arguments: Sequence[str], directory: Path) -> int:
 
 def run_module(name: str, arguments: Sequence[str], directory: Path) -> int:
     """Runs a module as `run` runs a training; see there."""
-    # What a killed trial leaves in its temporary directory is removed with it.
+    # What a killed trial leaves in its temporary directory is removed with it. Not a warm start: a process that was
+    # forked has less memory of its own, and its peak is what some trials measure.
     environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": str(directory)}
-    process = warm_start.start(
-        [*warm_start.COMMAND[:3], name, *arguments], environment, Path(os.devnull), directory / "stderr"
-    )
-    try:
-        return process.wait()
-    finally:
-        _end(process)
+    with (directory / "stderr").open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", name, *arguments],
+            env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait()
+        finally:
+            _end(process)
 
 
 def problem(code: int, directory: Path) -> str:
@@ -65,7 +70,7 @@ def reason(code: int, printed: str) -> str:
     return why.removeprefix("tfloop: error: ")
 
 
-def _end(process: warm_start.Process) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends all processes of a trial: a launcher that gets two signals ends its workers, and then itself."""
     try:
         for _ in range(2):

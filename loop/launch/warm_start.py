@@ -26,9 +26,7 @@ from typing import Protocol
 from loop.launch.environment import LAUNCHER
 
 COMMAND = [sys.executable, "-P", "-m", "cli"]
-"""The command of `tfloop`."""
-_MODULES = ("cli", "loop.commands.bench_contender")
-"""The modules that are started so: by name, since a launcher imports none of them."""
+"""What a command must begin with, to be started so."""
 
 _PRELOADED = "loop.commands.preloaded"
 """The module that the server imports; by name, since a launcher imports none of it."""
@@ -70,8 +68,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], stdout: Path, 
         stderr: the same for its errors.
     """
     with stdout.open("ab") as out, stderr.open("ab") as errors:  # they are there, whenever the process ends
-        is_ours = list(command[:3]) == COMMAND[:3] and command[3] in _MODULES
-        if is_ours and _can_fork(environment):
+        if list(command[: len(COMMAND)]) == COMMAND and _can_fork(environment):
             with contextlib.suppress(OSError, EOFError):  # the server has crashed, or was killed
                 return _Forked(command, environment, stdout, stderr)
         return subprocess.Popen(
