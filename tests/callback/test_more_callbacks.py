@@ -56,6 +56,7 @@ MADE = {
     "Checkpoint": lambda: callbacks.Checkpoint(every=4),
     "EMA": lambda: EMA(0.9),
     "EarlyStopping": lambda: EarlyStopping(patience=9),
+    "FromKeras": lambda: callbacks.FromKeras(keras.callbacks.History()),
     "LambdaCallback": lambda: LambdaCallback(steps_end=lambda run, metrics: None, every=2),
     "LearningRateScaling": lambda: LearningRateScaling(10, warmup_epochs=1),
     "ModelSummary": lambda: ModelSummary(io.StringIO()),
@@ -638,5 +639,5 @@ def test_the_example_of_the_page_runs(quiet, capsys):
 def test_lines_of_usage_on_the_page_can_be_evaluated():
     page = (ROOT / "docs" / "callbacks.md").read_text()
     for line in re.findall(r"^\| `\w+` \|.*\| `(\w+\(.*\))` \|$", page, re.MULTILINE):
-        assert isinstance(eval(line, vars(callbacks) | {"tf": tf, "ArrayData": ArrayData}), Callback)
+        assert isinstance(eval(line, vars(callbacks) | {"tf": tf, "keras": keras, "ArrayData": ArrayData}), Callback)
     redaction.hidden.clear()

@@ -228,7 +228,7 @@ def test_runs_of_a_folder_and_their_removal(store, url):
         write(directory, 1)
     folder = url.rpartition("/")[0]
     assert copies.runs_below(folder) == ["run"]
-    assert copies.url_of_copy(copies.copies_below(folder) / "run") == url
+    assert address.url_of_copy(copies.copies_below(folder) / "run") == url
     copies.remove(url)
     assert copies.runs_below(folder) == []
     assert not Bucket(url).keys("")

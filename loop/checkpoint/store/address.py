@@ -83,3 +83,11 @@ def url_of(directory: Path) -> str | None:
 def is_delivered(directory: Path) -> bool:
     """Whether nothing of a run in this spool remains to be delivered; also of a run that has no URL."""
     return url_of(directory) is None or bool(read_json(directory.parent / ABOUT).get("delivered"))
+
+
+def url_of_copy(directory: Path) -> str | None:
+    """The URL of a run of which a directory is a copy."""
+    url = read_json(directory.with_name(f"{directory.name}.json")).get("url")
+    if not isinstance(url, str) or not is_url(url):
+        return None
+    return url if directory_of(url, COPIES) == directory else None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from callbacks.files import fsync_directory, read_json, write_json
+from callbacks.files import fsync_directory, read_json, replacing, write_json
 from callbacks.run_record.journal import NAME as JOURNAL
 from callbacks.run_record.redaction import tell
 from callbacks.types import JsonObject
@@ -146,16 +146,12 @@ def _bring_journal(bucket: Bucket, state: State, directory: Path) -> None:
     total = sum(segment["bytes"] for segment in state.journal)
     if have >= total:
         return
-    joined = path.with_name(path.name + ".new.tmp")
-    with joined.open("wb") as out:
+    with replacing(path, durable=True, aside=path.with_name(f"{path.name}.new.tmp")) as out:
         for segment in state.journal:
-            part = path.with_name(path.name + ".segment.tmp")
+            part = path.with_name(f"{path.name}.segment.tmp")
             bucket.download(segment["key"], part, segment["bytes"], segment["sha256"])
             out.write(part.read_bytes())
             part.unlink()
-        out.flush()
-        os.fsync(out.fileno())
-    joined.replace(path)
     fsync_directory(directory)
 
 
@@ -231,14 +227,6 @@ def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -
             files[name] = state.files[name]
     bring(bucket, dataclasses.replace(state, files=files), directory)
     write_json(index, {"url": bucket.url, "files": files})
-
-
-def url_of_copy(directory: Path) -> str | None:
-    """The URL of a run of which a directory is a copy."""
-    url = read_json(directory.with_name(f"{directory.name}.json")).get("url")
-    if not isinstance(url, str) or not address.is_url(url):
-        return None
-    return url if address.directory_of(url, address.COPIES) == directory else None
 
 
 def _size(path: Path) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from callbacks.base import shown_status
 from callbacks.run_record.record import entries, read, under_way
 from callbacks.run_record.redaction import mask
+from loop.checkpoint.store import address
 from loop.commands import terminal
 
 _POLL = 0.25  # seconds between two looks at a journal
@@ -38,11 +39,11 @@ def tail(path: Path, last: int, follow: bool) -> Iterator[str]:
 
 def _is_under_way(path: Path) -> bool:
     """Whether a run trains. A copy of a run in a store is brought up to date."""
-    from loop.checkpoint.store import copies
-
-    url = copies.url_of_copy(path)
+    url = address.url_of_copy(path)
     if url is None:
         return under_way(path)
+    from loop.checkpoint.store import copies  # which loads NumPy
+
     alive = copies.is_under_way(url)
     copies.copy(url, checkpoints=False)
     return alive

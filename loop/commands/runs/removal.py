@@ -9,6 +9,7 @@ from typing import Any
 
 from callbacks.run_record.record import ABOUT, LOCK, is_run, printable, read_about, under_way
 from loop.checkpoint.lock import locked
+from loop.checkpoint.store import address
 from loop.errors import UsageError
 
 
@@ -44,9 +45,9 @@ def remove(path: Path) -> list[str]:
     Returns:
         What could not be removed, and why.
     """
-    from loop.checkpoint.store import copies
+    if url := address.url_of_copy(path):
+        from loop.checkpoint.store import copies  # which loads NumPy
 
-    if url := copies.url_of_copy(path):
         copies.remove(url)
         return []
     left: list[str] = []
