@@ -99,7 +99,7 @@ def threads_for(out: Path, threads: int | None) -> int:
 
 @contextlib.contextmanager
 def shown_parts(out: Path) -> Iterator[None]:
-    """Within it, a bar shows on a terminal how many parts of a prediction are complete, whoever computes them.
+    """Within it, a bar shows on a terminal how many parts of a prediction are complete, on all workers.
 
     What is on disk is counted: so it is the same with one process and with several, and goes on after a kill.
     """

@@ -38,7 +38,7 @@ def mirrored(url: str) -> Iterator[Path]:
         The run directory on this machine, with the run as the store has it.
 
     Raises:
-        UsageError: another process has the run, and lives.
+        UsageError: another process has the run, and renews its lease.
         StoreError: the store doesn't answer, or has other bytes than were written.
     """
     directory = address.directory_of(url, address.SPOOLS)
