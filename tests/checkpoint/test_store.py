@@ -212,6 +212,13 @@ def test_wrong_urls_are_refused_without_their_secrets(text, problem):
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("typed", [["train", "digits", "--run-dir"], ["runs", "--root"]])
+def test_a_wrong_url_that_is_typed_has_its_fix(typed, command):
+    code, _, err = command(*typed, "s3://bucket/a?b")
+    assert code == 2
+    assert "give a URL without user, query and fragment" in err
+
+
 def test_a_shared_disk_has_the_same_lease(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     url = f"file://{tmp_path}/disk/run"

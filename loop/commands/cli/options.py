@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument, BadParameter, Option
 
 from loop.checkpoint.store import address
 from loop.commands import completion
 from loop.commands.cli import help as help_
 from loop.commands.runs import directories
+from loop.errors import UsageError
+
+
+def _told(read: Callable[[str], Path | str]) -> Callable[[str], Path | str]:
+    """A parser whose errors keep their message: typer replaces that of a `ValueError` by one of its own."""
+
+    def parse(text: str) -> Path | str:
+        try:
+            return read(text)
+        except UsageError as error:
+            raise BadParameter(str(error)) from None
+
+    return parse
+
 
 Target = Annotated[
     str,
@@ -71,7 +86,7 @@ Config = Annotated[
 Root = Annotated[
     Path | None,
     Option(
-        parser=directories.root,
+        parser=_told(directories.root),
         metavar="DIR|URL",
         help="Where the runs are; runs/ if not given.",
         show_default=False,
@@ -164,7 +179,7 @@ Discovery = Annotated[
 TrainRunDir = Annotated[
     Path | None,
     Option(
-        parser=address.run_dir,
+        parser=_told(address.run_dir),
         metavar="DIR|URL",
         help="The run directory, or s3://bucket/path (gs, az, https, file); a new one below runs/ if not given.",
         rich_help_panel=help_.FIRST,
