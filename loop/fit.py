@@ -139,7 +139,8 @@ def fit(
             ones up to eight in a second.
         compile: `graph`; or `xla`, which makes one XLA program of many steps on one device if the data are arrays, else
             of each replica's forward and backward pass. Random layers draw other numbers in XLA, so they are refused on
-            several replicas; `graph`.
+            several replicas. `auto` measures both before the first step, on one device, and takes the faster way, which
+            a resumed run keeps; `graph`.
         prefetch: how many batches of a `tf.data.Dataset` are read ahead; `auto`: as TensorFlow finds best; 2.
         eval_every: `epoch`, a number of steps, or `never`. The end of training is evaluated, too, except with `never`.
             If `eval_data` returns several sets, a dict gives each its own, such as `{"val": 100, "test": "never"}`; a

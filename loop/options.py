@@ -224,7 +224,7 @@ OPTIONS = (
         'give "full", a size such as "64MB", a list of layers\' names, or None to remember everything',
     ),
     Option("steps_per_call", "auto", _is_int(1, "auto"), 'give "auto" or a whole number >= 1'),
-    Option("compile", "graph", _is_one_of("graph", "xla"), "give graph or xla"),
+    Option("compile", "graph", _is_one_of("graph", "xla", "auto"), "give graph, xla or auto"),
     Option("prefetch", 2, _is_int(1, "auto"), 'give "auto" or a whole number >= 1 of batches'),
     Option(
         "eval_every", "epoch", _is_eval_every,

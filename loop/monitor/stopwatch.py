@@ -23,7 +23,7 @@ _HOST_PARTS = ("callbacks", "saving", "other")
 
 _ADVICE = {
     "data": "make the pipeline faster: map(..., num_parallel_calls=tf.data.AUTOTUNE), cache(), or arrays (ArrayData)",
-    "compute": "nothing around the model holds it up: try --compile xla, another --precision, or more workers",
+    "compute": "nothing around the model holds it up: try --compile auto, another --precision, or more workers",
     "all_reduce": "reduce less often: a greater --batch-size (with --accumulate if memory is short), or fewer workers",
     "evaluation": "evaluate less often: --eval-every",
     "callbacks": "let them ask for the host less often (`every`), or do less in them",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loop.run import run_directory
+from loop.run import compile_choice, run_directory
 from loop.run.bus import Bus
 from loop.run.phase_change import enter_phase
 from loop.run.run import Run
@@ -12,7 +12,9 @@ def set_up(run: Run, bus: Bus) -> None:
     """Takes the run to where it starts."""
     # An error of a hook is deferred. All workers end with it at the next `synchronize`, so one follows each event.
     bus.fire("setup")
-    run.session.make_step(bus.fire_data(run.session.data))
+    data = bus.fire_data(run.session.data)
+    compile_choice.settle(run, data)
+    run.session.make_step(data)
     bus.check_metrics()
     run.synchronize()
     with run.watchdog.phase("restoring"):

@@ -124,7 +124,7 @@ def _faster_plan(plan: StepPlan, built: BuiltModel, source: ArraySource, options
     if options["compile"] == "xla":
         return dataclasses.replace(plan, block_steps=_block_steps(source, options["steps_per_call"]))
     # Not on a GPU, where sparse gradients have not been measured.
-    if options["compile"] == "graph" and not plan.clips and not has_gpu:
+    if not plan.clips and not has_gpu:
         return dataclasses.replace(plan, row_gradients=_row_gradients(built))
     return plan
 

@@ -249,7 +249,9 @@ Remat = Annotated[
         rich_help_panel=help_.SPEED,
     ),
 ]
-Compile = Annotated[str | None, Option("--compile", help="graph or xla.", rich_help_panel=help_.SPEED)]
+Compile = Annotated[
+    str | None, Option("--compile", help="graph, xla, or auto: the faster one.", rich_help_panel=help_.SPEED)
+]
 StepsPerCall = Annotated[str | None, Option(help="Steps in a compiled call, or auto.", rich_help_panel=help_.SPEED)]
 Prefetch = Annotated[
     str | None, Option(help="Batches that a stream is read ahead, or auto.", rich_help_panel=help_.SPEED)

@@ -1,0 +1,133 @@
+"""The option `compile="auto"`: measures the run's steps in the graph and in XLA, and takes the faster of the two."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from callbacks.files import read_json
+from callbacks.run_record.redaction import tell
+from loop.data import Data
+from loop.data.host_random import random_state, set_random_state
+from loop.errors import UsageError, message_of
+from loop.run.pace import Pace
+from loop.step.example_trace import put_back
+from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
+
+if TYPE_CHECKING:
+    from loop.run.run import Run
+
+AUTO, GRAPH, XLA = "auto", "graph", "xla"
+SECONDS = 1.5
+"""How long the calls of each way take together, without the first one, which compiles."""
+GAIN = 1.05
+"""How many times as fast XLA must be to be taken. Less may be noise."""
+
+
+def settle(run: Run, data: Data) -> None:
+    """Replaces the option `auto` by `graph` or `xla`. Nothing else of the run is changed.
+
+    A resumed run takes what `run.json` says of the attempt before, so that its bits are those of a run that was never
+    stopped. Otherwise a single device measures; several replicas take the graph.
+
+    Args:
+        run: the run, before its step is made.
+        data: the sources, sharded.
+    """
+    if run.options["compile"] != AUTO:
+        return
+    before = read_json(run.directory / "run.json").get("options", {})
+    choice = before.get("compile")
+    if choice not in (GRAPH, XLA):
+        choice = _faster(run, data) if run.backend.name == "single" else _untried(run)
+    run.options["compile"] = choice
+
+
+def _untried(run: Run) -> str:
+    """The graph, for several replicas."""
+    if run.backend.is_chief:
+        tell(f"compile=auto takes graph: XLA is tried with backend='single' alone, and not with {run.backend.name!r}")
+    return GRAPH
+
+
+def _faster(run: Run, data: Data) -> str:
+    """Makes steps in both ways, takes them back, and returns the faster way."""
+    variables = [*run.session.built.variables, *run.session.built.sliced_variables]
+    generators = random_state()
+    try:
+        with run.watchdog.phase("measuring the graph against XLA"), put_back(variables):
+            graph = _contender(run, data, GRAPH)
+            try:
+                xla = _contender(run, data, XLA)
+            except (UsageError, tf.errors.OpError) as error:
+                tell(f"compile=auto takes graph: XLA can't compile this task ({message_of(error)})")
+                return GRAPH
+            # In turns, so that what slows the machine down for a while slows both ways down.
+            while graph.seconds < SECONDS or xla.seconds < SECONDS:
+                graph.call()
+                xla.call()
+    finally:
+        set_random_state(generators)
+
+    choice = XLA if xla.step_seconds * GAIN < graph.step_seconds else GRAPH
+    tell(
+        f"compile=auto takes {choice}: a step takes {1e3 * graph.step_seconds:.3g} ms in the graph, "
+        f"{1e3 * xla.step_seconds:.3g} ms in XLA"
+    )
+    return choice
+
+
+def _contender(run: Run, data: Data, way: str) -> _Contender:
+    """A way to make steps, compiled."""
+    run.options["compile"] = way
+    contender = _Contender(run.session.make_step(data), run.options["steps_per_call"])
+    contender.call()
+    return contender
+
+
+class _Contender:
+    """A way to make steps, and what they take.
+
+    Attributes:
+        seconds: of all calls but the first; infinite where there is nothing to measure: a step wasn't finite, or the
+            data has no examples.
+    """
+
+    def __init__(self, step: TrainStep, steps_per_call: int | str) -> None:
+        self.seconds = 0.0
+        self._step = step
+        self._pace = Pace(steps_per_call)
+        self._source = step.data.train
+        self._restart()
+        self._of_calls: list[float] = []
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the seconds of a step, over the calls."""
+        return statistics.median(self._of_calls) if self._of_calls else float("inf")
+
+    def call(self) -> None:
+        """Makes a call of steps, from where the last one has ended; at the end of an epoch, from its start."""
+        steps = self._pace.steps
+        if self._source.steps_per_epoch is not None:
+            steps = min(steps, self._source.steps_per_epoch - self._position)
+        begun = time.perf_counter()
+        made, ending, _ = self._step.train(self._iterator, 0, self._position, steps)
+        seconds = time.perf_counter() - begun
+        if self._pace.calls and made:
+            self.seconds += seconds
+            self._of_calls.append(seconds / made)
+        self._pace.record(made, seconds)
+
+        self._position += made
+        if ending == NOT_FINITE or not self._position:
+            self.seconds = float("inf")
+        if ending == EPOCH_ENDED or self._position == self._source.steps_per_epoch:
+            self._restart()
+
+    def _restart(self) -> None:
+        self._position = 0
+        self._iterator = self._source.start(0, 0)

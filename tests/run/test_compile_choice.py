@@ -1,0 +1,89 @@
+"""`compile="auto"`: the faster of two ways, as if it had been asked for by name."""
+
+import json
+
+import pytest
+import tensorflow as tf
+
+import callbacks
+from loop import TrainingError, UsageError, fit
+from loop.run import compile_choice
+from tests.tasks import Conv, Weighted
+
+
+def trained(task, run_dir=None, **options):
+    options = {"epochs": 2, "batch_size": 16, "backend": "single", "seed": 3} | options
+    return fit(task, run_dir=run_dir, callbacks=callbacks.standard(mlflow=None, progress=None), **options)
+
+
+def taken(result):
+    return json.loads((result.run_dir / "run.json").read_text())["options"]["compile"]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """What is measured is of no interest."""
+    monkeypatch.setattr(compile_choice, "SECONDS", 0.01)
+
+
+@pytest.fixture(params=["graph", "xla"])
+def faster(quick, monkeypatch, request):
+    """Lets either way be the faster one."""
+    monkeypatch.setattr(compile_choice, "GAIN", 1e9 if request.param == "graph" else 0.0)
+    return request.param
+
+
+# With BatchNormalization, dropout and Adam: what has a state that the measured steps change.
+def test_what_was_measured_leaves_no_trace_in_the_numbers(faster, capsys):
+    auto = trained(Conv(), compile="auto", ema=0.9)
+    assert taken(auto) == faster
+    assert f"compile=auto takes {faster}: a step takes " in capsys.readouterr().err
+    assert auto.weights_sha256 == trained(Conv(), compile=faster, ema=0.9).weights_sha256
+
+
+def test_a_resumed_run_keeps_the_way_and_measures_nothing(faster, tmp_path, monkeypatch):
+    trained(Weighted(), tmp_path / "run", compile="auto", epochs=1)
+    monkeypatch.setattr(compile_choice, "_faster", lambda *_: pytest.fail("measured again"))
+    resumed = trained(Weighted(), tmp_path / "run", compile="auto")
+    assert taken(resumed) == faster
+    assert resumed.weights_sha256 == trained(Weighted(), compile=faster).weights_sha256
+
+
+def test_a_stream_begins_at_its_first_example(quick):
+    class Streamed(Weighted):
+        def train_data(self):
+            return tf.data.Dataset.from_tensor_slices(super().train_data().arrays)
+
+    auto = trained(Streamed(), compile="auto")
+    assert auto.weights_sha256 == trained(Streamed(), compile=taken(auto)).weights_sha256
+
+
+def test_a_task_that_xla_refuses_is_left_to_the_graph(quick, monkeypatch, capsys):
+    contender = compile_choice._contender
+
+    def refusing(run, data, way):
+        if way == "xla":
+            raise UsageError("no such program")
+        return contender(run, data, way)
+
+    monkeypatch.setattr(compile_choice, "_contender", refusing)
+    auto = trained(Weighted(), compile="auto")
+    assert taken(auto) == "graph"
+    assert "takes graph: XLA can't compile this task (no such program)" in capsys.readouterr().err
+    assert auto.weights_sha256 == trained(Weighted()).weights_sha256
+
+
+def test_several_replicas_take_the_graph(capsys):
+    auto = trained(Weighted(), compile="auto", backend="mirrored", epochs=1)
+    assert taken(auto) == "graph"
+    assert "XLA is tried with backend='single' alone, and not with 'mirrored'" in capsys.readouterr().err
+
+
+def test_a_step_that_is_not_finite_ends_the_measuring(quick):
+    class Broken(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"loss": values["loss"] * float("nan")}
+
+    with pytest.raises(TrainingError, match=r"step 1 .*not finite"):
+        trained(Broken(), compile="auto")
