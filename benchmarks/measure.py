@@ -126,27 +126,27 @@ def measure(workload: str, names: Sequence[str], rounds: int, seconds: float, st
         rounds: how many.
         seconds: of training, by each contender in a round.
         starts: how often all of it is done, with new processes: where a process finds its memory makes it a few per
-            cent faster or slower for all of its life.
+            cent faster or slower for as long as it runs.
 
     Returns:
         By contender: `rates`, in steps per second, by round; `cpu_ms`, the CPU time of a step, which other work on
         the machine hardly changes, by round; `peak_mb`; and `note`.
     """
-    lives = [_one_life(workload, names, rounds, seconds) for _ in range(starts)]
-    found = lives[0]
+    processes = [_in_one_process(workload, names, rounds, seconds) for _ in range(starts)]
+    found = processes[0]
     for name in list(found):
-        if not all(name in life for life in lives):
+        if not all(name in process for process in processes):
             del found[name]
             continue
-        for life in lives[1:]:
-            found[name]["rates"] += life[name]["rates"]
-            found[name]["cpu_ms"] += life[name]["cpu_ms"]
-            found[name]["peak_mb"] = max(found[name]["peak_mb"], life[name]["peak_mb"])
-        found[name]["note"] = ", or ".join(dict.fromkeys(life[name]["note"] for life in lives))
+        for process in processes[1:]:
+            found[name]["rates"] += process[name]["rates"]
+            found[name]["cpu_ms"] += process[name]["cpu_ms"]
+            found[name]["peak_mb"] = max(found[name]["peak_mb"], process[name]["peak_mb"])
+        found[name]["note"] = ", or ".join(dict.fromkeys(process[name]["note"] for process in processes))
     return found
 
 
-def _one_life(workload: str, names: Sequence[str], rounds: int, seconds: float) -> dict[str, Any]:
+def _in_one_process(workload: str, names: Sequence[str], rounds: int, seconds: float) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
 
     def ask(worker: Worker, seconds: float) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Started by `measure.Worker` as `python -m benchmarks.worker WORKLOAD MODULE OPTIONS`. A command is `{"seconds": s}`
 (train for about so long) or `{"steps": n}` (make so many steps); the answer has `steps`, `seconds` and the mean `loss`
-over them. All that is built and compiled lives on, so that what is timed is training alone.
+over them. What is built and compiled is kept, so that what is timed is training alone.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class DigitFiles(TrainTask):
 
 
 def moved(images):
-    """Each picture moved by up to one pixel: by its own seed, so that it is the same whoever has it."""
+    """Each picture moved by up to one pixel: by its own seed, so that it is the same on any worker."""
 
     def move(pair):
         image, seed = pair

@@ -91,7 +91,7 @@ class Drawn(Streamed):
 
 
 class Generated(Streamed):
-    """From a Python generator, whose position nobody knows."""
+    """From a Python generator, whose position is unknown."""
 
     def train_data(self):
         inputs, labels = regression(self.examples)[:2]
@@ -410,7 +410,7 @@ def test_changed_settings_are_shown_and_refused_unless_accepted(quiet, capfd):
     told = [Path("run", name).read_text() for name in ("run.json", "journal.jsonl")]
     with pytest.raises(UsageError, match=message):
         run(batch_size=10, seed=3, rate=0.5)
-    # What is told of the run is still that of the life before.
+    # The run is still described as it was by the attempt before.
     assert [Path("run", name).read_text() for name in ("run.json", "journal.jsonl")] == told
     found = record.read(Path("run"))
     assert (found.status, found.steps, found.hyperparameters["rate"]) == ("stopped", 4, 0.05)

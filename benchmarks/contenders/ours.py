@@ -1,4 +1,4 @@
-"""Ours: `fit`, as anybody calls it."""
+"""Ours: `fit`, as a user calls it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FORMER_NAMES = {"outlives": "is_recoverable", "regroup": "rejoin"}
 
 
 class Source(Protocol):
-    """What a backend is told of the data; see `loop.data.Source`."""
+    """What a backend knows of the data; see `loop.data.Source`."""
 
     @property
     def steps_per_epoch(self) -> int | None:

@@ -67,7 +67,7 @@ def root(trained, tmp_path):
 
 
 def journal(directory, *entries, **about):
-    """Writes a run directory by hand: for lives that nobody wants to wait for."""
+    """Writes a run directory by hand: for attempts that would take too long."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"time": 1e9 + index, "step": index, "epoch": 0} | each) for index, each in enumerate(entries)]
     (directory / "journal.jsonl").write_text("\n".join(lines) + "\n")
@@ -142,7 +142,7 @@ def test_lives_and_faults(tmp_path):
         "ValueError: \\x1b[31mred",
     ]
     assert (found.lives, found.status, found.seconds) == (3, "failed", 1 + 501 + 1)
-    assert found.curves["step/loss"] == [(5, 2.0)]  # the later life has the last word
+    assert found.curves["step/loss"] == [(5, 2.0)]  # the later attempt has the last word
     assert found.best("loss") is None
     assert found.last("loss") != found.last("loss")
 

@@ -286,7 +286,7 @@ def strangers(run, tmp_path, monkeypatch):
 
 
 def sign(path, manifest):
-    """Writes a manifest as somebody does who knows how to make its digest right."""
+    """Writes a manifest with the right digest, as an attacker would."""
     manifest = {name: value for name, value in manifest.items() if name != "sha256"}
     (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": checkpoint_files._digest(manifest)}))
 
@@ -320,7 +320,7 @@ def test_the_task_with_which_this_user_has_trained_there_is_taken(strangers, com
     shutil.copytree(tmp_path / "aside", moved)
     os.rename(tmp_path / "aside", run)
     assert command("evaluate", run)[0] == 0
-    (tmp_path / "state" / "tfloop" / "runs").chmod(0o777)  # anybody may have written there
+    (tmp_path / "state" / "tfloop" / "runs").chmod(0o777)  # other users may have written there
     assert "you haven't trained there" in command("evaluate", run)[1]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "others"))
     assert "you haven't trained there" in command("evaluate", run)[1]

@@ -242,7 +242,7 @@ class Words(Plain):
 
 class WholeTable(Words):
     class optimizer(keras.optimizers.SGD):
-        """Of which nobody knows whether it leaves rows alone."""
+        """Of which it is not known whether it leaves rows alone."""
 
 
 class Operations(Callback):

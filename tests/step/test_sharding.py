@@ -204,11 +204,11 @@ def test_checkpoints_are_those_of_an_unsharded_run(task, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "lives"),
+    ("task", "attempts"),
     [(Chosen, [(2, True), (3, True), (1, True), (2, False), (3, True)]), (TwoRates, [(2, True), (3, True)])],
 )
-def test_a_run_goes_on_with_any_number_of_replicas_sharded_or_not(task, lives, tmp_path):
-    for epochs, (replicas, on) in enumerate(lives, 1):
+def test_a_run_goes_on_with_any_number_of_replicas_sharded_or_not(task, attempts, tmp_path):
+    for epochs, (replicas, on) in enumerate(attempts, 1):
         plain = saving(tmp_path / "plain", replicas, False, epochs, task)
         found = saving(tmp_path / "sharded", replicas, on, epochs, task)
         assert found.weights_sha256 == plain.weights_sha256, epochs
