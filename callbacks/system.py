@@ -16,6 +16,7 @@ from callbacks.run_record import journal
 from callbacks.types import Foreign, JsonObject
 
 _MEGA = 1e6
+_PATIENCE = 5.0  # seconds that the end of a run waits for a sample: the driver of a broken GPU may never answer
 
 
 class SystemMetrics(Callback):
@@ -57,8 +58,9 @@ class SystemMetrics(Callback):
             self._start(run)
 
     def _start(self, run: Run) -> None:
-        self._thread = threading.Thread(target=self._follow, args=(run,), name="system metrics", daemon=True)
-        self._ended.clear()
+        self._ended = threading.Event()  # of its own for each thread: one that hangs must not go on later
+        arguments = (run, self._ended)
+        self._thread = threading.Thread(target=self._follow, args=arguments, name="system metrics", daemon=True)
         self._thread.start()
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
@@ -73,18 +75,21 @@ class SystemMetrics(Callback):
                 journal.append(run, "system", **sample)
 
     def on_fit_end(self, run: Run, status: str) -> None:
-        if self._thread is not None:
-            self._stop()
+        if self._stop():
             self._sample(run)
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
+        """Ends the thread; False if there is none, or if it hangs in a sample."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread = self._thread
+        self._thread = None
+        if thread is None:
+            return False
+        thread.join(_PATIENCE)
+        return not thread.is_alive()
 
-    def _follow(self, run: Run) -> None:
-        while not self._ended.wait(self.interval):
+    def _follow(self, run: Run, ended: threading.Event) -> None:
+        while not ended.wait(self.interval):
             self._sample(run)
 
     def _sample(self, run: Run) -> None:
