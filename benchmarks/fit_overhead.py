@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 
 import callbacks
+from benchmarks import report
 from loop import ArrayData, TrainTask, fit
 
 WARM = 5
@@ -55,10 +56,12 @@ class Fits:
 
     Attributes:
         seconds: of each fit.
+        cpu_seconds: of each fit, of all threads of the process: a busy machine doesn't lengthen them.
         bytes: the memory of the process after each.
     """
 
     seconds: list[float]
+    cpu_seconds: list[float]
     bytes: list[int]
 
     @property
@@ -76,34 +79,56 @@ def measure(fits: int, tracked: bool) -> Fits:
     """
     process = psutil.Process()
     seconds = []
+    cpu_seconds = []
     memory = []
     with tempfile.TemporaryDirectory() as directory:
         for number in range(WARM + fits):
             tracker = {} if tracked else {"mlflow": None}
             chosen = callbacks.standard(progress=None, **tracker)
             begun = time.perf_counter()
+            cpu_begun = time.process_time()
             fit(Small(), epochs=1, batch_size=64, callbacks=chosen, run_dir=f"{directory}/{number}")
             seconds.append(time.perf_counter() - begun)
+            cpu_seconds.append(time.process_time() - cpu_begun)
             gc.collect()
             memory.append(process.memory_info().rss)
-    return Fits(seconds[WARM:], memory[WARM:])
+    return Fits(seconds[WARM:], cpu_seconds[WARM:], memory[WARM:])
+
+
+def row(name: str, found: Fits) -> dict[str, str]:
+    """A row of the table: what one kind of fit costs."""
+    low, *_, high = sorted(found.seconds)
+    return {
+        "": name,
+        "wall time of a fit, s": f"{statistics.median(found.seconds):.2f} ({low:.2f} to {high:.2f})",
+        "CPU time of a fit, s": f"{statistics.median(found.cpu_seconds):.2f}",
+        "memory after the first": f"{found.bytes[0] / 1e6:.0f} MB",
+        "after the last": f"{found.bytes[-1] / 1e6:.0f} MB after {len(found.bytes)}",
+        "more with each": f"{found.bytes_per_fit / 1e3:.0f} kB",
+    }
 
 
 def main() -> None:
-    """Measures, and prints."""
+    """Measures, prints, and writes the table into docs/performance if told to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fits", type=int, default=50, help="How many fits of each kind.")
+    parser.add_argument("--fits", type=int, default=50, help="How many fits without MLflow.")
+    parser.add_argument("--tracked", type=int, default=50, help="How many fits with MLflow.")
+    parser.add_argument("--write", action="store_true", help="Write the table into docs/performance.")
     given = parser.parse_args()
-    for tracked in (False, True):
-        found = measure(given.fits, tracked)
-        name = "with MLflow" if tracked else "without MLflow"
-        low, *_, high = sorted(found.seconds)
-        print(
-            f"{name}: {statistics.median(found.seconds):.3f} s a fit ({low:.3f} to {high:.3f}), "
-            f"{found.bytes[0] / 1e6:.0f} MB after the first, {found.bytes[-1] / 1e6:.0f} MB after {given.fits}, "
-            f"{found.bytes_per_fit / 1e3:.0f} kB more with each",
-            flush=True,
+    rows = []
+    for name, fits in (("without MLflow", given.fits), ("with MLflow", given.tracked)):
+        rows.append(row(name, measure(fits, name == "with MLflow")))
+        print(rows[-1], flush=True)
+    if given.write:
+        about = (
+            "What a `fit` of one epoch costs in a warm process, as in a notebook: an MLP on 640 examples; all but its "
+            f"10 steps is overhead. The first {WARM} fits aren't counted; the median (least to greatest), on a "
+            "machine that was busy with other work. CPU time, of all threads of the process, depends less on that; it "
+            "leaves out the process that feeds MLflow, for which the end of a fit waits. "
+            f"`python -m benchmarks.fit_overhead --fits {given.fits} --tracked {given.tracked} --write`."
         )
+        found = {"about": about, "rows": rows}
+        report.write(report.merged(report.load(), "more", "fit-overhead", found))
 
 
 if __name__ == "__main__":

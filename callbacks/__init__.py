@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from callbacks.base import EVENTS, Callback, Metrics, Run, Schedule
 from callbacks.broadcast import BroadcastVariables
@@ -80,8 +81,8 @@ def standard(**changes: Callback | None) -> StandardSet:
     `standard(mlflow=None) + [Mine()]` adds one.
 
     Args:
-        **changes: any of `broadcast`, `shard`, `sentinel`, `checkpoint`, `journal`, `report`, `mlflow`, `progress`,
-            and `trainer_status`, which only a TrainJob of Kubeflow Trainer has.
+        **changes: any of `broadcast`, `shard`, `sentinel`, `checkpoint`, `system`, `journal`, `report`, `mlflow`,
+            `progress`, and `trainer_status`, which only a TrainJob of Kubeflow Trainer has.
 
     Raises:
         TypeError: for another name.
@@ -91,6 +92,7 @@ def standard(**changes: Callback | None) -> StandardSet:
         "shard": ShardData,
         "sentinel": Sentinel,
         "checkpoint": Checkpoint,
+        "system": partial(SystemMetrics, ranks="chief"),  # before the journal, whose last line is the end of the run
         "journal": Journal,
         "report": Report,
         "mlflow": MLflowTracker,

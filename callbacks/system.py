@@ -16,6 +16,7 @@ from callbacks.run_record import journal
 from callbacks.types import Foreign, JsonObject
 
 _MEGA = 1e6
+_PATIENCE = 5.0  # seconds that the end of a run waits for a sample: the driver of a broken GPU may never answer
 
 
 class SystemMetrics(Callback):
@@ -26,17 +27,22 @@ class SystemMetrics(Callback):
     machine); of each GPU that this process may see, by NVML, `gpu0/use` (percent), `gpu0/memory_mb`, `gpu0/watts`.
 
     The chief's samples are written at once. Those of other ranks are sent at the end of each epoch; their samples after
-    the last epoch are lost.
+    the last epoch are lost. The standard set samples the chief alone: that needs no collective.
+
+    A value that can't be read, and a sample that can't be written, are left out: they never end a run.
 
     Args:
         interval: seconds between two samples.
+        ranks: `"all"`, or `"chief"`: rank 0 only.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
-    def __init__(self, interval: float = 10.0) -> None:
+    def __init__(self, interval: float = 10.0, ranks: Literal["all", "chief"] = "all") -> None:
         check(self, is_number(interval, 0.1, 1e6), "give seconds, from 0.1 to 1000000", interval=interval)
+        check(self, ranks in ("all", "chief"), 'give "all" or "chief"', ranks=ranks)
         self.interval = interval
+        self.ranks = ranks
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()  # two threads use `_samples`: the one that measures, and the one that trains
@@ -44,12 +50,22 @@ class SystemMetrics(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._stop()  # the workers of an elastic job may have formed anew, with other ranks
-        self._meter = _Meter(run)
-        self._thread = threading.Thread(target=self._follow, args=(run,), name="system metrics", daemon=True)
-        self._ended.clear()
+        if self.ranks == "chief" and not run.backend.is_chief:
+            return
+        # Not made in the thread: the import of psutil there would hold the interpreter up while steps are made.
+        with contextlib.suppress(Exception):  # best effort: a sandbox may hide the machine
+            self._meter = _Meter(run)
+            self._start(run)
+
+    def _start(self, run: Run) -> None:
+        self._ended = threading.Event()  # of its own for each thread: one that hangs must not go on later
+        arguments = (run, self._ended)
+        self._thread = threading.Thread(target=self._follow, args=arguments, name="system metrics", daemon=True)
         self._thread.start()
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
+        if self.ranks == "chief":
+            return
         # Taken under the lock and sent without it: a collective may wait long, and must not stop the measuring.
         with self._lock:
             own = self._samples
@@ -59,21 +75,28 @@ class SystemMetrics(Callback):
                 journal.append(run, "system", **sample)
 
     def on_fit_end(self, run: Run, status: str) -> None:
-        if self._thread is not None:
-            self._stop()
+        if self._stop():
             self._sample(run)
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
+        """Ends the thread; False if there is none, or if it hangs in a sample."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread = self._thread
+        self._thread = None
+        if thread is None:
+            return False
+        thread.join(_PATIENCE)
+        return not thread.is_alive()
 
-    def _follow(self, run: Run) -> None:
-        while not self._ended.wait(self.interval):
+    def _follow(self, run: Run, ended: threading.Event) -> None:
+        while not ended.wait(self.interval):
             self._sample(run)
 
     def _sample(self, run: Run) -> None:
+        with contextlib.suppress(Exception):  # best effort: on a full disk, for example, the journal tells the error
+            self._record(run)
+
+    def _record(self, run: Run) -> None:
         prefix = f"system/rank{run.backend.rank}/"
         metrics = {prefix + name: value for name, value in self._meter.read().items()}
         if run.backend.is_chief:

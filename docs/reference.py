@@ -17,7 +17,7 @@ THEMES: dict[str, dict[str, list[str]]] = {
         "Data": ["IndexedData", "StreamData", "Padding", "records", "mix"],
         "Inside compute": ["all_gather", "first_row", "example_seed", "unweighted", "Perplexity"],
         "Where and how it is computed": ["device", "remat"],
-        "After training": ["evaluate", "predict"],
+        "After training": ["evaluate", "predict", "compare"],
         "Runs and errors": ["Run", "UsageError", "TrainingError", "PeerError", "__version__"],
     },
     "callbacks": {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loop.backends.devices import device
+    from loop.commands.compare import compare
     from loop.commands.evaluate import evaluate
     from loop.commands.predict import predict
     from loop.data import ArrayData, IndexedData, Padding, StreamData, mix, records
@@ -45,6 +46,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "all_gather",
+    "compare",
     "device",
     "evaluate",
     "example_seed",
@@ -72,6 +74,7 @@ _HOMES = {
     "TrainingError": "errors",
     "UsageError": "errors",
     "all_gather": "step.replica",
+    "compare": "commands.compare",
     "device": "backends.devices",
     "evaluate": "commands.evaluate",
     "example_seed": "step.replica",

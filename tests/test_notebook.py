@@ -12,8 +12,10 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from benchmarks import fit_overhead
 from callbacks.run_record import cell
+from loop import UsageError, compare, fit
 from loop.target import cells as cells_
 from tests.conftest import ROOT
+from tests.tasks import Plain
 
 SETUP = """
 import sys
@@ -150,6 +152,10 @@ def test_the_example_notebook_runs(tmp_path):
     cells = execute([path, *(cell["source"] for cell in example.cells if cell["cell_type"] == "code")], tmp_path)
     assert [errors_of(cell) for cell in cells] == [[] for _ in cells]
     assert "<svg" in str(cells[4]["outputs"])
+    shown = cells[6]["outputs"][-1]["data"]
+    assert re.search(r"hidden +64 +128\n", shown["text/plain"])
+    assert re.search(r">hidden</td><td[^>]*>64</td><td[^>]*>128</td>", shown["text/html"])
+    assert shown["text/html"].count("<polyline") == 2 * shown["text/html"].count("<svg") == 2 * 4
     for line in printed_by(cells[-1]).splitlines()[-4:]:
         two, one = re.findall(r"(\d\.\d+) on", line)
         assert float(two) == pytest.approx(float(one), abs=1e-5)
@@ -185,6 +191,29 @@ def test_what_a_notebook_shows_is_safe_and_complete():
     assert cell.html(["stopped"], []) == "<div><div>stopped</div></div>"
     many = cell.html([], [{"epoch": 1, **{f"m{n}": 0.0 for n in range(25)}}])
     assert "and 5 more" in many
+
+
+def test_what_a_comparison_shows_is_safe_and_complete(tmp_path, quiet):
+    results = []
+    for hidden in (2, 3):
+        results.append(fit(Plain(hidden=hidden), epochs=2, run_dir=tmp_path / f"<i>{hidden}", callbacks=quiet()))
+    found = compare(results[0], tmp_path / "<i>3")
+    assert ["hidden", "2", "3"] in found.differences
+    assert [row[0] for row in found.results] == ["eval_loss", "loss"]
+    best = [min(row["eval_loss"] for row in result.history) for result in results]
+    stars = [value.splitlines()[0].endswith(" *") for value in found.results[0][1:]]
+    assert stars == [value == min(best) for value in best]
+    page = found._repr_html_()
+    assert "<i>" not in page
+    assert page.count("<polyline") == 4
+    assert "hidden" in repr(found)
+    with pytest.raises(UsageError, match="1 runs: give at least 2"):
+        compare(results[0])
+    with pytest.raises(UsageError, match="the same run: give it once"):
+        compare(results[0], results[0].run_dir)
+    many = cell.comparison(["a", "b"], [[f"m{n}", "1", "2"] for n in range(25)], {}, [])
+    assert "and 5 more" in many
+    assert "<svg" not in many
 
 
 def test_a_class_of_a_main_without_a_file_trains(tmp_path):

@@ -614,7 +614,7 @@ def test_a_line_of_the_journal_that_finds_no_room_takes_none_with_it(quiet):
     torn = [place for place, line in enumerate(lines) if len(line) == 20]
     assert len(torn) == 1
     behind = [json.loads(line)["event"] for line in lines[torn[0] + 1 :]]
-    assert behind[-2:] == ["exception", "fit_end"]
+    assert behind[-3:] == ["exception", "system", "fit_end"]
 
 
 # The watchdog

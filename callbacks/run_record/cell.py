@@ -1,23 +1,35 @@
-"""A run as a notebook shows it behind a cell: a line of facts, and a row for each metric with its curve.
+"""A run, or several, as a notebook shows them behind a cell: facts, and a row for each metric with its curves.
 
-One table with inline styles and no script, so that it looks the same in Jupyter, in an exported page and on GitHub.
+Tables with inline styles and no script, so that they look the same in Jupyter, in an exported page and on GitHub.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from callbacks.metric_direction import lower_is_better
+from callbacks.run_record.charts import thinned
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.redaction import mask
 
 WIDTH = 160
 HEIGHT = 28
 """The size of a curve, in pixels."""
+_COMPARED_HEIGHT = 64
+"""The height of the curves of several runs: they must be told apart."""
 _MOST_METRICS = 20
+_POINTS = 160  # the most points of a curve: it has no more pixels
 _CELL = "text-align:right;padding:2px 12px 2px 0"
+COLORS = (
+    "#3b82f6", "#ee6c1e", "#16a34a", "#c44bd6", "#b98509", "#0d9db8",
+    "#e0464d", "#8b5cf6", "#6b9a0f", "#e0559a", "#7d899b", "#a86a3a",
+)  # fmt: skip
+"""Of the runs that are compared, as `page.css` has them."""
+
+Points = Sequence[tuple[float, float]]
 
 
 def html(facts: Iterable[str], history: Sequence[Mapping[str, float]]) -> str:
@@ -30,36 +42,87 @@ def html(facts: Iterable[str], history: Sequence[Mapping[str, float]]) -> str:
     names = [name for name in dict.fromkeys(name for row in history for name in row) if name not in COUNTERS]
     line = escape(mask(" · ".join(facts)))
     rows = [_row(name, history) for name in names[:_MOST_METRICS]]
-    head = "".join(f'<th style="{_CELL}">{title}</th>' for title in ("metric", "last", "best", "by epoch"))
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
-    more = f"<div>and {len(names) - _MOST_METRICS} more</div>" if len(names) > _MOST_METRICS else ""
-    return f"<div><div>{line}</div>{table}{more}</div>"
+    table = _table(("metric", "last", "best", "by epoch"), rows)
+    return f"<div><div>{line}</div>{table}{_more(names)}</div>"
 
 
-def _row(name: str, history: Sequence[Mapping[str, float]]) -> str:
+def comparison(
+    names: Sequence[str],
+    results: Sequence[Sequence[str]],
+    curves: Mapping[str, Sequence[Points]],
+    differences: Sequence[Sequence[str]],
+) -> str:
+    """Several runs as HTML.
+
+    Args:
+        names: of the runs.
+        results: a row for each metric: its name, and the value of each run.
+        curves: by metric, the points (step, value) of each run.
+        differences: a row for each setting that isn't the same in all runs: its name, and the value of each run.
+    """
+    heads = [
+        f'<span style="color:{color}">&#9632;</span> {escape(mask(name))}'
+        for name, color in zip(names, COLORS, strict=False)
+    ]
+    rows = []
+    for name, *values in results[:_MOST_METRICS]:
+        rows.append([*map(_text, (name, *values)), _picture(curves.get(name, ()), COLORS, _COMPARED_HEIGHT)])
+    outcome = _table(("metric", *heads, "by step"), rows)
+    settings = _table(("differs", *heads), [list(map(_text, row)) for row in differences])
+    return f"<div>{outcome}{_more(results)}{settings}</div>"
+
+
+def _row(name: str, history: Sequence[Mapping[str, float]]) -> list[str]:
     """The row of one metric: its name, its last and its best value, its curve."""
     points = [(row["epoch"], row[name]) for row in history if name in row]
-    finite = [(epoch, value) for epoch, value in points if math.isfinite(value)]
+    finite = [value for _, value in points if math.isfinite(value)]
     less = lower_is_better(name)
     best = ""
     if less is not None and finite:
-        best = f"{(min if less else max)(value for _, value in finite):.4g}"
-    cells = [escape(mask(name)), f"{points[-1][1]:.4g}", best, _curve(finite)]
-    return "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>"
+        best = f"{(min if less else max)(finite):.4g}"
+    return [escape(mask(name)), f"{points[-1][1]:.4g}", best, _picture([points], ("#2a78d6",), HEIGHT)]
 
 
-def _curve(points: Sequence[tuple[float, float]]) -> str:
-    """A line through the points, as SVG; "" if there are fewer than two."""
-    if len(points) < 2:
+def _text(cell: str) -> str:
+    return escape(mask(cell)).replace("\n", "<br>")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are HTML; "" without rows."""
+    if not rows:
         return ""
-    first, last = points[0][0], points[-1][0]
-    values = [value for _, value in points]
+    head = "".join(f'<th style="{_CELL}">{title}</th>' for title in heads)
+    body = ""
+    for row in rows:
+        body += "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) + "</tr>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _more(rows: Sequence[object]) -> str:
+    """The line that says how many metrics are left out."""
+    return f"<div>and {len(rows) - _MOST_METRICS} more</div>" if len(rows) > _MOST_METRICS else ""
+
+
+def _picture(curves: Iterable[Points], colors: Sequence[str], height: int) -> str:
+    """A line through the finite points of each curve, as SVG; "" if no curve has two."""
+    drawn: dict[str, Points] = {}  # by color
+    for points, color in zip(curves, colors, strict=False):
+        finite = [point for point in points if math.isfinite(point[1])]
+        if len(finite) > 1:
+            drawn[color] = thinned(finite, _POINTS)
+    if not drawn:
+        return ""
+    steps, values = zip(*itertools.chain.from_iterable(drawn.values()), strict=True)
+    first = min(steps)
     low, high = min(values), max(values)
     # A constant value would divide by zero; it is drawn at the bottom.
-    across = WIDTH / ((last - first) or 1)
-    up = (HEIGHT - 4) / ((high - low) or 1)
-    path = " ".join(f"{(epoch - first) * across:.1f},{HEIGHT - 2 - (value - low) * up:.1f}" for epoch, value in points)
-    return (
-        f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="from {values[0]:.4g} to {values[-1]:.4g}">'
-        f'<polyline fill="none" stroke="#2a78d6" stroke-width="1.5" points="{path}"/></svg>'
-    )
+    across = WIDTH / ((max(steps) - first) or 1)
+    up = (height - 4) / ((high - low) or 1)
+    lines = ""
+    for color, points in drawn.items():
+        path = " ".join(
+            f"{(step - first) * across:.1f},{height - 2 - (value - low) * up:.1f}" for step, value in points
+        )
+        lines += f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{path}"/>'
+    label = f"from {values[0]:.4g} to {values[-1]:.4g}" if len(drawn) == 1 else f"from {low:.4g} to {high:.4g}"
+    return f'<svg width="{WIDTH}" height="{height}" role="img" aria-label="{label}">{lines}</svg>'

@@ -46,7 +46,7 @@ def html(records: Sequence[Record], live: bool = False) -> str:
         now=time.time(),
         runs=list(_compared(records)),
         curves=_curves(records),
-        results=page.table(("best", *names), list(_result_rows(records))),
+        results=page.table(("best", *names), results(records)),
         settings=page.table(("differs", *names), differences(records)),
     )
 
@@ -129,13 +129,14 @@ def _line(record: Record, index: int, name: str) -> Line:
     return Line(record.name, f"run{index}", record.curves.get(name, []))
 
 
-def _result_rows(records: Sequence[Record]) -> Iterator[list[str]]:
+def results(records: Sequence[Record]) -> list[list[str]]:
     """A row for each metric: the best value of each run with its step, the best of all with a star."""
+    rows = []
     for name in metrics(records):
-        if name.startswith(STEP):
-            continue
-        top = best_of_all(name, [best_or_last(record, name) for record in records])
-        yield [name, *(_result(record, name, top) for record in records)]
+        if not name.startswith(STEP):
+            top = best_of_all(name, [best_or_last(record, name) for record in records])
+            rows.append([name, *(_result(record, name, top) for record in records)])
+    return rows
 
 
 def _result(record: Record, metric: str, top: float | None) -> str:

@@ -198,6 +198,8 @@ class Story:
         # Anyone can write a journal: a time in the far future would make the run last for ages.
         if not isinstance(event, str) or time is None or not 0 <= time < 1e11:
             return
+        if event == "system":  # written by a thread: it says neither that training moves, nor where it is
+            return
         if event == "restore":
             self._begin_attempt(time)
         self.pass_time(time)

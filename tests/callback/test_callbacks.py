@@ -55,6 +55,7 @@ def test_standard_set_can_be_changed_dropped_and_added_to():
         "ShardData",
         "Sentinel",
         "Checkpoint",
+        "SystemMetrics",
         "Journal",
         "Report",
         "MLflowTracker",
@@ -63,9 +64,9 @@ def test_standard_set_can_be_changed_dropped_and_added_to():
     own = Checkpoint(every=3)
     assert own in callbacks.complete([own])
     assert callbacks.complete([EarlyStopping(), own])[3] is own  # in place of the standard one
-    assert len(callbacks.complete([own])) == 8
-    assert len(callbacks.complete([EarlyStopping()])) == 9
-    assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 8
+    assert len(callbacks.complete([own])) == 9
+    assert len(callbacks.complete([EarlyStopping()])) == 10
+    assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 9
     with pytest.raises(TypeError, match="standard\\(\\) has no mlfow"):
         callbacks.standard(mlfow=None)
 
@@ -230,6 +231,7 @@ def test_journal_has_every_event(quiet):
     result = fit(Plain(), epochs=2, batch_size=20, callbacks=quiet(journal=callbacks.Journal(every=3)))
     events = [(entry["event"], entry["step"]) for entry in lines(result)]
     assert events[:3] == [("restore", 0), ("fit_start", 0), ("epoch_start", 0)]
+    assert events.count(("system", 12)) == 1  # one at the end, however short the run is
     assert [step for event, step in events if event == "steps_end"] == [3, 6, 9, 12]
     assert events[-1] == ("fit_end", 12)
     ends = [entry["metrics"] for entry in lines(result) if entry["event"] == "epoch_end"]
@@ -430,6 +432,7 @@ BAD = [
     ("Sentinel", "every", [0, "x", True]),
     ("ShardData", "policy", ["auto-ish", None, 3]),
     ("SystemMetrics", "interval", [0, "x", math.inf]),
+    ("SystemMetrics", "ranks", ["workers", 0, None]),
     ("TensorBoard", "directory", ["", None, 3]),
     ("TensorBoard", "histograms", [-1, "x", 1.5]),
     ("Timer", "max_duration", ["", None, 3]),

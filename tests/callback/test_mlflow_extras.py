@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import types
 
 import keras
@@ -211,7 +212,7 @@ class Bare(Plain):
         return TrainTask.sample(self, model, {"a": batch[0]})
 
 
-def test_samples_as_pictures_and_text_and_what_the_machine_is_at(quiet, tmp_path):
+def test_samples_as_pictures_and_text_and_what_the_machine_is_at(quiet, tmp_path, monkeypatch):
     system = SystemMetrics(interval=0.1)
     chosen = quiet() + [SamplePredictions(5), system]
     result = fit(Conv(), epochs=2, batch_size=50, run_dir=tmp_path / "run", callbacks=chosen)
@@ -244,6 +245,17 @@ def test_samples_as_pictures_and_text_and_what_the_machine_is_at(quiet, tmp_path
     lines = [entry for entry, _ in journal.read(result.run_dir / journal.NAME)][-2:]
     assert [(entry["event"], entry["step"]) for entry in lines] == [("system", 9), ("system", 12)]
     assert all("system/rank1/cpu" in entry["metrics"] for entry in lines)
+
+    # A driver that doesn't answer holds the end of the run up for a moment, and no longer.
+    asked, answer = threading.Event(), threading.Event()
+    monkeypatch.setattr("callbacks.system._PATIENCE", 0.1)
+    monkeypatch.setattr("callbacks.system._gpus", lambda: {"gpu0/use": lambda: asked.set() or float(answer.wait(60))})
+    hanging = SystemMetrics(interval=0.1)
+    hanging.on_fit_start(other)
+    assert asked.wait(60)
+    hanging.on_fit_end(other, "finished")
+    assert len([*journal.read(result.run_dir / journal.NAME)]) == len(entries) + 2  # those of above
+    answer.set()
 
     fit(Told(), steps=1, run_dir=tmp_path / "told", callbacks=quiet() + [SamplePredictions()])
     told = (tmp_path / "told/samples/step-00000001.txt").read_text().splitlines()

@@ -123,6 +123,8 @@ def test_lives_and_faults(tmp_path):
         {"event": "steps_end", "step": 5, "metrics": {"loss": 3.0, "examples_per_second": 10}},
         {"event": "restore", "checkpoint": "step-00000004", "step": 4, "time": 1e9 + 500},
         {"event": "steps_end", "step": 5, "metrics": {"loss": 2.0}, "time": 1e9 + 510},
+        # A sample of the machine is written by a thread, also while the training stalls.
+        {"event": "system", "step": 4, "metrics": {"system/rank0/cpu": 1.0}, "time": 1e9 + 700},
         {"event": "epoch_end", "step": 9, "metrics": {"loss": "nan", "skipped_steps": 2.0}, "time": 1e9 + 1000},
         {"event": "worker_gone", "worker": "w1", "how": "killed", "time": 1e9 + 1001},
         {"event": "restore", "checkpoint": "step-00000009", "step": 9, "time": 1e9 + 1001},
@@ -143,6 +145,7 @@ def test_lives_and_faults(tmp_path):
     ]
     assert (found.lives, found.status, found.seconds) == (3, "failed", 1 + 501 + 1)
     assert found.curves["step/loss"] == [(5, 2.0)]  # the later attempt has the last word
+    assert "system/rank0/cpu" not in found.curves
     assert found.best("loss") is None
     assert found.last("loss") != found.last("loss")
 
@@ -352,6 +355,7 @@ def test_one_is_one_and_an_artifact_is_named(tmp_path):
     assert runs.event_line({"event": "artifact", "step": 5, "time": 1e9, "path": "model"}).endswith(
         "artifact     model"
     )
+    assert runs.event_line({"event": "system", "step": 5, "time": 1e9, "metrics": {"system/rank0/cpu": 1.0}}) == ""
 
 
 def test_compare_shows_what_differs_and_nothing_else(root, command):

@@ -17,6 +17,7 @@ from loop.commands import terminal
 _POLL = 0.25  # seconds between two looks at a journal
 _COLORS = {"exception": "red", "worker_gone": "red", "eval_end": "cyan"}
 _WITHIN_EPOCHS = ("epoch_start", "steps_end", "eval_end", "epoch_end")
+_UNSEEN = ("call", "system")
 _SHOWN = ("checkpoint", "path", "status", "reason", "error", "worker", "how", "verdict")
 """The entries of an event without metrics that are shown, in this order."""
 
@@ -59,9 +60,9 @@ def _news(path: Path, offset: int) -> tuple[list[str], int]:
 
 
 def event_line(entry: Mapping[str, object]) -> str:
-    """A line of a journal as people read it; "" for what is none, and for where the time of a call went."""
+    """A line of a journal as people read it; "" for what is none, and for what a curve shows better."""
     event, stamp = entry.get("event"), entry.get("time")
-    if not isinstance(event, str) or event == "call" or not isinstance(stamp, int | float) or not 0 <= stamp < 1e11:
+    if not isinstance(event, str) or event in _UNSEEN or not isinstance(stamp, int | float) or not 0 <= stamp < 1e11:
         return ""
     color = terminal.STATUS_COLORS.get(str(entry.get("status")), _COLORS.get(event))
     name = terminal.colored(event.ljust(11), color)
