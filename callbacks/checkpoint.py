@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 from callbacks import metric_direction
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run
+from callbacks.retention import Policy, Saved, ranked, retained
 from callbacks.run_record.redaction import tell
 from callbacks.types import Data, JsonObject
 
@@ -20,7 +23,7 @@ PAUSE = 10.0
 
 
 class Checkpoint(Callback):
-    """Saves at a schedule, at the end and on a stop; keeps the last few and the best.
+    """Saves at a schedule, at the end and on a stop; keeps the last few, the best, and what else a policy names.
 
     Args:
         every: `"auto"`: at the ends of epochs, but at most once in 10 seconds; `"epoch"`: at the end of each epoch; or
@@ -35,6 +38,12 @@ class Checkpoint(Callback):
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
         on_error: `"stop"`: the run fails when a checkpoint can't be written, because the disk is full, say; `"warn"`:
             it goes on with a warning, except at its end. Earlier checkpoints are kept in any case.
+        keep_best: how many of the best checkpoints are kept, by `best`, >= 1. The best state of all is always written;
+            of the others, those that were saved while they were among the best.
+        keep_every: also kept are checkpoints whose step is a multiple of it. It doesn't say when to save: see `every`.
+        keep_hourly: also kept is the first checkpoint of each hour of the chief's clock.
+        max_bytes: what all checkpoints together may take. The oldest ones go first, whatever else would keep them; the
+            newest and the best one stay. While a checkpoint is written, it is there in addition.
 
     A value that is not finite is never the best.
     """
@@ -47,22 +56,34 @@ class Checkpoint(Callback):
         mode: str = "auto",
         background: bool = True,
         on_error: str = "stop",
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        keep_hourly: bool = False,
+        max_bytes: int | None = None,
     ) -> None:
         check(self, is_whole(keep_last, 1), "give a whole number >= 1 of checkpoints", keep_last=keep_last)
         check(self, best is None or (isinstance(best, str) and best != ""), "give a metric's name, or None", best=best)
         check(self, on_error in ("stop", "warn"), "give stop or warn", on_error=on_error)
+        check(self, is_whole(keep_best, 1), "give a whole number >= 1 of checkpoints", keep_best=keep_best)
+        has_metric = best is not None or keep_best == 1
+        check(self, has_metric, "give the metric by which they are the best", best=best, keep_best=keep_best)
+        for name, value in {"keep_every": keep_every, "max_bytes": max_bytes}.items():
+            is_valid = value is None or is_whole(value, 1)
+            check(self, is_valid, "give a whole number >= 1, or None", **{name: value})
+        check(self, isinstance(keep_hourly, bool), "give True or False", keep_hourly=keep_hourly)
         self.every: Every = "epoch" if every == "auto" else every
         self.pause = 0.0 if every == "epoch" else PAUSE
-        self.keep_last = keep_last
         self.best = self._asked = best
         self.watches = {"best": best} if best not in (None, DEFAULT) else {}
         self.sign = metric_direction.sign(self, "best", best or "loss", mode)
+        self.policy = Policy(keep_last, keep_best, keep_every, keep_hourly, max_bytes, self.sign)
         self.background = background
         self.on_error = on_error
         self.best_value: float | None = None
         self.best_step: int | None = None
         self._best_saved: int | None = None  # the step of the best one on disk
         self._result_saved: int | None = None  # that of the one with the run's result; see `Run.best`
+        self._known: dict[int, Saved] = {}  # by step: what is on disk, or was judged since
         self._due = -math.inf
 
     def on_setup(self, run: Run) -> None:
@@ -73,6 +94,7 @@ class Checkpoint(Callback):
         self.best = self._asked
         self.best_value = self.best_step = None
         self._best_saved = self._result_saved = None
+        self._known = {}
 
     def on_data(self, run: Run, data: Data) -> Data:
         keeps_best = run.options["keep"] == "best"
@@ -116,22 +138,49 @@ class Checkpoint(Callback):
         if step == result:
             self._result_saved = step
         # The previous best one is kept until the new one is on disk.
-        kept = (self.best_step, self._best_saved, result, self._result_saved)
+        pinned = (self.best_step, self._best_saved, result, self._result_saved)
         # Later checkpoints are of an earlier attempt and damaged: they don't count.
-        paths = [path for path in run.checkpoints() if step_of(path) <= step]
-        run.discard([path for path in paths[: -self.keep_last] if step_of(path) not in kept])
+        paths = {step_of(path): path for path in run.checkpoints() if step_of(path) <= step}
+        kept = retained([self._saved(path) for path in paths.values()], self.policy, pinned)
+        run.discard([paths[saved] for saved in paths if saved not in kept])
+        self._known = {saved: about for saved, about in self._known.items() if saved in kept or saved > step}
+
+    def _saved(self, path: Path) -> Saved:
+        """What is known of a checkpoint on disk; no more is looked up than the policy needs."""
+        saved = self._known.get(step_of(path)) or Saved(step_of(path))
+        with contextlib.suppress(OSError):  # it is just being removed
+            if self.policy.hourly and not saved.time:  # later, after a move, the file's time is that of the move
+                saved = dataclasses.replace(saved, time=path.stat().st_mtime)
+            if self.policy.max_bytes is not None:
+                saved = dataclasses.replace(saved, bytes=sum(file.stat().st_size for file in path.iterdir()))
+        self._known[saved.step] = saved
+        return saved
 
     def _judge(self, run: Run, metrics: Metrics) -> None:
         value = metrics.get(self.best, math.nan) if self.best else math.nan
-        if math.isfinite(value) and (self.best_value is None or self.sign * (value - self.best_value) < 0):
+        step = run.progress.step
+        if not math.isfinite(value):
+            return
+        is_among_best = self._is_among_best(step, value)
+        self._known[step] = Saved(step, value)
+        if self.best_value is None or self.sign * (value - self.best_value) < 0:
             self.best_value = value
-            self.best_step = run.progress.step
+            self.best_step = step
             if run.options["keep"] == "best" and self.best is not None:
-                run.keep_best(self.best, value, run.progress.step)
+                run.keep_best(self.best, value, step)
             if self._is_due():
                 self._save(run, "best")
             elif not run.best_is_judged:  # memory holds only one: that of the callback that judges
                 run.save("best", later=True)
+        elif is_among_best and self._is_due():
+            self._save(run, "best")
+
+    def _is_among_best(self, step: int, value: float) -> bool:
+        """Whether a state that isn't judged yet is one of the best, of which more than one are kept."""
+        if self.policy.best == 1 or step in self._known:
+            return False
+        best = ranked(self._known.values(), self.sign)[: self.policy.best]
+        return len(best) < self.policy.best or self.sign * (value - best[-1].value) < 0
 
     def _is_due(self) -> bool:
         return time.monotonic() >= self._due
@@ -141,11 +190,14 @@ class Checkpoint(Callback):
         self._due = time.monotonic() + self.pause
 
     def state_dict(self) -> JsonObject:
-        return {"best_value": self.best_value, "best_step": self.best_step}
+        known = [[saved.step, saved.value, saved.time] for saved in self._known.values()]
+        return {"best_value": self.best_value, "best_step": self.best_step, "known": known}
 
     def load_state_dict(self, state: JsonObject) -> None:
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
+        # Older versions don't have it.
+        self._known = {step: Saved(step, value, saved_at) for step, value, saved_at in state.get("known", [])}
 
 
 def _default(data: Data) -> str:

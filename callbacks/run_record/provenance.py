@@ -80,6 +80,49 @@ def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
         return None
 
 
+def changes(before: object, now: dict[str, object]) -> list[str]:
+    """What code differs in between two attempts, a short text each; what one of them doesn't record is left out.
+
+    Args:
+        before: the facts in the `run.json` of the last attempt, which may be damaged or a stranger's.
+        now: those of this attempt.
+    """
+    if not isinstance(before, dict):
+        return []
+    names = {"task_sha256": "the task's file", "lock_sha256": "the lock file", "commit": "commit"}
+    compared = {name: label for name, label in names.items() if name in before and name in now}
+    if "commit" in compared:  # without changes, there is no hash of them
+        compared["diff_sha256"] = "the diff since the commit"
+    texts = []
+    for name, label in compared.items():
+        was = before.get(name)
+        is_ = now.get(name)
+        if was != is_:
+            texts.append(f"{label} was {_short(was)}, now {_short(is_)}")
+    return texts
+
+
+def changes_of_data(before: object, now: dict[str, dict[str, object]]) -> list[str]:
+    """What data differ in between two attempts, a short text for each set that both have; as `changes`."""
+    if not isinstance(before, dict):
+        return []
+    texts = []
+    for name, about in now.items():
+        was = before.get(name)
+        # A stream, whose size isn't known, may be shuffled: its first examples may be others each time.
+        if not isinstance(was, dict) or about["examples"] is None:
+            continue
+        if any(was.get(key) != about[key] for key in ("examples", "sha256")):
+            sides = [f"{_short(side.get('examples'))} examples ({_short(side.get('sha256'))})" for side in (was, about)]
+            texts.append(f"{name} data was {sides[0]}, now {sides[1]}")
+    return texts
+
+
+def _short(value: object) -> str:
+    """The beginning of a hash, or a number; `repr` shows what could change a terminal."""
+    return "none" if value is None else repr(value)[:13].strip("'")
+
+
 def _commit(run_dir: Path, folder: Path) -> dict[str, object]:
     """The commit of the folder's repository, and what was changed since."""
     status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")

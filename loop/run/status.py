@@ -17,7 +17,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled  # ther
 
 from callbacks.files import Anchor, read_json, write_json
 from callbacks.run_record import provenance
-from callbacks.run_record.redaction import redact
+from callbacks.run_record.redaction import redact, tell
 from loop.backends.host_collectives import fingerprint
 from loop.checkpoint.array_files import Json
 from loop.checkpoint.store import mirror
@@ -63,7 +63,17 @@ class RunStatus:
         if run.backend.is_chief:
             file = (target_of(run.task) or "").rpartition(":")[0]
             self._provenance = provenance.collect(run.directory, Path(file) if file else None)
+            self._tell_changes(run)
         self.write(run, "running")
+
+    def _tell_changes(self, run: Run) -> None:
+        """Tells what has changed in code and data since the last attempt; `run.json` is still that attempt's."""
+        before = read_json(run.directory / "run.json")
+        changes = provenance.changes(before.get("provenance"), self._provenance)
+        if not run.plan.named:  # each phase may have data of its own, and the last attempt recorded those of one
+            changes += provenance.changes_of_data(before.get("data"), _fingerprints(run))
+        if changes:
+            tell(f"note: goes on with other code or data than in its last attempt: {'; '.join(changes)}")
 
     def check_directory(self) -> None:
         """Checks, on the chief, that the run directory is where it was.

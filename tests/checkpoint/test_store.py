@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
+from callbacks import Checkpoint
 from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
@@ -122,6 +123,20 @@ def test_a_training_goes_on_on_another_machine_to_the_same_bits(store, url, quie
     assert checkpoint_files.complete(copies.copy(url, checkpoints=False) / "checkpoints") == kept
 
 
+def test_the_policy_holds_in_the_store_and_on_the_next_machine(store, url, quiet, tmp_path, monkeypatch):
+    def train(epochs):
+        saving = Checkpoint(every="epoch", keep_last=1, keep_best=9)
+        return fit(Weighted(), epochs=epochs, callbacks=quiet(checkpoint=saving), run_dir=url).steps // epochs
+
+    train(3)
+    other_machine(monkeypatch, tmp_path)
+    epoch = train(5)
+    kept = checkpoint_files.complete(copies.copy(url) / "checkpoints")
+    # All have a metric, which the second machine knows from the checkpoint.
+    assert [int(path.name[5:]) for path in kept] == [epoch * n for n in range(1, 6)]
+    assert is_tidy(url)
+
+
 def test_what_can_not_be_delivered_ends_sync_with_75(store, url, command, monkeypatch):
     with copies.mirrored(url) as directory:
         write(directory, 5)
@@ -166,6 +181,8 @@ def test_what_an_outage_left_is_delivered_later(store, url, capfd):
     assert f"tfloop sync {url}" in capfd.readouterr().err
     store.down = False
     assert copies.deliver(url)
+    # The owner has ended, though its process hasn't: there is no sign of it to wait for.
+    assert "is in use by" not in capfd.readouterr().err
     assert address.is_delivered(directory)
     assert steps_in(copies.copy(url)) == [1, 2]
     assert is_tidy(url)

@@ -1,6 +1,7 @@
 """Where a run comes from: what is recorded, `tfloop runs diff` and `tfloop rerun`."""
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -104,6 +105,42 @@ def test_rerun_has_the_same_bits_and_says_what_has_changed(project, command):
     assert not report["exact"]
     assert set(report["differing"]) <= {"model/00000", "model/00001", "model/00002", "model/00003"}
     assert report["differing"]
+
+
+def test_a_run_that_goes_on_tells_what_has_changed_in_code_and_data(project, command):
+    def goes_on(epochs):
+        code, _, said = command("train", "line.py:Line", "--epochs", epochs, "--track", "off", "--run-dir", "a")
+        assert code == 0, said
+        return [line for line in said.splitlines() if "other code or data" in line]
+
+    def write(code):
+        (project / "line.py").write_text(code)
+
+    assert goes_on(1) == goes_on(2) == []
+    write(TASK.replace("/ 60", "/ 30"))
+    [told] = goes_on(3)
+    short = "[0-9a-f]{12}"
+    assert re.search(f"the task's file was {short}, now {short}; the diff since the commit was none, now {short}", told)
+    assert re.search(rf"; train data was 20 examples \({short}\), now 20 examples \({short}\)$", told)
+    assert goes_on(4) == []  # it is compared with the last attempt
+
+    git(project, "commit", "-q", "-a", "-m", "other data")
+    (project / "requirements.lock").write_text("keras==4\n")
+    [told] = goes_on(5)
+    assert re.search(f"the lock file was {short}, now {short}; commit was {short}, now {short}; the diff", told)
+    assert "task's file" not in told
+    assert "train data" not in told
+
+
+@pytest.mark.parametrize("before", [None, 3, {}, {"train": 3}, {"commit": ["\x1b[2J"]}, {"train": {"sha256": {}}}])
+def test_what_changed_since_a_damaged_record_is_told_without_harm(before):
+    data = {"train": {"examples": 2, "sha256": "ab"}}
+    assert (
+        provenance.changes_of_data({"train": {"examples": None}}, {"train": {"examples": None, "sha256": "ab"}}) == []
+    )
+    told = provenance.changes(before, {"commit": "cd"}) + provenance.changes_of_data(before, data)
+    assert "\x1b" not in "".join(told)
+    assert len(told) == (before in ({"commit": ["\x1b[2J"]}, {"train": {"sha256": {}}}))
 
 
 def test_what_cannot_be_made_again_is_refused(project, command):

@@ -45,9 +45,9 @@ def mirrored(url: str) -> Iterator[Path]:
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with lock.locked(directory.parent):
         bucket = Bucket(url)
-        lease = _taken(bucket)
-        assert lease.state is not None
         about = read_json(directory.parent / address.ABOUT)
+        lease = _taken(bucket, about.get("nonce") if about.get("ended") else None)
+        assert lease.state is not None
         if directory.exists() and about.get("nonce", "") != lease.taken_from:
             aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
             directory.rename(aside)
@@ -62,8 +62,12 @@ def mirrored(url: str) -> Iterator[Path]:
             mirror.close()
 
 
-def _taken(bucket: Bucket) -> Lease:
+def _taken(bucket: Bucket, ended: str | None = None) -> Lease:
     """The lease of a run, for this process; waits for an owner that doesn't renew it.
+
+    Args:
+        bucket: that of the run.
+        ended: the nonce of an owner that has ended without the store; its process may be alive, as a notebook's is.
 
     Raises:
         UsageError: its owner renews it.
@@ -72,9 +76,13 @@ def _taken(bucket: Bucket) -> Lease:
     lease = Lease(bucket, owner, ttl())
     first: State | None = None
     deadline = time.monotonic() + wait_at_end()
+
+    def is_gone(owner: JsonObject) -> bool:
+        return (ended is not None and owner.get("nonce") == ended) or lock.is_dead(owner)
+
     while True:
         try:
-            found = lease.try_take(lock.is_dead)
+            found = lease.try_take(is_gone)
         except StoreError as error:
             if time.monotonic() >= deadline:
                 raise

@@ -247,6 +247,9 @@ class Mirror:
                     break
                 time.sleep(min(_PAUSE, max(0.0, deadline - time.monotonic())))
             self._tell_what_is_left()
+            # Its lease is still there: only the store can end it. Without this note, the next start waits for a sign.
+            with contextlib.suppress(OSError):
+                self._note(delivered=False, ended=True)
             return False
         finally:
             _active.pop(self._directory, None)
@@ -260,10 +263,10 @@ class Mirror:
         fix = "" if self.lost else f"; deliver what is left: tfloop sync {self._bucket.url}"
         tell(f"warning: {what} confirmed by the store ({why}){fix}")
 
-    def _note(self, delivered: bool) -> None:
+    def _note(self, delivered: bool, ended: bool = False) -> None:
         assert self._lease.state is not None
         nonce = self._lease.state.owner["nonce"]
-        about = {"url": self._bucket.url, "nonce": nonce, "delivered": delivered}
+        about = {"url": self._bucket.url, "nonce": nonce, "delivered": delivered, "ended": ended}
         write_json(self._directory.parent / ABOUT, about)
 
 

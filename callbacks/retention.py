@@ -1,0 +1,90 @@
+"""Retention: which complete checkpoints of a run stay, as a pure function of what is known of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable
+
+_HOUR = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint.
+
+    Attributes:
+        step: its step.
+        value: its metric; nan: it has none.
+        time: when it was complete, in seconds since the epoch.
+        bytes: the size of its files.
+    """
+
+    step: int
+    value: float = math.nan
+    time: float = 0.0
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Which checkpoints stay: those that one of these names.
+
+    Attributes:
+        last: how many of the newest.
+        best: how many of the best.
+        every: those whose step is a multiple of it.
+        hourly: the first of each hour.
+        max_bytes: what all of them together may take; the newest and the best one stay in any case.
+        sign: 1: a smaller metric is better; -1: a greater one.
+    """
+
+    last: int = 3
+    best: int = 1
+    every: int | None = None
+    hourly: bool = False
+    max_bytes: int | None = None
+    sign: int = 1
+
+
+def retained(checkpoints: Iterable[Saved], policy: Policy, pinned: Collection[int | None] = ()) -> set[int]:
+    """The steps of the checkpoints that stay.
+
+    Their order is that of their steps: clocks may differ from machine to machine. Time counts for `hourly` alone.
+
+    Args:
+        checkpoints: all complete ones.
+        policy: which of them stay.
+        pinned: steps that stay in any case.
+    """
+    in_order = sorted(checkpoints, key=lambda saved: saved.step)
+    best = ranked(in_order, policy.sign)[: policy.best]
+    kept = {saved.step: saved for saved in [*in_order[-policy.last :], *best]}
+    hours = set()
+    for saved in in_order:
+        hour = saved.time // _HOUR
+        is_first = policy.hourly and hour not in hours
+        hours.add(hour)
+        is_nth = policy.every is not None and saved.step % policy.every == 0
+        if is_first or is_nth or saved.step in pinned:
+            kept[saved.step] = saved
+    if policy.max_bytes is not None:
+        safe = {saved.step for saved in [*in_order[-1:], *best[:1]]} | set(pinned)
+        _fit(kept, safe, policy.max_bytes)
+    return set(kept)
+
+
+def ranked(checkpoints: Iterable[Saved], sign: int) -> list[Saved]:
+    """Those that have a finite metric, best first; of equal ones, the older first."""
+    judged = [saved for saved in checkpoints if math.isfinite(saved.value)]
+    return sorted(judged, key=lambda saved: (sign * saved.value, saved.step))
+
+
+def _fit(kept: dict[int, Saved], safe: Collection[int | None], max_bytes: int) -> None:
+    """Takes out the oldest ones until the rest fits."""
+    total = sum(saved.bytes for saved in kept.values())
+    for step in sorted(kept):
+        if total <= max_bytes:
+            break
+        if step not in safe:
+            total -= kept.pop(step).bytes
