@@ -309,6 +309,27 @@ def test_commands_on_the_pages_can_be_typed():
     assert {"train", "verify", "chaos", "tune"} <= seen
 
 
+def test_commands_of_launchers_can_be_typed():
+    """The table of docs/launchers.md: what is typed behind a launcher's own words, and files that are named."""
+    table = (DOCS / "launchers.md").read_text().partition("\n\nWhere only")[0]
+    command = typer.main.get_group(cli.app).commands["train"]
+    typed = 0
+    for row in re.findall(r"^\| .* \|$", table, re.MULTILINE)[2:]:
+        cell = row.replace("\\|", "").split(" | ")[1]
+        for code in re.findall(r"`([^`]+)`", cell):
+            if code.startswith("kubectl "):
+                assert (ROOT / code.split()[-1]).is_file(), row
+                typed += 1
+                continue
+            # A piece alone, such as `--workers 4`, goes behind the target.
+            words = code.partition("tfloop train TARGET")[2] if "tfloop" in code else code
+            assert "tfloop" not in code or "tfloop train TARGET" in code, row
+            context = command.context_class(command, info_name="train")
+            command.make_parser(context).parse_args(args=["TARGET", *shlex.split(words.rstrip("'\""))])
+            typed += 1
+    assert typed >= 16
+
+
 def test_every_yes_of_ours_is_a_test_and_every_yes_of_others_has_its_source():
     text = (DOCS / "features.md").read_text()
     rows = re.findall(r"^\| (\w[^|]*) \| (.*) \|$", text, re.MULTILINE)

@@ -27,8 +27,10 @@ from loop.launch.elastic_limits import Limits
 from loop.options import with_defaults
 from loop.step.build import build
 from loop.step.plan import make_plan
+from tests.campaigns import gpu_lines
 from tests.commands.test_memory import report_of
 from tests.commands.test_tune import ABOUT
+from tests.conftest import ROOT
 from tests.gpus import Library, Machine, Nvml, Strategy, worker_strategy
 from tests.tasks import Weighted
 
@@ -39,6 +41,13 @@ UUIDS = ["GPU-aaaa-1", "GPU-bbbb-2", "GPU-cccc-3"]
 def _one_device_a_replica():
     yield
     devices.own_several("single", 1)
+
+
+def test_the_page_names_functions_that_are_in_those_files():
+    functions, tests = gpu_lines.table()
+    assert len(functions) > 50
+    assert all(gpu_lines.code_of(path, name) for path, name, _ in functions)
+    assert all((ROOT / test.partition("#")[0]).is_file() for test in tests)
 
 
 # Visibility, memory growth, local rank

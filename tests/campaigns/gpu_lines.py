@@ -32,11 +32,13 @@ def table():
 
 
 def code_of(path, name):
-    """The code of a function, and of what is defined in it."""
+    """The code of a function of that file, and of what is defined in it."""
     found = importlib.import_module(path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"))
     for part in name.split("."):
         found = getattr(found, part)
     codes = [found.__code__]
+    # One that is only imported there would be watched by the lines of another file.
+    assert codes[0].co_filename == str(ROOT / path), f"{PAGE.name}: {name} isn't defined in {path}"
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return codes
