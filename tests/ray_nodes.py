@@ -1,6 +1,7 @@
 """A Ray cluster of three nodes with a CPU each, on loopback, whose raylets can be killed."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -15,9 +16,10 @@ NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": Fals
 HEAD = NODE | {"_system_config": HEALTH}
 
 _CODE = f"""
-import os, signal, sys, tempfile
+import json, os, signal, sys, tempfile
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={HEAD} | dict(temp_dir=tempfile.mkdtemp(dir=os.getcwd())))
+head = {HEAD} | json.loads(sys.argv[1])
+cluster = Cluster(initialize_head=True, head_node_args=head | dict(temp_dir=tempfile.mkdtemp(dir=os.getcwd())))
 def node():
     # A directory of its own, as on a machine of its own: else a node that joins makes anew what the others work in.
     return cluster.add_node(wait=False, temp_dir=tempfile.mkdtemp(dir=os.getcwd()), **{NODE})
@@ -59,12 +61,16 @@ def _environment(directory):
 
 
 @contextlib.contextmanager
-def nodes():
-    """Within it, the cluster runs, in a process of its own."""
+def nodes(**head):
+    """Within it, the cluster runs, in a process of its own.
+
+    Args:
+        head: what its head has besides, or other than, a CPU; see `ray.cluster_utils`.
+    """
     with (
         tempfile.TemporaryDirectory() as directory,
         subprocess.Popen(
-            [sys.executable, "-c", _CODE],
+            [sys.executable, "-c", _CODE, json.dumps(head)],
             cwd=directory, env=_environment(directory), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as process,
     ):  # fmt: skip

@@ -25,6 +25,7 @@ from loop.launch.elastic_job import run_elastic_job
 from loop.launch.elastic_limits import Limits, read_limits
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import MOST_RESTARTS, run_job
+from loop.launch.ray_places import NodeLostError
 from loop.launch.worker import before_training, die_with_parent, reporting
 from loop.options import DEFAULTS, check_communication, read_partition, with_defaults
 from loop.target import task_loader
@@ -263,18 +264,27 @@ def _run_job(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> 
 
 def _run_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> job.Outcome:
     """Runs a job that goes on, on the nodes that are there, when Ray has lost a node."""
-    done = _run_job(typed, place, arguments)
+    done = _attempt_on_ray(typed, place, arguments)
     for _ in range(MOST_RESTARTS):
         if done.lost_run is None:
             break
-        tell(f"{done.error}; going on from the last checkpoint, where Ray finds room")
+        how = "going on from the last checkpoint" if done.lost_run else "starting again"
+        tell(f"{done.error}; {how}, where Ray finds room")
         if done.lost_run:
             arguments = [*arguments, f"--run-dir={done.lost_run}", "--resume=auto"]
         try:
-            done = _run_job(typed, place, arguments)
+            done = _attempt_on_ray(typed, place, arguments)
         except UsageError as error:  # there was room, so that it isn't what was typed
             return job.Outcome(PREEMPTED, f"{error}; the same command goes on", None)
     return done
+
+
+def _attempt_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> job.Outcome:
+    """Runs the job once; a node that is lost before the workers have started counts as one that is lost later."""
+    try:
+        return _run_job(typed, place, arguments)
+    except NodeLostError as error:
+        return job.Outcome(FAILED, str(error), None, "")
 
 
 def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractContextManager[hosts.Cluster]:

@@ -90,11 +90,16 @@ class _Stdin:
 
 
 class ActorConnection:
-    """The connection to an agent behind an actor; see `agent_protocol.Connection`."""
+    """The connection to an agent behind an actor; see `agent_protocol.Connection`.
+
+    Attributes:
+        lost: whether Ray has lost the actor. False: the agent has ended by itself, or hasn't ended.
+    """
 
     def __init__(self, ray: ModuleType, actor: ActorHandle) -> None:
         self._ray = ray
         self._actor = actor
+        self.lost = False
         self._end = actor.wait.options(concurrency_group="end").remote()
         self.stdin = _Stdin(actor)
         self.stdout = self._lines("stdout")
@@ -121,6 +126,7 @@ class ActorConnection:
                 for line in lines:
                     yield line + b"\n"
         except self._ray.exceptions.RayError as error:
+            self.lost = True
             if stream == "stderr":
                 yield in_a_line(error).encode()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from callbacks.files import LAUNCH_DIRECTORY
 from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
-from loop.errors import UsageError
+from loop.errors import TrainingError, UsageError
 from loop.launch.agent_protocol import Hashes, Question
 from loop.launch.environment import start_timeout
 from loop.launch.hosts import Cluster, Host, Remote, expected_versions
@@ -30,6 +30,10 @@ MARK = ".tfloop-"
 """The first characters of the name of a file that shows which nodes share the disk."""
 _INTERVAL = 0.5  # seconds between two checks of what has changed
 _PAUSE = 1.0  # seconds before a lost place is asked for again
+
+
+class NodeLostError(TrainingError):
+    """Ray has lost a node of a job before its workers have started. Nothing that was typed is wrong."""
 
 
 class RayHost(Host):
@@ -71,6 +75,7 @@ class RayCluster(Cluster):
         self._backend = backend
         self._files = files
         self._group: PlacementGroup | None = None
+        self._connections: list[ActorConnection] = []
         self._bundle = {"CPU": request.cpus}  # what each worker needs, in Ray's form
         if request.gpus and ray.cluster_resources().get("GPU"):
             self._bundle["GPU"] = request.gpus
@@ -81,12 +86,18 @@ class RayCluster(Cluster):
 
         Raises:
             UsageError: there is no room, or a node differs from this machine; with the reason.
+            NodeLostError: there was room, but a node is lost.
         """
         bundles = [self._bundle] * self._request.workers
         self._group = self._ray.util.placement_group(bundles, strategy=self._request.placement.upper())
         self._await_room(self._group.wait, self._request.workers)
         self._start_agents()
-        self.compare([_question(host) for host in self.hosts], self._backend, self._files)
+        try:
+            self.compare([_question(host) for host in self.hosts], self._backend, self._files)
+        except UsageError as error:
+            if any(connection.lost for connection in self._connections):
+                raise NodeLostError(str(error)) from None
+            raise
         for host in self.hosts:
             host.answer["address"] = _reached(host.name)
 
@@ -109,6 +120,13 @@ class RayCluster(Cluster):
         for actor in actors:
             try:
                 node = self._ray.get(actor.node.remote(), timeout=start_timeout())
+            except self._ray.exceptions.GetTimeoutError:
+                raise UsageError(
+                    f"a Ray actor has not started within {start_timeout():g} s (--start-timeout): look at the logs of "
+                    "its node, or give it more time"
+                ) from None
+            except (self._ray.exceptions.ActorDiedError, self._ray.exceptions.ActorUnavailableError) as error:
+                raise NodeLostError(f"a Ray actor has not started: {in_a_line(error)}") from None
             except self._ray.exceptions.RayError as error:
                 raise UsageError(f"a Ray actor has not started: {in_a_line(error)}") from None
             places.append((addresses[node], actor))
@@ -117,7 +135,8 @@ class RayCluster(Cluster):
         order = list(dict(places))
         places.sort(key=lambda place: order.index(place[0]))
         for address, actor in places:
-            self.hosts.append(RayHost(address, 1, ActorConnection(self._ray, actor)))
+            self._connections.append(ActorConnection(self._ray, actor))
+            self.hosts.append(RayHost(address, 1, self._connections[-1]))
 
     def _start_actor(self, strategy: SchedulingStrategyT) -> ActorHandle:
         return start_actor(self._ray, self._bundle["CPU"], self._bundle.get("GPU", 0), strategy)

@@ -47,13 +47,11 @@ def undisturbed(tmp_path_factory):
     return directory, json.loads(done.stdout)
 
 
-def on_ray(cluster, *arguments, workers="--workers=3", **more):
-    """Starts `tfloop train` with workers there."""
+def on_ray(cluster, *arguments, workers="--workers=3", paths=(), **more):
+    """Starts `tfloop train` with workers there; `paths` come first where Python looks for modules."""
     command = [*TFLOOP, "train", *arguments, workers, "--launcher=ray", f"--address={cluster.address}"]
-    return subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        **more,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 
 def wait_for(condition, process):
@@ -146,6 +144,95 @@ def test_an_elastic_job_goes_on_from_memory_and_takes_the_next_node_in(cluster, 
     while left_behind(cluster, tmp_path):  # the worker of the node that is gone: its agent gives it time to save
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+# Python imports it by itself. Agents wait, so that a node can be lost before its agent answers; that one never does.
+SITE = """
+import os, sys, time
+if "loop.launch.host_agent" in sys.orig_argv:
+    here = os.path.dirname(__file__)
+    open(os.path.join(here, f"agent-{os.getpid()}"), "w").close()
+    while not os.path.exists(os.path.join(here, "answer")) or os.path.exists(os.path.join(here, f"not-{os.getpid()}")):
+        time.sleep(0.05)
+"""
+
+
+@needs_horovod
+@pytest.mark.timeout(600)
+def test_a_node_that_is_lost_before_its_worker_has_started_is_replaced(cluster, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    options = ["digits", "--steps=5", "--seed=1", "--track=off", "--json"]
+    job = on_ray(cluster, *options, paths=[site])
+    wait_for(lambda: len(list(site.glob("agent-*"))) == 3, job)
+    cluster.replace_one()
+    agents = [int(path.name.partition("-")[2]) for path in site.glob("agent-*")]
+    # Ray leaves the process of an actor running when its raylet is killed, and gives the actor up.
+    wait_for(lambda: any(psutil.Process(agent).parent().ppid() == 1 for agent in agents), job)
+    [lost] = [agent for agent in agents if psutil.Process(agent).parent().ppid() == 1]
+    (site / f"not-{lost}").touch()
+    (site / "answer").touch()
+    out, err = job.communicate(timeout=200)
+    assert job.returncode == 0, err
+    [line] = [line for line in err.splitlines() if line.endswith("; starting again, where Ray finds room")]
+    assert line.startswith("127.0.0.1: can't be reached: ")
+    psutil.Process(lost).kill()
+    local = tfloop("train", *options, "--workers=3")
+    assert json.loads(out)["weights_sha256"] == json.loads(local.stdout)["weights_sha256"]
+
+
+@needs_horovod
+@pytest.mark.timeout(600)
+def test_a_node_that_is_lost_before_the_first_step_is_replaced(cluster, undisturbed, tmp_path, monkeypatch):
+    """Its worker runs, and reads its data: there is no checkpoint."""
+    reading = tmp_path / "reading"
+    wait = f"""
+    def train_data(self):
+        open(f"{reading}-{{os.getpid()}}", "w").close()
+        while not os.path.exists(os.environ["ELASTIC_GO"]):
+            time.sleep(0.05)
+"""
+    (tmp_path / "task.py").write_text(TASK.replace("\n    def train_data(self):\n", wait))
+    go = tmp_path / "go"
+    monkeypatch.setenv("ELASTIC_GO", str(go))
+    job = on_ray(cluster, *OF_TASK)
+    wait_for(lambda: len(list(tmp_path.glob("reading-*"))) == 3, job)
+    cluster.replace_one()
+    wait_for(lambda: len(list(tmp_path.glob("reading-*"))) == 6, job)
+    go.touch()
+    out, err = job.communicate(timeout=200)
+    assert job.returncode == 0, err
+    assert "host 127.0.0.1 is gone, and rank " in err
+    result = json.loads(out)
+    assert (result["steps"], result["weights_sha256"]) == (303, undisturbed[1]["weights_sha256"])
+    assert not left_behind(cluster, tmp_path)
+
+
+def test_each_worker_has_a_gpu_of_its_own(tmp_path):
+    """GPUs that the test makes up, on a node that has two."""
+    task = f"""
+import os
+from examples.digits import Digits
+
+class Sees(Digits):
+    def train_data(self):
+        open(f"{tmp_path}/sees-{{os.getpid()}}", "w").write(os.environ["CUDA_VISIBLE_DEVICES"])
+        return super().train_data()
+"""
+    (tmp_path / "task.py").write_text(task)
+    with nodes(num_cpus=2, num_gpus=2) as cluster:
+        process = on_ray(cluster, "task.py:Sees", "--steps=2", "--track=off", "--json", workers="--workers=2")
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        assert json.loads(out)["replicas"] == 2
+        assert sorted(path.read_text() for path in tmp_path.glob("sees-*")) == ["0", "1"]
+        many = on_ray(cluster, "task.py:Sees", "--start-timeout=2")
+        out, err = many.communicate(timeout=100)
+        assert (many.returncode, out) == (2, "")
+        message = err.splitlines()[-1]
+        assert "no room for 3 workers with 1 CPU and 1 GPU each within 2 s (--start-timeout): the cluster " in message
+        assert "2 GPU (2 free); start fewer workers, or add nodes" in message
 
 
 def last_of(events):
