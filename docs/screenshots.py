@@ -321,8 +321,8 @@ async def pictures_of_a_sweep(http: aiohttp.ClientSession, tab: Tab, server: str
         "failed": (f"{experiment}/runs/{failed['run_id']}?workflowType=machine_learning", ["Failed at step"]),
     }
     for name, (address, texts) in pages.items():
-        # The description of a run stands below its facts.
-        await tab.window(WIDTH, 560 if name == "table" else 1180, SCALE)
+        # The page of a run has its description, metrics and parameters one below the other.
+        await tab.window(WIDTH, 560 if name == "table" else 860, SCALE)
         await tab.picture(f"{server}/#/experiments/{address}", IMAGES / f"mlflow-{name}.png", texts)
     await tab.window(WIDTH, 560, SCALE)
     registered = f"{server}/#/models/digits?workflowType=machine_learning"
