@@ -42,8 +42,16 @@ LONG = tuple(
     ("train", "charlm", *f"--workers 2 --set characters=150000 --profile {more} --run-dir {RUN} --track off".split())
     for more in ("10:12 --epochs 2", "200:202 --epochs 6")
 )
+MORE = (  # once the pictures of the four runs are taken, into the same store; a trial of the sweep fails
+    "sweep digits --grid learning_rate=1e-3,3e-3,1e-2,1e30 --epochs 6 --seed 1 --sweep-dir swept",
+    "train digits --epochs 6 --seed 1 --set hidden=128 --register digits",
+    "report swept/trial-000 swept/trial-001 swept/trial-002 --out several.html",
+)
 COLUMNS, LINES, TERMINAL = 104, 50, "terminal.html"  # of the terminal, and the page that shows it
-CURVES = ("loss", "eval_loss", "accuracy", "eval_accuracy")
+CURVES = ("loss", "accuracy")
+"""The charts: each of them has the curve of the training and, with `eval_`, that of the evaluation."""
+TABLE = ("metrics.eval_loss", "metrics.eval_accuracy", "metrics.examples_per_second", "params.learning_rate")
+NOTEBOOK = "notebook.html"  # the page that shows the executed example
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     "--headless",
@@ -59,6 +67,7 @@ FLAGS = (
     "--force-color-profile=srgb",  # the same colours on every machine
     "--remote-debugging-port=0",
 )
+PARENT = "mlflow.parentRunId"
 WIDTH, SCALE = 1280, 1.5
 """Of the window, in CSS pixels, and pixels of the picture for each of them: still sharp when a README shrinks it."""
 TRAIN_WAIT, SERVER_WAIT, PAGE_WAIT = 600.0, 180.0, 120.0  # seconds; MLflow's server needs a minute on a slow machine
@@ -95,12 +104,13 @@ def main() -> int:
                 train([str(tfloop), *command], directory)
             shown = in_terminal([str(tfloop), "runs", "show", RUN, "--root", "."], directory).replace(f"{ROOT}/", "")
             (directory / TERMINAL).write_text(as_page("tfloop runs show " + RUN, shown))
+            (directory / NOTEBOOK).write_text(executed(ROOT / "examples" / "notebook.ipynb", directory))
             port = free_port()
             print(f"MLflow UI on port {port}", file=sys.stderr)
             profile = directory / "chromium"
             browser = [chromium, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
             with started([str(tfloop), "ui", "--port", str(port)], directory), started(browser, directory):
-                asyncio.run(take_pictures(f"http://127.0.0.1:{port}", profile, directory))
+                asyncio.run(take_pictures(f"http://127.0.0.1:{port}", profile, directory, str(tfloop)))
         except (ScreenshotError, aiohttp.ClientError, TimeoutError) as error:
             print(f"screenshots: {error or 'no answer'}", file=sys.stderr)
             return 1
@@ -127,6 +137,7 @@ def started(command: list[str], directory: Path) -> Iterator[subprocess.Popen[by
     """A command in a process group of its own: the servers and the browser have children, and none may stay behind."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     environment |= {"MLFLOW_DISABLE_TELEMETRY": "true"}  # its notice would cover the page
+    environment |= {"MLFLOW_WORKERS": "1"}  # several would be restarted on a machine that is too busy to start them
     with (directory / f"{Path(command[0]).name}.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -217,7 +228,39 @@ def dots(character: str) -> str:
     return f'<svg viewBox="0 0 2 4" preserveAspectRatio="none">{circles}</svg>'
 
 
-async def take_pictures(server: str, profile: Path, directory: Path) -> None:
+def executed(path: Path, directory: Path) -> str:
+    """A page that shows a notebook with the outputs of its cells, which are executed in a directory."""
+    import nbformat
+    from markdown_it import MarkdownIt
+    from nbclient import NotebookClient
+
+    print("executing", path.name, file=sys.stderr)
+    notebook = nbformat.read(path, as_version=4)
+    first = nbformat.v4.new_code_cell(f"import sys\nsys.path.insert(0, {str(ROOT)!r})")
+    notebook.cells.insert(0, first)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(directory)}}).execute()
+    shown = next(index for index, cell in enumerate(notebook.cells) if cell.get("outputs")) - 1
+    body = ""
+    for cell in notebook.cells[shown:]:  # without imports and the task, of which the picture would be too high
+        if cell.cell_type == "markdown":
+            body += MarkdownIt().render(cell.source)
+            continue
+        body += f'<pre class="in">{html.escape(cell.source)}</pre>'
+        for output in cell.outputs:
+            data = output.get("data", {})
+            body += (
+                data.get("text/html") or f"<pre>{html.escape(output.get('text') or data.get('text/plain', ''))}</pre>"
+            )
+    return (
+        '<!doctype html><meta charset="utf-8"><style>body{margin:0;padding:8px 28px 20px;width:900px;'
+        "font:14px/1.45 'DejaVu Sans',sans-serif;color:#1f2328}"
+        "pre{font:12px/1.4 'DejaVu Sans Mono',monospace;margin:6px 0;white-space:pre-wrap}"
+        "pre.in{background:#f6f8fa;border:1px solid #d0d7de;border-radius:4px;padding:8px 12px}"
+        f"table{{border-collapse:collapse;font-size:12px}}tbody tr:nth-child(odd){{background:#f6f8fa}}</style>{body}"
+    )
+
+
+async def take_pictures(server: str, profile: Path, directory: Path, tfloop: str) -> None:
     """All pictures, once the server and the browser answer."""
     async with aiohttp.ClientSession() as http:
         runs = await logged_runs(http, server)
@@ -226,7 +269,11 @@ async def take_pictures(server: str, profile: Path, directory: Path) -> None:
             tag = {"run_id": run["info"]["run_id"], "key": "mlflow.runColor", "value": colour}
             await ask(http, f"{server}/api/2.0/mlflow/runs/set-tag", tag)
         async with page(http, profile) as tab:
-            rows = 2 + len(runs[0]["data"]["metrics"]) + len(runs[0]["data"]["params"])  # 2: the headings
+            rows = (
+                2
+                + sum("system/" not in metric["key"] for metric in runs[0]["data"]["metrics"])
+                + len(runs[0]["data"]["params"])
+            )  # 2: the headings
             table = 100 + 33 * rows
             await tab.remember(preferences(experiment, runs, table))
             address = f"{server}/#/experiments/{experiment}/runs"
@@ -251,6 +298,48 @@ async def take_pictures(server: str, profile: Path, directory: Path) -> None:
                 ready=drawn,
             )
             await pictures_of_a_run(tab, directory)
+            for command in MORE:
+                train([tfloop, *command.split()], directory)
+            await pictures_of_a_sweep(http, tab, server, experiment)
+            await pictures_of_pages(tab, directory)
+
+
+async def pictures_of_a_sweep(http: aiohttp.ClientSession, tab: Tab, server: str, experiment: str) -> None:
+    """Of the table of all runs, of the run of the sweep, of the trial that failed, and of the registered model."""
+    runs = await all_runs(http, server)
+    sweep = next(run["info"] for run in runs if any(tag_of(trial, PARENT) == run["info"]["run_id"] for trial in runs))
+    failed = next(run["info"] for run in runs if run["info"]["status"] == "FAILED")
+    columns = [f"{kind}.`{name}`" for kind, name in (column.split(".") for column in TABLE)]
+    state = {"selectedColumns": columns, "runsExpanded": {sweep["run_id"]: True}, "runListHidden": False}
+    await tab.remember({ui_state(experiment): json.dumps(state)})
+    pages = {
+        "table": (
+            f"{experiment}/runs?workflowType=machine_learning&compareRunsMode=TABLE",
+            ["eval_loss", "learning_rate"],
+        ),
+        "sweep": (f"{experiment}/runs/{sweep['run_id']}?workflowType=machine_learning", ["best:"]),
+        "failed": (f"{experiment}/runs/{failed['run_id']}?workflowType=machine_learning", ["Failed at step"]),
+    }
+    for name, (address, texts) in pages.items():
+        # The page of a run has its description, metrics and parameters one below the other.
+        await tab.window(WIDTH, 560 if name == "table" else 860, SCALE)
+        await tab.picture(f"{server}/#/experiments/{address}", IMAGES / f"mlflow-{name}.png", texts)
+    await tab.window(WIDTH, 560, SCALE)
+    registered = f"{server}/#/models/digits?workflowType=machine_learning"
+    await tab.picture(registered, IMAGES / "mlflow-model.png", ["Version 1"])
+
+
+async def pictures_of_pages(tab: Tab, directory: Path) -> None:
+    """Of the report of several runs, and of the executed notebook, as high as they are."""
+    for name, width, image, text in (
+        ("several.html", 1100, "report-several.png", "What differs"),
+        (NOTEBOOK, 956, "notebook.png", "differs"),
+    ):
+        address = (directory / name).as_uri()
+        await tab.window(width, 800, 1.25)
+        await tab.open(address, [text])
+        await tab.window(width, await tab.value("document.documentElement.scrollHeight"), 1.25)
+        await tab.picture(address, IMAGES / image, [text])
 
 
 async def pictures_of_a_run(tab: Tab, directory: Path) -> None:
@@ -269,8 +358,8 @@ async def pictures_of_a_run(tab: Tab, directory: Path) -> None:
     await tab.picture(terminal, IMAGES / "terminal.png", texts=[RUN])
 
 
-async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str, Any]]:
-    """The runs as MLflow has them, the oldest first; there must be one for each command."""
+async def all_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str, Any]]:
+    """The runs as MLflow has them, the oldest first."""
     found: dict[str, Any] | None = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SERVER_WAIT):
@@ -285,6 +374,12 @@ async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str
         "order_by": ["attributes.start_time ASC"],
     }
     runs: list[dict[str, Any]] = (await ask(http, f"{server}/api/2.0/mlflow/runs/search", query)).get("runs", [])
+    return runs
+
+
+async def logged_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str, Any]]:
+    """The runs of the backends; there must be one for each command."""
+    runs = await all_runs(http, server)
     wanted = [backend[0] for backend in BACKENDS]
     backends = [tag_of(run, "backend") for run in runs if run["info"]["status"] == "FINISHED"]
     if backends != wanted:
@@ -329,7 +424,7 @@ def preferences(experiment: str, runs: list[dict[str, Any]], table_height: int) 
         "orderByAsc": True,
         "runsHiddenMode": "SHOW_ALL",
         "runListHidden": True,
-        "compareRunSections": [section("curves", "Curves", 4, 290), section("runs", "Runs", 1, table_height)],
+        "compareRunSections": [section("curves", "Curves", 2, 290), section("runs", "Runs", 1, table_height)],
         "compareRunCharts": [*map(line_chart, CURVES), table],
     }
     one_run = common | {
@@ -339,12 +434,17 @@ def preferences(experiment: str, runs: list[dict[str, Any]], table_height: int) 
     return {
         "_mlflow_dark_mode_toggle_enabled": "false",
         "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
-        f'MLflowLocalStorage-1.1-ExperimentPage-["{experiment}"]-ReactComponentState': json.dumps(all_runs),
+        ui_state(experiment): json.dumps(all_runs),
         **{
             f"MLflowLocalStorage-1.1-RunPage-{run['info']['run_id']}-model-chartUIState": json.dumps(one_run)
             for run in runs
         },
     }
+
+
+def ui_state(experiment: str) -> str:
+    """The name under which MLflow's page of an experiment keeps what it shows."""
+    return f'MLflowLocalStorage-1.1-ExperimentPage-["{experiment}"]-ReactComponentState'
 
 
 def section(name: str, title: str, columns: int, height: int) -> dict[str, Any]:
@@ -362,7 +462,7 @@ def section(name: str, title: str, columns: int, height: int) -> dict[str, Any]:
 
 
 def line_chart(metric: str) -> dict[str, Any]:
-    """The chart of a metric by step, in the section of the curves."""
+    """The chart of a metric of training and evaluation by step, in the section of the curves."""
     return {
         "uuid": metric,
         "type": "LINE",
@@ -372,6 +472,7 @@ def line_chart(metric: str) -> dict[str, Any]:
         "isGenerated": True,
         "displayName": metric,
         "metricKey": metric,
+        "selectedMetricKeys": [metric, f"eval_{metric}"],
         "lineSmoothness": 0,
         "xAxisScaleType": "linear",
         "scaleType": "linear",
