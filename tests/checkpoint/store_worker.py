@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +18,11 @@ def main(url, steps):
     if "TFLOOP_TEST_HOST" in os.environ:  # as from another machine, whose processes can't be seen
         lock.is_dead = lambda owner: False
         copies.lock.is_dead = lock.is_dead
+    if "TFLOOP_TEST_GATE" in os.environ:  # all processes begin at the same instant
+        gate = Path(os.environ["TFLOOP_TEST_GATE"])
+        gate.with_name(f"{gate.name}.{os.getpid()}").touch()
+        while not gate.exists():
+            time.sleep(0.001)
     with copies.mirrored(url) as directory:
         paths = checkpoint_files.complete(directory / "checkpoints")
         first = int(paths[-1].name[5:]) + 1 if paths else 1

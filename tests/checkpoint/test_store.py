@@ -1,5 +1,6 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
+import itertools
 import json
 import os
 import signal
@@ -307,6 +308,50 @@ def test_two_processes_and_a_paused_owner(store, url, tmp_path, monkeypatch):
         pass
     assert is_tidy(url)
     assert steps == steps_in(copies.copy(url))
+
+
+def until(is_so):
+    for _ in range(900):
+        if found := is_so():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("it has waited 90 s in vain")
+
+
+def test_of_two_starts_at_the_same_instant_one_trains(store, url, tmp_path, monkeypatch):
+    """A new run first; then twice the run of a process that was killed, whose lease both wait for."""
+    monkeypatch.setenv(copies.LEASE, "3")
+    newest = 0
+    for attempt in range(3):
+        gate = tmp_path / f"gate{attempt}"
+        places = [tmp_path / f"machine{attempt}{number}" for number in range(2)]
+        hosts = {"TFLOOP_TEST_HOST": "another", "TFLOOP_TEST_GATE": str(gate)}
+        both = [Process(url, 10_000, place, **hosts) for place in places]
+        try:
+            until(lambda gate=gate: len(list(gate.parent.glob(f"{gate.name}.*"))) == 2)
+            gate.touch()
+            until(lambda both=both: any(process.process.poll() is not None for process in both))
+            loser = 0 if both[0].process.poll() is not None else 1
+            winner = both[1 - loser].process
+            code, errors = both[loser].ended()
+            assert code == 2, errors
+            assert f"in use by process {winner.pid}" in errors
+            assert not list(places[loser].rglob("step-*"))  # it has neither brought nor written a checkpoint
+            # What is confirmed is of the other one, and goes on behind what was there.
+            until(lambda newest=newest: max(steps_in(copies.copy(url)), default=0) > newest)
+            assert winner.poll() is None
+            assert believed(Bucket(url)).owner["pid"] == winner.pid
+        finally:
+            for process in both:
+                process.process.kill()
+                with process.process:  # waits, and closes the pipe
+                    pass
+        newest = max(steps_in(copies.copy(url)))
+        lines = (copies.copy(url) / "journal.jsonl").read_text().splitlines()
+        made = [json.loads(line)["step"] for line in lines]
+        assert set(made) >= set(range(1, newest + 1))
+        again = sum(step <= before for before, step in itertools.pairwise(made))
+        assert again <= attempt  # only where a killed one's last steps were made again
 
 
 @pytest.mark.parametrize("seed", range(1))
