@@ -195,7 +195,7 @@ def lines(about: About) -> Iterator[str]:
         "batch size": _batch_size(about["batch_size"], about["replicas"]),
         "steps": _steps(about["steps_per_epoch"], about["total_steps"]),
         "precision": about["precision"],
-        "engine": f"{about['backend']} ({about['why']}), {_topology(about['workers'], about['replicas'])}",
+        "backend": f"{about['backend']} ({about['why']}), {_topology(about['workers'], about['replicas'])}",
         f"after step {about['steps']}": numbers(about["metrics"]),
     }
     yield f"{about['task']}: a dry run; nothing of it is kept"

@@ -227,7 +227,7 @@ def test_runs_are_listed_with_their_best_metric(root, command):
     code, out, _ = command("runs")
     head, small, wide = out.splitlines()
     assert code == 0
-    assert head.split()[:4] == ["run", "status", "engine", "steps"]
+    assert head.split()[:4] == ["run", "status", "backend", "steps"]
     assert small.split()[:5] == ["small", "finished", "single", "x1", str(record.read(root / "small").steps)]
     assert f"{record.read(root / 'wide').best('eval_loss')[1]:.4g} eval_loss" in wide
     assert "\x1b" not in out

@@ -72,7 +72,7 @@ def _facts(record: Record) -> list[Table]:
             options[name] = value
     facts = {
         "task": f"{record.target or record.task}{parameters}",
-        "engine": record.backend and f"{record.backend}, {replicas} on {workers}",
+        "backend": record.backend and f"{record.backend}, {replicas} on {workers}",
         "fields": _pairs(record.hyperparameters),
         "options": _pairs(options),
         "versions": _pairs(record.versions),

@@ -16,7 +16,7 @@ FIELDS = (
     "seconds", "lives", "started",
 )  # fmt: skip
 _FIELD_OF_COLUMN = {"engine": "backend", "duration": "seconds"}
-"""The columns of the table whose names differ from the record's."""
+"""The columns of the table whose names differ from the record's; `engine` is what older versions called a backend."""
 
 
 def field_of(column: str) -> str:

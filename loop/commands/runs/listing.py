@@ -69,7 +69,7 @@ def _order(field: object) -> tuple[bool, float, str]:
 
 def table(records: Sequence[Record], metric: str | None) -> Table:
     """The table of runs."""
-    head = ["run", "status", "engine", "steps", f"best {metric}" if metric else "best", "duration", "started (UTC)"]
+    head = ["run", "status", "backend", "steps", f"best {metric}" if metric else "best", "duration", "started (UTC)"]
     rows = [list(_cells(record, metric)) for record in records]
     return terminal.table(rows, head, right=(3, 5), spare=(6, 2, 5, 3, 4))
 
