@@ -190,7 +190,9 @@ class Checkpoint(Callback):
         self._due = time.monotonic() + self.pause
 
     def state_dict(self) -> JsonObject:
-        known = [[saved.step, saved.value, saved.time] for saved in self._known.values()]
+        # Without these rules nothing of it is needed, and a checkpoint doesn't grow with the number of those kept.
+        needed = self._known.values() if self.policy.best > 1 or self.policy.hourly else ()
+        known = [[saved.step, saved.value, saved.time] for saved in needed]
         return {"best_value": self.best_value, "best_step": self.best_step, "known": known}
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -198,6 +200,8 @@ class Checkpoint(Callback):
         self.best_step = state["best_step"]
         # Older versions don't have it.
         self._known = {step: Saved(step, value, saved_at) for step, value, saved_at in state.get("known", [])}
+        if self.best_step is not None and self.best_value is not None:
+            self._known.setdefault(self.best_step, Saved(self.best_step, self.best_value))
 
 
 def _default(data: Data) -> str:
