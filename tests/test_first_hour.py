@@ -107,7 +107,7 @@ def test_mlflow_is_imported_before_there_is_a_run_and_no_process_is_left_behind(
     tracker = MLflowTracker("sqlite:///mlflow.db")
     tracker.warm()
     tracker.warm()  # there is one already
-    courier = tracker._courier
+    courier = tracker._courier.process
     deadline = time.monotonic() + 240
     while "_psutil" not in Path(f"/proc/{courier.pid}/maps").read_text():  # which MLflow imports
         assert time.monotonic() < deadline

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+from callbacks.mlflow.courier_process import ANSWER
 from callbacks.mlflow.delivery import Delivery, load, reason
 
 _LONGEST_PAUSE = 10.0  # seconds between two deliveries, at most
@@ -91,9 +92,10 @@ def _next_line(parent: int) -> str:
 def main() -> None:
     """Runs the process beside the training. Its argument is the scheme of the store's URI; it imports MLflow at once.
 
-    The first line on stdin says what to deliver, and to which store, as JSON. The second one says that the run has
-    ended, by the number of seconds that the process may still take. The last line on stdout is the outcome, as JSON. If
-    stdin ends early, or the parent is gone, the run was killed, and `tfloop sync` delivers the rest.
+    A line on stdin says what to deliver, and to which store, as JSON. The next one says that the run has ended, by the
+    number of seconds that the process may still take. The outcome is a line on stdout, as JSON behind `ANSWER`. Then
+    another run may follow. If stdin ends within a run, or the parent is gone, the run was killed, and `tfloop sync`
+    delivers the rest.
     """
     parent = os.getppid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -101,17 +103,19 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # the training comes first
     threading.Thread(target=_warm, args=(sys.argv[1],), daemon=True).start()
-    first_line = _next_line(parent)
-    if first_line:
+    while first_line := _next_line(parent):
         order = json.loads(first_line)
         os.environ["MLFLOW_TRACKING_URI"] = order["uri"]  # there MLflow looks for the artifacts of its own server
         delivery = Delivery(Path(order["directory"]), order["uri"], order["experiment"])
         courier = Courier(delivery)
         courier.start()
         seconds = _next_line(parent)
-        if seconds:
-            error = courier.finish(float(seconds))
-            print("\n" + json.dumps({"error": error, "warnings": delivery.warnings()}), flush=True)
+        if not seconds:
+            break
+        outcome = {"error": courier.finish(float(seconds)), "warnings": delivery.warnings()}
+        os.write(1, b"\n" + ANSWER + json.dumps(outcome).encode() + b"\n")
+        if outcome["error"]:  # the thread may hang
+            break
     os._exit(0)  # at once: a thread may hang in MLflow
 
 

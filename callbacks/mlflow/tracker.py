@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -14,8 +12,9 @@ from pathlib import Path
 from callbacks import files
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Run
-from callbacks.files import ROOT, read_json, write_text
+from callbacks.files import read_json, write_text
 from callbacks.mlflow import logged_model
+from callbacks.mlflow.courier_process import CourierProcess, courier_for
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import redact, tell
 from callbacks.types import Json, JsonObject
@@ -23,8 +22,6 @@ from callbacks.types import Json, JsonObject
 STATE = "mlflow.json"
 """The file in the run directory that names the store, the experiment and the MLflow run."""
 _SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks", "file")
-_SILENT = 0.3  # seconds that the end of the run may wait without a message
-_GRACE = 5.0  # seconds beyond the wait after which a process that doesn't answer is killed
 
 
 def default_uri() -> str:
@@ -97,7 +94,7 @@ class MLflowTracker(Callback):
         self.log_model = log_model or register is not None
         self.register = register
         self._store = ""
-        self._courier: subprocess.Popen[str] | None = None
+        self._courier: CourierProcess | None = None
         self._delivers = False  # whether the courier knows its run
         self._error = ""
 
@@ -108,24 +105,15 @@ class MLflowTracker(Callback):
         """
         if self._courier is not None:
             return
-        # A process, not a thread: importing MLflow would block the interpreter, and so the training, for up to a tenth
-        # of a second at a time. And a process can be left behind, whatever it hangs in.
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        scheme = self._store_and_run()[0].partition(":")[0]
         try:
-            self._courier = subprocess.Popen(
-                [sys.executable, "-P", "-m", "callbacks.mlflow.courier", scheme],
-                env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-            )  # fmt: skip
+            self._courier = courier_for(self._store_and_run()[0])
         except OSError as error:
             self._error = f"no process can be started: {error.strerror}"
 
     def close(self) -> None:
         """Ends the process that `warm` has started, if it has no run to deliver."""
         if self._courier is not None and not self._delivers:
-            self._courier.kill()
-            self._courier.communicate()
+            self._courier.end()
             self._courier = None
 
     def on_setup(self, run: Run) -> None:
@@ -148,12 +136,8 @@ class MLflowTracker(Callback):
         self.warm()
         if self._courier is None:
             return
-        assert self._courier.stdin is not None
         # By stdin, since the URI may hold a password, and all users can see a command line.
-        order = {"directory": str(run.directory), "uri": self._store, "experiment": experiment}
-        with contextlib.suppress(BrokenPipeError):  # the process has died; the end of the run reports it
-            self._courier.stdin.write(json.dumps(order) + "\n")
-            self._courier.stdin.flush()
+        self._courier.order({"directory": str(run.directory), "uri": self._store, "experiment": experiment})
         self._delivers = True
 
     def _store_and_run(self) -> tuple[str, str | None]:
@@ -176,7 +160,7 @@ class MLflowTracker(Callback):
         self.close()  # if the run ended before `on_fit_start`
         outcome: JsonObject = {"error": self._error, "warnings": []}
         if self._courier is not None:
-            outcome |= _finish(self._courier, self.wait)
+            outcome |= self._courier.finish(self._store, self.wait)
             self._courier = None
             self._delivers = False
         for text in outcome["warnings"]:
@@ -186,24 +170,6 @@ class MLflowTracker(Callback):
                 f"MLflow at {self._store} did not take everything ({outcome['error']}); all points "
                 f"are in {run.directory / journal.NAME}, and `tfloop sync {run.directory}` delivers the rest"
             )
-
-
-def _finish(courier: subprocess.Popen[str], wait: float) -> JsonObject:
-    """Has the courier deliver the rest; returns the outcome."""
-    try:
-        try:
-            output, _ = courier.communicate(f"{wait}\n", timeout=_SILENT)
-        except subprocess.TimeoutExpired:
-            tell(f"sending the rest to MLflow (at most {wait:.0f} s) ...")
-            output, _ = courier.communicate(timeout=wait + _GRACE)
-        outcome: JsonObject = json.loads(output.splitlines()[-1])
-        return outcome
-    except subprocess.TimeoutExpired:
-        courier.kill()
-        courier.communicate()
-        return {"error": f"no answer within {wait:.0f} s"}
-    except (IndexError, ValueError):
-        return {"error": f"its process ended with {courier.returncode}"}
 
 
 def _warn(text: str) -> None:

@@ -245,7 +245,7 @@ def test_killed_while_it_delivers_and_run_still_knows_where_it_is(database, tmp_
     directory = run_directory(tmp_path / "run", lines, status="running")
     tracker, end = tracking(directory, f"sqlite:///{database}")
     until(lambda: stored(database))
-    tracker._courier.kill()
+    tracker._courier.process.kill()
     end()
     assert "its process ended with -9" in capfd.readouterr().err
     assert stored(database) != journaled(directory)
@@ -256,7 +256,40 @@ def test_killed_while_it_delivers_and_run_still_knows_where_it_is(database, tmp_
 
 def test_courier_ends_with_its_run(tmp_path):
     tracker, _ = tracking(run_directory(tmp_path / "run"), "http://127.0.0.1:9")
-    tracker._courier.communicate(timeout=60)  # closes its stdin without a line, as a kill does
+    tracker._courier.process.communicate(timeout=60)  # closes its stdin without a line, as a kill does
+
+
+def test_the_next_run_takes_the_process_that_has_delivered_all(database, tmp_path, monkeypatch):
+    """Unless a new one would find other circumstances."""
+    uri = f"sqlite:///{database}"
+    taken = []
+
+    def deliver(name):
+        tracker, end = tracking(run_directory(tmp_path / name, [line("epoch_end", 1, loss=len(taken))]), uri)
+        taken.append(tracker._courier.process)
+        end()
+        return taken[-1]
+
+    def losses():
+        from mlflow import MlflowClient
+
+        client = MlflowClient(uri)
+        experiment = client.get_experiment_by_name("Mine")
+        return sorted(run.data.metrics["loss"] for run in client.search_runs([experiment.experiment_id]))
+
+    assert deliver("one") is deliver("two")
+    assert losses() == [0, 1]
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "another")
+    assert deliver("three") is not taken[0]
+    assert taken[0].returncode is not None
+    taken[-1].kill()
+    taken[-1].wait()
+    assert deliver("four") is not taken[2]
+    assert losses() == [0, 1, 2, 3]
+    database.unlink()  # MLflow keeps what it knows of a store
+    assert deliver("five") is not taken[3]
+    with contextlib.closing(sqlite3.connect(database)) as made:
+        assert [value for (value,) in made.execute("SELECT value FROM metrics WHERE key = 'loss'")] == [4]
 
 
 def test_very_many_names_parameters_and_long_values(database, tmp_path, command):
