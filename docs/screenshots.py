@@ -137,7 +137,6 @@ def started(command: list[str], directory: Path) -> Iterator[subprocess.Popen[by
     """A command in a process group of its own: the servers and the browser have children, and none may stay behind."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     environment |= {"MLFLOW_DISABLE_TELEMETRY": "true"}  # its notice would cover the page
-    environment |= {"MLFLOW_WORKERS": "1"}  # several would be restarted on a machine that is too busy to start them
     with (directory / f"{Path(command[0]).name}.log").open("wb") as log:
         process = subprocess.Popen(
             command,

@@ -468,3 +468,24 @@ def test_command_is_installed():
     assert done.returncode == 0
     for word in ("train", "evaluate", "export", "doctor", "ui"):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("own", [{}, {"MLFLOW_WORKERS": "2"}])
+def test_ui_asks_mlflow_for_one_process_without_jobs_unless_told_otherwise(own, command, tmp_path, monkeypatch):
+    from mlflow.environment_variables import MLFLOW_SERVER_ENABLE_JOB_EXECUTION as JOBS
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mlflow.db").touch()
+    for name in ("MLFLOW_WORKERS", JOBS.name):
+        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: started.append((arguments, dict(os.environ), JOBS.get())))
+    command("ui")
+    [(arguments, environment, jobs)] = started
+    assert arguments[1:4] == ["-m", "mlflow", "ui"]
+    assert environment["MLFLOW_WORKERS"] == own.get("MLFLOW_WORKERS", "1")
+    assert not jobs

@@ -55,4 +55,8 @@ def ui(
     # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
     tell(f"MLflow UI: http://{host}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
+    # MLflow starts four processes, and ends those that are slow to start: a busy machine never shows the page.
+    os.environ.setdefault("MLFLOW_WORKERS", "1")
+    # Nor are its jobs wanted, a dozen processes that evaluate language models.
+    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
