@@ -38,6 +38,11 @@ BACKENDS = {  # with a colour each: those that MLflow draws from the run's id ma
     ("multiworker", "--workers", "2"): "#9467bd",
 }
 RUN = "charlm"  # whose report, and whose picture in the terminal, is taken; the second command goes on from the first
+TERMINALS = {  # what is typed, and the text behind which the picture is taken; "": at the end
+    "terminal": (("runs", "show", RUN, "--root", "."), ""),
+    "help": (("--help",), ""),
+    "training": (("train", "digits", "--epochs", "20", "--workers", "2", "--track", "off"), "epoch 8/20"),
+}
 LONG = tuple(
     ("train", "charlm", *f"--workers 2 --set characters=150000 --profile {more} --run-dir {RUN} --track off".split())
     for more in ("10:12 --epochs 2", "200:202 --epochs 6")
@@ -47,7 +52,7 @@ MORE = (  # once the pictures of the four runs are taken, into the same store; a
     "train digits --epochs 6 --seed 1 --set hidden=128 --register digits",
     "report swept/trial-000 swept/trial-001 swept/trial-002 --out several.html",
 )
-COLUMNS, LINES, TERMINAL = 104, 50, "terminal.html"  # of the terminal, and the page that shows it
+COLUMNS, LINES = 112, 50  # of the terminal
 CURVES = ("loss", "accuracy")
 """The charts: each of them has the curve of the training and, with `eval_`, that of the evaluation."""
 TABLE = ("metrics.eval_loss", "metrics.eval_accuracy", "metrics.examples_per_second", "params.learning_rate")
@@ -102,8 +107,9 @@ def main() -> int:
         try:
             for command in [*([*TRAIN, *backend] for backend in BACKENDS), *LONG]:
                 train([str(tfloop), *command], directory)
-            shown = in_terminal([str(tfloop), "runs", "show", RUN, "--root", "."], directory).replace(f"{ROOT}/", "")
-            (directory / TERMINAL).write_text(as_page("tfloop runs show " + RUN, shown))
+            for name, (typed, until) in TERMINALS.items():
+                shown = in_terminal([str(tfloop), *typed], directory, until)
+                (directory / f"{name}.html").write_text(as_page(" ".join(["tfloop", *typed]), shown))
             (directory / NOTEBOOK).write_text(executed(ROOT / "examples" / "notebook.ipynb", directory))
             port = free_port()
             print(f"MLflow UI on port {port}", file=sys.stderr)
@@ -159,30 +165,42 @@ def started(command: list[str], directory: Path) -> Iterator[subprocess.Popen[by
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def in_terminal(command: list[str], directory: Path) -> str:
-    """What a command writes on a terminal, with its colours."""
+def in_terminal(command: list[str], directory: Path, until: str) -> str:
+    """What a terminal shows of a command, with its colours: at its end, or where it has printed `until`."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "PYTHONIOENCODING": "utf-8"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
-        command, cwd=directory, env=environment, stdin=its, stdout=its, stderr=subprocess.DEVNULL
+        command, cwd=directory, env=environment, stdin=its, stdout=its, stderr=its, start_new_session=True
     )
     os.close(its)
     output = b""
-    with contextlib.suppress(OSError):  # what a terminal says when nobody writes any more
+    with contextlib.suppress(OSError):  # what a terminal says when no process writes any more
         while some := os.read(ours, 1 << 16):
             output += some
+            above, _, bar = output.decode(errors="replace").rpartition("\n")
+            if until and until in above and "|" in bar:
+                os.killpg(process.pid, signal.SIGKILL)
     os.close(ours)
-    if code := process.wait():
+    if (code := process.wait()) and not until:
         raise ScreenshotError(f"{' '.join(command[1:])} ended with exit code {code}")
-    return output.decode()
+    return "\n".join(map(last_drawn, output.decode(errors="replace").split("\n")))
+
+
+def last_drawn(line: str) -> str:
+    """What is seen of a line that was drawn several times, without the place of this checkout."""
+    drawn = [part for part in line.split("\r") if part.strip()]
+    shown = drawn[-1] if drawn else ""
+    padding = " " * (len(f"{ROOT}/") * shown.count(f"{ROOT}/"))
+    shown = shown.replace(f"{ROOT}/", "")
+    return f"{shown[:-1]}{padding}{shown[-1]}" if padding and shown.endswith("\u2502") else shown
 
 
 PALETTE = ["#6e7681", "#ff7b72", "#7ee787", "#e3b341", "#79b8ff", "#d2a8ff", "#56d4dd", "#e6edf3"]
@@ -342,7 +360,7 @@ async def pictures_of_pages(tab: Tab, directory: Path) -> None:
 
 
 async def pictures_of_a_run(tab: Tab, directory: Path) -> None:
-    """Of its report, and of what is told of it on a terminal."""
+    """Of its report, and of what a terminal shows."""
     for theme in ("light", "dark"):
         report = (directory / RUN / "report.html").as_uri()
         await tab.window(1100, 1000, 1.25, theme)
@@ -350,11 +368,12 @@ async def pictures_of_a_run(tab: Tab, directory: Path) -> None:
         above = await tab.value("document.querySelectorAll('section')[1].getBoundingClientRect().bottom")
         await tab.window(1100, round(above) + 20, 1.25, theme)
         await tab.picture(report, IMAGES / f"report-{theme}.png", texts=["Curves", "Where the time went"])
-    terminal = (directory / TERMINAL).as_uri()
-    await tab.window(1100, 800)
-    await tab.open(terminal)
-    await tab.window(*await tab.value("[document.body.offsetWidth, document.body.offsetHeight]"), 1.1)
-    await tab.picture(terminal, IMAGES / "terminal.png", texts=[RUN])
+    for name in TERMINALS:
+        page = (directory / f"{name}.html").as_uri()
+        await tab.window(1100, 800)
+        await tab.open(page)
+        await tab.window(*await tab.value("[document.body.offsetWidth, document.body.offsetHeight]"), 1.1)
+        await tab.picture(page, IMAGES / f"{name}.png", texts=["tfloop"])
 
 
 async def all_runs(http: aiohttp.ClientSession, server: str) -> list[dict[str, Any]]:
