@@ -8,15 +8,20 @@ import runpy
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 
 import callbacks
+import loop
 from tests.campaigns.ported import BOUNDS, TARGETS
 from tests.conftest import ROOT, needs_horovod
 
 PORTED = ROOT / "docs" / "ported"
 IN_ONE_PROCESS = sorted(set(BOUNDS) - {"horovod"})
+IN_FLOAT64 = ("translation",)
+"""Programs that are compared in float64. The gradient of a key's bias in attention is 0 but for rounding, and RMSprop
+divides it by its own size: in float32 the difference is what rounding makes of it, on some processors 4e-4."""
 
 
 @pytest.fixture
@@ -38,8 +43,19 @@ def largest_difference(theirs, ours):
     return max(float(np.max(np.abs(one - other))) for one, other in zip(theirs, ours, strict=True))
 
 
+@pytest.fixture
+def float64(monkeypatch):
+    """Makes both programs compute in float64."""
+    monkeypatch.setattr(loop, "fit", functools.partial(loop.fit, precision="float64"))
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
 @pytest.mark.parametrize("name", IN_ONE_PROCESS)
-def test_a_ported_program_comes_to_the_same_weights(name, program):
+def test_a_ported_program_comes_to_the_same_weights(name, program, request):
+    if name in IN_FLOAT64:
+        request.getfixturevalue("float64")
     theirs, ours = program(name, "theirs"), program(name, "ours")
     assert largest_difference(theirs["weights"], ours["weights"]) <= BOUNDS[name]
     for value in {"accuracy", "found"} & set(theirs):
