@@ -122,9 +122,9 @@ def main() -> None:
     if given.write:
         about = (
             "What a `fit` of one epoch costs in a warm process, as in a notebook: an MLP on 640 examples; all but its "
-            f"10 steps is overhead. The first {WARM} fits aren't counted; the median (least to greatest), on a "
-            "machine that was busy with other work. CPU time, of all threads of the process, depends less on that; it "
-            "leaves out the process that feeds MLflow, for which the end of a fit waits. "
+            f"10 steps is overhead. The first {WARM} fits aren't counted: the very first one with MLflow waits for its "
+            "import. The median (least to greatest); CPU time is that of all threads of the process. Goals: 0.5 s, and "
+            "1 s with MLflow. "
             f"`python -m benchmarks.fit_overhead --fits {given.fits} --tracked {given.tracked} --write`."
         )
         found = {"about": about, "rows": rows}
