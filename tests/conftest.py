@@ -104,9 +104,6 @@ def empty_store(tmp_path_factory):
     """A sqlite store with its tables: making them takes seconds."""
     import mlflow
 
-    from tests import stores
-
-    stores.install()
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
     return path

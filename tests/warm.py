@@ -192,12 +192,6 @@ def main(number):
         with contextlib.suppress(ImportError):  # Horovod may be missing
             importlib.import_module(name)
         _stash.update({new: (step, sys.modules[new]) for new in set(sys.modules) - before})
-    with contextlib.suppress(ImportError):
-        from tests import stores
-
-        stores.prepare()
-        stores.install()
-        del sys.modules["tests.stores"]
     sys.path.remove(str(ROOT))  # which `SERVER` has put there
     _imported.update({name: module for name, (_, module) in _stash.items()})
     del sys.modules["cli"]
