@@ -92,7 +92,7 @@ def standard(**changes: Callback | None) -> StandardSet:
         "shard": ShardData,
         "sentinel": Sentinel,
         "checkpoint": Checkpoint,
-        "system": partial(SystemMetrics, ranks="chief"),  # before the journal, whose last line is the end of the run
+        "system": partial(SystemMetrics, runs_on="chief"),  # before the journal, whose last line is the end of the run
         "journal": Journal,
         "report": Report,
         "mlflow": MLflowTracker,

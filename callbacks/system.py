@@ -33,16 +33,16 @@ class SystemMetrics(Callback):
 
     Args:
         interval: seconds between two samples.
-        ranks: `"all"`, or `"chief"`: rank 0 only.
+        runs_on: `"all"` or `"chief"`; see `Callback`.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
-    def __init__(self, interval: float = 10.0, ranks: Literal["all", "chief"] = "all") -> None:
+    def __init__(self, interval: float = 10.0, runs_on: Literal["chief", "all"] = "all") -> None:
         check(self, is_number(interval, 0.1, 1e6), "give seconds, from 0.1 to 1000000", interval=interval)
-        check(self, ranks in ("all", "chief"), 'give "all" or "chief"', ranks=ranks)
+        check(self, runs_on in ("chief", "all"), "give chief or all", runs_on=runs_on)
+        vars(self)["runs_on"] = runs_on
         self.interval = interval
-        self.ranks = ranks
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()  # two threads use `_samples`: the one that measures, and the one that trains
@@ -50,8 +50,6 @@ class SystemMetrics(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._stop()  # the workers of an elastic job may have formed anew, with other ranks
-        if self.ranks == "chief" and not run.backend.is_chief:
-            return
         # Not made in the thread: the import of psutil there would hold the interpreter up while steps are made.
         with contextlib.suppress(Exception):  # best effort: a sandbox may hide the machine
             self._meter = _Meter(run)
@@ -64,7 +62,7 @@ class SystemMetrics(Callback):
         self._thread.start()
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        if self.ranks == "chief":
+        if self.runs_on == "chief":  # the exchange below is for all ranks
             return
         # Taken under the lock and sent without it: a collective may wait long, and must not stop the measuring.
         with self._lock:

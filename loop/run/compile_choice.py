@@ -27,6 +27,10 @@ GAIN = 1.05
 """How many times as fast XLA must be to be taken. Less may be noise."""
 
 
+class _XLARefusedError(Exception):
+    """Why XLA can't compile the task."""
+
+
 def settle(run: Run, data: Data) -> None:
     """Replaces the option `auto` by `graph` or `xla`. Nothing else of the run is changed.
 
@@ -39,8 +43,8 @@ def settle(run: Run, data: Data) -> None:
     """
     if run.options["compile"] != AUTO:
         return
-    before = read_json(run.directory / "run.json").get("options", {})
-    choice = before.get("compile")
+    before = read_json(run.directory / "run.json").get("options")
+    choice = before.get("compile") if isinstance(before, dict) else None  # a file that anyone may have changed
     if choice not in (GRAPH, XLA):
         choice = _faster(run, data) if run.backend.name == "single" else _untried(run)
     run.options["compile"] = choice
@@ -59,25 +63,37 @@ def _faster(run: Run, data: Data) -> str:
     generators = random_state()
     try:
         with run.watchdog.phase("measuring the graph against XLA"), put_back(variables):
-            graph = _contender(run, data, GRAPH)
-            try:
-                xla = _contender(run, data, XLA)
-            except (UsageError, tf.errors.OpError) as error:
-                tell(f"compile=auto takes graph: XLA can't compile this task ({message_of(error)})")
-                return GRAPH
-            # In turns, so that what slows the machine down for a while slows both ways down.
-            while graph.seconds < SECONDS or xla.seconds < SECONDS:
-                graph.call()
-                xla.call()
+            in_graph, in_xla = _step_seconds(run, data)
+    except _XLARefusedError as error:
+        tell(f"compile=auto takes graph: XLA can't compile this task ({error})")
+        return GRAPH
     finally:
+        # Only now that the iterators are gone: one that reads ahead may draw from these generators.
         set_random_state(generators)
 
-    choice = XLA if xla.step_seconds * GAIN < graph.step_seconds else GRAPH
+    choice = XLA if in_xla * GAIN < in_graph else GRAPH
     tell(
-        f"compile=auto takes {choice}: a step takes {1e3 * graph.step_seconds:.3g} ms in the graph, "
-        f"{1e3 * xla.step_seconds:.3g} ms in XLA"
+        f"compile=auto takes {choice}: a step takes {1e3 * in_graph:.3g} ms in the graph, {1e3 * in_xla:.3g} ms in XLA"
     )
     return choice
+
+
+def _step_seconds(run: Run, data: Data) -> tuple[float, float]:
+    """The seconds of a step in the graph and in XLA.
+
+    Raises:
+        _XLARefusedError: XLA can't compile the task.
+    """
+    graph = _contender(run, data, GRAPH)
+    try:
+        xla = _contender(run, data, XLA)
+    except (UsageError, tf.errors.OpError) as error:
+        raise _XLARefusedError(message_of(error)) from None
+    # In turns, so that what slows the machine down for a while slows both ways down.
+    while graph.seconds < SECONDS or xla.seconds < SECONDS:
+        graph.call()
+        xla.call()
+    return graph.step_seconds, xla.step_seconds
 
 
 def _contender(run: Run, data: Data, way: str) -> _Contender:

@@ -83,8 +83,7 @@ def test_chief_only_callbacks_are_not_registered_elsewhere(quiet):
 
     run = Run()
     Bus(list(quiet()), run)
-    # `SystemMetrics` may be asked for the samples of all ranks; in the standard set it has none elsewhere.
-    assert list(run.callbacks) == ["BroadcastVariables", "ShardData", "Sentinel", "SystemMetrics"]
+    assert list(run.callbacks) == ["BroadcastVariables", "ShardData", "Sentinel"]
 
 
 def test_two_of_a_kind_have_states_of_their_own(quiet, tmp_path):
@@ -437,7 +436,7 @@ BAD = [
     ("Sentinel", "every", [0, "x", True]),
     ("ShardData", "policy", ["auto-ish", None, 3]),
     ("SystemMetrics", "interval", [0, "x", math.inf]),
-    ("SystemMetrics", "ranks", ["workers", 0, None]),
+    ("SystemMetrics", "runs_on", ["workers", 0, None]),
     ("TensorBoard", "directory", ["", None, 3]),
     ("TensorBoard", "histograms", [-1, "x", 1.5]),
     ("Timer", "max_duration", ["", None, 3]),

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -49,13 +50,30 @@ def test_a_resumed_run_keeps_the_way_and_measures_nothing(faster, tmp_path, monk
     assert resumed.weights_sha256 == trained(Weighted(), compile=faster).weights_sha256
 
 
-def test_a_stream_begins_at_its_first_example(quick):
+def test_a_stream_begins_at_its_first_example_also_if_it_draws_numbers(faster):
     class Streamed(Weighted):
         def train_data(self):
-            return tf.data.Dataset.from_tensor_slices(super().train_data().arrays)
+            arrays = super().train_data().arrays
+            signature = tf.nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), arrays)
 
-    auto = trained(Streamed(), compile="auto")
-    assert auto.weights_sha256 == trained(Streamed(), compile=taken(auto)).weights_sha256
+            def examples():
+                for index in np.random.permutation(len(arrays[0])):
+                    yield tuple(array[index] for array in arrays)
+
+            return tf.data.Dataset.from_generator(examples, output_signature=signature)
+
+    auto = trained(Streamed(), compile="auto", prefetch=8)
+    assert taken(auto) == faster
+    assert auto.weights_sha256 == trained(Streamed(), compile=faster, prefetch=8).weights_sha256
+
+
+@pytest.mark.parametrize("options", [[], "xla", {"compile": ["xla"]}])
+def test_a_record_that_says_nothing_is_no_choice(options, faster, tmp_path):
+    run = tmp_path / "run"
+    trained(Weighted(), run, epochs=1)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"options": options}))
+    assert taken(trained(Weighted(), run, compile="auto")) == faster
 
 
 def test_a_task_that_xla_refuses_is_left_to_the_graph(quick, monkeypatch, capsys):
