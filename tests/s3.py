@@ -59,15 +59,24 @@ class Proxy:
         share: the probability.
         down: whether no request is answered at all.
         faults: how many there were, by kind.
+        pause: seconds before each answer about an object with data.
+        cuts: how many of the next GETs of data are cut.
+        ignores: the name of a header that the server doesn't see.
+        creates_once: whether it refuses by itself to create an object that is there, before a server that can't.
     """
 
-    def __init__(self, server, seed=0, share=0.0):
+    def __init__(self, server, seed=0, share=0.0, creates_once=False):
         self.server = server
         self.share = share
         self.down = False
         self.random = random.Random(seed)
         self.lock = threading.Lock()
+        self.creating = threading.Lock()
         self.faults = dict.fromkeys(FAULTS, 0)
+        self.pause = 0.0
+        self.cuts = 0
+        self.ignores = ""
+        self.creates_once = creates_once
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -93,8 +102,14 @@ class Proxy:
         self.http.shutdown()
         self.http.server_close()
 
-    def drawn(self):
+    def drawn(self, request):
+        is_read = request.command == "GET" and "/data/" in request.path
+        if "/data/" in request.path:
+            time.sleep(self.pause)
         with self.lock:
+            if is_read and self.cuts:
+                self.cuts -= 1
+                return "cut"
             if self.random.random() >= self.share:
                 return ""
             fault = self.random.choice(FAULTS)
@@ -104,7 +119,7 @@ class Proxy:
     def answer(self, request):
         size = int(request.headers.get("Content-Length", 0))
         body = request.rfile.read(size)
-        fault = "cut" if self.down else self.drawn()
+        fault = "cut" if self.down else self.drawn(request)
         request.close_connection = True
         if fault == "delay":
             time.sleep(0.3)
@@ -115,21 +130,36 @@ class Proxy:
             code = "InternalError" if fault == "error" else "SlowDown"
             self.send(request, 500 if fault == "error" else 503, {}, f"<Error><Code>{code}</Code></Error>".encode())
             return
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
+        headers = {name: value for name, value in request.headers.items() if name.lower() != self.ignores}
         try:
-            connection.request(request.command, request.path, body, dict(request.headers))
-            found = connection.getresponse()
-            content = found.read()
-        except OSError:
+            status, headers, content = self.handed_on(request.command, request.path, body, headers)
+        except (OSError, http.client.HTTPException):
             request.connection.close()
             return
-        finally:
-            connection.close()
         if fault == "lost answer":
             request.connection.close()
             return
-        headers = {name: value for name, value in found.getheaders() if name.lower() not in ("connection", "date")}
-        self.send(request, found.status, headers, content, fault)
+        headers = {name: value for name, value in headers if name.lower() not in ("connection", "date")}
+        self.send(request, status, headers, content, fault)
+
+    def handed_on(self, method, path, body, headers):
+        """The status, headers and content that the server answers with."""
+        if not self.creates_once or "if-none-match" not in map(str.lower, headers):
+            return self.asked(method, path, body, headers)
+        with self.creating:
+            status, *_ = self.asked("HEAD", path, b"", {})
+            if status == 200:
+                return 412, [], b"<Error><Code>PreconditionFailed</Code></Error>"
+            return self.asked(method, path, body, headers)
+
+    def asked(self, method, path, body, headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
+        try:
+            connection.request(method, path, body, headers)
+            found = connection.getresponse()
+            return found.status, found.getheaders(), found.read()
+        finally:
+            connection.close()
 
     def send(self, request, status, headers, content, fault=""):
         headers = {name: value for name, value in headers.items() if name.lower() not in ("transfer-encoding",)}

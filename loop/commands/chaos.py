@@ -9,20 +9,53 @@ import dataclasses
 import itertools
 import math
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from callbacks.example_log import Example, differences, used
 from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
-from loop.commands.killed_run import KINDS, STARTING, TRAINING, WRITING, Attempt, Run
+from loop.checkpoint.store import copies
+from loop.commands.killed_run import KINDS, STARTING, TRAINING, WRITING, Attempt, Machine, Run
 from loop.errors import UsageError
+from loop.launch.machine import horovod_missing
 
 MOST_KILLS = 1000
 """So many kills are asked for at most: each takes a start of TensorFlow, or more."""
+ROUNDING = 1e-3
+"""How far weights may be apart that were trained by other numbers of replicas, relative to the largest of a variable.
+
+Each step rounds differently, and an optimizer such as Adam makes steps of full size out of a gradient that is 0 except
+for rounding. That no step is lost or made twice is shown by the examples, which must be the same.
+"""
 _GONE = 30.0  # seconds in which a job must be gone when one of its processes was killed
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How runs are killed.
+
+    Attributes:
+        kills: how many kills, over as many runs as they take.
+        seed: of the moments of the kills.
+        checkpoint_every: how often to save, as typed; None: about ten times in the run.
+        store: the URL of a folder in object storage for the runs with kills; None: they are on this disk. They are
+            removed from it when all was right.
+        migrate: whether a run goes on on another machine after each kill, with nothing but its URL: on two workers, on
+            three of another backend, and at last on one. The machines are directories. Without `store`, the runs are in
+            a directory that all machines share.
+    """
+
+    kills: int
+    seed: int = 0
+    checkpoint_every: str | None = None
+    store: str | None = None
+    migrate: bool = False
 
 
 @dataclasses.dataclass
@@ -37,7 +70,10 @@ class Report:
         kills: by where they hit, which is where they were found to have hit.
         attempts: processes, or jobs, that were started for the runs with kills.
         runs: that came to their end in spite of kills.
-        same_weights: whether all of them ended with the weights of the undisturbed one, to the bit.
+        same_weights: whether all of them ended with the weights of the undisturbed one: to the bit, or to rounding if
+            they have moved.
+        distance: how far their weights are from those of the undisturbed one, at most; see `ROUNDING`.
+        machines: of a run that moves: the backend and the workers of each, in turn.
         same_examples: whether all of them used the same examples in the same order, each once in an epoch.
         problems: what went wrong, first things first.
         seconds: how long it took.
@@ -51,6 +87,8 @@ class Report:
     attempts: int = 0
     runs: int = 0
     same_weights: bool = True
+    distance: float = 0.0
+    machines: list[str] = dataclasses.field(default_factory=list)
     same_examples: bool = True
     problems: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
@@ -66,63 +104,90 @@ class Reference(NamedTuple):
 
     Attributes:
         result: the result that it printed.
+        variables: those of its last checkpoint, in order.
         examples: the examples that it used, by epoch.
         starting: the seconds until its first step.
         trained: how much it trained; see `Attempt.trained`.
     """
 
     result: JsonObject
+    variables: list[np.ndarray]
     examples: dict[int, list[Example]]
     starting: float
     trained: int
 
 
 def chaos(
-    arguments: Sequence[str],
-    kills: int,
-    directory: Path,
-    seed: int = 0,
-    checkpoint_every: str | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    arguments: Sequence[str], plan: Plan, directory: Path, progress: Callable[[str], None] = lambda text: None
 ) -> Report:
     """Trains once undisturbed, then with kills until there were enough of them, and compares the results.
 
     Args:
         arguments: the arguments of `tfloop train`: the target and options, without the run directory and how often to
             save.
-        kills: the number of kills, over as many runs as they take.
+        plan: how the runs are killed.
         directory: an empty directory for all runs.
-        seed: the seed of the moments of the kills.
-        checkpoint_every: how often to save, as typed; None: about ten times in the run.
         progress: is called with a text that says what is being done.
 
     Raises:
         UsageError: the task can't be trained at all; or there is no /proc here.
         TrainingError: the undisturbed run fails.
+        StoreError: the store doesn't answer.
     """
     if not Path("/proc/self/environ").exists():
         raise UsageError("chaos needs /proc, to find the processes that it kills: run it on Linux")
     begun = time.monotonic()
     directory = directory.resolve()
+    machines = _machines() if plan.migrate else [Machine()]
+    folder = _folder(plan, directory)
     progress("undisturbed")
-    reference = _undisturbed(Run(directory / "whole", arguments, checkpoint_every))
+    whole = Run(directory / "whole", arguments, plan.checkpoint_every)
+    whole.move(machines[-1])
+    reference = _undisturbed(whole)
     report = _report(arguments[0], reference)
-    every = int(checkpoint_every) if checkpoint_every and checkpoint_every.isdecimal() else max(1, report.steps // 10)
-    aim = _Aim(seed, kills, reference, every)
+    report.machines = [" ".join(each.options) for each in machines] if plan.migrate else []
+    typed = plan.checkpoint_every or ""
+    every = int(typed) if typed.isdecimal() else max(1, report.steps // 10)
+    aim = _Aim(plan, reference, every)
     # An attempt may take longer than the undisturbed run: it reads a checkpoint, and the machine may be busier.
     patience = 120 + 10 * (time.monotonic() - begun)
     while aim.left and not report.problems:
         report.runs += 1
-        run = Run(directory / f"killed-{report.runs}", arguments, checkpoint_every or str(every))
-        while not run.finished and not report.problems:
+        name = f"killed-{report.runs}"
+        run = Run(directory / name, arguments, typed or str(every), folder and f"{folder}/{name}")
+        for machine in itertools.cycle(machines):
+            run.move(machine if aim.left else machines[-1])
             report.attempts += 1
             goal = f"a kill {aim.left[0]}" if aim.left else "to its end"
             progress(f"run {report.runs}, attempt {report.attempts}: {goal}")
             _attempt(run, aim, report, patience)
+            if run.finished or report.problems:
+                break
         if run.finished:
             _compare(report, run, reference)
+        if plan.store and run.url and not report.problems:
+            copies.remove(run.url)
     report.seconds = time.monotonic() - begun
     return report
+
+
+def _folder(plan: Plan, directory: Path) -> str | None:
+    """The URL of a folder for the runs with kills; None: they are on this disk."""
+    folder = plan.store or (f"file://{directory}/store" if plan.migrate else None)
+    if folder is None:
+        return None
+    copies.runs_below(folder)  # an error of the store comes before an hour of training
+    return f"{folder}/chaos-{secrets.token_hex(4)}"
+
+
+def _machines() -> list[Machine]:
+    """The machines of a run that moves: two workers, three of another backend, and one."""
+    first = "multiworker" if horovod_missing() else "horovod"
+    return [
+        Machine("machine-1", [f"--backend={first}", "--workers=2"]),
+        Machine("machine-2", ["--backend=multiworker", "--workers=3"]),
+        Machine("machine-3", ["--backend=single"]),
+    ]
 
 
 def _undisturbed(run: Run) -> Reference:
@@ -132,12 +197,18 @@ def _undisturbed(run: Run) -> Reference:
         starting = time.monotonic() - attempt.begun
         attempt.wait_for(lambda: False)
         trained = attempt.trained()
-    return Reference(run.result(), used(run.examples), starting, trained)
+    return Reference(run.result(), _variables(run), used(run.examples), starting, trained)
+
+
+def _variables(run: Run) -> list[np.ndarray]:
+    """The variables of a run's last checkpoint, in order."""
+    path = checkpoint_files.complete(run.checkpoints)[-1]
+    return list(checkpoint_files.read(path, checkpoint_files.verify(path)).values())
 
 
 def _report(target: str, reference: Reference) -> Report:
     """The report before the first kill, with what is wrong with the undisturbed run itself."""
-    result, examples, *_ = reference
+    result, examples = reference.result, reference.examples
     problems = _few(differences(examples, examples))
     seen = sum(map(len, examples.values()))
     if seen != result["examples"]:
@@ -158,18 +229,37 @@ def _attempt(run: Run, aim: _Aim, report: Report, patience: float) -> None:
     if hit:
         report.kills[hit] += 1
     elif not run.finished and not report.problems:
-        report.problems.append(f"attempt {report.attempts} failed without a kill: {run.last_line()}")
+        report.problems.append(
+            f"attempt {report.attempts} failed without a kill, with code {run.code}: {run.last_line()}"
+        )
 
 
 def _compare(report: Report, run: Run, reference: Reference) -> None:
     expected = reference.result["weights_sha256"]
     weights = run.result()["weights_sha256"]
-    if weights != expected:
+    distance = 0.0 if weights == expected else _distance(reference.variables, _variables(run))
+    report.distance = max(report.distance, distance)
+    if weights != expected and not (report.machines and distance <= ROUNDING):
         report.same_weights = False
-        report.problems.append(f"run {report.runs}: weights {weights[:12]}..., without kills {expected[:12]}...")
+        found = f"weights {weights[:12]}..., without kills {expected[:12]}...; {distance:.1e} apart"
+        report.problems.append(f"run {report.runs}: {found}")
+    if run.url is not None and (objects := copies.leftovers(run.url)):
+        report.problems.append(
+            f"run {report.runs}: its store has {len(objects)} objects too many, such as {objects[0]}"
+        )
     if others := _few(differences(reference.examples, used(run.examples))):
         report.same_examples = False
         report.problems += [f"run {report.runs}: {text}" for text in others]
+
+
+def _distance(expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
+    """The largest difference of two variables, relative to the largest number of the first one, or to 1."""
+    largest = 0.0
+    for one, other in zip(expected, found, strict=True):
+        scale = max(1.0, float(np.abs(one).max(initial=0.0)))
+        apart = float(np.abs(one.astype("float64") - other.astype("float64")).max(initial=0.0))
+        largest = max(largest, apart / scale)
+    return largest
 
 
 def _few(texts: Iterator[str]) -> list[str]:
@@ -186,8 +276,9 @@ class _Aim:
     the run is over, is tried again, sooner, in another run.
     """
 
-    def __init__(self, seed: int, kills: int, reference: Reference, every: int) -> None:
-        self._draw = random.Random(seed)  # noqa: S311 - no secret
+    def __init__(self, plan: Plan, reference: Reference, every: int) -> None:
+        kills = plan.kills
+        self._draw = random.Random(plan.seed)  # noqa: S311 - no secret
         self._reference = reference
         self._every = every
         writing = math.ceil(kills / 3)
@@ -258,7 +349,10 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
         yield f"  {kind:24}{number:>5}", None
     yield f"{'attempts':26}{report.attempts:>5}", None
     yield f"{'runs that ended':26}{report.runs:>5}", None
-    yield f"{'weights':26}{'the same bits' if report.same_weights else 'OTHERS'}", report.same_weights
+    for number, options in enumerate(report.machines, 1):
+        yield f"{f'machine {number}':26}{options}", None
+    same = f"the same to rounding, {report.distance:.1e} apart" if report.distance else "the same bits"
+    yield f"{'weights':26}{same if report.same_weights else 'OTHERS'}", report.same_weights
     order = "each once in an epoch, in the same order" if report.same_examples else "OTHERS"
     yield f"{'examples used':26}{order}", report.same_examples
     yield "", None

@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from callbacks.example_log import ExampleLog
 from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
+from loop.checkpoint.store import address
 from loop.commands import command_line
 from loop.errors import TrainingError, UsageError
 
@@ -30,32 +31,65 @@ _FIRST_LINE = 30
 """The greatest size of the first line in a file of examples, in bytes."""
 
 
+class Machine(NamedTuple):
+    """What stands for a machine: one of its own keeps nothing of what another has written.
+
+    Attributes:
+        name: of its directory.
+        options: of `tfloop train`: the backend and the workers there.
+    """
+
+    name: str = "machine"
+    options: Sequence[str] = ()
+
+
 class Run:
-    """A run that is started again with the same command until it has ended.
+    """A run that is started again until it has ended.
 
     Args:
         directory: the directory for all files of the run.
         arguments: the arguments of `tfloop train`.
         checkpoint_every: how often it saves, as typed; None: the default of `tfloop train`.
+        url: where it is in object storage; None: nowhere.
 
     Attributes:
-        checkpoints: the directory of the checkpoints.
+        run_dir: the run directory on the machine that trains.
         examples: the directory of the logs of examples.
         command: the whole command.
+        environment: the variables of its processes, beside those of this one.
         code: the exit code of the last attempt; None: there was none.
     """
 
-    def __init__(self, directory: Path, arguments: Sequence[str], checkpoint_every: str | None) -> None:
+    def __init__(
+        self, directory: Path, arguments: Sequence[str], checkpoint_every: str | None, url: str | None = None
+    ) -> None:
         self.directory = directory
-        self.checkpoints = directory / "run" / "checkpoints"
         self.examples = directory / "witness"
         log = command_line.callback_option(ExampleLog, self.examples)
         saving = ["--checkpoint-every", checkpoint_every] if checkpoint_every else []
-        own = ["--run-dir", str(directory / "run"), log, "--track", "off", "--json"]
-        self.command = [*_COMMAND, *arguments, *saving, *own]
+        own = ["--run-dir", url or str(directory / "run"), log, "--track", "off", "--json"]
+        self.url = url
+        self._arguments = [*arguments, *saving, *own]
+        self.move(Machine())
         self.code: int | None = None
         self.examples.mkdir(parents=True)
         (directory / "tmp").mkdir()
+
+    def move(self, machine: Machine) -> None:
+        """Lets the next attempt be made on a machine."""
+        self.command = [*_COMMAND, *self._arguments, *machine.options]
+        # A launcher that is killed can't remove its temporary files: they go into the directory of the run.
+        self.environment = {"TMPDIR": str(self.directory / "tmp")}
+        self.run_dir = self.directory / "run"
+        if self.url is not None:
+            home = self.directory / machine.name
+            self.environment["XDG_STATE_HOME"] = str(home)
+            self.run_dir = address.directory_of(self.url, address.SPOOLS, home)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the checkpoints."""
+        return self.run_dir / "checkpoints"
 
     @property
     def finished(self) -> bool:
@@ -117,8 +151,7 @@ class Attempt:
         self._files_before = {path.name for path in run.examples.iterdir()}
         self._unfinished_before = run.unfinished_checkpoints().items()
         self._token = secrets.token_hex(8)
-        # A launcher that is killed can't remove its temporary files: they go into the directory of the run.
-        environment = {**os.environ, MARK: self._token, "TMPDIR": str(run.directory / "tmp")}
+        environment = {**os.environ, **run.environment, MARK: self._token}
         self.process = subprocess.Popen(
             run.command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
         )
@@ -155,7 +188,7 @@ class Attempt:
         targets = [pid for pid, argv in self.processes().items() if argv[1:5] == self.run.command[1:5]]
         if chief:
             with contextlib.suppress(OSError, ValueError, KeyError):
-                pid = json.loads((self.run.directory / "run" / "run.json").read_bytes())["pid"]
+                pid = json.loads((self.run.run_dir / "run.json").read_bytes())["pid"]
                 targets = [pid] if pid in targets else targets
         with contextlib.suppress(ProcessLookupError):
             os.kill(draw.choice(sorted(targets) or [self.process.pid]), signal.SIGKILL)

@@ -352,7 +352,9 @@ def _work(
             fields["run_dir"] = str(result.run_dir)
         beginning.close()
         backend.close()
-        code = PREEMPTED if fields["status"] == "preempted" or not _is_delivered(fields) else 0
+        # The chief alone delivers; the others end before it has.
+        is_left = backend.is_chief and not _is_delivered(fields)
+        code = PREEMPTED if fields["status"] == "preempted" or is_left else 0
         report(code, None, fields)
     if JOB in os.environ:
         # A saved run is no failure for which the others are to be ended: its code is in the report.

@@ -3,12 +3,13 @@
 Takes some 20 minutes on two cores; with SHARE=0.1, a tenth of the kills.
 """
 
+import functools
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
-from loop.commands.chaos import WRITING, chaos, lines
+from loop.commands.chaos import WRITING, Plan, chaos, lines
 
 ENGINES = {
     "single": (18, ["--backend=single"]),
@@ -22,10 +23,10 @@ def main(share=1.0, engines=tuple(ENGINES), seed=0):
     for engine in engines:
         kills, options = ENGINES[engine]
         with tempfile.TemporaryDirectory(prefix="tfloop-kills-") as directory:
-            report = chaos(
-                ["digits", "--epochs=8", "--seed=1", *options], max(2, round(kills * share)), Path(directory), seed,
-                checkpoint_every="15", progress=lambda text, engine=engine: print(f"{engine}: {text}", flush=True),
-            )  # fmt: skip
+            plan = Plan(max(2, round(kills * share)), seed, checkpoint_every="15")
+            arguments = ["digits", "--epochs=8", "--seed=1", *options]
+            tell = functools.partial(print, f"{engine}:", flush=True)
+            report = chaos(arguments, plan, Path(directory), tell)
         print("\n".join(text for text, _ in lines(report)), flush=True)
         total.update(report.kills)
         if not report.exact:

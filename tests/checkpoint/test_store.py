@@ -1,90 +1,20 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
-import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-
 import numpy as np
 import obstore
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from obstore.store import MemoryStore
 
 from callbacks import Checkpoint
 from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
 from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
-from loop.checkpoint.store.lease import Lease, LeaseLostError, believed
+from loop.checkpoint.store.lease import believed
 from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
-from tests import s3
-from tests.conftest import ROOT
+from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, until, write
+from tests.conftest import tfloop
 from tests.tasks import Weighted
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = s3.Server()
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def store(server, monkeypatch, tmp_path):
-    """A proxy, as the endpoint of `s3://`, and a machine of its own."""
-    proxy = s3.Proxy(server)
-    for name, value in {**s3.ENVIRONMENT, "AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
-    monkeypatch.setenv(mirror.WAIT, "2")
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture
-def url(tmp_path):
-    return f"s3://{s3.BUCKET}/{tmp_path.name}/run"
-
-
-def tensors(step):
-    return {"weights": np.random.default_rng(step).normal(size=(200, 50))}
-
-
-def write(directory, *steps):
-    """Writes a run's files as training does."""
-    for step in steps:
-        with (directory / "journal.jsonl").open("a") as file:
-            file.write(json.dumps({"time": 1.0, "event": "steps_end", "step": step}) + "\n")
-        checkpoint_files.write(directory / "checkpoints", step, tensors(step), {})
-    (directory / "run.json").write_text(json.dumps({"task": "Task", "status": "running", "step": max(steps)}))
-
-
-def steps_in(directory):
-    paths = checkpoint_files.complete(directory / "checkpoints")
-    for path in paths:
-        found = checkpoint_files.read(path, checkpoint_files.verify(path))
-        np.testing.assert_array_equal(found["weights"], tensors(int(path.name[5:]))["weights"])
-    return [int(path.name[5:]) for path in paths]
-
-
-def other_machine(monkeypatch, tmp_path, name="other"):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
-    monkeypatch.setattr(lock, "is_dead", lambda owner: False)
-
-
-def is_tidy(url):
-    """Whether the store has what is believed of a run, and nothing else."""
-    bucket = Bucket(url)
-    state = believed(bucket)
-    kept = {about["key"] for about in [*state.files.values(), *state.journal]}
-    return set(bucket.keys("")) == {*kept, state.key}
 
 
 def test_a_run_goes_on_on_another_machine(store, url, tmp_path, monkeypatch):
@@ -173,6 +103,49 @@ def test_whatever_the_network_does_the_bytes_are_the_same(store, url, tmp_path, 
     assert steps_in(copies.copy(url)) == [1, 2]
 
 
+def test_a_store_that_fails_for_a_while_is_waited_for(store, url, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(mirror.WAIT, "60")
+    monkeypatch.setattr(copies, "_PAUSE", 0.1)
+    with copies.mirrored(url) as directory:
+        write(directory, 1, 2)
+    other_machine(monkeypatch, tmp_path)
+    store.cuts = 40  # more than an object is asked for
+    with copies.mirrored(url) as moved:
+        assert steps_in(moved) == [1, 2]
+    assert store.cuts == 0
+    assert "trying again" in capfd.readouterr().err
+
+
+def test_a_lease_is_renewed_while_a_run_is_brought(store, url, tmp_path, monkeypatch):
+    with copies.mirrored(url) as directory:
+        write(directory, *range(1, 6))
+    monkeypatch.setenv(copies.LEASE, "2")
+    store.pause = 0.4  # all files take longer than the lease
+    first = Process(url, 0, tmp_path / "first", TFLOOP_TEST_HOST="first")
+    until(lambda: believed(Bucket(url)).owner["pid"] == first.process.pid)
+    code, errors = Process(url, 0, tmp_path / "second", TFLOOP_TEST_HOST="second").ended()
+    assert code == 2, errors
+    assert f"in use by process {first.process.pid}" in errors
+    code, errors = first.ended()
+    assert code == 0, errors
+
+
+def test_a_store_that_creates_an_object_twice_is_refused(store, url):
+    store.ignores = "if-none-match"
+    with pytest.raises(UsageError, match="ignores If-None-Match"), copies.mirrored(url):
+        pass
+    assert not Bucket(url).keys("")
+
+
+def test_a_job_has_delivered_when_its_chief_has(store, url):
+    store.pause = 0.4  # the other worker ends long before
+    done = tfloop(
+        "train", "digits", "--steps=4", "--workers=2", "--backend=multiworker", "--track=off", "--run-dir", url
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"delivered to {url}" in done.stderr
+
+
 def test_what_an_outage_left_is_delivered_later(store, url, capfd):
     with copies.mirrored(url) as directory:
         write(directory, 1)
@@ -259,169 +232,3 @@ def test_runs_of_a_folder_and_their_removal(store, url):
     assert not Bucket(url).keys("")
     with pytest.raises(UsageError, match="no run there"):
         copies.copy(url)
-
-
-class Process:
-    """A run in a process of its own, which writes a checkpoint each 0.1 s."""
-
-    def __init__(self, url, steps, machine, **environment):
-        variables = {**os.environ, "XDG_STATE_HOME": str(machine), **environment}
-        command = [sys.executable, "-m", "tests.checkpoint.store_worker", url, str(steps)]
-        self.process = subprocess.Popen(command, env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-    def ended(self):
-        _, errors = self.process.communicate(timeout=90)
-        return self.process.returncode, errors
-
-
-def wait_for_state(url, steps):
-    bucket = Bucket(url)
-    for _ in range(300):
-        state = believed(bucket)
-        if state is not None and sum(name.endswith("manifest.json") for name in state.files) >= steps:
-            return state
-        time.sleep(0.1)
-    raise AssertionError("nothing was delivered")
-
-
-def test_two_processes_and_a_paused_owner(store, url, tmp_path, monkeypatch):
-    """The second starter refuses; after SIGSTOP it takes over, and the first one writes nothing more."""
-    monkeypatch.setenv(copies.LEASE, "3")
-    first = Process(url, 10_000, tmp_path / "first")
-    wait_for_state(url, 1)
-    # The clock of a whole machine can't be set here; no time of another machine is compared, so none matters.
-    code, errors = Process(url, 5, tmp_path / "second", TFLOOP_TEST_HOST="second").ended()
-    assert code == 2, errors
-    assert f"in use by process {first.process.pid}" in errors
-    first.process.send_signal(signal.SIGSTOP)
-    code, errors = Process(url, 5, tmp_path / "third", TFLOOP_TEST_HOST="third").ended()
-    assert code == 0, errors
-    after = believed(Bucket(url))
-    first.process.send_signal(signal.SIGCONT)
-    code, errors = first.ended()
-    assert code == 1, errors
-    assert "was taken over" in errors
-    assert believed(Bucket(url)) == after
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "last"))
-    steps = steps_in(copies.copy(url))
-    with copies.mirrored(url):
-        pass
-    assert is_tidy(url)
-    assert steps == steps_in(copies.copy(url))
-
-
-def until(is_so):
-    for _ in range(900):
-        if found := is_so():
-            return found
-        time.sleep(0.1)
-    raise AssertionError("it has waited 90 s in vain")
-
-
-def test_of_two_starts_at_the_same_instant_one_trains(store, url, tmp_path, monkeypatch):
-    """A new run first; then twice the run of a process that was killed, whose lease both wait for."""
-    monkeypatch.setenv(copies.LEASE, "3")
-    newest = 0
-    for attempt in range(3):
-        gate = tmp_path / f"gate{attempt}"
-        places = [tmp_path / f"machine{attempt}{number}" for number in range(2)]
-        hosts = {"TFLOOP_TEST_HOST": "another", "TFLOOP_TEST_GATE": str(gate)}
-        both = [Process(url, 10_000, place, **hosts) for place in places]
-        try:
-            until(lambda gate=gate: len(list(gate.parent.glob(f"{gate.name}.*"))) == 2)
-            gate.touch()
-            until(lambda both=both: any(process.process.poll() is not None for process in both))
-            loser = 0 if both[0].process.poll() is not None else 1
-            winner = both[1 - loser].process
-            code, errors = both[loser].ended()
-            assert code == 2, errors
-            assert f"in use by process {winner.pid}" in errors
-            assert not list(places[loser].rglob("step-*"))  # it has neither brought nor written a checkpoint
-            # What is confirmed is of the other one, and goes on behind what was there.
-            until(lambda newest=newest: max(steps_in(copies.copy(url)), default=0) > newest)
-            assert winner.poll() is None
-            assert believed(Bucket(url)).owner["pid"] == winner.pid
-        finally:
-            for process in both:
-                process.process.kill()
-                with process.process:  # waits, and closes the pipe
-                    pass
-        newest = max(steps_in(copies.copy(url)))
-        lines = (copies.copy(url) / "journal.jsonl").read_text().splitlines()
-        made = [json.loads(line)["step"] for line in lines]
-        assert set(made) >= set(range(1, newest + 1))
-        again = sum(step <= before for before, step in itertools.pairwise(made))
-        assert again <= attempt  # only where a killed one's last steps were made again
-
-
-@pytest.mark.parametrize("seed", range(1))
-def test_a_killed_process_loses_nothing_that_was_confirmed(store, url, tmp_path, seed):
-    random = np.random.default_rng(seed)
-    confirmed = 0
-    for attempt in range(3):
-        process = Process(url, 10_000, tmp_path / f"machine-{attempt % 2}")
-        if attempt == 0:
-            wait_for_state(url, 1)
-        time.sleep(random.uniform(1.0, 3.0))
-        process.process.kill()
-        process.ended()
-        state = believed(Bucket(url))
-        newest = max(int(name.split("-")[1][:8]) for name in state.files if name.startswith("checkpoints/"))
-        assert newest >= confirmed
-        confirmed = newest
-    code, errors = Process(url, 0, tmp_path / "last").ended()
-    assert code == 0, errors
-    assert max(steps_in(copies.copy(url))) >= confirmed
-    assert is_tidy(url)
-
-
-class Clock:
-    def __init__(self, now):
-        self.now = now
-
-    def __call__(self):
-        return self.now
-
-
-EVENTS = st.lists(
-    st.tuples(st.sampled_from(["take", "publish", "check", "wait", "late"]), st.integers(0, 2), st.floats(0.1, 40)),
-    max_size=40,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(EVENTS, st.tuples(st.just(0.0), st.just(3600.0), st.floats(-1e6, 1e6)))
-def test_no_interleaving_loses_a_confirmed_state(events, starts):
-    """Three processes, clocks far apart: what one was told is confirmed, every later owner goes on from."""
-    bucket = Bucket("memory://", MemoryStore())
-    clocks = [Clock(start) for start in starts]
-    leases = [None] * 3
-    confirmed = -1
-    value = 0
-    for event, who, seconds in events:
-        lease = leases[who]
-        if event == "wait":
-            for clock in clocks:
-                clock.now += seconds
-        elif event == "take" and (lease is None or lease.state is None):
-            lease = leases[who] = lease or Lease(bucket, {"pid": who, "nonce": f"{who}-{value}"}, clock=clocks[who])
-            if lease.try_take() is None:
-                assert lease.state.files.get("value", -1) == confirmed
-        elif event in ("publish", "check", "late") and lease is not None and lease.state is not None:
-            owner = max(position[0] for position in _positions(bucket)) == lease.counter
-            value += 1
-            try:
-                if event == "check":
-                    lease.check()
-                    continue
-                lease.publish({"value": value}, [])
-                assert owner
-                confirmed = value
-            except LeaseLostError:
-                assert not owner
-                leases[who] = None
-            assert believed(bucket).files.get("value", -1) == confirmed
-
-
-def _positions(bucket):
-    return [tuple(map(int, key.removesuffix(".json").split("/")[1:])) for key in bucket.keys("state")]

@@ -122,7 +122,7 @@ def test_another_content_is_found():
         ("forgets", "was not used"),
         ("doubles", "was used 2 times"),
         ("noise", "weights "),
-        ("fails", "failed without a kill: planted"),
+        ("fails", "failed without a kill, with code 1: planted"),
         ("lingers", "did not end within 1 s"),
     ],
 )
@@ -130,7 +130,7 @@ def test_chaos_finds_what_is_planted(fault, problem, tmp_path, monkeypatch):
     monkeypatch.setattr(killed_run, "_COMMAND", [sys.executable, "-P", "-m", "tests.campaigns.trainer"])
     monkeypatch.setattr(chaos, "_GONE", 1.0 if fault == "lingers" else 30.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    report = chaos.chaos([fault], 6 if fault == "none" else 3, tmp_path, seed=3, checkpoint_every="5")
+    report = chaos.chaos([fault], chaos.Plan(6 if fault == "none" else 3, 3, "5"), tmp_path)
     assert report.exact == (problem is None)
     if problem is None:
         assert sum(report.kills.values()) == 6
@@ -172,9 +172,26 @@ def test_chaos_on_a_real_task(tmp_path):
     assert [len(examples[epoch]) for epoch in (0, 1)] == [1001, 1001]
 
 
+def test_a_run_moves_from_machine_to_machine(tmp_path):
+    """On two workers, on three with another backend, on one: with nothing but the URL."""
+    (tmp_path / "task.py").write_text(TASK)
+    arguments = ["task.py:Tiny", "--epochs", 2, "--kills", 2, "--migrate", "--keep", "kept", "--json"]
+    done = tfloop("chaos", *arguments, timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["exact"]
+    assert [text.split()[-1] for text in report["machines"]] == ["--workers=2", "--workers=3", "--backend=single"]
+    assert report["lives"] == report["runs"] + 2
+    assert report["distance"] < 5e-6
+    last = tmp_path / "kept" / f"killed-{report['runs']}"
+    assert [len(examples) for examples in used(last / "witness").values()] == [1001, 1001]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["digits", "--migrate", "--workers", "2"], "leave --backend and --workers out"),
+        (["digits", "--store", "s3://bucket"], "path of its own"),
         (["nowhere.py:Task"], "there is no file nowhere.py"),
         (["digits", "--keep", "."], "--keep .: it is there already"),
         (["digits", "--epochs", "1", "--steps", "2"], "give one of the two"),

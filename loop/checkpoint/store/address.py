@@ -56,19 +56,25 @@ def run_dir(text: str) -> str | Path:
     return read_url(text) if is_url(text) else Path(text)
 
 
-def place(url: str, kind: str) -> Path:
-    """The directory on this machine that belongs to a URL: `SPOOLS` has what is written, `COPIES` what is read."""
+def place(url: str, kind: str, home: Path | None = None) -> Path:
+    """The directory on this machine that belongs to a URL: `SPOOLS` has what is written, `COPIES` what is read.
+
+    Args:
+        url: of a run, or of a folder of runs.
+        kind: `SPOOLS` or `COPIES`.
+        home: where programs keep their state; None: as XDG_STATE_HOME says.
+    """
     base = os.environ.get("XDG_STATE_HOME")
-    state = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
+    state = home or (Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state")
     # Copies of runs lie side by side as the runs do, so that their folder can be listed.
     whose = url if kind == SPOOLS else url.rpartition("/")[0]
     key = hashlib.sha256(whose.encode()).hexdigest()[:16]
     return state / "tfloop" / "store" / kind / key
 
 
-def directory_of(url: str, kind: str) -> Path:
-    """The run directory of a URL on this machine."""
-    return place(url, kind) / url.rpartition("/")[2]
+def directory_of(url: str, kind: str, home: Path | None = None) -> Path:
+    """The run directory of a URL on this machine; see `place`."""
+    return place(url, kind, home) / url.rpartition("/")[2]
 
 
 def url_of(directory: Path) -> str | None:

@@ -7,7 +7,7 @@ import datetime
 import hashlib
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
@@ -106,12 +106,24 @@ class Bucket:
         with self._errors(key):
             try:
                 self._obstore.put(self._store, key, content, mode="create", use_multipart=False)
-            except self._obstore.exceptions.AlreadyExistsError:
+            except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
                 # The store may have made it, and its answer was lost: the content says whose it is.
                 return self.get(key) == content
-            except self._obstore.exceptions.PreconditionError:
-                return self.get(key) == content
         return True
+
+    def creates_once(self, key: str, content: bytes) -> bool:
+        """Whether the store refuses to create an object that is there.
+
+        Args:
+            key: of that object.
+            content: what it has: nothing changes in a store that creates it again.
+        """
+        with self._errors(key):
+            try:
+                self._obstore.put(self._store, key, content, mode="create", use_multipart=False)
+            except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
+                return True
+        return False
 
     def put(self, key: str, content: bytes) -> Digest:
         """Puts an object, and confirms it."""
@@ -169,8 +181,17 @@ class Bucket:
         with self._errors(key):
             return bytes(self._obstore.get(self._store, key).bytes())
 
-    def download(self, key: str, path: Path, size: int, sha256: str) -> None:
+    def download(
+        self, key: str, path: Path, size: int, sha256: str, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
         """Writes an object to a file, durably, if each byte is as it was put.
+
+        Args:
+            key: of the object.
+            path: of the file.
+            size: bytes that it must have.
+            sha256: the hash that it must have.
+            meanwhile: is called after each `PART` bytes.
 
         Raises:
             StoreError: the store has other bytes, or gives others each time.
@@ -180,7 +201,7 @@ class Bucket:
             time.sleep(0.2 * attempt)
             try:
                 with replacing(path, durable=True) as file:  # after an error, nothing of it is left
-                    self._write(key, file, size, sha256)
+                    self._write(key, file, size, sha256, meanwhile)
                 return
             except MissingError:
                 raise
@@ -188,7 +209,7 @@ class Bucket:
                 problem = error
         raise problem
 
-    def _write(self, key: str, file: IO[bytes], size: int, sha256: str) -> None:
+    def _write(self, key: str, file: IO[bytes], size: int, sha256: str, meanwhile: Callable[[], object]) -> None:
         """Writes an object to a file.
 
         Raises:
@@ -201,6 +222,7 @@ class Bucket:
                 file.write(chunk)
                 digest.update(chunk)
                 count += len(chunk)
+                meanwhile()
         if (count, digest.hexdigest()) != (size, sha256):
             raise DamagedError(f"{self.url}: {key} has changed since it was written")
 

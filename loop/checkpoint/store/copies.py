@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from callbacks.files import fsync_directory, read_json, replacing, write_json
@@ -53,7 +53,7 @@ def mirrored(url: str) -> Iterator[Path]:
             directory.rename(aside)
             tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
         directory.mkdir(exist_ok=True)
-        bring(bucket, lease.state, directory)
+        _bring_as_owner(bucket, lease, directory)
         mirror = Mirror(bucket, lease, directory)
         mirror.start()
         try:
@@ -101,6 +101,30 @@ def _taken(bucket: Bucket, ended: str | None = None) -> Lease:
         time.sleep(_LOOK)
 
 
+def _bring_as_owner(bucket: Bucket, lease: Lease, directory: Path) -> None:
+    """Brings the run of a lease, and renews the lease meanwhile; waits for a store that doesn't answer.
+
+    Raises:
+        StoreError: it still doesn't, or has other bytes than were written.
+        LeaseLostError: another process has taken the lease.
+    """
+    assert lease.state is not None
+    deadline = float("inf")
+    while True:
+        try:
+            bring(bucket, lease.state, directory, lease.renew)
+            return
+        except (MissingError, DamagedError):
+            raise
+        except StoreError as error:
+            now = time.monotonic()
+            deadline = min(deadline, now + wait_at_end())
+            if now >= deadline:
+                raise
+            tell(f"warning: {error}: trying again")
+            time.sleep(_PAUSE)
+
+
 def ttl() -> float:
     """After how many seconds of silence a run may be taken over."""
     try:
@@ -109,8 +133,14 @@ def ttl() -> float:
         return TTL
 
 
-def bring(bucket: Bucket, state: State, directory: Path) -> None:
+def bring(bucket: Bucket, state: State, directory: Path, meanwhile: Callable[[], object] = lambda: None) -> None:
     """Brings what a directory lacks of a run. What is there stays as it is: it is of the same lease, or newer.
+
+    Args:
+        bucket: that of the run.
+        state: what the run is.
+        directory: the run directory on this machine.
+        meanwhile: is called again and again.
 
     Raises:
         StoreError: the store has other bytes than were written.
@@ -123,22 +153,22 @@ def bring(bucket: Bucket, state: State, directory: Path) -> None:
             by_checkpoint.setdefault(parts[1], {})[parts[2]] = about
         elif not (directory / name).exists():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            bucket.download(about["key"], directory / name, about["bytes"], about["sha256"])
+            bucket.download(about["key"], directory / name, about["bytes"], about["sha256"], meanwhile)
     _bring_journal(bucket, state, directory)
     checkpoints = directory / "checkpoints"
     for step in sorted(by_checkpoint):
         if not (checkpoints / step).exists():
-            _bring_checkpoint(bucket, checkpoints / step, by_checkpoint[step])
+            _bring_checkpoint(bucket, checkpoints / step, by_checkpoint[step], meanwhile)
 
 
-def _bring_checkpoint(bucket: Bucket, path: Path, files: JsonObject) -> None:
+def _bring_checkpoint(bucket: Bucket, path: Path, files: JsonObject, meanwhile: Callable[[], object]) -> None:
     """Brings a checkpoint, under another name until it is complete."""
     partial = path.with_name(path.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         for name, about in files.items():
-            bucket.download(about["key"], partial / name, about["bytes"], about["sha256"])
+            bucket.download(about["key"], partial / name, about["bytes"], about["sha256"], meanwhile)
     except DamagedError as error:  # an older one may be good
         shutil.rmtree(partial)
         tell(f"warning: checkpoint passed over: {error}")
@@ -281,6 +311,18 @@ def remove(url: str) -> None:
     bucket.delete(bucket.keys("state"))
     shutil.rmtree(address.place(url, address.SPOOLS), ignore_errors=True)
     shutil.rmtree(address.directory_of(url, address.COPIES), ignore_errors=True)
+
+
+def leftovers(url: str) -> list[str]:
+    """The objects that a run which has ended should not have: its state doesn't name them.
+
+    Raises:
+        StoreError: the store doesn't answer.
+    """
+    bucket = Bucket(url)
+    state = believed(bucket)
+    named = {state.key, *state.object_keys()} if state else set()
+    return sorted(set(bucket.keys("")) - named)
 
 
 def is_under_way(url: str) -> bool:

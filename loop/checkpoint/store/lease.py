@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from callbacks.types import JsonObject
 from loop.checkpoint.store.bucket import Bucket, MissingError, StoreError
-from loop.errors import TrainingError
+from loop.errors import TrainingError, UsageError
 
 TTL = 30.0
 """Seconds without a new state after which another process may take the lease."""
@@ -67,6 +67,10 @@ class State:
         """The name of its object."""
         counter, number = self.position
         return f"{_FOLDER}/{counter:08d}/{number:08d}.json"
+
+    def object_keys(self) -> set[str]:
+        """The names of the objects that it says are the run's."""
+        return {about["key"] for about in [*self.files.values(), *self.journal]}
 
     def encoded(self) -> bytes:
         """As the store has it, with a hash."""
@@ -148,6 +152,9 @@ class Lease:
 
         Args:
             is_dead: whether an owner is a process of this machine that has ended.
+
+        Raises:
+            UsageError: the store would let two processes take it.
         """
         there = positions(self._bucket)
         counter = 0
@@ -167,6 +174,15 @@ class Lease:
         first = State((counter + 1, 0), self._owner, self._ttl)
         if not self._bucket.create(first.key, first.encoded()):
             return read(self._bucket, first.position)
+        if not self._bucket.creates_once(first.key, first.encoded()):
+            self._bucket.delete([first.key])
+            there = positions(self._bucket)
+            if there and there[-1] > first.position:  # this process was paused for so long
+                return State(there[-1], {})
+            raise UsageError(
+                f"{self._bucket.url}: this store ignores If-None-Match: it creates an object that is there, so that "
+                "two starts of a run could both write: use a store with conditional writes"
+            )
         self._seal(first)
         return None
 
@@ -192,6 +208,16 @@ class Lease:
     def is_due(self) -> bool:
         """Whether it is time to renew it."""
         return self._clock() - self._renewed >= self._ttl / 3
+
+    def renew(self) -> None:
+        """Renews it if it is time, while there is nothing new to write.
+
+        Raises:
+            LeaseLostError: another process has it.
+        """
+        assert self.state is not None
+        if self.is_due:
+            self.publish(self.state.files, self.state.journal)
 
     def check(self) -> None:
         """Looks whether this process still has the lease, if it may have lost it.

@@ -10,6 +10,7 @@ import typer
 
 from callbacks.run_record.record import read, read_about
 from callbacks.run_record.redaction import tell
+from loop.checkpoint.store import address
 from loop.commands import command_line, runs
 from loop.commands import rerun as rerun_
 from loop.commands.cli import options as typed
@@ -138,6 +139,8 @@ def chaos(
     workers: typed.Workers = None,
     set_: typed.Set = None,
     checkpoint_every: typed.ChaosCheckpointEvery = None,
+    migrate: typed.ChaosMigrate = False,
+    store: typed.ChaosStore = None,
     seed: typed.ChaosSeed = 0,
     keep: typed.ChaosKeep = None,
     as_json: typed.AsJson = False,
@@ -151,6 +154,10 @@ def chaos(
     with_defaults(None, options)
     if checkpoint_every is not None:
         command_line.schedule(checkpoint_every)
+    if migrate and (backend, workers) != (None, None):
+        raise UsageError("--migrate chooses backends and workers: leave --backend and --workers out")
+    if store is not None:
+        store = address.read_url(store)
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
@@ -161,6 +168,7 @@ def chaos(
         signals.temporary_directory("tfloop-chaos-") as directory,
         shown_stages(kills + 2) as progress,
     ):
-        report = chaos_.chaos([target_, *arguments], kills, keep or Path(directory), seed, checkpoint_every, progress)
+        plan = chaos_.Plan(kills, seed, checkpoint_every, store, migrate)
+        report = chaos_.chaos([target_, *arguments], plan, keep or Path(directory), progress)
     show(chaos_.as_json(report), chaos_.lines(report), as_json)
     raise typer.Exit(0 if report.exact else FAILED)

@@ -358,6 +358,11 @@ Kills = Annotated[int, Option(help="How many processes are killed, one after the
 ChaosCheckpointEvery = Annotated[
     str | None, Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
 ]
+ChaosMigrate = Annotated[
+    bool,
+    Option("--migrate", help="Go on on another machine after each kill: on 2 workers, on 3, at last on 1."),
+]
+ChaosStore = Annotated[str | None, Option(metavar="URL", help="A folder in object storage, for the runs with kills.")]
 ChaosSeed = Annotated[int, Option(help="Of the moments of the kills, and of the training.")]
 ChaosKeep = Annotated[Path | None, Option(help="Where to keep all runs; they are removed if not given.")]
 NewName = Annotated[str, Argument(metavar="NAME", help="Of the file, without .py.")]
