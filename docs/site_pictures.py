@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 import aiohttp
-from screenshots import CHROMIUM, FLAGS, IMAGES, ROOT, ScreenshotError, page, started
+from browser import CHROMIUM, FLAGS, IMAGES, ROOT, ScreenshotError, page, started
 
 WINDOWS = {"site.png": (1300, 1000, "light"), "site-phone.png": (390, 844, "dark")}
 """The pictures, with width and height of the window and the theme."""

@@ -4,6 +4,7 @@ import gc
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -211,9 +212,16 @@ def test_what_a_comparison_shows_is_safe_and_complete(tmp_path, quiet):
         compare(results[0])
     with pytest.raises(UsageError, match="the same run: give it once"):
         compare(results[0], results[0].run_dir)
+    with pytest.raises(UsageError, match="a list is no run"):
+        compare(results[0], [results[0]])
     many = cell.comparison(["a", "b"], [[f"m{n}", "1", "2"] for n in range(25)], {}, [])
     assert "and 5 more" in many
     assert "<svg" not in many
+
+
+def test_the_runs_of_a_cell_have_the_colors_of_the_report():
+    page = (Path(cell.__file__).parent / "templates" / "page.css").read_text()
+    assert tuple(re.findall(r"\.run\d+ \{ --part: (#\w{6}) \}", page)) == cell.COLORS
 
 
 def test_a_class_of_a_main_without_a_file_trains(tmp_path):

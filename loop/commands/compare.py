@@ -51,5 +51,11 @@ def compare(*results: FitResult | str | Path) -> Comparison:
     """
     if len(results) < 2:
         raise UsageError(f"compare() of {len(results)} runs: give at least 2, such as compare(one, other)")
+    for result in results:
+        if not isinstance(result, FitResult | str | Path):
+            what = type(result).__name__
+            raise UsageError(
+                f"compare(): a {what} is no run: give what fit returned, run directories or names, one by one"
+            )
     names = [str(result.run_dir if isinstance(result, FitResult) else result) for result in results]
     return Comparison([read(path) for path in runs.several(runs.ROOT, names)])

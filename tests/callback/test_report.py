@@ -355,8 +355,8 @@ def test_bad_input_is_one_line(lived, tmp_path, command):
     assert command("report", directory, tmp_path / "out.html")[0] == 0  # a report may be overwritten
 
 
-def screenshots():
-    spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
+def browser_module():
+    spec = importlib.util.spec_from_file_location("browser", ROOT / "docs" / "browser.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -364,7 +364,7 @@ def screenshots():
 
 def look_with_chromium(tmp_path, look):
     """Runs `look(tab)` with a page of a browser."""
-    pictures = screenshots()
+    pictures = browser_module()
     chromium = next(filter(None, map(shutil.which, pictures.CHROMIUM)), None)
     if chromium is None:
         pytest.skip("there is no Chromium here")
