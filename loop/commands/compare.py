@@ -54,8 +54,6 @@ def compare(*results: FitResult | str | Path) -> Comparison:
     for result in results:
         if not isinstance(result, FitResult | str | Path):
             what = type(result).__name__
-            raise UsageError(
-                f"compare(): a {what} is no run: give what fit returned, run directories or names, one by one"
-            )
+            raise UsageError(f"compare(): a {what} is no run: give results of fit, run directories or names")
     names = [str(result.run_dir if isinstance(result, FitResult) else result) for result in results]
     return Comparison([read(path) for path in runs.several(runs.ROOT, names)])

@@ -46,13 +46,13 @@ def until(happened, seconds=240):
 class Server:
     """A real `mlflow server` on sqlite, to be killed and started again."""
 
-    def __init__(self, database):
-        self.file, [self.port] = database, machine.free_ports(1)
+    def __init__(self, database, *options):
+        self.file, [self.port], self.options = database, machine.free_ports(1), options
         self.uri, self.process = f"http://127.0.0.1:{self.port}", None
 
     def start(self):
         command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1"]
-        command += ["--backend-store-uri", f"sqlite:///{self.file}"]
+        command += ["--backend-store-uri", f"sqlite:///{self.file}", *self.options]
         lean = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # starts in half the time
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, cwd=self.file.parent, start_new_session=True, env=lean, **quiet)

@@ -1,10 +1,12 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
+import shutil
+
 import numpy as np
 import obstore
 import pytest
 
-from callbacks import Checkpoint
+from callbacks import Checkpoint, MLflowTracker
 from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
@@ -12,6 +14,7 @@ from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
 from loop.checkpoint.store.lease import believed
 from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
+from tests.callback.test_tracking import Server
 from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, until, write
 from tests.conftest import tfloop
 from tests.tasks import Weighted
@@ -52,6 +55,25 @@ def test_a_training_goes_on_on_another_machine_to_the_same_bits(store, url, quie
     kept = checkpoint_files.complete(copies.copy(url) / "checkpoints")
     copies.copies_below(url.rpartition("/")[0])  # which wants no checkpoints
     assert checkpoint_files.complete(copies.copy(url, checkpoints=False) / "checkpoints") == kept
+
+
+def test_mlflow_can_have_its_artifacts_beside_the_run(store, url, quiet, empty_store, tmp_path):
+    folder = url.rpartition("/")[0]
+    destination = f"--artifacts-destination={folder}/artifacts"
+    server = Server(shutil.copy(empty_store, tmp_path / "mlflow.db"), destination)
+    server.start()
+    try:
+        until(server.answers)
+        tracker = MLflowTracker(server.uri, "own")
+        run_dir = fit(Weighted(), epochs=1, callbacks=quiet(mlflow=tracker), run_dir=url).run_dir
+    finally:
+        server.kill()
+    bucket = Bucket(folder)
+    [key] = [key for key in bucket.keys("artifacts") if key.endswith("/journal.jsonl")]
+    content = bucket.get(key)
+    assert content
+    assert (run_dir / "journal.jsonl").read_bytes().startswith(content)
+    assert copies.runs_below(folder) == ["run"]
 
 
 def test_the_policy_holds_in_the_store_and_on_the_next_machine(store, url, quiet, tmp_path, monkeypatch):
