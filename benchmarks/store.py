@@ -37,51 +37,57 @@ def longest_gap(run_dir: Path | str) -> float:
     return max(gaps) - statistics.median(gaps)
 
 
-def plain(url: str, directory: Path) -> float:
+def plain(url: str) -> float:
     """The seconds of a plain download of all that a run has, onto the disk."""
     bucket = Bucket(url)
     state = believed(bucket)
     assert state is not None
-    begun = time.perf_counter()
-    for number, key in enumerate(sorted(state.object_keys())):
-        with (directory / str(number)).open("wb") as file:
-            for chunk in obstore.get(bucket._store, key).stream(min_chunk_size=PART):
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-    return time.perf_counter() - begun
+    with tempfile.TemporaryDirectory() as directory:
+        begun = time.perf_counter()
+        for number, key in enumerate(sorted(state.object_keys())):
+            with (Path(directory) / str(number)).open("wb") as file:
+                for chunk in obstore.get(bucket._store, key).stream(min_chunk_size=PART):
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+        return time.perf_counter() - begun
 
 
-def brought(url: str, machine: Path) -> float:
+def brought(url: str) -> float:
     """The seconds until another machine has a run, verified."""
-    os.environ["XDG_STATE_HOME"] = str(machine)
-    begun = time.perf_counter()
-    copies.copy(url)
-    return time.perf_counter() - begun
+    with tempfile.TemporaryDirectory() as machine:
+        os.environ["XDG_STATE_HOME"] = machine
+        begun = time.perf_counter()
+        copies.copy(url)
+        return time.perf_counter() - begun
+
+
+def measure(run: str, number: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """One round: how long training is held up, here and at the URL; how long a run takes, plain and verified."""
+    with tempfile.TemporaryDirectory() as machine:
+        os.environ["XDG_STATE_HOME"] = machine
+        gaps = longest_gap(Path(machine) / "local"), longest_gap(run)
+        ways = [plain, brought] if number % 2 else [brought, plain]
+        times = {way: way(run) for way in ways}
+        os.environ["XDG_STATE_HOME"] = machine
+        copies.remove(run)
+    return gaps, (times[plain], times[brought])
 
 
 def main(url: str, rounds: int) -> None:
     """Prints the medians and their ratios."""
     gaps, times = [], []
     for number in range(rounds + 1):  # the first one warms the machine up
-        with tempfile.TemporaryDirectory() as name:
-            place = Path(name)
-            os.environ["XDG_STATE_HOME"] = str(place / "here")
-            run = f"{url}/round-{number}"
-            pair = longest_gap(place / "local"), longest_gap(run)
-            (place / "plain").mkdir()
-            seconds = plain(run, place / "plain"), brought(run, place / "there")
-            os.environ["XDG_STATE_HOME"] = str(place / "here")
-            copies.remove(run)
+        held, seconds = measure(f"{url}/round-{number}", number)
         if number:
-            gaps.append(pair)
+            gaps.append(held)
             times.append(seconds)
-            print(f"round {number}: held up {pair[0]:.3f} and {pair[1]:.3f} s", end="; ")
+            print(f"round {number}: held up {held[0]:.3f} and {held[1]:.3f} s", end="; ")
             print(f"brought in {seconds[0]:.2f} and {seconds[1]:.2f} s", flush=True)
     local, stored = (statistics.median(each) for each in zip(*gaps, strict=True))
     print(f"held up: {1000 * local:.0f} ms on this disk, {1000 * stored:.0f} ms at the URL, ratio {stored / local:.2f}")
     downloaded, ours = (statistics.median(each) for each in zip(*times, strict=True))
-    ratio = statistics.median(one / other for other, one in times)
+    ratio = ours / downloaded
     print(f"brought back: plain {downloaded:.2f} s, verified {ours:.2f} s, ratio {ratio:.2f} (goal: at most 1.2)")
 
 

@@ -7,8 +7,6 @@ import dataclasses
 import errno
 import os
 import shutil
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +21,7 @@ from callbacks.run_record import journal
 from callbacks.run_record.redaction import tell
 from loop.checkpoint import array_files, checkpoint_files
 from loop.checkpoint.array_files import InParts, Json
+from loop.checkpoint.background import lower_priority
 from loop.monitor import fault_injection
 
 T = TypeVar("T")
@@ -59,7 +58,7 @@ class Writer:
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self._check = check
         # One thread: checkpoints are written in order, and a removal never overtakes the write before it.
-        self._pool = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
+        self._pool = ThreadPoolExecutor(1, "checkpoint", lower_priority)
         self._under_way: Future[Any] | None = None
         self._outcomes: deque[Exception | None] = deque()
 
@@ -200,13 +199,6 @@ def _make_durable(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _lower_priority() -> None:
-    """Lets the threads that train go first."""
-    with contextlib.suppress(OSError, AttributeError):
-        if sys.platform == "linux":  # elsewhere it would be the priority of the whole process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
 def arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,37 +138,35 @@ def chaos(
         raise UsageError("chaos needs /proc, to find the processes that it kills: run it on Linux")
     begun = time.monotonic()
     directory = directory.resolve()
-    machines = _machines() if plan.migrate else [Machine()]
+    machines = _machines(plan)
     folder = _folder(plan, directory)
     progress("undisturbed")
     whole = Run(directory / "whole", arguments, plan.checkpoint_every)
     whole.move(machines[-1])
     reference = _undisturbed(whole)
     report = _report(arguments[0], reference)
-    report.machines = [" ".join(each.options) for each in machines] if plan.migrate else []
-    typed = plan.checkpoint_every or ""
-    every = int(typed) if typed.isdecimal() else max(1, report.steps // 10)
+    report.machines = [" ".join(each.options) for each in machines if each.options]
+    every = _steps_between(plan, report.steps)
     aim = _Aim(plan, reference, every)
     # An attempt may take longer than the undisturbed run: it reads a checkpoint, and the machine may be busier.
     patience = 120 + 10 * (time.monotonic() - begun)
     while aim.left and not report.problems:
         report.runs += 1
         name = f"killed-{report.runs}"
-        run = Run(directory / name, arguments, typed or str(every), folder and f"{folder}/{name}")
-        for machine in itertools.cycle(machines):
-            run.move(machine if aim.left else machines[-1])
-            report.attempts += 1
-            goal = f"a kill {aim.left[0]}" if aim.left else "to its end"
-            progress(f"run {report.runs}, attempt {report.attempts}: {goal}")
-            _attempt(run, aim, report, patience)
-            if run.finished or report.problems:
-                break
+        run = Run(directory / name, arguments, plan.checkpoint_every or str(every), folder and f"{folder}/{name}")
+        _until_it_ends(run, machines, aim, report, patience, progress)
         if run.finished:
             _compare(report, run, reference)
         if plan.store and run.url and not report.problems:
             copies.remove(run.url)
     report.seconds = time.monotonic() - begun
     return report
+
+
+def _steps_between(plan: Plan, steps: int) -> int:
+    """The number of steps between two checkpoints, or about that."""
+    typed = plan.checkpoint_every or ""
+    return int(typed) if typed.isdecimal() else max(1, steps // 10)
 
 
 def _folder(plan: Plan, directory: Path) -> str | None:
@@ -180,8 +178,10 @@ def _folder(plan: Plan, directory: Path) -> str | None:
     return f"{folder}/chaos-{secrets.token_hex(4)}"
 
 
-def _machines() -> list[Machine]:
-    """The machines of a run that moves: two workers, three of another backend, and one."""
+def _machines(plan: Plan) -> list[Machine]:
+    """The machines on which the attempts are made in turn: two workers, three of another backend, and one."""
+    if not plan.migrate:
+        return [Machine()]
     first = "multiworker" if horovod_missing() else "horovod"
     return [
         Machine("machine-1", [f"--backend={first}", "--workers=2"]),
@@ -215,6 +215,25 @@ def _report(target: str, reference: Reference) -> Report:
         problems.append(f"{result['examples']} examples were used, but {seen} were seen")
     problems = [f"undisturbed: {problem}" for problem in problems]
     return Report(target, result["backend"], result["replicas"], result["steps"], problems=problems)
+
+
+def _until_it_ends(
+    run: Run,
+    machines: Sequence[Machine],
+    aim: _Aim,
+    report: Report,
+    patience: float,
+    progress: Callable[[str], None],
+) -> None:
+    """Makes attempts of a run until it has ended, or something went wrong."""
+    for machine in itertools.cycle(machines):
+        run.move(machine if aim.left else machines[-1])
+        report.attempts += 1
+        goal = f"a kill {aim.left[0]}" if aim.left else "to its end"
+        progress(f"run {report.runs}, attempt {report.attempts}: {goal}")
+        _attempt(run, aim, report, patience)
+        if run.finished or report.problems:
+            return
 
 
 def _attempt(run: Run, aim: _Aim, report: Report, patience: float) -> None:

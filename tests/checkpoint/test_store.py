@@ -206,7 +206,7 @@ def test_large_files_travel_in_parts(store, url, tmp_path):
     bucket = Bucket(url)
     digest = bucket.upload("data/large", path)
     about = obstore.head(bucket._store, "data/large")
-    assert about["e_tag"].strip('"') == digest.etags[1]
+    assert about["e_tag"].strip('"') == digest.etag
     bucket.download("data/large", tmp_path / "back", digest.bytes, digest.sha256)
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
 

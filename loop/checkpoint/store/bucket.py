@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
@@ -41,29 +42,29 @@ class Digest(NamedTuple):
     Attributes:
         bytes: how many.
         sha256: the hash of all.
-        etags: what a store of S3's kind may have as its ETag, of the whole and in parts.
+        etag: what a store of S3's kind has as its ETag, of one part or of several.
     """
 
     bytes: int
     sha256: str
-    etags: tuple[str, str]
+    etag: str
 
 
 def digest_of(chunks: Iterator[bytes]) -> Digest:
     """The digest of a content, in chunks of `PART` bytes."""
     size = 0
     sha256 = hashlib.sha256()
-    whole = hashlib.md5(usedforsecurity=False)
-    parts = b""
-    count = 0
+    parts = []
     for chunk in chunks:
         size += len(chunk)
-        count += 1
         sha256.update(chunk)
-        whole.update(chunk)
-        parts += hashlib.md5(chunk, usedforsecurity=False).digest()
-    in_parts = hashlib.md5(parts, usedforsecurity=False).hexdigest()
-    return Digest(size, sha256.hexdigest(), (whole.hexdigest(), f"{in_parts}-{count}"))
+        parts.append(hashlib.md5(chunk, usedforsecurity=False))
+    if len(parts) > 1:
+        together = b"".join(part.digest() for part in parts)
+        etag = f"{hashlib.md5(together, usedforsecurity=False).hexdigest()}-{len(parts)}"
+    else:
+        etag = (parts or [hashlib.md5(usedforsecurity=False)])[0].hexdigest()
+    return Digest(size, sha256.hexdigest(), etag)
 
 
 def digest_of_file(path: Path) -> Digest:
@@ -155,7 +156,7 @@ class Bucket:
         """
         with self._errors(key):
             about = self._obstore.head(self._store, key)
-        if about["size"] == digest.bytes and str(about["e_tag"]).strip('"') in digest.etags:
+        if about["size"] == digest.bytes and str(about["e_tag"]).strip('"') == digest.etag:
             return
         if about["size"] == digest.bytes and self._read(key).sha256 == digest.sha256:
             return
@@ -217,10 +218,12 @@ class Bucket:
         """
         digest = hashlib.sha256()
         count = 0
-        with self._errors(key):
-            for chunk in self._chunks(key):
+        with self._errors(key), ThreadPoolExecutor(1, "hash") as pool:
+            hashed = pool.submit(digest.update, b"")
+            for chunk in self._obstore.get(self._store, key).stream(min_chunk_size=PART):
+                hashed.result()  # of the chunk before: it was hashed while this one came
+                hashed = pool.submit(digest.update, chunk)
                 file.write(chunk)
-                digest.update(chunk)
                 count += len(chunk)
                 meanwhile()
         if (count, digest.hexdigest()) != (size, sha256):

@@ -15,6 +15,7 @@ from callbacks.run_record.journal import NAME as JOURNAL
 from callbacks.run_record.redaction import mask, tell
 from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
+from loop.checkpoint.background import lower_priority
 from loop.checkpoint.lock import NAME as LOCK
 from loop.checkpoint.store.address import ABOUT
 from loop.checkpoint.store.bucket import Bucket, Digest, StoreError, digest_of_file
@@ -68,6 +69,7 @@ class Mirror:
         self._thread.start()
 
     def _run(self) -> None:
+        lower_priority()
         pause = _PAUSE
         while not self._stop.wait(pause):
             pause = _PAUSE if self._try() else _OUTAGE_PAUSE

@@ -150,25 +150,28 @@ def chaos(
 
     if not 1 <= kills <= chaos_.MOST_KILLS:
         raise UsageError(f"--kills {kills}: give a whole number from 1 to {chaos_.MOST_KILLS}")
-    options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(None, options)
-    if checkpoint_every is not None:
-        command_line.schedule(checkpoint_every)
     if migrate and (backend, workers) != (None, None):
         raise UsageError("--migrate chooses backends and workers: leave --backend and --workers out")
-    if store is not None:
-        store = address.read_url(store)
+    options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
+    with_defaults(None, options)
+    plan = chaos_.Plan(kills, seed, checkpoint_every, store and address.read_url(store), migrate)
+    if checkpoint_every is not None:
+        command_line.schedule(checkpoint_every)
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
-    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
+    _refuse_used(keep)
     arguments = command_line.arguments(options | {"workers": workers}, set_ or ())
     with (
         stopped_clean(f"what was made is in {keep}" if keep else "nothing is left behind"),
         signals.temporary_directory("tfloop-chaos-") as directory,
         shown_stages(kills + 2) as progress,
     ):
-        plan = chaos_.Plan(kills, seed, checkpoint_every, store, migrate)
         report = chaos_.chaos([target_, *arguments], plan, keep or Path(directory), progress)
     show(chaos_.as_json(report), chaos_.lines(report), as_json)
     raise typer.Exit(0 if report.exact else FAILED)
+
+
+def _refuse_used(keep: Path | None) -> None:
+    """Refuses a directory for runs that has something in it."""
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")
