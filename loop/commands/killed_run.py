@@ -32,7 +32,7 @@ _FIRST_LINE = 30
 
 
 class Machine(NamedTuple):
-    """What stands for a machine: one of its own keeps nothing of what another has written.
+    """A machine, which is a directory here: nothing is in it of what another one has written.
 
     Attributes:
         name: of its directory.
