@@ -26,16 +26,21 @@ class Server:
         self.process = None
 
     def start(self):
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, env={**os.environ, "TFLOOP_TESTS_COLD": "1"}, **quiet)
+        self.process = subprocess.Popen(self.command(), env={**os.environ, "TFLOOP_TESTS_COLD": "1"}, **quiet)
         for _ in range(600):
             with contextlib.suppress(OSError):
-                request = Request(f"http://127.0.0.1:{self.port}/{BUCKET}", method="PUT", headers=signed())
-                urlopen(request, timeout=5).read()
+                urlopen(self.first_request(), timeout=5).read()
                 return
             time.sleep(0.1)
         raise RuntimeError("the S3 server did not start")
+
+    def command(self):
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+
+    def first_request(self):
+        """Makes the bucket."""
+        return Request(f"{self.endpoint}/{BUCKET}", method="PUT", headers=signed())
 
     def stop(self):
         self.process.kill()

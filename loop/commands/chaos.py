@@ -45,7 +45,7 @@ class Plan:
         seed: of the moments of the kills.
         checkpoint_every: how often to save, as typed; None: about ten times in the run.
         store: the URL of a folder in object storage for the runs with kills; None: they are on this disk. They are
-            removed from it when all was right.
+            removed from it when nothing is wrong.
         migrate: whether a run goes on on another machine after each kill, with nothing but its URL: on two workers, on
             three of another backend, and at last on one. The machines are directories. Without `store`, the runs are in
             a directory that all machines share.
@@ -157,10 +157,18 @@ def chaos(
         _until_it_ends(run, machines, aim, report, patience, progress)
         if run.finished:
             _compare(report, run, reference)
-        if plan.store and run.url and not report.problems:
-            copies.remove(run.url)
+        if plan.store and run.url:
+            _remove(run.url, report)
     report.seconds = time.monotonic() - begun
     return report
+
+
+def _remove(url: str, report: Report) -> None:
+    """Removes a run from the store, if nothing is wrong with it."""
+    if report.problems:
+        report.problems.append(f"the run is still at {url}: `tfloop runs rm` removes it")
+    else:
+        copies.remove(url)
 
 
 def _steps_between(plan: Plan, steps: int) -> int:

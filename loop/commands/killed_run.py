@@ -53,6 +53,7 @@ class Run:
         url: where it is in object storage; None: nowhere.
 
     Attributes:
+        url: as given.
         run_dir: the run directory on the machine that trains.
         examples: the directory of the logs of examples.
         command: the whole command.

@@ -353,8 +353,8 @@ def _work(
         beginning.close()
         backend.close()
         # The chief alone delivers; the others end before it has.
-        is_left = backend.is_chief and not _is_delivered(fields)
-        code = PREEMPTED if fields["status"] == "preempted" or is_left else 0
+        is_undelivered = backend.is_chief and not _is_delivered(fields)
+        code = PREEMPTED if fields["status"] == "preempted" or is_undelivered else 0
         report(code, None, fields)
     if JOB in os.environ:
         # A saved run is no failure for which the others are to be ended: its code is in the report.

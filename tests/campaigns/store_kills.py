@@ -6,10 +6,8 @@ connections, answers with 500, 503 and "slow down", delays, truncates, lies abou
 some 40 minutes on two cores; with a number as argument, that share of the kills.
 """
 
-import contextlib
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import threading
@@ -17,7 +15,6 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from urllib.request import urlopen
 
 from obstore.store import S3Store
 
@@ -30,30 +27,21 @@ SHARE = 0.04
 """The share of the requests that fail."""
 
 
-class Server:
-    """Rclone's S3 server over a directory."""
+class Rclone(s3.Server):
+    """Rclone's S3 server over a directory, which outlives it."""
 
     def __init__(self, directory):
+        super().__init__()
         self.directory = directory
         (directory / s3.BUCKET).mkdir(parents=True)
-        [self.port] = s3.free_ports(1)
-        self.process = None
 
-    def start(self):
+    def command(self):
         program = os.environ.get("RCLONE", "rclone")
-        command = [program, "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--vfs-cache-mode", "off"]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen([*command, str(self.directory)], **quiet)
-        for _ in range(300):
-            with contextlib.suppress(OSError):
-                urlopen(f"http://127.0.0.1:{self.port}/", timeout=5).read()
-                return
-            time.sleep(0.1)
-        raise RuntimeError("the S3 server did not start")
+        address = f"127.0.0.1:{self.port}"
+        return [program, "serve", "s3", "--addr", address, "--vfs-cache-mode", "off", str(self.directory)]
 
-    def stop(self):
-        self.process.kill()
-        self.process.wait()
+    def first_request(self):
+        return f"{self.endpoint}/"
 
 
 class Outages:
@@ -105,7 +93,7 @@ def main(share=1.0, seed=0):
     total = Counter()
     with tempfile.TemporaryDirectory(prefix="tfloop-store-") as name:
         place = Path(name)
-        server = Server(place / "objects")
+        server = Rclone(place / "objects")
         server.start()
         proxy = s3.Proxy(server, seed, SHARE, creates_once=True)
         quiet = s3.Proxy(server, creates_once=True)

@@ -216,7 +216,7 @@ def test_large_files_travel_in_parts(store, url, tmp_path):
     [
         ("s3://bucket", "path of its own"), ("s3://me:secret@bucket/run", "credentials come from"),
         ("https://host/bucket", "bucket/path"), ("file://host/run", "absolute"), ("s3://bucket/a/../b", "without ."),
-        ("s3://bucket/run?key=secret", "without user, query"),
+        ("s3://bucket/run?key=secret", "without user, query"), ("ftp://host/run", "begins with s3://, gs://"),
     ],
 )  # fmt: skip
 def test_wrong_urls_are_refused_without_their_secrets(text, problem):

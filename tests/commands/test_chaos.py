@@ -181,7 +181,7 @@ def test_a_run_moves_from_machine_to_machine(tmp_path):
     report = json.loads(done.stdout)
     assert report["exact"]
     assert [text.split()[-1] for text in report["machines"]] == ["--workers=2", "--workers=3", "--backend=single"]
-    assert report["lives"] == report["runs"] + 2
+    assert sum(report["kills"].values()) == 2
     assert report["distance"] < 5e-6
     last = tmp_path / "kept" / f"killed-{report['runs']}"
     assert [len(examples) for examples in used(last / "witness").values()] == [1001, 1001]
@@ -190,7 +190,8 @@ def test_a_run_moves_from_machine_to_machine(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["digits", "--migrate", "--workers", "2"], "leave --backend and --workers out"),
+        (["digits", "--migrate", "--workers", "2"], "--workers 2: --migrate chooses"),
+        (["digits", "--store", "folder"], "folder: this is no URL of a store"),
         (["digits", "--store", "s3://bucket"], "path of its own"),
         (["nowhere.py:Task"], "there is no file nowhere.py"),
         (["digits", "--keep", "."], "--keep .: it is there already"),

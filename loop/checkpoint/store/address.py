@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from callbacks.files import launch_path, read_json
+from callbacks.run_record.redaction import mask
 from loop.errors import UsageError
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -33,9 +34,12 @@ def read_url(text: str) -> str:
     """A URL without slashes at its end, checked.
 
     Raises:
-        UsageError: it has no bucket or path, or secrets stand in it.
+        UsageError: it is no URL of a store, has no bucket or path, or secrets stand in it.
     """
     parts = urlsplit(text)
+    if not is_url(text):
+        kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise UsageError(f"{mask(text)}: this is no URL of a store: give one that begins with {kinds}")
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if parts.username is not None or parts.query or parts.fragment:
         raise UsageError(
@@ -53,7 +57,7 @@ def read_url(text: str) -> str:
 
 def run_dir(text: str) -> str | Path:
     """What was typed as a run directory: a checked URL, or a path."""
-    return read_url(text) if is_url(text) else Path(text)
+    return read_url(text) if "://" in text else Path(text)
 
 
 def place(url: str, kind: str, home: Path | None = None) -> Path:

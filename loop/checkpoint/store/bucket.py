@@ -54,16 +54,16 @@ def digest_of(chunks: Iterator[bytes]) -> Digest:
     """The digest of a content, in chunks of `PART` bytes."""
     size = 0
     sha256 = hashlib.sha256()
+    part = hashlib.md5(usedforsecurity=False)
     parts = []
     for chunk in chunks:
         size += len(chunk)
         sha256.update(chunk)
-        parts.append(hashlib.md5(chunk, usedforsecurity=False))
+        part = hashlib.md5(chunk, usedforsecurity=False)
+        parts.append(part.digest())
+    etag = part.hexdigest()
     if len(parts) > 1:
-        together = b"".join(part.digest() for part in parts)
-        etag = f"{hashlib.md5(together, usedforsecurity=False).hexdigest()}-{len(parts)}"
-    else:
-        etag = (parts or [hashlib.md5(usedforsecurity=False)])[0].hexdigest()
+        etag = f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
     return Digest(size, sha256.hexdigest(), etag)
 
 

@@ -140,7 +140,7 @@ def bring(bucket: Bucket, state: State, directory: Path, meanwhile: Callable[[],
         bucket: that of the run.
         state: what the run is.
         directory: the run directory on this machine.
-        meanwhile: is called again and again.
+        meanwhile: is called after each part of a file.
 
     Raises:
         StoreError: the store has other bytes than were written.
@@ -154,7 +154,7 @@ def bring(bucket: Bucket, state: State, directory: Path, meanwhile: Callable[[],
         elif not (directory / name).exists():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             bucket.download(about["key"], directory / name, about["bytes"], about["sha256"], meanwhile)
-    _bring_journal(bucket, state, directory)
+    _bring_journal(bucket, state, directory, meanwhile)
     checkpoints = directory / "checkpoints"
     for step in sorted(by_checkpoint):
         if not (checkpoints / step).exists():
@@ -177,7 +177,7 @@ def _bring_checkpoint(bucket: Bucket, path: Path, files: JsonObject, meanwhile: 
     fsync_directory(path.parent)
 
 
-def _bring_journal(bucket: Bucket, state: State, directory: Path) -> None:
+def _bring_journal(bucket: Bucket, state: State, directory: Path, meanwhile: Callable[[], object]) -> None:
     """Brings the journal, or its end if the directory has the beginning."""
     path = directory / JOURNAL
     have = path.stat().st_size if path.exists() else 0
@@ -187,7 +187,7 @@ def _bring_journal(bucket: Bucket, state: State, directory: Path) -> None:
     with replacing(path, durable=True, aside=path.with_name(f"{path.name}.new.tmp")) as out:
         for segment in state.journal:
             part = path.with_name(f"{path.name}.segment.tmp")
-            bucket.download(segment["key"], part, segment["bytes"], segment["sha256"])
+            bucket.download(segment["key"], part, segment["bytes"], segment["sha256"], meanwhile)
             out.write(part.read_bytes())
             part.unlink()
     fsync_directory(directory)

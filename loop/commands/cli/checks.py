@@ -150,8 +150,8 @@ def chaos(
 
     if not 1 <= kills <= chaos_.MOST_KILLS:
         raise UsageError(f"--kills {kills}: give a whole number from 1 to {chaos_.MOST_KILLS}")
-    if migrate and (backend, workers) != (None, None):
-        raise UsageError("--migrate chooses backends and workers: leave --backend and --workers out")
+    if migrate:
+        _refuse_chosen(backend, workers)
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
     with_defaults(None, options)
     plan = chaos_.Plan(kills, seed, checkpoint_every, store and address.read_url(store), migrate)
@@ -169,6 +169,13 @@ def chaos(
         report = chaos_.chaos([target_, *arguments], plan, keep or Path(directory), progress)
     show(chaos_.as_json(report), chaos_.lines(report), as_json)
     raise typer.Exit(0 if report.exact else FAILED)
+
+
+def _refuse_chosen(backend: str | None, workers: int | None) -> None:
+    """Refuses what `--migrate` chooses itself."""
+    if backend or workers:
+        given = f"--backend {backend}" if backend else f"--workers {workers}"
+        raise UsageError(f"{given}: --migrate chooses backends and workers: leave it out")
 
 
 def _refuse_used(keep: Path | None) -> None:
