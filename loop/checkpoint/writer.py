@@ -202,5 +202,6 @@ def _make_durable(path: Path) -> None:
 
 
 def arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors as NumPy arrays; what isn't a tensor, as it is."""
-    return {name: value.numpy() if tf.is_tensor(value) else value for name, value in tensors.items()}
+    """Tensors as NumPy arrays, of the same memory where it is the host's; what isn't a tensor, as it is."""
+    # Not by `.numpy()`, which copies: all tensors at once, while the checkpoint is being written.
+    return {name: np.asarray(value) if tf.is_tensor(value) else value for name, value in tensors.items()}
