@@ -119,14 +119,22 @@ def uniform(
     """`tf.random.stateless_uniform` by row; see `by_row`."""
     dtype = tf.as_dtype(dtype)
     if dtype.is_floating:
+        drawn = _draw(tf.raw_ops.StatelessRandomUniformV2, shape, seed, dtype.size, dtype=dtype)
+        if _is_number(minval, 0) and (maxval is None or _is_number(maxval, 1)):
+            return drawn  # as of dropout, which draws as many numbers as there are activations
         low = tf.cast(minval, dtype)
         high = tf.cast(1 if maxval is None else maxval, dtype)
-        return _draw(tf.raw_ops.StatelessRandomUniformV2, shape, seed, dtype.size, dtype=dtype) * (high - low) + low
+        return drawn * (high - low) + low
     if maxval is None:
         return _draw(tf.raw_ops.StatelessRandomUniformFullIntV2, shape, seed, dtype.size, dtype=dtype)
     low = tf.cast(minval, dtype)
     high = tf.cast(maxval, dtype)
     return _draw(tf.raw_ops.StatelessRandomUniformIntV2, shape, seed, dtype.size, minval=low, maxval=high)
+
+
+def _is_number(value: Number, number: int) -> bool:
+    """Whether a value is known to be this number."""
+    return isinstance(value, int | float) and value == number
 
 
 def normal(
