@@ -22,7 +22,7 @@ import numpy as np
 
 BATCH = 64
 SECONDS = 3.0
-STEPS = 10
+STEPS = 50
 LENGTHS = np.random.default_rng(2).integers(10, 200, 20_000)
 TOKENS = np.random.default_rng(3).integers(0, 30_000, int(LENGTHS.sum())).astype(np.int32)
 FIRSTS = np.cumsum(LENGTHS) - LENGTHS
@@ -91,19 +91,27 @@ def ours(data: Any) -> Iterator[Any]:
     import tensorflow as tf
 
     from loop.data import BatchOptions, source
+    from loop.monitor.phase_marker import PhaseMarker
+    from loop.step.batches import Batches
 
     made = source(data, BatchOptions(BATCH, shuffle=True, drop_remainder=True, prefetch=4), "train_data()")
 
-    @tf.function
+    steps_per_epoch = made.steps_per_epoch
+    assert steps_per_epoch is not None
+    steps = min(STEPS, steps_per_epoch)
+
+    def sized(step: Any, read: Any, sizes: Any) -> Any:
+        return sizes + tf.add_n([tf.size(leaf) for leaf in tf.nest.flatten(read)])
+
+    @tf.function(autograph=False)
     def read(epoch: Any, first: Any) -> Any:
-        values = tf.constant(0)
-        for step in tf.range(first, first + STEPS):
-            values += tf.add_n([tf.size(leaf) for leaf in tf.nest.flatten(made.read_batch((), epoch, step))])
-        return values
+        batches = Batches(made, (), epoch, PhaseMarker(noted=False, timed=False, replicas=1))
+        end = first + steps
+        return batches.each(lambda step, _: step < end, sized, first, batches.first(first), tf.constant(0))[-1]
 
     for epoch in itertools.count():
-        for first in range(0, (made.steps_per_epoch or 0) - STEPS + 1, STEPS):
-            yield from itertools.repeat(read(tf.constant(epoch, tf.int64), tf.constant(first, tf.int64)), STEPS)
+        for first in range(0, steps_per_epoch - steps + 1, steps):
+            yield from itertools.repeat(read(tf.constant(epoch, tf.int64), tf.constant(first, tf.int64)), steps)
 
 
 def grains(data: Any, transformations: list[Any], workers: int) -> Iterator[Any]:

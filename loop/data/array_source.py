@@ -22,12 +22,10 @@ class PositionSource:
     Attributes:
         endless: False: it has an end.
         layout: None: a position means the same with any number of workers.
-        reads_ahead: True: a batch can be read while the one before it is computed.
     """
 
     endless = False
     layout: list[str | int] | None = None
-    reads_ahead = True
 
     def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
         """Nothing to do: every position can be read at once."""

@@ -9,7 +9,7 @@ import numpy as np
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import Arrays, BadExampleError, arrays_of, checked, example_seeds
 from loop.data.indexed import IndexedData
-from loop.data.read_ahead import PendingBatch
+from loop.data.read_ahead import PendingBatches
 from loop.data.reader_process import ReaderProcesses, pickled
 from loop.errors import TrainingError
 
@@ -36,50 +36,54 @@ class BatchFiller:
         self.whole_batches = data.reader.by_column and not data.readers and not layout.padded
         self._processes = ReaderProcesses(pickled(data.reader, layout.specs), data.readers) if data.readers else None
 
-    def fill(self, batch: PendingBatch, stretch: slice, thread: int) -> None:
-        """Reads a stretch of the rows of a batch.
+    def fill(self, batches: PendingBatches, stretch: slice, thread: int) -> None:
+        """Reads a stretch of the rows of some batches.
 
         Args:
-            batch: the batch.
-            stretch: which rows of it.
+            batches: the batches.
+            stretch: which rows of them.
             thread: the number of the thread that asks.
 
         Raises:
             BadExampleError: an example has other arrays than the first, if it isn't to be skipped.
             TrainingError: an example can't be read, if it isn't to be skipped; a reader process has ended.
         """
-        indices = batch.index[stretch]
-        ids = self._data.resolve(indices, batch.epoch, self._seed)
-        seeds = example_seeds(indices, batch.epoch, self._seed)
+        indices = batches.index[stretch]
+        epoch = batches.first.epoch
+        ids = self._data.resolve(indices, epoch, self._seed)
+        seeds = example_seeds(indices, epoch, self._seed)
         if self.whole_batches:
             columns = arrays_of(self._data.reader, self._layout.specs, ids, seeds)
             assert isinstance(columns, tuple)  # of a reader by column
-            batch.leaves = self._layout.leaves_of(columns)
+            batches.leaves = self._layout.leaves_of(columns)
             return
-        leaves = [leaf[stretch] for leaf in batch.leaves]
-        read = self._read_examples(ids, seeds, thread, leaves)
+        read = self._read_examples(ids, seeds, thread, batches, stretch)
         if isinstance(read, tuple) and not self._layout.padded:
-            for leaf, column in zip(leaves, read, strict=True):
-                leaf[...] = column
+            for leaf, column in zip(batches.leaves, read, strict=True):
+                leaf[stretch] = column
             return
         examples = list(zip(*read, strict=True)) if isinstance(read, tuple) else read
-        for row, arrays in enumerate(examples):
+        widths = batches.widths_of(stretch)
+        for number, arrays in enumerate(examples):
+            row = stretch.start + number
             try:
-                self._layout.fill(leaves, row, arrays, int(ids[row]))
+                self._layout.fill(batches, row, arrays, int(ids[number]), widths[number])
             except (BadExampleError, TrainingError) as error:
                 if not self._data.skips:
                     raise
                 warnings.warn(f"{error}; it is left out (on_bad_example='skip')", stacklevel=2)
-                self._layout.clear(leaves, row)
-                batch.index[stretch.start + row] = SKIPPED
+                self._layout.clear(batches, row)
+                batches.index[row] = SKIPPED
 
     def close(self) -> None:
         """Ends the processes that read."""
         if self._processes is not None:
             self._processes.close()
 
-    def _read_examples(self, ids: np.ndarray, seeds: np.ndarray, thread: int, leaves: list[np.ndarray]) -> Arrays:
-        """See `arrays_of`; by the process of this thread, once it is ready. Empty: `leaves` are filled."""
+    def _read_examples(
+        self, ids: np.ndarray, seeds: np.ndarray, thread: int, batches: PendingBatches, stretch: slice
+    ) -> Arrays:
+        """See `arrays_of`; by the process of this thread, once it is ready. Empty: the rows are filled already."""
         reader = self._data.reader
         process = self._processes and self._processes.of_thread(thread)
         if process:
@@ -87,4 +91,4 @@ class BatchFiller:
         if reader.by_column:
             return arrays_of(reader, self._layout.specs, ids, seeds)
         examples = reader.read(ids, seeds)
-        return [] if self._layout.fill_all(leaves, examples) else checked(examples, self._layout.specs, ids)
+        return [] if self._layout.fill_all(batches, stretch, examples) else checked(examples, self._layout.specs, ids)

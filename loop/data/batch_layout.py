@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from loop.data.columns import columns_of, fill_column, fill_padded_column
+from loop.data.columns import columns_of, fill_column, lengths_of
 from loop.data.examples import ArraySpec, BadExampleError, specs_of
 from loop.data.indexed import IndexedData
 from loop.data.padding import Padding, Scalar
 from loop.data.random_access import Example, structure_of
-from loop.data.read_ahead import array_of_own, array_of_own_of
+from loop.data.read_ahead import PendingBatches, array_of_own, array_of_own_of
 from loop.task import Batch
+
+
+class HandedOver(NamedTuple):
+    """Batches in a graph that the host has handed over; all are padded to the longest example of all.
+
+    Attributes:
+        first: the step of the first one within the epoch: int64 [].
+        end: the step behind the last one: int64 [].
+        starts: where the rows of each batch begin, and where those of the last one end: int64 [batches + 1, 1].
+        begins: of each batch, the first row, and 0: int64 [batches, 2].
+        ends: for each padded array, the row behind each batch, and the length it is padded to: int64 [batches, 2].
+        index: the indices of the examples: int64 [rows].
+        columns: the arrays: [rows, ...].
+        masks: the masks: bool [rows, length].
+    """
+
+    first: tf.Tensor
+    end: tf.Tensor
+    starts: tf.Tensor
+    begins: tf.Tensor
+    ends: list[tf.Tensor]
+    index: tf.Tensor
+    columns: list[tf.Tensor]
+    masks: list[tf.Tensor]
 
 
 class BatchLayout:
@@ -54,98 +79,224 @@ class BatchLayout:
         """About how many bytes an example has."""
         return sum(int(np.prod(spec.shape)) * spec.dtype.itemsize for spec in self.specs)
 
+    def bytes_of_rows(self, widths: np.ndarray) -> np.ndarray:
+        """How many bytes a row of a batch has: int64 [batches].
+
+        Args:
+            widths: the lengths that its arrays are padded to: int64 [batches, padded arrays].
+        """
+        bytes_ = np.zeros([len(widths)], np.int64)
+        padded = 0
+        for spec in self.specs:
+            if spec.padded:
+                bytes_ += widths[:, padded] * (math.prod(spec.shape[1:]) * spec.dtype.itemsize)
+                padded += 1
+            else:
+                bytes_ += math.prod(spec.shape) * spec.dtype.itemsize
+        return bytes_
+
     def dtype(self, spec: ArraySpec) -> np.dtype:
         """The dtype that an array has in a batch."""
         return np.dtype("float64") if self.wide and spec.dtype.kind == "f" else spec.dtype
 
-    def new(self, count: int, lengths: dict[str | int, int]) -> list[np.ndarray]:
-        """The arrays of a batch of `count` examples, not yet filled; and the masks.
-
-        Args:
-            count: the number of examples.
-            lengths: the lengths that arrays are padded to, by name.
-        """
-        leaves = []
-        for spec, gap in zip(self.specs, self._gaps, strict=True):
-            shape = (lengths[spec.name], *spec.shape[1:]) if spec.padded else spec.shape
-            leaf = array_of_own([count, *shape], self.dtype(spec))
-            if spec.padded:
-                leaf[...] = gap
-            leaves.append(leaf)
-        masks = [np.zeros([count, lengths[name]], bool) for name in self._masked]
-        return leaves + masks
+    def new(self, count: int) -> list[Any]:
+        """The leaves of `PendingBatches` of `count` rows, not yet filled."""
+        leaves: list[Any] = []
+        for spec in self.specs:
+            empty = [None] * count if spec.padded else array_of_own([count, *spec.shape], self.dtype(spec))
+            leaves.append(empty)
+        return leaves
 
     def leaves_of(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The arrays of a batch that isn't padded, from its stacked examples."""
         return [array_of_own_of(column, self.dtype(spec)) for column, spec in zip(columns, self.specs, strict=True)]
 
-    def fill_all(self, batch: Sequence[np.ndarray], examples: Sequence[Any]) -> bool:
-        """Writes examples into the rows of a batch at once; False: they have to be looked at one by one.
+    def fill_all(self, batches: PendingBatches, stretch: slice, examples: Sequence[Any]) -> bool:
+        """Writes examples into some rows at once; False: they have to be looked at one by one.
 
         Args:
-            batch: the arrays, [examples, ...], and the masks.
+            batches: the batches.
+            stretch: the rows.
             examples: as they were read and mapped.
         """
         columns = columns_of(examples, self.specs)
-        if columns is None or any(
-            leaf.dtype != spec.dtype or leaf.dtype.hasobject for leaf, spec in self._pairs(batch)
-        ):
+        if columns is None or any(spec.dtype.hasobject or self.dtype(spec) != spec.dtype for spec in self.specs):
             return False
-        for (leaf, spec), column in zip(self._pairs(batch), columns, strict=True):
+        widths = batches.widths_of(stretch)
+        padded = 0
+        for leaf, spec, column in zip(batches.leaves, self.specs, columns, strict=True):
             if not spec.padded:
-                filled = fill_column(column, leaf)
-            else:
-                filled = fill_padded_column(column, leaf, self._mask_of(batch, spec))
-            if not filled:
+                if not fill_column(column, leaf[stretch]):
+                    return False
+                continue
+            lengths = lengths_of(column, spec.shape, spec.dtype)
+            if lengths is None or (lengths > widths[:, padded]).any():
                 return False
+            leaf[stretch] = column
+            batches.lengths[stretch, padded] = lengths
+            padded += 1
         return True
 
-    def fill(self, batch: Sequence[np.ndarray], row: int, arrays: Sequence[np.ndarray] | Exception, index: int) -> None:
-        """Writes the arrays of an example into a row of a batch.
+    def fill(
+        self,
+        batches: PendingBatches,
+        row: int,
+        arrays: Sequence[np.ndarray] | Exception,
+        index: int,
+        widths: Sequence[int],
+    ) -> None:
+        """Writes the arrays of an example into a row.
+
+        Args:
+            batches: the batches.
+            row: the row.
+            arrays: the arrays, or the error that is there in place of them.
+            index: the number of the example in the source, for messages.
+            widths: the lengths that the arrays of the row's batch are padded to.
 
         Raises:
-            BadExampleError: an array is longer than the arrays of the batch.
+            BadExampleError: an array is longer than the arrays of its batch.
             Exception: the error that is there in place of the arrays.
         """
         if isinstance(arrays, Exception):
             raise arrays
-        for (leaf, spec), array in zip(self._pairs(batch), arrays, strict=True):
+        padded = 0
+        for leaf, spec, array in zip(batches.leaves, self.specs, arrays, strict=True):
             if not spec.padded:
                 leaf[row] = array[()]  # of an array without axes, its element, such as a text
                 continue
-            if len(array) > leaf.shape[1]:
+            if len(array) > widths[padded]:
                 raise BadExampleError(
                     f"example {index}: {spec.label}length {len(array)}, more than lengths=... say of any example of "
-                    f"its batch, {leaf.shape[1]}: give the lengths that examples have after map"
+                    f"its batch, {widths[padded]}: give the lengths that examples have after map"
                 )
-            leaf[row, : len(array)] = array
-            mask = self._mask_of(batch, spec)
-            if mask is not None:
-                mask[row, : len(array)] = True
+            leaf[row] = np.array(array, self.dtype(spec))  # a copy: a reader process writes the next example there
+            batches.lengths[row, padded] = len(array)
+            padded += 1
 
-    def _pairs(self, batch: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, ArraySpec]]:
-        return zip(batch, self.specs, strict=False)  # masks follow the arrays
-
-    def _mask_of(self, batch: Sequence[np.ndarray], spec: ArraySpec) -> np.ndarray | None:
-        return batch[len(self.specs) + self._masked.index(spec.name)] if spec.name in self._masked else None
-
-    def clear(self, batch: Sequence[np.ndarray], row: int) -> None:
+    def clear(self, batches: PendingBatches, row: int) -> None:
         """Empties a row whose example is left out."""
-        for leaf in batch:
-            leaf[row] = "" if leaf.dtype == object else np.zeros([], leaf.dtype)
+        for leaf, spec in zip(batches.leaves, self.specs, strict=True):
+            if spec.padded:
+                leaf[row] = self._joined(spec, [])
+            else:
+                leaf[row] = "" if leaf.dtype == object else np.zeros([], leaf.dtype)
+        batches.lengths[row] = 0
+
+    # How batches are handed over to a graph: which rows each of them has, the indices, and the arrays. A graph cuts a
+    # batch out. It also pads: Python would take longer.
+
+    def handed_over(self, batches: PendingBatches) -> list[Any]:
+        """The arrays, or tensors, that a graph gets of some batches; see `handed_over_specs`."""
+        first = batches.first.step
+        steps = np.array([first, first + batches.count], np.int64)
+        leaves = []
+        for leaf, spec in zip(batches.leaves, self.specs, strict=True):
+            leaves.append(self._joined(spec, leaf) if spec.padded else leaf)
+        return [steps, batches.starts[:, None], batches.index, *leaves, batches.widths, batches.lengths]
+
+    def handed_over_specs(self) -> list[tf.TensorSpec]:
+        """The specs of what `handed_over` returns.
+
+        The step of the first batch, and that behind the last one: int64 [2]. Where the rows of each batch begin, and
+        where those of the last one end: int64 [batches + 1, 1]. The indices: int64 [rows]. The arrays: [rows, ...],
+        those that are padded: [rows of all examples, ...]. The lengths that these are padded to: int64 [batches, padded
+        arrays]; and their own: int64 [rows, padded arrays].
+        """
+        leaves = []
+        for spec in self.specs:
+            shape = spec.shape[1:] if spec.padded else spec.shape
+            leaves.append(tf.TensorSpec([None, *shape], tensor_dtype(self.dtype(spec))))
+        steps, starts = tf.TensorSpec([2], tf.int64), tf.TensorSpec([None, 1], tf.int64)
+        lengths = tf.TensorSpec([None, len(self.padded)], tf.int64)
+        return [steps, starts, tf.TensorSpec([None], tf.int64), *leaves, lengths, lengths]
+
+    def from_host(self, tensors: Sequence[tf.Tensor]) -> HandedOver:
+        """In a graph: some batches, of which `batch_at` cuts out one, from the tensors of `handed_over`."""
+        steps, starts, index, *leaves, widths, lengths = tensors
+        columns: list[tf.Tensor] = []
+        masks: dict[str | int, tf.Tensor] = {}
+        ends: list[tf.Tensor] = []
+        for leaf, spec, gap in zip(leaves, self.specs, self._gaps, strict=True):
+            if not spec.padded:
+                columns.append(leaf)
+                continue
+            number = len(ends)
+            ends.append(tf.concat([starts[1:], widths[:, number : number + 1]], 1))
+            own = lengths[:, number]
+            widest = tf.reduce_max(widths[:, number])
+            columns.append(_padded(leaf, own, widest, gap))
+            if spec.name in self._masked:
+                masks[spec.name] = tf.sequence_mask(own, widest)
+        begins = tf.pad(starts[:-1], [[0, 0], [0, 1]])
+        masks_in_order = [masks[name] for name in self._masked]
+        return HandedOver(steps[0], steps[1], starts, begins, ends, index, columns, masks_in_order)
+
+    def batch_at(self, held: HandedOver, step: tf.Tensor) -> tuple[tf.Tensor, Batch]:
+        """In a graph: the indices and the arrays of the batch at a step, padded to its own longest example."""
+        number = step - held.first
+        rows = tf.gather(held.starts, number), tf.gather(held.starts, number + 1)
+        corner = tf.gather(held.begins, number) if held.ends else None
+        cut_out: dict[str | int, Any] = {}
+        arrays: list[tf.Tensor] = []
+        for column, spec in zip(held.columns, self.specs, strict=True):
+            if spec.padded:
+                cut_out[spec.name] = corner, tf.gather(held.ends[len(cut_out)], number)
+            arrays.append(_cut(column, *cut_out.get(spec.name, rows)))
+        masks = {}
+        for name, mask in zip(self._masked, held.masks, strict=True):
+            masks[name] = _cut(mask, *cut_out[name])
+        return _cut(held.index, *rows), self._with_masks(arrays, masks)
+
+    def _joined(self, spec: ArraySpec, arrays: list[np.ndarray]) -> np.ndarray:
+        """Arrays of a padded array one behind the other: [rows of all examples, ...]."""
+        return np.concatenate(arrays) if arrays else np.zeros([0, *spec.shape[1:]], self.dtype(spec))
+
+    def _with_masks(self, arrays: Sequence[Any], masks: dict[str | int, Any]) -> Batch:
+        """The batch with its masks, in the structure of an example."""
+        batch = tf.nest.pack_sequence_as(self._structure, list(arrays))
+        return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
 
     def tensor_specs(self) -> list[tf.TensorSpec]:
-        """The specs of a batch's arrays and masks; padded axes are open."""
+        """The specs of a batch's arrays; padded axes are open."""
         specs = []
         for spec in self.specs:
             shape = (None, *spec.shape[1:]) if spec.padded else spec.shape
             specs.append(tf.TensorSpec([None, *shape], tensor_dtype(self.dtype(spec))))
-        return specs + [tf.TensorSpec([None, None], tf.bool) for _ in self._masked]
+        return specs
 
-    def pack(self, tensors: Sequence[tf.Tensor]) -> Batch:
-        """The batch with its masks, in the structure of an example, from the tensors of `tensor_specs`."""
-        batch = tf.nest.pack_sequence_as(self._structure, list(tensors[: len(self.specs)]))
-        return self._padding.with_masks(batch, dict(zip(self._masked, tensors[len(self.specs) :], strict=True)))
+    def pack(self, arrays: Sequence[tf.Tensor]) -> Batch:
+        """A batch without padding, in the structure of an example."""
+        return self._with_masks(arrays, {})
+
+    def batch_spec(self) -> Batch:
+        """The specs of a batch and its masks, in its structure."""
+        masks = {name: tf.TensorSpec([None, None], tf.bool) for name in self._masked}
+        return self._with_masks(self.tensor_specs(), masks)
+
+
+def _padded(rows: tf.Tensor, lengths: tf.Tensor, width: tf.Tensor, gap: Scalar) -> tf.Tensor:
+    """Examples of different lengths in one tensor: [examples, width, ...].
+
+    Args:
+        rows: the rows of all examples, [rows, ...].
+        lengths: how many of them each example has: int64 [examples].
+        width: the length to pad to: int64 [].
+        gap: what fills the gaps.
+    """
+    return tf.raw_ops.RaggedTensorToTensor(
+        shape=tf.stack([tf.size(lengths, tf.int64), width, *rows.shape[1:]]),
+        values=rows,
+        default_value=tf.constant(gap, rows.dtype),
+        row_partition_tensors=[tf.concat([[0], tf.cumsum(lengths)], 0)],
+        row_partition_types=["ROW_SPLITS"],
+    )
+
+
+def _cut(tensor: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
+    """A part of a tensor along its first axes; `begin` and `end` have a number for each of these."""
+    # `tensor[begin:end]` would first put numbers together, which takes as long as the cut.
+    return tf.strided_slice(tensor, begin, end)
 
 
 def tensor_dtype(dtype: np.dtype) -> tf.DType:

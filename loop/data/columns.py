@@ -11,6 +11,7 @@ import numpy as np
 from loop.data.examples import ArraySpec
 
 _dtype_of = operator.attrgetter("dtype")
+_axes_of = operator.attrgetter("ndim")
 
 
 def columns_of(examples: Sequence[Any], specs: Sequence[ArraySpec]) -> list[Sequence[Any]] | None:
@@ -57,27 +58,21 @@ def fill_column(column: Sequence[Any], out: np.ndarray) -> bool:
     return same
 
 
-def fill_padded_column(column: Sequence[Any], out: np.ndarray, mask: np.ndarray | None) -> bool:
-    """Writes arrays of one dtype and different lengths into the rows of an array; False: one of them is unlike it.
+def lengths_of(column: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+    """The lengths of arrays that differ in length, int64 [arrays]; None: one of them is unlike the others.
 
     Args:
         column: the arrays.
-        out: [arrays, length, ...], already filled with what stands behind the arrays.
-        mask: bool [arrays, length], which becomes true where there is data; None: none is wanted.
+        shape: the shape of an array, whose first axis may have any length.
+        dtype: the dtype of an array.
     """
-    if set(map(type, column)) != {np.ndarray} or set(map(_dtype_of, column)) != {out.dtype}:
-        return False
-    if {array.shape[1:] for array in column} != {out.shape[2:]} or not all(array.ndim for array in column):
-        return False
-    try:
-        for row, array in zip(out, column, strict=True):
-            row[: len(array)] = array
-    except ValueError:  # longer than the row
-        return False
-    if mask is not None:
-        lengths = np.fromiter(map(len, column), np.int64, len(column))
-        mask[...] = np.arange(mask.shape[1]) < lengths[:, None]
-    return True
+    if set(map(type, column)) != {np.ndarray} or set(map(_dtype_of, column)) != {dtype}:
+        return None
+    if set(map(_axes_of, column)) != {len(shape)}:
+        return None
+    if len(shape) > 1 and {array.shape[1:] for array in column} != {shape[1:]}:
+        return None
+    return np.fromiter(map(len, column), np.int64, len(column))
 
 
 def _fill_numbers(column: Sequence[Any], out: np.ndarray) -> bool:

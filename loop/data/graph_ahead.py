@@ -14,7 +14,7 @@ from loop.data.batch_layout import BatchLayout, tensor_dtype
 from loop.data.examples import ExampleReader, example_seeds, name_of, specs_of, stacked
 from loop.data.indexed import IndexedData, usable_cpus
 from loop.data.random_access import flatten, structure_of
-from loop.data.read_ahead import PendingBatch, Position
+from loop.data.read_ahead import PendingBatches, Position
 
 _KEPT = 3
 """How many batches are kept: a graph may ask for one again, and for neighbors in any order."""
@@ -60,17 +60,17 @@ class GraphReadAhead:
         self._taken = 0
         self._mapped: Iterator[list[tf.Tensor]] = iter(())
         self._rest: list[tf.Tensor] = []
-        self._kept: deque[tuple[Position, PendingBatch]] = deque(maxlen=_KEPT)
+        self._kept: deque[PendingBatches] = deque(maxlen=_KEPT)
 
-    def get(self, position: Position) -> PendingBatch:
+    def get(self, position: Position) -> PendingBatches:
         """The batch at a position, filled; see `ReadAhead.get`.
 
         Raises:
             tf.errors.OpError: an example can't be read or mapped, or is unlike the first one.
         """
         with self._lock, tf.device("CPU:0"):
-            for known, batch in self._kept:
-                if known == position:
+            for batch in self._kept:
+                if batch.first == position:
                     return batch
             if not any(self._after(number) == position for number in range(self._depth + 1)):
                 self._begun, self._taken, self._rest = position, 0, []
@@ -79,7 +79,7 @@ class GraphReadAhead:
                 following = self._after(0)
                 batch = self._filled(following)
                 self._taken += 1
-                self._kept.append((following, batch))
+                self._kept.append(batch)
                 if following == position:
                     return batch
 
@@ -94,15 +94,15 @@ class GraphReadAhead:
         """The position this many steps after the one that is filled next."""
         return self._begun.after(self._taken + steps, self._steps_per_epoch)
 
-    def _filled(self, position: Position) -> PendingBatch:
+    def _filled(self, position: Position) -> PendingBatches:
         """The batch at a position, from the examples that come next."""
         rows = self._rows(position)
         if not self._rest and not self._layout.wide:
             self._rest = list(next(self._mapped))
             if len(self._rest[0]) == len(rows):  # as it nearly always is: the tensors are the batch
                 tensors, self._rest = self._rest, []
-                return PendingBatch(rows.copy(), position.epoch, tensors)
-        batch = PendingBatch(rows.copy(), position.epoch, self._layout.new(len(rows), {}))
+                return PendingBatches(position, rows.copy(), tensors)
+        batch = PendingBatches(position, rows.copy(), self._layout.new(len(rows)))
         filled = 0
         while filled < len(rows):
             if not self._rest:

@@ -14,7 +14,7 @@ from loop.data.batch_layout import BatchLayout
 from loop.data.buckets import LengthBuckets
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.indexed import IndexedData, usable_cpus
-from loop.data.read_ahead import PendingBatch, Position, ReadAhead, array_of_own
+from loop.data.read_ahead import PendingBatches, Position, ReadAhead, array_of_own
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 
@@ -23,6 +23,12 @@ _BLOCK = 64
 
 _AHEAD = 4
 """How many batches are read ahead with `prefetch="auto"`."""
+
+_AT_ONCE = 32
+"""How many batches are handed over to a graph at once, at most."""
+
+_AT_ONCE_BYTES = 1 << 21
+"""How large they may be together: a graph holds them while it computes, in the cache that it needs itself."""
 
 
 class HostReader:
@@ -51,8 +57,10 @@ class HostReader:
         self._in_graph = data.maps_in_graph and not layout.padded
         self._failure: BaseException | None = None
 
-    def batch(self, shares: RowShares, parts: int, position: Position) -> PendingBatch:
-        """A worker's rows of a global batch, filled. Behind the end of the data it has none.
+    def batches(self, shares: RowShares, parts: int, position: Position) -> PendingBatches:
+        """A worker's rows of a global batch, filled; and perhaps of others around it.
+
+        Behind the end of the data it has none.
 
         Args:
             shares: of the worker.
@@ -64,8 +72,7 @@ class HostReader:
         """
         try:
             if position.step >= self._steps_per_epoch:
-                # A compiled call reads one batch more than it makes steps.
-                return self.empty_batch(np.zeros([0], np.int64), np.zeros([1], np.int64), position.epoch)
+                return self.nothing(position)  # a compiled call reads one batch more than it makes steps
             ahead = self._reader(shares, parts)
             try:
                 return ahead.get(position)
@@ -79,16 +86,21 @@ class HostReader:
             self._failure = error
             raise
 
-    def batch_if_ready(self, shares: RowShares, parts: int, position: Position) -> PendingBatch | None:
-        """See `batch`; None: it isn't filled yet, or has to be waited for."""
+    def batches_if_ready(self, shares: RowShares, parts: int, position: Position) -> PendingBatches | None:
+        """See `batches`; None: they aren't filled yet, or have to be waited for."""
         if position.step >= self._steps_per_epoch:
-            return self.batch(shares, parts, position)
+            return self.nothing(position)
         ahead = self._reader(shares, parts)
         try:
             return ahead.get_if_ready(position) if isinstance(ahead, ReadAhead) else None
         except BaseException as error:
             self._failure = error
             raise
+
+    def nothing(self, position: Position) -> PendingBatches:
+        """A batch without rows."""
+        widths = np.ones([1, len(self._layout.padded)], np.int64)
+        return PendingBatches(position, np.zeros([0], np.int64), self._layout.new(0), widths=widths)
 
     def take_failure(self) -> BaseException | None:
         """Why the last batch could not be read, once: TensorFlow wraps it in a text of its own."""
@@ -104,14 +116,10 @@ class HostReader:
                     filler.close()
             self._ahead.clear()
 
-    def empty_batch(self, own: np.ndarray, whole: np.ndarray, epoch: int) -> PendingBatch:
-        """A batch, to be filled, of the examples `own`, padded as the global batch `whole` is."""
-        lengths: dict[str | int, int] = {}
-        if self._layout.padded:
-            assert self._data.padding is not None
-            for name, known in self._lengths(whole, epoch).items():
-                lengths[name] = self._data.padding.rounded(max(int(known.max()), 1))
-        return PendingBatch(_copied(own), epoch, self._layout.new(len(own), lengths))
+    def empty_batch(self, index: np.ndarray) -> PendingBatches:
+        """A batch of some examples, to be filled; as in epoch 0."""
+        widths = self._widths([index], 0)
+        return PendingBatches(Position(0, 0), _copied(index), self._layout.new(len(index)), widths=widths)
 
     def _reader(self, shares: RowShares, parts: int) -> ReadAhead | GraphReadAhead:
         with self._opening:  # two operations of a graph may ask at once
@@ -131,7 +139,7 @@ class HostReader:
         threads = data.readers or (1 if data.reader.by_column else usable_cpus())
         plan = functools.partial(self._plan, shares, parts, filler.whole_batches)
         # Code of the user may run graphs, which need another of TensorFlow's threads than the one that reads.
-        at_once = not data.readers and (filler.whole_batches or _graph_threads() > 1)
+        at_once = _AT_ONCE if not data.readers and (filler.whole_batches or _graph_threads() > 1) else 0
         return ReadAhead(plan, filler.fill, self._following, depth, threads, at_once), filler
 
     def _following(self, position: Position) -> Position | None:
@@ -139,20 +147,36 @@ class HostReader:
         # An evaluation has one epoch, and the next one begins at its start.
         return None if following.epoch == EVALUATION_EPOCH + 1 else following
 
-    def _plan(self, shares: RowShares, parts: int, whole_batches: bool, position: Position) -> PendingBatch:
-        whole = self._global_batch(position)
-        own = _own(shares, parts, whole)
-        if whole_batches:
-            leaves = [] if len(own) else self._layout.new(0, {})
-            return PendingBatch(_copied(own), position.epoch, leaves)
-        return self.empty_batch(own, whole, position.epoch)
+    def _plan(
+        self, shares: RowShares, parts: int, whole_batches: bool, position: Position, at_once: int
+    ) -> PendingBatches:
+        """A worker's rows of at most so many global batches from a position on, to be filled."""
+        wholes = self._global_batches(position, at_once)
+        widths = self._widths(wholes, position.epoch)
+        count = self._fitting(widths)
+        own = wholes[:count]
+        if shares.replicas > 1:
+            own = [_own(shares, parts, whole) for whole in own]
+        starts = np.zeros([count + 1], np.int64)
+        np.cumsum([len(rows) for rows in own], out=starts[1:])
+        leaves = [] if whole_batches and starts[-1] else self._layout.new(starts[-1])
+        return PendingBatches(position, _copied(np.concatenate(own)), leaves, starts, widths[:count])
+
+    def _fitting(self, widths: np.ndarray) -> int:
+        """How many of some batches aren't too large to be handed over at once; at least one."""
+        if len(widths) == 1:
+            return 1
+        longest = np.maximum.accumulate(self._layout.bytes_of_rows(widths))
+        bytes_ = longest * self._options.batch_size * np.arange(1, len(widths) + 1)
+        return max(1, int(np.searchsorted(bytes_, _AT_ONCE_BYTES, "right")))
 
     def _rows(self, shares: RowShares, parts: int, position: Position) -> np.ndarray:
         """The indices of a worker's rows of a global batch: int64 [n]."""
-        return _own(shares, parts, self._global_batch(position))
+        [whole] = self._global_batches(position, 1)
+        return whole if shares.replicas == 1 else _own(shares, parts, whole)
 
-    def _global_batch(self, position: Position) -> np.ndarray:
-        """The indices of the examples of a global batch: int64 [n]."""
+    def _global_batches(self, position: Position, at_once: int) -> list[np.ndarray]:
+        """The indices of the examples of global batches from a position on: int64 [n] each; at least of one."""
         size = len(self._data.reader)
         if size != self._source_size:
             raise UsageError(
@@ -160,12 +184,16 @@ class HostReader:
                 "it as it is while a run reads it"
             )
         epoch, step = position
+        block, place = divmod(step, _BLOCK)
+        # Not beyond the block, nor the epoch.
+        count = min(at_once, _BLOCK - place, self._steps_per_epoch - step)
         if self._buckets is not None:
             with tf.device("CPU:0"):
-                return np.asarray(self._buckets.batch(tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)))
-        block, place = divmod(step, _BLOCK)
-        first = place * self._options.batch_size
-        return self._block(epoch, block)[first : first + self._options.batch_size]
+                at = tf.constant(epoch, tf.int64)
+                return [np.asarray(self._buckets.batch(at, tf.constant(step + n, tf.int64))) for n in range(count)]
+        order = self._block(epoch, block)
+        size = self._options.batch_size
+        return [order[(place + number) * size : (place + number + 1) * size] for number in range(count)]
 
     def _order_of_block(self, epoch: int, block: int) -> np.ndarray:
         """The indices of the examples of `_BLOCK` global batches: int64 [n]."""
@@ -178,6 +206,18 @@ class HostReader:
             seed = np.array([self._options.seed, epoch], np.int64)
             return np.asarray(tf.random.experimental.index_shuffle(places, seed=seed, max_index=size - 1))
 
+    def _widths(self, wholes: list[np.ndarray], epoch: int) -> np.ndarray:
+        """The lengths that the arrays of some global batches are padded to: int64 [batches, padded arrays]."""
+        names = self._layout.padded
+        widths = np.zeros([len(wholes), len(names)], np.int64)
+        if names:
+            assert self._data.padding is not None
+            firsts = np.cumsum([0, *map(len, wholes[:-1])])
+            for column, lengths in enumerate(self._lengths(np.concatenate(wholes), epoch).values()):
+                longest = np.maximum(np.maximum.reduceat(lengths, firsts), 1)
+                widths[:, column] = self._data.padding.rounded(longest)
+        return widths
+
     def _lengths(self, indices: np.ndarray, epoch: int) -> dict[str | int, np.ndarray]:
         """How long each example is, by the names of the padded arrays."""
         ids = self._data.resolve(indices, epoch, self._options.seed)
@@ -186,7 +226,7 @@ class HostReader:
 
 def _own(shares: RowShares, parts: int, whole: np.ndarray) -> np.ndarray:
     """A worker's rows of a global batch that is cut into micro-batches."""
-    return whole if shares.replicas == 1 else whole[shares.on_host(len(whole), parts)]
+    return whole[shares.on_host(len(whole), parts)]
 
 
 def _copied(index: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`IndexedData` in a certain order: a graph asks the host for each batch by its position."""
+"""`IndexedData` in a certain order: a graph asks the host for batches by their position."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.array_source import ArraySource
-from loop.data.batch import BatchOptions, Rows
+from loop.data.batch import BatchOptions, ReadBatch, Rows
 from loop.data.batch_filler import SKIPPED, BatchFiller
-from loop.data.batch_layout import BatchLayout
+from loop.data.batch_layout import BatchLayout, HandedOver
 from loop.data.examples import example_seeds, unusable
 from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
@@ -52,14 +52,15 @@ class IndexedSource(ArraySource):
 
     def head(self, count: int) -> Any:
         index = np.arange(min(count, self.size), dtype=np.int64)
-        batch = self._reader.empty_batch(index, index, 0)
+        batch = self._reader.empty_batch(index)
         filler = BatchFiller(self.data.replaced(readers=0), self._layout, self.options.seed)
         filler.fill(batch, slice(0, len(index)), 0)
         with tf.device("CPU:0"):
-            return self._layout.pack([tf.convert_to_tensor(leaf) for leaf in batch.leaves])
+            held = self._layout.from_host([tf.convert_to_tensor(array) for array in self._layout.handed_over(batch)])
+            return self._layout.batch_at(held, tf.constant(0, tf.int64))[1]
 
     def longer_example(self) -> Any:
-        return lengthened(self.example, self._layout.pack(self._layout.tensor_specs())) if self._layout.padded else None
+        return lengthened(self.example, self._layout.batch_spec()) if self._layout.padded else None
 
     def take_failure(self) -> BaseException | None:
         """Why the last batch could not be read, once: TensorFlow wraps it in a text of its own."""
@@ -69,26 +70,45 @@ class IndexedSource(ArraySource):
         """Ends the threads and processes that read ahead. A batch that is asked for later starts new ones."""
         self._reader.close()
 
-    def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
+    def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> ReadBatch:
+        return self.batch_at(self.read_from(epoch, step, parts), step)
+
+    def read_from(self, epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> HandedOver:
+        """Reads a batch, and where that is fast, others around it; see `batch_at`, and `read_batch` for the arguments.
+
+        A loop over steps reads them with `batch_at`, and asks again at their end.
+        """
+        fetch = functools.partial(self._fetch, parts)
+        poll = functools.partial(self._poll, parts)
         with tf.device("CPU:0"):
-            flat = self._from_host(functools.partial(self._fetch_block, steps), epoch, step)
-            shape = [steps, self.options.batch_size]
-            stacked = tf.nest.map_structure(lambda tensor: tf.reshape(tensor, shape + tensor.shape[1:]), flat)
-        return self._copied(stacked)
+            return self._layout.from_host(self._from_host(fetch, self._layout.handed_over_specs(), epoch, step, poll))
 
-    def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> Any:
-        return self._from_host(functools.partial(self._fetch, parts), epoch, step, functools.partial(self._poll, parts))
+    def batch_at(self, handed_over: HandedOver, step: tf.Tensor) -> ReadBatch:
+        """The batch at a step of the epoch, out of those that were handed over; see `read_batch`."""
+        with tf.device("CPU:0"):
+            batch = self._layout.batch_at(handed_over, step)
+        return self._copied(batch)
 
-    def _from_host(self, fetch: Fetch, epoch: tf.Tensor, step: tf.Tensor, poll: Fetch | None = None) -> Any:
-        """The indices and the arrays that a function of the host reads.
+    def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
+        specs = [tf.TensorSpec([None], tf.int64), *self._layout.tensor_specs()]
+        shape = [steps, self.options.batch_size]
+        with tf.device("CPU:0"):
+            read = self._from_host(functools.partial(self._fetch_block, steps), specs, epoch, step)
+            index, *arrays = [tf.reshape(tensor, shape + tensor.shape[1:]) for tensor in read]
+        return self._copied((index, self._layout.pack(arrays)))
+
+    def _from_host(
+        self, fetch: Fetch, specs: list[tf.TensorSpec], epoch: tf.Tensor, step: tf.Tensor, poll: Fetch | None = None
+    ) -> list[tf.Tensor]:
+        """The arrays that a function of the host reads.
 
         Args:
             fetch: returns them from epoch and step.
+            specs: of them.
             epoch: the epoch: int64.
             step: the step in it: int64.
             poll: returns whether they are there already, and if so, them; None: they aren't.
         """
-        specs = [tf.TensorSpec([None], tf.int64), *self._layout.tensor_specs()]
         dtypes = [spec.dtype for spec in specs]
         position = [epoch, step]
 
@@ -108,7 +128,7 @@ class IndexedSource(ArraySource):
             tensors = tf.cond(ready, lambda: there, lambda: _in_thread_of_its_own(call, position, specs))
         for tensor, spec in zip(tensors, specs, strict=True):
             tensor.set_shape(spec.shape)
-        return tensors[0], self._layout.pack(tensors[1:])
+        return list(tensors)
 
     def leaves_some_without(self, parts: int) -> bool:
         return self.data.skips or super().leaves_some_without(parts)
@@ -122,26 +142,29 @@ class IndexedSource(ArraySource):
         return own._replace(batch=batch, index=tf.boolean_mask(own.index, kept))
 
     def _fetch(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
-        """On the host: the worker's rows of a global batch, their indices and the arrays."""
-        batch = self._reader.batch(self._shares, parts, Position(int(epoch), int(step)))
-        return [batch.index, *batch.leaves]
+        """On the host: the worker's rows of a global batch and of others around it, as they are handed over."""
+        return self._layout.handed_over(self._reader.batches(self._shares, parts, Position(int(epoch), int(step))))
 
     def _poll(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[Any]:
-        """On the host: whether the worker's rows of a global batch have been read ahead; and if so, these."""
-        batch = self._reader.batch_if_ready(self._shares, parts, Position(int(epoch), int(step)))
-        if batch is None:
-            return [False, np.zeros([0], np.int64), *self._layout.new(0, dict.fromkeys(self._layout.padded, 0))]
-        return [True, batch.index, *batch.leaves]
+        """On the host: whether the worker's rows of a global batch are there; and if so, see `_fetch`."""
+        position = Position(int(epoch), int(step))
+        batches = self._reader.batches_if_ready(self._shares, parts, position)
+        return [batches is not None, *self._layout.handed_over(batches or self._reader.nothing(position))]
 
     def _fetch_block(self, steps: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
         """On the host: the rows of whole batches, one behind the other; rows past the end of the data are undefined."""
-        read = [self._fetch(1, epoch, step + number) for number in range(steps)]
-        rows = steps * self.options.batch_size
+        read = []
+        for number in range(steps):
+            position = Position(int(epoch), int(step) + number)
+            batches = self._reader.batches(self._shares, 1, position)
+            rows = batches.rows_at(position)
+            read.append([batches.index[rows], *(leaf[rows] for leaf in batches.leaves)])
+        rows_of_block = steps * self.options.batch_size
         blocks = []
         for arrays in zip(*read, strict=True):
             joined = np.concatenate(arrays)
-            missing = [(0, rows - len(joined))] + [(0, 0)] * (joined.ndim - 1)
-            blocks.append(np.pad(joined, missing) if len(joined) < rows else joined)
+            missing = [(0, rows_of_block - len(joined))] + [(0, 0)] * (joined.ndim - 1)
+            blocks.append(np.pad(joined, missing) if len(joined) < rows_of_block else joined)
         return blocks
 
 

@@ -15,9 +15,12 @@ import numpy as np
 _ALIGNMENT = 64
 """Bytes; see `array_of_own`."""
 
-_AT_ONCE = 2e-4
-"""Seconds. What is read within this time is read by the one that asks for it: to hand it over from another thread takes
-as long, and both wait for Python's lock."""
+_FAST = 2e-4
+"""Seconds. A batch that is read within this time is read by the one that asks for it: to hand it over from another
+thread takes as long, and both wait for Python's lock."""
+
+_AT_ONCE = 2e-3
+"""Seconds. The one that asks reads so many fast batches at once as take about this time: asking takes some, too."""
 
 _SLOWER = 1.2
 """By how much a slow batch makes the estimate of the seconds that a batch takes grow at most."""
@@ -35,25 +38,59 @@ class Position(NamedTuple):
         return Position(self.epoch + epochs, step)
 
 
-class PendingBatch:
-    """A batch that several threads fill, each a stretch of its rows.
+class PendingBatches:
+    """A worker's rows of one or several global batches, which threads fill, each a stretch of the rows.
 
     Args:
-        index: the examples of the batch: int64 [n].
-        epoch: the epoch, from 0.
-        leaves: the arrays to fill, each of shape [n, ...]; or tensors that are.
+        first: the position of the first batch; the others follow it in the same epoch.
+        index: the examples of all batches, those of one behind those of the other: int64 [rows].
+        leaves: the arrays to fill, each of shape [rows, ...]; tensors that are; or, of an array that is padded, a list
+            with the array of each row.
+        starts: where the rows of each batch begin, and where the last one ends: int64 [batches + 1]; None: it is one.
+        widths: the lengths that the arrays of each batch are padded to: int64 [batches, padded arrays]; None: none is.
+
+    Attributes:
+        lengths: the lengths of the arrays that are padded, in each row: int64 [rows, padded arrays].
     """
 
-    def __init__(self, index: np.ndarray, epoch: int, leaves: list[Any]) -> None:
+    def __init__(
+        self,
+        first: Position,
+        index: np.ndarray,
+        leaves: list[Any],
+        starts: np.ndarray | None = None,
+        widths: np.ndarray | None = None,
+    ) -> None:
+        self.first = first
         self.index = index
-        self.epoch = epoch
         self.leaves = leaves
+        self.starts = np.array([0, len(index)]) if starts is None else starts
+        self.widths = np.zeros([len(self.starts) - 1, 0], np.int64) if widths is None else widths
+        self.lengths = np.zeros([len(index), self.widths.shape[1]], np.int64)
         self.error: BaseException | None = None
         self.cancelled = False
         self.requested = False
         self._left = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
+
+    @property
+    def count(self) -> int:
+        """How many batches they are."""
+        return len(self.starts) - 1
+
+    def covers(self, position: Position) -> bool:
+        """Whether the batch at a position is among them."""
+        return position.epoch == self.first.epoch and 0 <= position.step - self.first.step < self.count
+
+    def rows_at(self, position: Position) -> slice:
+        """The rows of the batch at a position."""
+        number = position.step - self.first.step
+        return slice(self.starts[number], self.starts[number + 1])
+
+    def widths_of(self, rows: slice) -> np.ndarray:
+        """The lengths that arrays are padded to, in each of these rows: int64 [n, padded arrays]."""
+        return np.repeat(self.widths, np.diff(self.starts), axis=0)[rows]
 
     @property
     def ready(self) -> bool:
@@ -90,8 +127,8 @@ class PendingBatch:
             raise self.error
 
 
-Fill = Callable[[PendingBatch, slice, int], None]
-"""Reads a stretch of the rows of a batch, by the thread of this number."""
+Fill = Callable[[PendingBatches, slice, int], None]
+"""Reads a stretch of the rows of some batches, by the thread of this number."""
 
 
 class ReadAhead:
@@ -99,25 +136,25 @@ class ReadAhead:
 
     A batch is known by its position alone, so that any can be asked for at any time: one that isn't under way begins
     the reading anew from there. Where batches are read faster than a thread hands them over, the one that asks reads
-    them: the graph asks for a batch while it computes on the one before.
+    them, several at once: the graph asks for a batch while it computes on the one before.
 
     Args:
-        plan: the batch at a position, to be filled.
-        fill: reads some of its rows; it must not hold what holds this object.
+        plan: the batches from a position on, to be filled; the second argument is the greatest number of them.
+        fill: reads some of their rows; it must not hold what holds this object.
         following: the position after another one; None: nothing is to be read after it.
         depth: how many batches are read before they are asked for.
         threads: how many read.
-        at_once: whether the one that asks may read a batch by itself, if that is faster than to have it handed over.
+        at_once: how many batches the one that asks may read at most, if that is faster than to have them handed over.
     """
 
     def __init__(
         self,
-        plan: Callable[[Position], PendingBatch],
+        plan: Callable[[Position, int], PendingBatches],
         fill: Fill,
         following: Callable[[Position], Position | None],
         depth: int,
         threads: int,
-        at_once: bool = False,
+        at_once: int = 0,
     ) -> None:
         self._plan = plan
         self._fill = fill
@@ -126,9 +163,9 @@ class ReadAhead:
         self._depth = depth
         self._threads = threads
         self._lock = threading.Lock()
-        self._batches: dict[Position, PendingBatch] = {}
+        self._pending: list[PendingBatches] = []
         self._pace = _Pace()
-        self._tasks: queue.SimpleQueue[tuple[PendingBatch, slice] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[PendingBatches, slice] | None] = queue.SimpleQueue()
         for number in range(threads):
             arguments = (self._tasks, fill, self._pace, number)
             threading.Thread(target=_serve, args=arguments, name=f"tfloop-reader-{number}", daemon=True).start()
@@ -136,8 +173,8 @@ class ReadAhead:
         # ends them.
         self._finalizer = weakref.finalize(self, _end, self._tasks, threads)
 
-    def get(self, position: Position) -> PendingBatch:
-        """The batch at a position, filled.
+    def get(self, position: Position) -> PendingBatches:
+        """The batch at a position, filled, and perhaps some that follow it.
 
         Several threads may ask at once, and for a batch before the one that precedes it: the operations of a graph run
         in any order.
@@ -146,52 +183,55 @@ class ReadAhead:
             BaseException: what reading a row of it has raised.
         """
         with self._lock:
-            batch = self._batches.get(position)
-            if batch is None or not self._is_fast():
-                batch = self._read_from(position)
-            batch.requested = True
-        batch.wait()
-        return batch
+            batches = self._begun(position)
+            batches.requested = True
+        batches.wait()
+        return batches
 
-    def get_if_ready(self, position: Position) -> PendingBatch | None:
-        """See `get`; None: it isn't filled yet. Waits for nothing but the reading of one batch, where that is fast."""
+    def get_if_ready(self, position: Position) -> PendingBatches | None:
+        """See `get`; None: it isn't filled yet. Waits for nothing but reading, where that is fast."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            batch = self._batches.get(position)
-            if batch is None or not self._is_fast():
-                batch = self._read_from(position)
-            if not batch.ready:
+            batches = self._begun(position)
+            if not batches.ready:
                 return None
-            batch.requested = True
+            batches.requested = True
         finally:
             self._lock.release()
-        batch.wait()
-        return batch
+        batches.wait()
+        return batches
 
     def close(self) -> None:
         """Ends the threads, as soon as each has read what it is reading."""
         with self._lock:
-            for known in list(self._batches):
-                self._drop(known)
+            self._keep([])
         self._finalizer()
 
     def _is_fast(self) -> bool:
         """Whether batches are read faster than handed over."""
-        return self._at_once and self._pace.seconds < _AT_ONCE
+        return self._at_once > 0 and self._pace.seconds < _FAST
 
-    def _read_from(self, position: Position) -> PendingBatch:
+    def _known(self, position: Position) -> PendingBatches | None:
+        return next((batches for batches in self._pending if batches.covers(position)), None)
+
+    def _begun(self, position: Position) -> PendingBatches:
         """The batch at a position, and those that follow it: being read, or read here, where that is faster."""
         fast = self._is_fast()
+        known = self._known(position)
+        if known is not None and fast:
+            return known
         *wanted, next_one = self._followed(position, 0 if fast else self._depth)
         # A neighbor may be asked for before or after this one, and the one before once more in the next call.
-        before = max((known for known in self._batches if known < position), default=position)
-        for known in self._batches.keys() - {*wanted, before, next_one}:
-            self._drop(known)
-        for known in wanted:
-            if known not in self._batches:
-                self._begin(known, here=fast)
-        return self._batches[position]
+        kept = [max((known for known in self._pending if known.first < position), key=_first, default=None)]
+        kept += [self._known(each) for each in (*wanted, next_one)]
+        self._keep([batches for batches in self._pending if batches in kept])
+        for each in wanted:
+            if self._known(each) is None:
+                self._begin(each, here=fast)
+        begun = self._known(position)
+        assert begun is not None
+        return begun
 
     def _followed(self, position: Position, ahead: int) -> list[Position]:
         """A position, those that are read ahead of it, and the one behind these; fewer at the end of the data."""
@@ -201,19 +241,27 @@ class ReadAhead:
             positions.append(positions[-1] if following is None else following)
         return positions
 
-    def _drop(self, position: Position) -> None:
-        batch = self._batches.pop(position)
-        batch.cancelled = not batch.requested  # a batch that was asked for is waited for
+    def _keep(self, kept: list[PendingBatches]) -> None:
+        """Drops all batches but these."""
+        for batches in self._pending:
+            if batches not in kept:
+                batches.cancelled = not batches.requested  # a batch that was asked for is waited for
+        self._pending = kept
 
     def _begin(self, position: Position, here: bool) -> None:
-        batch = self._plan(position)
-        self._batches[position] = batch
+        at_once = min(self._at_once, max(1, int(_AT_ONCE / self._pace.seconds))) if here else 1
+        batches = self._plan(position, at_once)
+        self._pending.append(batches)
         parts = 1 if here else self._threads
-        for rows in batch.cut(parts):
+        for rows in batches.cut(parts):
             if here:
-                _read(batch, rows, self._fill, self._pace, 0)
+                _read(batches, rows, self._fill, self._pace, 0)
             else:
-                self._tasks.put((batch, rows))
+                self._tasks.put((batches, rows))
+
+
+def _first(batches: PendingBatches) -> Position:
+    return batches.first
 
 
 class _Pace:
@@ -237,26 +285,27 @@ class _Pace:
         self._last = seconds
 
 
-def _serve(tasks: queue.SimpleQueue[tuple[PendingBatch, slice] | None], fill: Fill, pace: _Pace, number: int) -> None:
+def _serve(tasks: queue.SimpleQueue[tuple[PendingBatches, slice] | None], fill: Fill, pace: _Pace, number: int) -> None:
     """A thread: fills stretches of batches until the queue ends."""
     while (task := tasks.get()) is not None:
-        batch, rows = task
+        batches, rows = task
         del task
-        if not batch.cancelled:
-            _read(batch, rows, fill, pace, number)
-        del batch
+        if not batches.cancelled:
+            _read(batches, rows, fill, pace, number)
+        del batches
 
 
-def _read(batch: PendingBatch, rows: slice, fill: Fill, pace: _Pace, thread: int) -> None:
-    """Fills a stretch of a batch."""
+def _read(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread: int) -> None:
+    """Fills a stretch of the rows of some batches."""
     begun = time.perf_counter()
     try:
-        fill(batch, rows, thread)
-    except BaseException as error:  # handed to the one that waits for the batch
-        batch.finish(error)
+        fill(batches, rows, thread)
+    except BaseException as error:  # handed to the one that waits for the batches
+        batches.finish(error)
     else:
-        pace.note((time.perf_counter() - begun) * len(batch.index) / (rows.stop - rows.start))
-        batch.finish()
+        share = (rows.stop - rows.start) / len(batches.index) * batches.count
+        pace.note((time.perf_counter() - begun) / share)
+        batches.finish()
 
 
 def _end(tasks: queue.SimpleQueue[Any], threads: int) -> None:

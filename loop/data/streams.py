@@ -66,7 +66,6 @@ class StreamSource:
 
     steps_per_epoch: int | None = None
     layout: list[str | int] | None = None
-    reads_ahead = False  # a batch that is read but not used would be lost; the pipeline reads ahead by itself
 
     def __init__(
         self,

@@ -12,11 +12,12 @@ from loop.backends.base import PerReplica
 from loop.data import EVALUATION_EPOCH, DataIterator, Feed, ReadBatch, Rows, Source, StreamSource, count
 from loop.errors import UsageError
 from loop.model.variables import carried_variables
-from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA, HOST
+from loop.monitor.phase_marker import ALL_REDUCE, HOST
+from loop.step.batches import Batches
 from loop.step.context import StepContext
 from loop.step.metric_sums import MetricSums
 from loop.step.totals import EvaluationLayout
-from loop.step.tracing import as_written, compiled, repeated
+from loop.step.tracing import as_written, compiled
 from loop.task import Batch, Values
 
 
@@ -138,25 +139,18 @@ class Evaluation:
         totals = backend.run(lambda: tf.zeros([self._layout.width], tf.float64))
         end = step + steps
 
-        def more(step: tf.Tensor, following: ReadBatch, going: tf.Tensor, totals: PerReplica) -> tf.Tensor:
-            return (step < end) & going
+        def more(step: tf.Tensor, state: tuple[tf.Tensor, PerReplica]) -> tf.Tensor:
+            return (step < end) & state[0]
 
         def evaluate(
-            step: tf.Tensor, following: ReadBatch, going: tf.Tensor, totals: PerReplica
-        ) -> tuple[tf.Tensor, ReadBatch, tf.Tensor, PerReplica]:
-            if source.reads_ahead:
-                # Nothing in this step depends on the next batch, so TensorFlow reads it while this one is computed.
-                read = following
-                following = source.read_batch(iterator, epoch, step + 1)
-            else:
-                with tf.control_dependencies(marker.at(DATA)):
-                    read = source.read_batch(iterator, epoch, step)
-            marker.at(COMPUTE, read)
-            totals = backend.run(self._add_batch, totals, (epoch, step, read))
-            return step + 1, following, self._more(source, read), totals
+            step: tf.Tensor, read: ReadBatch, state: tuple[tf.Tensor, PerReplica]
+        ) -> tuple[tf.Tensor, PerReplica]:
+            totals = backend.run(self._add_batch, state[1], (epoch, step, read))
+            return self._more(source, read), totals
 
-        following = source.read_batch(iterator, epoch, step) if source.reads_ahead else ()
-        _, _, going, totals = repeated(more, evaluate, step, following, tf.constant(True), totals)
+        batches = Batches(source, iterator, epoch, marker)
+        first = batches.first(step)
+        _, _, (going, totals) = batches.each(more, evaluate, step, first, (tf.constant(True), totals))
 
         def summed(totals: tf.Tensor) -> tf.Tensor:
             return backend.all_reduce([self._layout.with_more(totals, going)])[0]

@@ -8,6 +8,7 @@ from loop.data import ArraySource, DataIterator, IndexedSource, ReadBatch
 from loop.model.variables import as_tf
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA
 from loop.step import communication
+from loop.step.batches import Batches, ReadAhead
 from loop.step.context import StepContext
 from loop.step.gradients import all_finite
 from loop.step.step_trace import BlockStepTrace, LoopState, StepTrace
@@ -32,45 +33,33 @@ class BatchLoop:
     def __init__(self, context: StepContext, iterator: DataIterator, epoch: tf.Tensor, end: tf.Tensor) -> None:
         self._context = context
         self._source = context.source
-        self._iterator = iterator
         self._epoch = epoch
         self._end = end
+        self._batches = Batches(context.source, iterator, epoch, context.marker, context.plan.accumulate)
 
     def run(self, state: LoopState) -> LoopState:
         """Makes the steps from `state.step` on; returns the state after them."""
-        following: ReadBatch = ()
-        if self._source.reads_ahead:
-            following = self._source.read_batch(self._iterator, self._epoch, state.step, self._context.plan.accumulate)
-        _, _, after = repeated(self._more, self._body, state.step, following, state)
+        first = self._batches.first(state.step)
+        _, _, after = self._batches.each(self._more, self._step, state.step, first, state)
         return after
 
-    # The loop variables: the step within the epoch, what was read ahead for it, and the state of the loop.
-
-    def _more(self, step: tf.Tensor, following: ReadBatch, state: LoopState) -> tf.Tensor:
+    def _more(self, step: tf.Tensor, state: LoopState) -> tf.Tensor:
         """Whether there is another step."""
-        if self._source.reads_ahead:
+        if isinstance(self._source, ArraySource):
             return step < self._end
         return (step < self._end) & state.going
 
-    def _body(self, step: tf.Tensor, following: ReadBatch, state: LoopState) -> tuple[tf.Tensor, ReadBatch, LoopState]:
+    def _step(self, step: tf.Tensor, read: ReadBatch, state: LoopState) -> LoopState:
         """Makes one step."""
-        context = self._context
         source = self._source
-        marker = context.marker
-        if source.reads_ahead:
-            # Nothing in this step depends on the next batch, so TensorFlow reads it while this one is computed.
-            read = following
-            following = source.read_batch(self._iterator, self._epoch, step + 1, context.plan.accumulate)
-        else:
-            with tf.control_dependencies(marker.at(DATA)):
-                read = source.read_batch(self._iterator, self._epoch, step)
-        marker.at(COMPUTE, read)
-        state = StepTrace(context, (self._epoch, step, read), state, counted=source.reads_ahead).make()
+        marker = self._context.marker
+        trace = StepTrace(self._context, (self._epoch, step, read), state, counted=isinstance(source, ArraySource))
+        state = trace.make()
         if isinstance(source, IndexedSource):
             marker.at(DATA, state.totals)  # until the host has read the next batch
         else:
             marker.lap(DATA, state.totals)
-        return step + 1, following, state
+        return state
 
 
 class LocalStepsLoop(BatchLoop):
@@ -86,14 +75,22 @@ class LocalStepsLoop(BatchLoop):
         end: the step within the epoch before which the loop ends, int64 [].
     """
 
-    def _body(self, step: tf.Tensor, following: ReadBatch, state: LoopState) -> tuple[tf.Tensor, ReadBatch, LoopState]:
+    def run(self, state: LoopState) -> LoopState:
+        """Makes the steps from `state.step` on, and averages; returns the state after them."""
+        first = self._batches.first(state.step)
+        _, _, after = repeated(
+            lambda step, following, state: self._more(step, state), self._group, state.step, first, state
+        )
+        return after
+
+    def _group(self, step: tf.Tensor, following: ReadAhead, state: LoopState) -> tuple[tf.Tensor, ReadAhead, LoopState]:
         """Makes the steps up to the next average."""
         local_steps = self._context.plan.local_steps
         # At multiples of `local_steps` within the epoch, wherever a call begins: a resumed run averages where the
         # first one did.
-        until = tf.minimum(self._end, (step // local_steps + 1) * local_steps)
+        end = tf.minimum(self._end, (step // local_steps + 1) * local_steps)
         before = state.totals
-        step, following, state = repeated(lambda step, *_: step < until, super()._body, step, following, state)
+        step, following, state = self._batches.each(lambda step, _: step < end, self._step, step, following, state)
         return step, following, self._averaged(state, before)
 
     def _averaged(self, state: LoopState, before: tf.Tensor) -> LoopState:

@@ -29,7 +29,7 @@ from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked
 from loop.data.graph_ahead import GraphReadAhead
-from loop.data.read_ahead import PendingBatch, Position, ReadAhead
+from loop.data.read_ahead import PendingBatches, Position, ReadAhead
 from loop.errors import TrainingError, UsageError
 
 _RANDOM = np.random.default_rng(7)
@@ -460,54 +460,64 @@ def _following_of(steps):
     return lambda position: position._replace(step=position.step + 1) if position.step < steps - 1 else None
 
 
-def _numbers(asked, depth, filled):
+def _pairs(position, at_once, steps=10):
+    """Batches of two rows each, not filled."""
+    count = min(at_once, steps - position.step)
+    index = np.arange(2 * count) + 2 * position.step
+    return PendingBatches(position, index, [np.zeros(2 * count)], np.arange(0, 2 * count + 1, 2))
+
+
+def _numbers(depth, filled, at_once=3):
     """A reader of batches of two rows, which notes what it fills."""
 
-    def plan(position):
-        return PendingBatch(np.arange(2) + 2 * position.step, position.epoch, [np.zeros(2)])
+    def fill(batches, rows, thread):
+        filled.extend(batches.index[rows].tolist())
+        batches.leaves[0][rows] = batches.index[rows]
 
-    def fill(batch, rows, thread):
-        filled.append((batch.epoch, int(batch.index[0]) // 2))
-        batch.leaves[0][rows] = batch.index[rows]
-
-    following = _following_of(10)
-    return ReadAhead(plan, fill, following, depth, threads=2, at_once=True)
+    return ReadAhead(_pairs, fill, _following_of(10), depth, threads=2, at_once=at_once)
 
 
 @contextlib.contextmanager
 def _read_by_the_one_that_asks(seconds):
     """Within it, batches that are read within these seconds are not handed over from thread to thread."""
-    with mock.patch.object(read_ahead, "_AT_ONCE", seconds):
+    with mock.patch.object(read_ahead, "_FAST", seconds):
         yield
 
 
 @settings(max_examples=50, deadline=None)
-@given(asked=st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=12), depth=st.integers(1, 4))
-def test_any_batch_can_be_asked_for_at_any_time(asked, depth):
-    ahead = _numbers(asked, depth, [])
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=12),
+    depth=st.integers(1, 4),
+    at_once=st.integers(0, 4),
+)
+def test_any_batch_can_be_asked_for_at_any_time(asked, depth, at_once):
+    ahead = _numbers(depth, [], at_once)
     for step, fast, waits in asked:
         position = Position(EVALUATION_EPOCH, step)
         with _read_by_the_one_that_asks(np.inf if fast else 0):
             there = None if waits else ahead.get_if_ready(position)
-            batch = there or ahead.get(position)
-        np.testing.assert_array_equal(batch.leaves[0], [2 * step, 2 * step + 1])
-    assert len(ahead._batches) <= depth + 3
+            batches = there or ahead.get(position)
+        assert batches.covers(position)
+        np.testing.assert_array_equal(batches.leaves[0][batches.rows_at(position)], [2 * step, 2 * step + 1])
+    assert len(ahead._pending) <= depth + 3
     ahead.close()
 
 
 def test_batches_that_are_read_fast_are_read_by_the_one_that_asks():
     threads = []
 
-    def fill(batch, rows, thread):
+    def plan(position, at_once):
+        return _pairs(position, at_once, 30)
+
+    def fill(batches, rows, thread):
         threads.append(threading.current_thread().name)
 
-    following = _following_of(30)
-    ahead = ReadAhead(lambda position: PendingBatch(np.arange(2), 0, []), fill, following, 2, 1, at_once=True)
+    ahead = ReadAhead(plan, fill, _following_of(30), 2, 1, at_once=8)
     with _read_by_the_one_that_asks(np.inf):
         for step in range(30):
             assert ahead.get_if_ready(Position(0, step)) is not None
     assert set(threads) == {threading.current_thread().name}
-    assert len(threads) == 30
+    assert len(threads) < 30  # several at once, as soon as it is known how long one takes
     threads.clear()
     with _read_by_the_one_that_asks(0):
         for step in range(30):
@@ -518,12 +528,12 @@ def test_batches_that_are_read_fast_are_read_by_the_one_that_asks():
 
 def test_batches_that_are_asked_for_in_order_are_read_once():
     filled = []
-    ahead = _numbers([], 3, filled)
+    ahead = _numbers(3, filled)
     with _read_by_the_one_that_asks(0):
         for step in (0, 1, 2, 3, 3, 4, 5, 7, 6, 8, 9):
             ahead.get(Position(0, step))
     ahead.close()
-    assert sorted(step for _, step in filled) == sorted([*range(10), *range(10)])  # two rows, by two threads
+    assert sorted(filled) == list(range(20))
 
 
 def _readers():
@@ -533,25 +543,25 @@ def _readers():
 @pytest.mark.parametrize("close", [True, False])
 def test_what_reads_ahead_ends_with_its_source(close):
     """The threads must not hold what holds them."""
-    before = len(_readers())
+    before = set(_readers())  # those of tests before, which may be ending
     made = source(loop.IndexedData(Items()), BatchOptions(8), "train_data()")
     position = tf.constant(0, tf.int64), tf.constant(0, tf.int64)
     share = made.sharded(_Share(2, 2, 1), "example")
     share.read_batch((), *position)
     share.whole(*position)
-    threads = _readers()
-    assert len(threads) > before
+    threads = set(_readers()) - before
+    assert threads
     if close:
         share.close()
         share.read_batch((), *position)  # a batch that is asked for later starts new ones
-        threads += _readers()
+        threads |= set(_readers()) - before
         share.close()
     else:
         del made, share
         gc.collect()
     for thread in threads:
         thread.join(20)
-    assert len(_readers()) == before
+    assert not set(_readers()) - before
 
 
 @tf.function
@@ -598,13 +608,15 @@ def _filled(examples, lengths, padding, at_once):
     data = loop.IndexedData(list(examples), padding=padding, lengths=lengths)
     layout = BatchLayout(data, examples[0])
     longest = max(map(max, lengths.values())) if lengths else 0
-    batch = layout.new(len(examples), dict.fromkeys(layout.padded, longest))
+    widths = np.full([1, len(layout.padded)], longest)
+    batches = PendingBatches(Position(0, 0), np.arange(len(examples)), layout.new(len(examples)), widths=widths)
     if at_once:
-        return batch if layout.fill_all(batch, examples) else None
+        filled = layout.fill_all(batches, slice(0, len(examples)), examples)
+        return layout.handed_over(batches) if filled else None
     with contextlib.suppress(UsageError):
         for row, arrays in enumerate(checked(examples, layout.specs, np.arange(len(examples)))):
-            layout.fill(batch, row, arrays, row)
-        return batch
+            layout.fill(batches, row, arrays, row, widths[0])
+        return layout.handed_over(batches)
     return None
 
 

@@ -1,0 +1,106 @@
+"""The batches of a compiled call, each read while the step before it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from loop.data import ArraySource, DataIterator, IndexedSource, ReadBatch, Source
+from loop.monitor.phase_marker import COMPUTE, DATA, PhaseMarker
+from loop.step.tracing import repeated
+
+State: TypeAlias = Any
+"""What steps compute: tensors in any structure."""
+ReadAhead: TypeAlias = Any
+"""What was read ahead: the batch of the next step, or, from the host, that one and others around it; () of a stream."""
+More: TypeAlias = Callable[[tf.Tensor, State], tf.Tensor]
+"""Says from the step within the epoch and the state whether there is another step: bool []."""
+Step: TypeAlias = Callable[[tf.Tensor, ReadBatch, State], State]
+"""Makes a step: takes the step within the epoch, what was read for it and the state, and returns the new state."""
+
+
+class Batches:
+    """The batches of an epoch, in order, for a loop of the graph.
+
+    Nothing in a step depends on the next batch, so TensorFlow reads it while the step is computed.
+
+    Args:
+        source: the data.
+        iterator: what the `start` of the source returned.
+        epoch: the epoch, int64 [].
+        marker: is told when a step waits for data, and when it computes.
+        parts: the number of micro-batches.
+    """
+
+    def __init__(
+        self, source: Source, iterator: DataIterator, epoch: tf.Tensor, marker: PhaseMarker, parts: int = 1
+    ) -> None:
+        self._source = source
+        self._iterator = iterator
+        self._epoch = epoch
+        self._marker = marker
+        self._parts = parts
+
+    def first(self, step: tf.Tensor) -> ReadAhead:
+        """What is read before the first step."""
+        if isinstance(self._source, IndexedSource):
+            return self._source.read_from(self._epoch, step, self._parts)
+        if isinstance(self._source, ArraySource):
+            return self._source.read_batch(self._iterator, self._epoch, step, self._parts)
+        return ()
+
+    def each(
+        self, more: More, make: Step, step: tf.Tensor, following: ReadAhead, state: State
+    ) -> tuple[tf.Tensor, ReadAhead, State]:
+        """Makes steps, one batch after the other.
+
+        Args:
+            more: whether there is another step.
+            make: makes a step.
+            step: the first step within the epoch, int64 [].
+            following: what was read ahead for it.
+            state: the state before it.
+
+        Returns:
+            The step after the last one, what was read ahead for it, and the state.
+        """
+        if isinstance(self._source, IndexedSource):
+            return self._each_from_host(self._source, more, make, step, following, state)
+
+        def body(step: tf.Tensor, following: ReadAhead, state: State) -> tuple[tf.Tensor, ReadAhead, State]:
+            if isinstance(self._source, ArraySource):
+                read = following
+                following = self._source.read_batch(self._iterator, self._epoch, step + 1, self._parts)
+            else:
+                with tf.control_dependencies(self._marker.at(DATA)):
+                    read = self._source.read_batch(self._iterator, self._epoch, step)
+            self._marker.at(COMPUTE, read)
+            return step + 1, following, make(step, read, state)
+
+        made: tuple[tf.Tensor, ReadAhead, State] = repeated(
+            lambda step, following, state: more(step, state), body, step, following, state
+        )
+        return made
+
+    def _each_from_host(
+        self, source: IndexedSource, more: More, make: Step, step: tf.Tensor, following: ReadAhead, state: State
+    ) -> tuple[tf.Tensor, ReadAhead, State]:
+        """See `each`. The host hands over several batches at once, where they are read fast."""
+
+        def body(step: tf.Tensor, held: ReadAhead, state: State) -> tuple[tf.Tensor, ReadAhead, State]:
+            following = source.read_from(self._epoch, held.end, self._parts)
+
+            def one(step: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
+                read = source.batch_at(held, step)
+                self._marker.at(COMPUTE, read)
+                return step + 1, make(step, read, state)
+
+            step, state = repeated(lambda step, state: (step < held.end) & more(step, state), one, step, state)
+            return step, tf.cond(step < held.end, lambda: held, lambda: following), state
+
+        made: tuple[tf.Tensor, ReadAhead, State] = repeated(
+            lambda step, held, state: more(step, state), body, step, following, state
+        )
+        return made
