@@ -13,7 +13,7 @@ from loop.step.tracing import repeated
 
 State: TypeAlias = Any
 """What steps compute: tensors in any structure."""
-ReadAhead: TypeAlias = Any
+Following: TypeAlias = Any
 """What was read ahead: the batch of the next step, or, from the host, that one and others around it; () of a stream."""
 More: TypeAlias = Callable[[tf.Tensor, State], tf.Tensor]
 """Says from the step within the epoch and the state whether there is another step: bool []."""
@@ -43,7 +43,7 @@ class Batches:
         self._marker = marker
         self._parts = parts
 
-    def first(self, step: tf.Tensor) -> ReadAhead:
+    def first(self, step: tf.Tensor) -> Following:
         """What is read before the first step."""
         if isinstance(self._source, IndexedSource):
             return self._source.read_from(self._epoch, step, self._parts)
@@ -52,8 +52,8 @@ class Batches:
         return ()
 
     def each(
-        self, more: More, make: Step, step: tf.Tensor, following: ReadAhead, state: State
-    ) -> tuple[tf.Tensor, ReadAhead, State]:
+        self, more: More, make: Step, step: tf.Tensor, following: Following, state: State
+    ) -> tuple[tf.Tensor, Following, State]:
         """Makes steps, one batch after the other.
 
         Args:
@@ -69,7 +69,7 @@ class Batches:
         if isinstance(self._source, IndexedSource):
             return self._each_from_host(self._source, more, make, step, following, state)
 
-        def body(step: tf.Tensor, following: ReadAhead, state: State) -> tuple[tf.Tensor, ReadAhead, State]:
+        def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
             if isinstance(self._source, ArraySource):
                 read = following
                 following = self._source.read_batch(self._iterator, self._epoch, step + 1, self._parts)
@@ -79,17 +79,17 @@ class Batches:
             self._marker.at(COMPUTE, read)
             return step + 1, following, make(step, read, state)
 
-        made: tuple[tf.Tensor, ReadAhead, State] = repeated(
+        made: tuple[tf.Tensor, Following, State] = repeated(
             lambda step, following, state: more(step, state), body, step, following, state
         )
         return made
 
     def _each_from_host(
-        self, source: IndexedSource, more: More, make: Step, step: tf.Tensor, following: ReadAhead, state: State
-    ) -> tuple[tf.Tensor, ReadAhead, State]:
+        self, source: IndexedSource, more: More, make: Step, step: tf.Tensor, following: Following, state: State
+    ) -> tuple[tf.Tensor, Following, State]:
         """See `each`. The host hands over several batches at once, where they are read fast."""
 
-        def body(step: tf.Tensor, held: ReadAhead, state: State) -> tuple[tf.Tensor, ReadAhead, State]:
+        def body(step: tf.Tensor, held: Following, state: State) -> tuple[tf.Tensor, Following, State]:
             following = source.read_from(self._epoch, held.end, self._parts)
 
             def one(step: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
@@ -100,7 +100,7 @@ class Batches:
             step, state = repeated(lambda step, state: (step < held.end) & more(step, state), one, step, state)
             return step, tf.cond(step < held.end, lambda: held, lambda: following), state
 
-        made: tuple[tf.Tensor, ReadAhead, State] = repeated(
+        made: tuple[tf.Tensor, Following, State] = repeated(
             lambda step, held, state: more(step, state), body, step, following, state
         )
         return made

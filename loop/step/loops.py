@@ -8,7 +8,7 @@ from loop.data import ArraySource, DataIterator, IndexedSource, ReadBatch
 from loop.model.variables import as_tf
 from loop.monitor.phase_marker import ALL_REDUCE, COMPUTE, DATA
 from loop.step import communication
-from loop.step.batches import Batches, ReadAhead
+from loop.step.batches import Batches, Following
 from loop.step.context import StepContext
 from loop.step.gradients import all_finite
 from loop.step.step_trace import BlockStepTrace, LoopState, StepTrace
@@ -83,7 +83,7 @@ class LocalStepsLoop(BatchLoop):
         )
         return after
 
-    def _group(self, step: tf.Tensor, following: ReadAhead, state: LoopState) -> tuple[tf.Tensor, ReadAhead, LoopState]:
+    def _group(self, step: tf.Tensor, following: Following, state: LoopState) -> tuple[tf.Tensor, Following, LoopState]:
         """Makes the steps up to the next average."""
         local_steps = self._context.plan.local_steps
         # At multiples of `local_steps` within the epoch, wherever a call begins: a resumed run averages where the
