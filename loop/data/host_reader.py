@@ -139,7 +139,11 @@ class HostReader:
         threads = data.readers or (1 if data.reader.by_column else usable_cpus())
         plan = functools.partial(self._plan, shares, parts, filler.whole_batches)
         # Code of the user may run graphs, which need another of TensorFlow's threads than the one that reads.
-        at_once = _AT_ONCE if not data.readers and (filler.whole_batches or _graph_threads() > 1) else 0
+        at_once = 0
+        if not data.readers and (filler.whole_batches or _graph_threads() > 1):
+            # About as many as fit. More would be planned for nothing; see `_fitting`.
+            batch_bytes = max(1, self._layout.example_bytes * self._options.batch_size)
+            at_once = min(_AT_ONCE, max(1, _AT_ONCE_BYTES // batch_bytes))
         return ReadAhead(plan, filler.fill, self._following, depth, threads, at_once), filler
 
     def _following(self, position: Position) -> Position | None:

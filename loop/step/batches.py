@@ -30,7 +30,7 @@ class Batches:
         source: the data.
         iterator: what the `start` of the source returned.
         epoch: the epoch, int64 [].
-        marker: is told when a step waits for data, and when it computes.
+        marker: marks in the graph where a step waits for data, and where it computes.
         parts: the number of micro-batches.
     """
 

@@ -24,17 +24,20 @@ from hypothesis import strategies as st
 
 import loop
 from loop.backends import create
-from loop.data import BatchOptions, read_ahead, source
+from loop.data import BatchOptions, host_reader, read_ahead, source
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.read_ahead import PendingBatches, Position, ReadAhead
 from loop.errors import TrainingError, UsageError
+from loop.monitor.phase_marker import PhaseMarker
+from loop.step.batches import Batches
 
 _RANDOM = np.random.default_rng(7)
 INPUTS = _RANDOM.normal(size=(103, 6)).astype("float32")
 LABELS = _RANDOM.integers(0, 3, 103)
+EPOCH = tf.constant(2, tf.int64)
 
 
 @dataclasses.dataclass
@@ -79,7 +82,7 @@ class Items:
         return INPUTS[index], LABELS[index]
 
 
-class Batches(keras.utils.PyDataset):
+class KerasBatches(keras.utils.PyDataset):
     def __len__(self):
         return 11
 
@@ -127,7 +130,7 @@ SOURCES = {
     "hdf5": lambda directory: loop.IndexedData(_hdf5(directory)),
     "list": lambda directory: loop.IndexedData([(INPUTS[i], LABELS[i]) for i in range(len(INPUTS))]),
     "map data set": lambda directory: loop.IndexedData(Items()),
-    "PyDataset": lambda directory: loop.IndexedData(Batches()),
+    "PyDataset": lambda directory: loop.IndexedData(KerasBatches()),
     "parquet": lambda directory: loop.IndexedData(_parquet(directory), map=_pair),
     "dict": lambda directory: loop.IndexedData({"inputs": INPUTS, "labels": LABELS}, map=_pair),
 }
@@ -301,6 +304,68 @@ def test_padding_and_buckets_are_those_of_arrays(bucket_by, named):
             rows = [each.replica_rows((*position, each.read_batch((), *position)), rank) for each in sources]
             tf.nest.map_structure(np.testing.assert_array_equal, rows[0].batch, rows[1].batch)
         sources[1].close()
+
+
+def _of_loop(made, size):
+    """A compiled loop over batches, in groups as for local steps; returns the serialized batch of each step."""
+
+    def keep(step, read, kept):
+        rows = made.replica_rows((EPOCH, step, read), made._shares.first)
+        leaves = [tf.io.serialize_tensor(leaf) for leaf in [rows.index, *tf.nest.flatten(rows.batch)]]
+        return tf.tensor_scatter_nd_update(kept, [[step]], [tf.strings.join(leaves)])
+
+    @tf.function(autograph=False)
+    def run(begin, end, group):
+        batches = Batches(made, (), EPOCH, PhaseMarker(noted=False, timed=False, replicas=1))
+
+        def body(step, following, kept):
+            until = tf.minimum(end, (step // group + 1) * group)
+            return batches.each(lambda step, _: step < until, keep, step, following, kept)
+
+        start = begin, batches.first(begin), tf.fill([size], "")
+        return tf.while_loop(lambda step, *_: step < end, body, start, parallel_iterations=1)[-1]
+
+    return run
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("at_once", [1, 3, 32])
+@pytest.mark.parametrize("kind", ["columns", "items", "padded", "buckets"])
+def test_batches_that_are_handed_over_together_are_those_of_arrays(kind, at_once, rank, monkeypatch):
+    monkeypatch.setattr(read_ahead, "_FAST", np.inf)  # as if a batch were read in no time
+    monkeypatch.setattr(read_ahead, "_AT_ONCE", 1e9)
+    monkeypatch.setattr(host_reader, "_AT_ONCE", at_once)
+    lengths = _RANDOM.integers(0, 9, len(INPUTS)).tolist()
+    sequences = [(np.arange(length, dtype=np.int32), LABELS[index]) for index, length in enumerate(lengths)]
+    if kind in ("padded", "buckets"):
+        padding = loop.Padding(values=-1, mask=0, bucket_by=kind == "buckets", buckets=2)
+        arrays = loop.ArrayData([tokens for tokens, _ in sequences], LABELS, padding=padding)
+        indexed = loop.IndexedData(sequences, padding=padding, lengths={0: lengths})
+    else:
+        arrays = loop.ArrayData(INPUTS, LABELS)
+        indexed = loop.IndexedData((INPUTS, LABELS) if kind == "columns" else Items())
+    options = BatchOptions(8, seed=5, shuffle=True)
+    share = _Share(1, 1, 0) if rank is None else _Share(2, 2, rank)
+    in_memory, made = (source(data, options, "train_data()").sharded(share, "example") for data in (arrays, indexed))
+    of_arrays, of_indexed = (_of_loop(each, made.steps_per_epoch) for each in (in_memory, made))
+    for bounds in ((0, 13, 13), (0, 5, 5), (5, 13, 2), (4, 9, 3), (12, 13, 1)):
+        begin, end, group = (tf.constant(number, tf.int64) for number in bounds)
+        np.testing.assert_array_equal(of_indexed(begin, end, group), of_arrays(begin, end, group))
+    most = max(batches.count for batches in next(iter(made._reader._ahead.values()))[0]._pending)
+    assert most <= at_once
+    assert (most > 1) == (at_once > 1)
+    made.close()
+
+
+def test_no_more_batches_are_handed_over_than_bytes_allow(monkeypatch):
+    monkeypatch.setattr(read_ahead, "_FAST", np.inf)
+    monkeypatch.setattr(read_ahead, "_AT_ONCE", 1e9)
+    monkeypatch.setattr(host_reader, "_AT_ONCE_BYTES", 3 * 8 * INPUTS[0].nbytes)
+    made = source(loop.IndexedData(INPUTS), BatchOptions(8), "train_data()")
+    _read_epoch(made)
+    [(ahead, _)] = made._reader._ahead.values()
+    assert {batches.count for batches in ahead._pending} == {1, 3}  # the last one is the 13th
+    made.close()
 
 
 def test_map_draws_the_same_numbers_on_any_worker_and_others_in_each_epoch():
@@ -513,11 +578,11 @@ def test_batches_that_are_read_fast_are_read_by_the_one_that_asks():
         threads.append(threading.current_thread().name)
 
     ahead = ReadAhead(plan, fill, _following_of(30), 2, 1, at_once=8)
-    with _read_by_the_one_that_asks(np.inf):
+    with _read_by_the_one_that_asks(np.inf), mock.patch.object(read_ahead, "_AT_ONCE", 1e9):
         for step in range(30):
             assert ahead.get_if_ready(Position(0, step)) is not None
     assert set(threads) == {threading.current_thread().name}
-    assert len(threads) < 30  # several at once, as soon as it is known how long one takes
+    assert len(threads) == 4  # 8 batches at once, and the last 6
     threads.clear()
     with _read_by_the_one_that_asks(0):
         for step in range(30):
