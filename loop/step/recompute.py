@@ -2,7 +2,7 @@
 
 Memory then holds what goes from one segment of a model to the next, and what one segment computes (Chen et al. 2016,
 Training Deep Nets with Sublinear Memory Cost). The second computation draws the same random numbers as the first, and
-changes no state: statistics are updated once.
+changes no state: statistics are updated once. Masks of dropout are kept: they are small, and take long to draw.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tensorflow.compiler.tf2xla.ops.gen_xla_ops import xla_optimization_barrier
 
 from loop.model.layer_graph import inner_layers
 from loop.model.variables import Layer, Variable, is_legacy
+from loop.step.dropout import Masks
 from loop.step.replica import current
 
 Leaf: TypeAlias = Any
@@ -110,6 +111,7 @@ class Segment:
         self._state = _State(self._members)
         self._training: bool | None = None
         self._outputs: Structure = None
+        self._masks = Masks()
 
     def run(self) -> Structure:
         """Computes the segment; returns the results of the function."""
@@ -135,7 +137,8 @@ class Segment:
         """The first computation: notes the results, and refuses what a second one couldn't repeat."""
         operations = len(_operations())
         losses_before = [self._losses(member) for member in self._members]
-        self._outputs = self._computed(tensors)
+        with self._masks.noted():
+            self._outputs = self._computed(tensors)
         adding = []
         for member, before in zip(self._members, losses_before, strict=True):
             # By identity, not by number: losses of the call before may have been dropped meanwhile.
@@ -159,7 +162,7 @@ class Segment:
         with tf.GradientTape() as tape:
             tape.watch(again)
             operations = len(_operations())
-            with self._state.as_before() as changed:
+            with self._masks.given(), self._state.as_before() as changed:
                 self._outputs = self._computed(again)
                 floats = self._floats()
             # While a collective is traced, other replicas of this process may add operations, on other devices.

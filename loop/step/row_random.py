@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from loop.model.variables import layers
+from loop.step.dropout import replace_dropout
 from loop.step.replica import current
 from loop.task import Model
 
@@ -40,7 +41,7 @@ def by_row() -> None:
         if not hasattr(module.random.stateless_uniform, "by_row"):
             module.random.stateless_uniform = _by_row(module.random.stateless_uniform, uniform)
             module.random.stateless_normal = _by_row(module.random.stateless_normal, normal)
-            module.nn.experimental.stateless_dropout = _dropout(module.nn.experimental.stateless_dropout)
+    replace_dropout()
 
 
 def reseed(model: Model) -> None:
@@ -82,28 +83,6 @@ def _by_row(original: Draw, draw: Draw) -> Draw:
         return draw(shape, seed, *args, **kwargs)
 
     function.by_row = True  # type: ignore[attr-defined]
-    return function
-
-
-def _dropout(original: Draw) -> Draw:
-    """Stateless dropout that draws by `tf.random.stateless_uniform`, and so by row within `compute`."""
-
-    @functools.wraps(original)
-    def function(
-        x: tf.Tensor,
-        rate: Number,
-        seed: Seed,
-        rng_alg: str = "auto_select",
-        noise_shape: Shape | None = None,
-        name: str | None = None,
-    ) -> tf.Tensor:
-        def sampler(shape: Shape, dtype: tf.DType) -> tf.Tensor:
-            return tf.random.stateless_uniform(shape, seed, dtype=dtype)
-
-        if current() is None:
-            return original(x, rate, seed, rng_alg, noise_shape, name)
-        return tf.nn.experimental.general_dropout(x, rate, sampler, noise_shape, name)
-
     return function
 
 

@@ -201,6 +201,31 @@ def test_same_numbers_with_replicas_and_micro_batches(kind, quiet, segments):
     assert len(segments) >= 2
 
 
+@pytest.mark.parametrize("kind", ["stack", "legacy-stack"])
+def test_masks_of_dropout_are_drawn_once(kind, quiet, monkeypatch):
+    """The second computation has no operation that draws."""
+    draws = {"_forward": 0, "_backward": 0}
+
+    def counting(name):
+        original = getattr(Segment, name)
+
+        def counted(self, *args, **named):
+            graph = tf.compat.v1.get_default_graph()
+            before = {id(operation) for operation in graph.get_operations()}
+            results = original(self, *args, **named)
+            added = [operation for operation in graph.get_operations() if id(operation) not in before]
+            draws[name] += sum("StatelessRandomUniform" in operation.type for operation in added)
+            return results
+
+        monkeypatch.setattr(Segment, name, counted)
+
+    for name in draws:
+        counting(name)
+    variables(Deep(kind, 2), quiet, epochs=1, remat="block_*")
+    assert draws["_forward"] >= 2
+    assert draws["_backward"] == 0
+
+
 def test_same_numbers_with_xla(quiet, segments):
     """In blocks of many steps, and in the last step of the epoch, which has a smaller batch."""
     task = Deep("stack", blocks=2, dtype="float64")
