@@ -16,7 +16,7 @@ from typing import NoReturn
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 """What Python calls for a signal; or SIG_IGN, SIG_DFL."""
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a command to end; a second one ends it at once. A terminal that is closed sends SIGHUP."""
 STOPPED = "stopped before training began; start again to go on"
 """The message for a stop by a signal before there was anything to save."""

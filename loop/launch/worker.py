@@ -96,17 +96,23 @@ def before_training() -> Iterator[None]:
 
     A function that is called within it may set other handlers for a while, as `fit` does.
     """
+    ending = threading.Lock()
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        """Does nothing: Python calls it only when a wait in native code is over. `heard` acts at once."""
-
-    def heard(number: int) -> None:
-        if signal.getsignal(number) is not stop:  # `fit` runs, and has put its own handler in place
+    def end() -> None:
+        if not ending.acquire(blocking=False):  # the other thread of the two already ends this process
             return
         if JOB not in os.environ:  # else the launcher prints it, once for all workers
             with contextlib.suppress(OSError):  # the terminal is closed
                 os.write(stderr.descriptor(), f"{signals.STOPPED}\n".encode())
         signals.leave(PREEMPTED)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        """Python calls it only when a wait in native code is over; `heard` acts at once, once its thread listens."""
+        end()
+
+    def heard(number: int) -> None:
+        if signal.getsignal(number) is stop:  # else `fit` runs, and has put its own handler in place
+            end()
 
     actions: dict[int, signals.Handler] = {**dict.fromkeys(signals.stops(), stop), signal.SIGUSR1: signal.SIG_IGN}
     with signals.handled(actions), signals.watched(heard):
