@@ -11,6 +11,7 @@ from callbacks.checkpoint import Checkpoint
 from callbacks.csv_logger import CSVLogger
 from callbacks.early_stopping import EarlyStopping
 from callbacks.ema import EMA
+from callbacks.evaluate_beside import EvaluateBeside
 from callbacks.from_keras import FromKeras
 from callbacks.lambda_callback import LambdaCallback
 from callbacks.learning_rate import LearningRateScaling
@@ -39,6 +40,7 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "EarlyStopping",
+    "EvaluateBeside",
     "FromKeras",
     "Journal",
     "LambdaCallback",
@@ -115,11 +117,12 @@ def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ())
 
     None is the standard set, and a `StandardSet` is used unchanged. Other callbacks are added to the standard set, in
     which each replaces the callback of its own class. The task's own do the same, in either set; a callback given to
-    `fit` wins. MLflow comes last, so that what the others write at the end is delivered.
+    `fit` wins. MLflow comes last, so that what the others write at the end is delivered; and before all others what
+    waits for results, since the journal's last line is the end of the run.
     """
     if isinstance(callbacks, StandardSet):
-        return sorted(_with(callbacks, own), key=_last)
-    return sorted(_with(_with(standard(), own), callbacks or ()), key=_last)
+        return sorted(_with(callbacks, own), key=_order)
+    return sorted(_with(_with(standard(), own), callbacks or ()), key=_order)
 
 
 def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callback]:
@@ -146,5 +149,5 @@ def _add(callbacks: list[Callback], more: Iterable[Callback]) -> None:
     callbacks += [callback for callback in more if callback not in callbacks]
 
 
-def _last(callback: Callback) -> bool:
-    return isinstance(callback, MLflowTracker)
+def _order(callback: Callback) -> int:
+    return isinstance(callback, MLflowTracker) - isinstance(callback, EvaluateBeside)

@@ -62,6 +62,7 @@ class Run(Protocol):
         saved_path: the last checkpoint that this process has completed, or None.
         best: the step whose weights are the result of the run, with the metric and its value, or None; see `keep_best`.
         stop_reason: why this worker has requested the end of the run, or "".
+        signalled: whether a signal has asked for the end of the run.
         gauges: functions by name whose values are added to the metrics of steps and epochs; set them in `on_setup`, on
             all ranks.
         weights: the model's variables: the name, the variable, and whether it is trained.
@@ -95,6 +96,7 @@ class Run(Protocol):
     saved_path: Path | None
     best: JsonObject | None
     stop_reason: str
+    signalled: bool
     gauges: dict[str, Callable[[], float]]
 
     @property

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
-import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
-from callbacks.mlflow.courier_process import ANSWER
 from callbacks.mlflow.delivery import Delivery, load, reason
+from callbacks.side_process import give_answer, orders
 
 _LONGEST_PAUSE = 10.0  # seconds between two deliveries, at most
 
@@ -75,45 +72,25 @@ def _warm(scheme: str) -> None:
         load(scheme)
 
 
-def _next_line(parent: int) -> str:
-    """The next line of stdin; "" if the training is gone."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if select.select([0], [], [], 1.0)[0]:
-            byte = os.read(0, 1)  # not more: `select` doesn't see what has been read already
-            if not byte:
-                return ""
-            line += byte
-        elif os.getppid() != parent:
-            return ""
-    return line.decode()
-
-
 def main() -> None:
     """Runs the process beside the training. Its argument is the scheme of the store's URI; it imports MLflow at once.
 
-    A line on stdin says what to deliver, and to which store, as JSON. The next one says that the run has ended, by the
-    number of seconds that the process may still take. The outcome is a line on stdout, as JSON behind `ANSWER`. Then
-    another run may follow. If stdin ends within a run, or the parent is gone, the run was killed, and `tfloop sync`
-    delivers the rest.
+    An order says what to deliver, and to which store. The next one says that the run has ended, by the number of
+    seconds that the process may still take. The answer is the outcome. Then another run may follow. If the training is
+    gone within a run, it was killed, and `tfloop sync` delivers the rest.
     """
-    parent = os.getppid()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the training, whose last points are still to come
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(10)  # the training comes first
+    given = orders()
     threading.Thread(target=_warm, args=(sys.argv[1],), daemon=True).start()
-    while first_line := _next_line(parent):
-        order = json.loads(first_line)
+    for order in given:
         os.environ["MLFLOW_TRACKING_URI"] = order["uri"]  # there MLflow looks for the artifacts of its own server
         delivery = Delivery(Path(order["directory"]), order["uri"], order["experiment"])
         courier = Courier(delivery)
         courier.start()
-        seconds = _next_line(parent)
-        if not seconds:
+        seconds = next(given, None)
+        if seconds is None:
             break
-        outcome = {"error": courier.finish(float(seconds)), "warnings": delivery.warnings()}
-        os.write(1, b"\n" + ANSWER + json.dumps(outcome).encode() + b"\n")
+        outcome = {"error": courier.finish(seconds), "warnings": delivery.warnings()}
+        give_answer(outcome)
         if outcome["error"]:  # the thread may hang
             break
     os._exit(0)  # at once: a thread may hang in MLflow

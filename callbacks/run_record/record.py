@@ -300,7 +300,7 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
 def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Iterator[Checkpoint]:
     """The checkpoints in a directory, oldest first; `saved` has reason and time of those in the journal."""
     try:
-        paths = list(filter(_is_checkpoint, directory.iterdir()))
+        paths = list(filter(is_checkpoint, directory.iterdir()))
     except OSError:
         return
     for path in sorted(paths, key=step_of):
@@ -313,5 +313,6 @@ def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Ite
         yield Checkpoint(path.name, step_of(path), reason, size, time)
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is that of a checkpoint's directory."""
     return re.fullmatch(r"step-[0-9]{8,15}", path.name) is not None and path.is_dir() and not path.is_symlink()

@@ -204,6 +204,9 @@ class Story:
             self._begin_attempt(time)
         self.pass_time(time)
         self.timeline.begin_with(time)
+        if entry.get("beside"):  # of an earlier step: another process has evaluated a checkpoint
+            self.curves.add(event, as_count(entry.get("step")) or 0, as_dict(entry.get("metrics")))
+            return
         self.epoch = as_count(entry.get("epoch")) or 0
         self.step = as_count(entry.get("step")) or 0
         if event in ("steps_end", "eval_end", "epoch_end"):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks import Callback, Schedule
+from callbacks import Callback, EvaluateBeside, Schedule
 from callbacks.files import FileError, MovedError
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
@@ -65,6 +65,25 @@ def schedule(text: str) -> int | str:
     except ValueError as error:
         raise UsageError(f"--checkpoint-every {text}: {error}") from None
     return every
+
+
+def evaluates_beside(device: str | None, eval_every: str | None) -> list[Callback]:
+    """The callback for `--eval-beside`; none if it wasn't typed.
+
+    Raises:
+        UsageError: it is no device, or the training is to evaluate, too.
+    """
+    if device is None:
+        return []
+    if eval_every not in (None, "never"):
+        raise UsageError(
+            f"--eval-beside {device} with --eval-every {eval_every}: leave one of them out; beside the training, each "
+            "checkpoint is evaluated (--checkpoint-every)"
+        )
+    try:
+        return [EvaluateBeside(device)]
+    except ValueError:
+        raise UsageError(f"--eval-beside {device}: give cpu, or a GPU such as gpu:1") from None
 
 
 def arguments(typed: Mapping[str, object], assignments: Sequence[str], files: Sequence[Path] = ()) -> list[str]:

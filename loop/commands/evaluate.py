@@ -1,11 +1,13 @@
-"""Evaluates a task with the weights of a checkpoint."""
+"""Evaluates a task with the weights of checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from loop.backends.base import Backend
+from loop.checkpoint.array_files import Json
 from loop.errors import UsageError
 from loop.model.variables import all_variables
 from loop.run import run_directory
@@ -13,6 +15,7 @@ from loop.run.result import read_weights
 from loop.run.session import Session, index_of, options_and_backend
 from loop.run.state import assign, numbered
 from loop.step import approximations
+from loop.step.evaluation import Evaluation
 from loop.task import TrainTask
 
 
@@ -40,19 +43,58 @@ def evaluate(
     Raises:
         UsageError: the task has no evaluation data, or the checkpoint is not of this model.
     """
-    given = {"batch_size": batch_size, "backend": backend, "precision": precision}
-    options, backend = options_and_backend(task, given)
-    # The training data isn't used; and the checkpoint's moving averages are loaded as the weights.
-    options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False, "overfit": None, "ema": None}
-    options |= approximations.OFF | {"shard_optimizer": False}
-    weights, manifest = read_weights(Path(path))
-    with run_directory.of_a_run(path):
-        session = Session(task, backend, options, index_of(manifest, task), trained_on=backend.replicas)
-    if session.data.eval is None:
-        raise UsageError(f"{type(task).__name__}.eval_data() returned None: there is nothing to evaluate on")
-    assign(numbered("model", all_variables(session.built.model)), weights)
-    with contextlib.closing(session):
+    evaluator = Evaluator(task, {"batch_size": batch_size, "backend": backend, "precision": precision})
+    with contextlib.closing(evaluator):
+        return evaluator.metrics(Path(path))
+
+
+class Evaluator:
+    """Evaluates a task with the weights of one checkpoint after the other; the step is compiled once.
+
+    Args:
+        task: the task, with the hyperparameters of the run.
+        given: options of `fit`.
+
+    Attributes:
+        manifest: that of the last checkpoint.
+    """
+
+    manifest: Json
+
+    def __init__(self, task: TrainTask, given: dict[str, Any]) -> None:
+        self._task = task
+        self._options, self._backend = options_and_backend(task, given)
+        # The training data isn't used; and the checkpoint's moving averages are loaded as the weights.
+        self._options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False, "overfit": None, "ema": None}
+        self._options |= approximations.OFF | {"shard_optimizer": False}
+        self._session: Session | None = None
+        self._evaluations: dict[str, Evaluation] = {}
+
+    def metrics(self, path: Path) -> dict[str, float]:
+        """The means over the whole evaluation data; see `evaluate`."""
+        weights, self.manifest = read_weights(path)
+        with run_directory.of_a_run(path):
+            session = self._in_phase(index_of(self.manifest, self._task))
+        assign(numbered("model", all_variables(session.built.model)), weights)
         metrics: dict[str, float] = {}
-        for evaluation in session.make_step().evaluations.values():
+        for evaluation in self._evaluations.values():
             metrics |= evaluation.means(evaluation.whole())
         return metrics
+
+    def close(self) -> None:
+        """Ends what reads the data."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _in_phase(self, index: int) -> Session:
+        """A session in this phase of the task: the one that there is, or a new one."""
+        if self._session is not None and self._session.index == index:
+            return self._session
+        self.close()
+        session = Session(self._task, self._backend, self._options, index, trained_on=self._backend.replicas)
+        if session.data.eval is None:
+            raise UsageError(f"{type(self._task).__name__}.eval_data() returned None: there is nothing to evaluate on")
+        self._session = session
+        self._evaluations = session.make_step().evaluations
+        return session

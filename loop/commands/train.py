@@ -84,6 +84,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     given = _options(typed)
     with_defaults(None, given)
     every = command_line.schedule(typed.checkpoint_every)
+    beside = command_line.evaluates_beside(typed.eval_beside, typed.eval_every)
     tracker = tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
     task_loader.check(typed.target_)
     _check(typed)
@@ -95,7 +96,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
         elif place.backend == "parameter_server" and job_rank():
             return _serve(typed.threads or 0)
         else:
-            chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker)
+            chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker) + beside
             if not typed.dry_run_:
                 _warm(tracker, beginning)
             code, problem, fields = _work(typed, given, place, chosen, beginning)
@@ -141,7 +142,8 @@ def _options(typed: SimpleNamespace) -> dict[str, Any]:
     """The options of `fit`; None: not typed."""
     given = {name.rstrip("_"): value for name, value in vars(typed).items() if name.rstrip("_") in DEFAULTS}
     words = {name: command_line.number_or_word(given[name]) for name in ("steps_per_call", "prefetch")}
-    return given | words | {"eval_every": command_line.eval_every(given["eval_every"])}
+    eval_every = "never" if typed.eval_beside else command_line.eval_every(given["eval_every"])
+    return given | words | {"eval_every": eval_every}
 
 
 def _check(typed: SimpleNamespace) -> None:

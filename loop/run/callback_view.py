@@ -78,6 +78,7 @@ class CallbackView:
     history = PartAttribute[list[history.Row]]("epoch.history")
     gauges = PartAttribute[dict[str, Callable[[], float]]]("epoch.gauges")
     stop_reason = PartAttribute[str]("stops.reason")
+    signalled = PartAttribute[bool]("stops.signalled")
     best = PartAttribute[Json | None]("checkpointing.best")
     saved_path = PartAttribute[Path | None]("checkpointing.saved_path")
     save_on_stop = PartAttribute[bool]("checkpointing.policy.save_on_stop")

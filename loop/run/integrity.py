@@ -9,7 +9,7 @@ import re
 import time
 from pathlib import Path
 
-from callbacks import files
+from callbacks import evaluate_beside, files
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal, provenance
 from callbacks.run_record.record import ABOUT, is_run
@@ -36,7 +36,7 @@ def check_files(directory: Path) -> None:
     try:
         for name in (LOCK, journal.NAME, ABOUT, STATE, "mlflow.lock"):
             files.check(directory / name)
-        for name in ("bad", "samples", provenance.FOLDER):
+        for name in ("bad", "samples", provenance.FOLDER, evaluate_beside.FOLDER):
             if os.path.lexists(directory / name):
                 files.make_directory(directory / name)
         if os.path.lexists(directory / journal.NAME):

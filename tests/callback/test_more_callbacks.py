@@ -69,7 +69,10 @@ MADE = {
 }
 """Arguments of callbacks that need some, or get other ones than their defaults here."""
 TRAINS_OTHERWISE = {"EMA", "LearningRateScaling"}
-NOT_HERE = {"MLflowTracker": "test_callbacks.py resumes it against a real store"}
+NOT_HERE = {
+    "EvaluateBeside": "test_evaluate_beside.py kills and resumes it: the same evaluations to the bit, without it too",
+    "MLflowTracker": "test_callbacks.py resumes it against a real store",
+}
 KINDS = [
     name
     for name in callbacks.__all__

@@ -202,7 +202,7 @@ def test_server_down_killed_and_back_and_both_sides_agree(database, tmp_path, co
         until(server.answers)
         program = "import sys, cli\ntry: cli.main()\nfinally: print('tensorflow' in sys.modules)"
         done = subprocess.run(
-            [sys.executable, "-c", program, "sync", directory], cwd=ROOT, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", program, "sync", directory], cwd=ROOT, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr
         told, tensorflow = done.stdout.splitlines()
@@ -256,7 +256,7 @@ def test_killed_while_it_delivers_and_run_still_knows_where_it_is(database, tmp_
 
 def test_courier_ends_with_its_run(tmp_path):
     tracker, _ = tracking(run_directory(tmp_path / "run"), "http://127.0.0.1:9")
-    tracker._courier.process.communicate(timeout=60)  # closes its stdin without a line, as a kill does
+    tracker._courier.process.communicate(timeout=240)  # closes its stdin without a line, as a kill does
 
 
 def test_the_next_run_takes_the_process_that_has_delivered_all(database, tmp_path, monkeypatch):

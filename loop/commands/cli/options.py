@@ -73,6 +73,10 @@ EvalEvery = Annotated[
         help="epoch, never, or a number of steps; or val=epoch,test=500 of several sets.", rich_help_panel=help_.LENGTH
     ),
 ]
+EvalBeside = Annotated[
+    str | None,
+    Option(metavar="cpu|gpu:N", help="Evaluate its checkpoints in a process beside it.", rich_help_panel=help_.LENGTH),
+]
 Track = Annotated[str | None, Option(help="MLflow's tracking URI, or off.", rich_help_panel=help_.FIRST)]
 Replicas = Annotated[int | None, Option(help="Replicas, with mirrored or central.")]
 Config = Annotated[

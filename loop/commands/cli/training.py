@@ -95,6 +95,7 @@ def train(
     prefetch: typed.Prefetch = None,
     threads: typed.Threads = None,
     eval_every: typed.EvalEvery = None,
+    eval_beside: typed.EvalBeside = None,
     checkpoint_every: typed.CheckpointEvery = "auto",
     track: typed.Track = None,
     track_wait: typed.TrackWait = 60.0,

@@ -1,0 +1,213 @@
+"""EvaluateBeside: evaluates the checkpoints in a process of its own, while training goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from callbacks import files
+from callbacks.arguments import check
+from callbacks.base import Callback, Every, Metrics, Run
+from callbacks.checkpoint import step_of
+from callbacks.epoch_lines import numbers
+from callbacks.formats import plural
+from callbacks.run_record import journal
+from callbacks.run_record.record import is_checkpoint
+from callbacks.run_record.redaction import tell
+from callbacks.side_process import SideProcess
+from callbacks.types import JsonObject
+
+FOLDER = "evaluations.tmp"
+"""The folder in the run directory with the checkpoints that are to be evaluated; a store gets none of it."""
+_PLACES = ("TF_CONFIG", "TFLOOP_JOB", "TFLOOP_LAUNCHER", "TFLOOP_WORKER", "TFLOOP_LOCAL_RANK")
+"""Variables that tell this process its place in a job; those of Horovod are all that begin with its name."""
+_BETWEEN = 3.0
+"""Seconds between two lines about evaluations, which may come faster than anyone reads."""
+
+
+class EvaluateBeside(Callback):
+    """Evaluates each checkpoint on the whole evaluation data in a process of its own, while training goes on.
+
+    The results stand in the journal, the report and MLflow at the step of the checkpoint, and are printed as they come.
+    The end of the run waits for those that are missing; a run that ends otherwise has them made when it goes on. So
+    `Checkpoint` says how often. Other callbacks don't see them: what decides by an evaluation needs one in the run.
+
+    The run itself is to make none: give `eval_every="never"`, as `tfloop train --eval-beside` does. The task must be
+    in a file, since the process loads it anew. It has the lowest priority; on a machine without a free core or device,
+    training is slower meanwhile.
+
+    Args:
+        device: where it computes: "cpu", or the index of a GPU that the run doesn't use, such as "gpu:1".
+    """
+
+    every: Every = "1s"
+
+    def __init__(self, device: str = "cpu") -> None:
+        is_device = isinstance(device, str) and re.fullmatch(r"cpu|gpu:\d+", device) is not None
+        check(self, is_device, "give cpu, or a GPU such as gpu:1", device=device)
+        self._device = device
+        self._process: SideProcess | None = None
+        self._pending: list[Path] = []
+        self._ordered: set[Path] = set()
+        self._metrics: dict[int, dict[str, float]] = {}  # by step
+        self._errors: set[str] = set()
+        self._unsaid = ""  # about the last one
+        self._said = -_BETWEEN
+
+    def on_setup(self, run: Run) -> None:
+        if run.options["eval_every"] != "never":
+            raise ValueError(
+                f"EvaluateBeside with eval_every={run.options['eval_every']!r}: the run would make the same "
+                'evaluations itself: give eval_every="never" (--eval-every never)'
+            )
+
+    def on_restore(self, run: Run, path: Path | None) -> None:
+        folder = files.make_directory(run.directory / FOLDER)
+        known = set()
+        for entry, _ in journal.read(run.directory / journal.NAME, events=("eval_end",)):
+            known.add(entry.get("step") if entry.get("beside") else None)
+        self._pending = []
+        for left in sorted(folder.iterdir()):
+            if is_checkpoint(left) and step_of(left) not in known and step_of(left) <= run.progress.step:
+                self._pending.append(left)
+            else:  # of a later step, which is made again; or evaluated, or never complete
+                shutil.rmtree(left, ignore_errors=True)
+        if path is not None and step_of(path) not in known and path.parent == run.directory / "checkpoints":
+            self._keep(run, path)
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.info["target"] is None:
+            raise ValueError(
+                "EvaluateBeside: the task isn't defined in a file, from which another process could load it"
+            )
+        if self._process is None:  # else the workers of an elastic job have formed anew
+            self._start(run)
+        self._order()
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        self._take_answers(run, 0.0)
+
+    def on_checkpoint(self, run: Run, reason: str) -> None:
+        assert run.saved_path is not None
+        if self._process is not None:
+            self._keep(run, run.saved_path)
+            self._order()
+
+    def on_fit_end(self, run: Run, status: str) -> None:
+        if self._process is None:
+            return
+        if status in ("finished", "stopped"):
+            self._take_answers(run, 0.0)
+            if self._pending and self._process is not None:
+                tell(f"waiting for {plural(len(self._pending), 'evaluation')} ...")
+            while self._pending and self._process is not None and not run.signalled:
+                self._take_answers(run, 1.0)
+            self._say(every=0.0)
+            for row in run.history:
+                row |= self._metrics.get(int(row["step"]), {})
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+        if not self._pending:
+            shutil.rmtree(run.directory / FOLDER, ignore_errors=True)
+
+    def _start(self, run: Run) -> None:
+        horovod = [name for name in os.environ if name.startswith("HOROVOD_")]
+        environment = dict.fromkeys([*_PLACES, *horovod]) | {"CUDA_VISIBLE_DEVICES": _visible(self._device)}
+        try:
+            self._process = SideProcess("loop.commands.evaluate_beside", environment=environment)
+        except OSError as error:
+            tell(f"warning: checkpoints aren't evaluated: no process can be started: {error.strerror}")
+            return
+        options = {name: run.options[name] for name in ("batch_size", "precision")}
+        # By stdin, since fields may be secrets.
+        task = {"target": run.info["target"], "fields": run.info["hyperparameters"]}
+        self._process.order({**task, "device": self._device, "options": options})
+        self._ordered.clear()
+
+    def _order(self) -> None:
+        """Tells the process what it doesn't know yet."""
+        for path in self._pending:
+            if self._process is not None and path not in self._ordered:
+                self._process.order(str(path))
+                self._ordered.add(path)
+
+    def _keep(self, run: Run, path: Path) -> None:
+        """Keeps a checkpoint until it is evaluated, by other names of the same files: the run may remove it before."""
+        kept = run.directory / FOLDER / path.name
+        if kept in self._pending:
+            return
+        partial = kept.with_name(f"partial-{path.name}")
+        try:
+            shutil.copytree(path, partial, copy_function=_link)
+            partial.rename(kept)
+            self._pending.append(kept)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            tell(f"warning: {path.name} isn't evaluated: {error}")
+
+    def _take_answers(self, run: Run, seconds: float) -> None:
+        """Writes down what has been evaluated; waits for it for so many seconds."""
+        try:
+            while self._process is not None and (answer := self._process.answer(seconds)) is not None:
+                self._take(run, answer)
+                seconds = 0.0
+        except EOFError as error:
+            tell(f"warning: checkpoints aren't evaluated any more: {error}; `tfloop evaluate` does it")
+            assert self._process is not None
+            self._process.end()
+            self._process = None
+        self._say(_BETWEEN)
+
+    def _say(self, every: float) -> None:
+        """Prints the last evaluation, unless another one was printed within so many seconds."""
+        now = time.monotonic()
+        if self._unsaid and now - self._said >= every:
+            tell(self._unsaid)
+            self._unsaid = ""
+            self._said = now
+
+    def _take(self, run: Run, answer: JsonObject) -> None:
+        path = Path(answer["path"])
+        if path not in self._pending:  # of an attempt of an elastic job that was cut off; the step is made again
+            return
+        self._pending.remove(path)
+        if "error" not in answer:
+            self._write(run, answer)
+        elif answer["error"] not in self._errors:  # each of the others would say the same
+            self._errors.add(answer["error"])
+            tell(f"warning: {path.name} isn't evaluated: {answer['error']}")
+        shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, run: Run, answer: JsonObject) -> None:
+        step = answer["step"]
+        metrics = {name: float(value) for name, value in answer["metrics"].items()}  # nan is a text in JSON
+        self._metrics[step] = metrics
+        place: JsonObject = {"step": step, "epoch": answer["epoch"]}
+        if answer["phase"]:
+            place["phase"] = answer["phase"]
+        journal.append(run, "eval_end", **place, beside=True, metrics=metrics)
+        self._unsaid = f"step {step:,}: {numbers(metrics)}"
+
+
+def _visible(device: str) -> str:
+    """`CUDA_VISIBLE_DEVICES` of the process. An index counts the GPUs that this process may use, as TensorFlow's do."""
+    if device == "cpu":
+        return "-1"
+    index = device.partition(":")[2]
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return index
+    names = allowed.split(",")
+    return names[int(index)] if int(index) < len(names) else "-1"
+
+
+def _link(source: str, target: str) -> None:
+    """Gives a file a second name; where the file system can't, copies it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
