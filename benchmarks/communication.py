@@ -6,6 +6,7 @@ median over the rounds of the mean time of a step. Writes `docs/performance/comm
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -14,15 +15,15 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
 
 OUT = Path(__file__).parent.parent / "docs" / "performance"
-MODELS = {"784-64-10": [64], "784-8x512-10": 8 * [512]}
-"""Dense models, by the widths of their hidden layers."""
+MODELS = ("784-64-10", "784-8x512-10")
+"""Dense models, by the widths of their layers."""
 LARGE = [784 * 5900, 5900, 5900 * 5900, 5900, 59000, 10]
 """The sizes of the tensors of a dense model of 39.5 million numbers, 158 MB."""
 BATCH, STEPS = 64, 40
@@ -57,8 +58,10 @@ THRESHOLDS = {
 # In a worker
 
 
-def step_ways(backend: Any, model: str, names: Sequence[str], sent: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """A function for each way, which makes `STEPS` steps in one call; what a step sends is put in `sent`."""
+def step_ways(
+    backend: Any, model: str, ways: Mapping[str, dict[str, Any]], sent: dict[str, Any], steps: int = STEPS
+) -> dict[str, Callable[[], Any]]:
+    """A function for each way, which makes these steps in one call; what a step sends is put in `sent`."""
     import keras
 
     from loop import ArrayData, TrainTask
@@ -100,9 +103,8 @@ def step_ways(backend: Any, model: str, names: Sequence[str], sent: dict[str, An
         place = (tf.constant(number, tf.int64) for number in (0, 0, 1))
         sizes = collectives(step._train.get_concrete_function(handle, *place))
         sent[f"{model}: {name}"] = {"collectives": len(sizes), "bytes": sum(sizes)}
-        return lambda: step.train(handle, 0, 0, STEPS)
+        return lambda: step.train(handle, 0, 0, steps)
 
-    ways = {name: STEP_WAYS[name] for name in names}
     return {
         f"{model}: {name}": way(name, **chosen)
         for name, chosen in ways.items()
@@ -111,10 +113,14 @@ def step_ways(backend: Any, model: str, names: Sequence[str], sent: dict[str, An
 
 
 def dense(model: str) -> Any:
-    """A model of `MODELS`."""
+    """A model such as those of `MODELS`."""
     import keras
 
-    hidden = [keras.layers.Dense(width, "relu") for width in MODELS[model]]
+    widths: list[int] = []
+    for part in model.split("-")[1:-1]:
+        count, _, width = part.rpartition("x")
+        widths += int(count or 1) * [int(width)]
+    hidden = [keras.layers.Dense(width, "relu") for width in widths]
     return keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
 
 
@@ -201,8 +207,8 @@ def all_ways(backend: Any, sent: dict[str, Any]) -> dict[str, Callable[[], Any]]
     """What is measured under the setting that comes first."""
     small, deep = MODELS
     return {
-        **step_ways(backend, small, list(STEP_WAYS), sent),
-        **step_ways(backend, deep, list(STEP_WAYS)[:5], sent),
+        **step_ways(backend, small, STEP_WAYS, sent),
+        **step_ways(backend, deep, dict(itertools.islice(STEP_WAYS.items(), 5)), sent),
         **raw_ways(backend),
     }
 
@@ -217,7 +223,8 @@ def horovod_worker(plan: str, rank: int) -> None:
     for setting in jobs.joined(plan, rank):
         backend = backends.create("horovod")
         if not ways and setting in THRESHOLDS:
-            ways = {**step_ways(backend, next(iter(MODELS)), BRIEF, sent), **raw_ways(backend)}
+            brief_ways = {name: STEP_WAYS[name] for name in BRIEF}
+            ways = {**step_ways(backend, MODELS[0], brief_ways, sent), **raw_ways(backend)}
         elif not ways:
             ways = all_ways(backend, sent)
             for model in MODELS:
@@ -227,9 +234,7 @@ def horovod_worker(plan: str, rank: int) -> None:
         if not times:
             for way in ways.values():
                 way()
-        brief = {
-            name: way for name, way in ways.items() if name.endswith(BRIEF) and name.startswith(next(iter(MODELS)))
-        }
+        brief = {name: way for name, way in ways.items() if name.endswith(BRIEF) and name.startswith(MODELS[0])}
         whole = setting == THEIRS or setting in THRESHOLDS
         measure(backend, ways if whole else brief, times, setting)
         backend.exchange(0)
@@ -260,17 +265,10 @@ def multiworker_worker(out: str, rounds: int) -> None:
 
 def multiworker(rounds: int) -> Any:
     """Runs the workers of `tf.distribute`."""
-    from loop.launch.machine import free_ports
-
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "out.json"
         command = [sys.executable, "-m", "benchmarks.communication", "--multiworker", str(out), str(rounds)]
-        places = [
-            json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
-            for rank in range(2)
-        ]
-        jobs.finish([subprocess.Popen(command, env={**os.environ, "TF_CONFIG": place}) for place in places])
+        jobs.finish([subprocess.Popen(command, env={**os.environ, **place}) for place in jobs.tf_places(2)])
         return json.loads(out.read_text())
 
 
@@ -316,7 +314,7 @@ def main(rounds: int) -> None:
     print("Horovod is measured; now tf.distribute", file=sys.stderr, flush=True)
     result["multiworker"] = multiworker(rounds)
     times = {name: statistics.median(each) for name, each in result["horovod"]["times"].items()}
-    small = next(iter(MODELS))
+    small = MODELS[0]
     ours, theirs = times[f"{OURS} | {small}: {BRIEF[0]}"], times[f"{THEIRS} | {small}: {EXAMPLE}"]
     result["goal"] = {"ours_ms": ours, "example_ms": theirs, "ratio": theirs / ours}
     OUT.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,17 @@ def run(module: str, jobs: Sequence[Job]) -> Any:
         return json.loads(out.read_text())
 
 
+def tf_places(workers: int) -> list[dict[str, str]]:
+    """The environment variables of each worker of a job of `multiworker` on this machine."""
+    from loop.launch.machine import free_ports
+
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(workers)]}
+    return [
+        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})}
+        for rank in range(workers)
+    ]
+
+
 def finish(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Waits for all; when one fails, ends the others."""
     try:

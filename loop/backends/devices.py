@@ -51,6 +51,7 @@ def prepare(
     if threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
     own_several(backend, per_replica)
+    _warn_of_unused_gpus()
     gpus = use_gpus(local_rank() if backend in ("horovod", "multiworker") else None)
     if backend in ("mirrored", "central"):
         if devices:
@@ -58,6 +59,18 @@ def prepare(
         else:
             count = 0 if gpus else replicas or 0
         _make_logical_cpus(count)
+
+
+def _warn_of_unused_gpus() -> None:
+    """Warns if this machine has GPUs, and TensorFlow can't use any: it says so only in a log, and takes the CPU."""
+    present = machine.count_gpus()
+    if present and not tf.config.list_physical_devices("GPU"):
+        warnings.warn(
+            f"this machine has {present} GPU{'s' * (present > 1)}, which TensorFlow can't load: the CPU does the work. "
+            "Install CUDA's libraries (uv sync --extra gpu; pip install 'tfloop[gpu]') and look at nvidia-smi; or set "
+            "CUDA_VISIBLE_DEVICES=-1, if the CPU is meant",
+            stacklevel=2,
+        )
 
 
 def own_several(backend: str, per_replica: int | None) -> None:

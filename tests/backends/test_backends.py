@@ -257,7 +257,7 @@ def site(tmp_path_factory):
     source, site = tmp_path_factory.mktemp("plugin") / "source", tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "tests" / "plugin", source)
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "dist"]
-    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=240)
     [wheel] = (source / "dist").glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     return site
@@ -266,7 +266,7 @@ def site(tmp_path_factory):
 def test_plugins_are_listed_without_loading_them(site):
     code = "import sys; from loop.launch import plugins; print(*plugins.entry_points(), 'tensorflow' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240)
     assert done.stdout.split() == ["broken", "onedevice", "False"], done.stderr
 
 

@@ -162,6 +162,18 @@ def test_runs_are_compared_on_devices_of_one_kind(gpus, where, monkeypatch):
     assert len(machine.visible) == (3 if gpus == 3 else 0)
 
 
+def test_gpus_that_tensorflow_cannot_load_are_named_unless_they_are_hidden(monkeypatch, recwarn):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 2)
+    with pytest.warns(UserWarning, match=r"this machine has 2 GPUs, which TensorFlow can't load"):
+        devices.prepare()
+    Machine(monkeypatch, 2)
+    devices.prepare()
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)  # CUDA_VISIBLE_DEVICES=-1
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
+    devices._warn_of_unused_gpus()
+    assert not recwarn.list
+
+
 def test_more_workers_than_gpus_are_refused_before_they_start(monkeypatch):
     monkeypatch.setattr(machine, "count_gpus", lambda: 2)
     with pytest.raises(UsageError, match=r"3 workers \(--workers\), but only 2 GPUs, .* start at most 2"):

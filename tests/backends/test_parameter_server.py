@@ -218,7 +218,7 @@ def test_a_worker_that_is_killed_twice_costs_nothing_and_a_killed_server_is_name
         wait_for(lambda: "going on from step 270" in (tmp_path / "more").read_text(), job)
         os.kill(pid(tmp_path, 3), signal.SIGKILL)
         (tmp_path / "epoch-6").touch()
-        job.communicate(timeout=120)
+        job.communicate(timeout=240)
     told = (tmp_path / "more").read_text()
     assert job.returncode == 1
     [error] = [line for line in told.splitlines() if line.startswith("tfloop: error:")]
