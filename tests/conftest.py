@@ -145,7 +145,7 @@ def command(monkeypatch, capfd):
     return run
 
 
-def tfloop(*arguments, cwd=None, timeout=240, **more):
+def tfloop(*arguments, cwd=None, timeout=480, **more):
     """Runs the command in a process of its own; gives its exit code, stdout and stderr."""
     return subprocess.run(
         [*TFLOOP, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout, **more

@@ -78,4 +78,4 @@ def nodes(**head):
             yield Nodes(process, directory)
         finally:
             process.stdin.close()
-            process.wait(timeout=60)
+            process.wait(timeout=240)

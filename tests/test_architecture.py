@@ -113,7 +113,7 @@ def test_no_file_holds_a_registry_address():
 def test_wheel_has_three_names_and_the_shipped_examples(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
+        capture_output=True, text=True, cwd=ROOT, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [wheel] = tmp_path.glob("*.whl")

@@ -58,7 +58,7 @@ def test_help_and_wrong_arguments_load_no_tensorflow(arguments):
         "try: cli.main()\nexcept SystemExit: pass\n"
         "print(sorted({'tensorflow', 'keras', 'mlflow', 'horovod'} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert (done.stderr.splitlines()[0], done.stderr.splitlines()[-1]) == ("False", "[]")
 
 
@@ -74,7 +74,7 @@ def test_ctrl_c_while_all_is_loaded_ends_it_without_a_word():
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     )
     for name, expected in (("typer", 130), ("loop.commands.command_line", 130), ("none", 0)):
-        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, cwd=ROOT, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, cwd=ROOT, timeout=240)
         assert (done.returncode, done.stderr) == (expected, "")
 
 
@@ -87,7 +87,7 @@ def test_stdout_that_takes_nothing_is_one_line(arguments, unbuffered):
 
     def run(stdout):
         done = subprocess.run(
-            [*TFLOOP, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+            [*TFLOOP, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=240
         )
         return done.returncode, done.stderr
 
@@ -225,7 +225,7 @@ def test_files_that_would_shadow_ours_are_named(name, command, tmp_path):
 def test_a_script_beside_a_shadowing_file_is_told(tmp_path):
     (tmp_path / "callbacks.py").write_text("")
     (tmp_path / "script.py").write_text("import loop\nloop.fit\n")
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
     assert f"{tmp_path / 'callbacks.py'} hides tfloop's own package 'callbacks'" in done.stderr.splitlines()[-1]
 

@@ -41,7 +41,7 @@ def test_a_warm_process_is_what_a_cold_one_is(how, new_session, tmp_path, monkey
     for cold in ({"TFLOOP_TESTS_COLD": "1"}, {"TFLOOP_TESTS_ELSE": "1"}):
         done = subprocess.run(
             [sys.executable, "-X", "warm", *how, "one", "größe"], env={**os.environ, **cold}, input="typed",
-            start_new_session=new_session, capture_output=True, text=True, timeout=120,
+            start_new_session=new_session, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert done.returncode == 7, done.stderr
         assert done.stderr.startswith("to stderr\n")  # behind it stands what TensorFlow says when it is loaded
@@ -73,5 +73,5 @@ STARTS = "import subprocess, sys; subprocess.run([sys.executable, '-X', 'warm', 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
 def test_at_the_end_of_a_process_of_a_warm_process_its_files_are_open():
     command = [sys.executable, "-X", "warm", "-c", STARTS, CHECKS_ITS_FILES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

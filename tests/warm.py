@@ -32,7 +32,10 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("cli", "loop.commands.check_export", "loop.launch.horovodrun", "callbacks.mlflow.courier")
+MODULES = (
+    "cli", "loop.commands.check_export", "loop.launch.horovodrun", "callbacks.mlflow.courier",
+    "loop.commands.evaluate_beside",
+)  # fmt: skip
 """What `python -m` starts so."""
 LIGHT = ("cli", "loop.launch.fixed_job", "loop.launch.elastic_job")
 """What is in `sys.modules` from the start."""

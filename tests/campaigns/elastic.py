@@ -123,7 +123,7 @@ class Job:
         """Ends it, if it hasn't."""
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(timeout=60)
+            self.process.wait(timeout=240)
 
 
 def last_weights(run_dir):

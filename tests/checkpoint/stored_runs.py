@@ -55,7 +55,7 @@ class Process:
         self.process = subprocess.Popen(command, env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
     def ended(self):
-        _, errors = self.process.communicate(timeout=90)
+        _, errors = self.process.communicate(timeout=240)
         return self.process.returncode, errors
 
 

@@ -23,7 +23,7 @@ def test_damage_is_never_loaded():
 @pytest.mark.skipif(syscalls.missing() is not None, reason=str(syscalls.missing()))
 def test_a_kill_at_any_system_call_loses_nothing():
     command = [sys.executable, "-P", "-m", "tests.campaigns.syscalls", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[2]) > 30
 

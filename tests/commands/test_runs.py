@@ -471,7 +471,7 @@ def test_rm_asks_on_a_terminal(root):
         rm, environment = [*TFLOOP, "runs", "rm", "small"], {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(rm, stdin=terminal, stdout=subprocess.PIPE, text=True, env=environment) as asking:
             os.write(main, answer.encode())
-            out, _ = asking.communicate(timeout=120)
+            out, _ = asking.communicate(timeout=240)
         os.close(main)
         os.close(terminal)
         assert asking.returncode == 0
@@ -532,5 +532,5 @@ def test_none_of_this_loads_what_is_slow(root):
     )
     commands = ["runs", "runs --json", "runs show wide", "runs compare small wide", "tail wide", "runs rm small --yes"]
     done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)  # fmt: skip
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240)  # fmt: skip
     assert done.stderr == "loaded: set()\n", done.stderr

@@ -308,7 +308,7 @@ def test_ctrl_c_among_real_processes_leaves_no_traceback_and_no_process(tmp_path
         while len(workers := workers_of(process)) < 2:
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert not psutil.wait_procs(workers, timeout=10)[1]

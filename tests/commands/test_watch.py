@@ -60,7 +60,7 @@ def serving(*paths):
 
 
 def ask(server, path="/", method="GET", host=None, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=240)
     with contextlib.closing(connection):
         connection.putrequest(method, path, skip_host=True)
         for value in [host] if isinstance(host, str) else host or [f"127.0.0.1:{server.server_port}"]:
@@ -126,11 +126,11 @@ def test_ctrl_c_ends_it_cleanly(directory, tmp_path):
             said = process.stderr.readline()
             assert said, process.wait()
         address = said.partition("http://")[2].partition("/")[0]
-        with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as browser:
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=240)) as browser:
             browser.request("GET", "/")
             assert "Plain" in browser.getresponse().read().decode()  # its connection stays open
             process.send_signal(signal.SIGINT)
-            out, error = process.communicate(timeout=60)
+            out, error = process.communicate(timeout=240)
             assert (process.returncode, out, error) == (130, "", "no longer watched\n")
     finally:
         process.kill()

@@ -841,7 +841,7 @@ def _read_by(readers, data_of, steps=20):
     made = source(data_of(readers), BatchOptions(8, seed=1, shuffle=True), "train_data()")
     if readers:
         made.read_batch((), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 240
         while not all(_processes(made).of_thread(thread) for thread in range(readers)):
             assert time.monotonic() < deadline, "a reader process is not ready"
             time.sleep(0.05)

@@ -138,7 +138,7 @@ def check_command(words):
 
 def test_the_batch_script_is_one():
     path = ROOT / "examples" / "cluster" / "slurm.sbatch"
-    assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-n", path], timeout=240).returncode == 0
     line = path.read_text().replace("\\\n", "").splitlines()[-1]
     check_command(shlex.split(line[line.index("tfloop train") :]))
 
@@ -151,7 +151,7 @@ def test_scripts_for_two_hosts_type_what_tfloop_knows(script, tmp_path):
     (tmp_path / "tfloop").chmod(0o755)
     more = {"env": os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}}
     hosts = ["h1", "h2"] if script == "two-hosts.sh" else ["1", "h1:2222", "h2:2222"]
-    printed = subprocess.check_output([path, *hosts, "--epochs", "3"], text=True, timeout=60, **more)
+    printed = subprocess.check_output([path, *hosts, "--epochs", "3"], text=True, timeout=240, **more)
     variable, *words = printed.splitlines()
     check_command(words)
     assert words[-2:] == ["--epochs", "3"]
@@ -160,6 +160,6 @@ def test_scripts_for_two_hosts_type_what_tfloop_knows(script, tmp_path):
     else:
         task = {"type": "worker", "index": 1}
         assert json.loads(variable) == {"cluster": {"worker": ["h1:2222", "h2:2222"]}, "task": task}
-    lacking = subprocess.run([path, hosts[0]], capture_output=True, text=True, timeout=60, **more)
+    lacking = subprocess.run([path, hosts[0]], capture_output=True, text=True, timeout=240, **more)
     assert lacking.returncode
     assert "give " in lacking.stderr

@@ -184,7 +184,7 @@ def test_a_task_may_use_tensorflow_before_multiworker_starts(task):
 
 @pytest.mark.parametrize("engine", [pytest.param("horovod", marks=needs_horovod)])
 def test_workers_that_build_other_models_are_told(engine, task):
-    done = tfloop("train", "task.py:Uneven", *ENGINES[engine], "--track", "off", cwd=task, timeout=120)
+    done = tfloop("train", "task.py:Uneven", *ENGINES[engine], "--track", "off", cwd=task, timeout=240)
     assert done.returncode == 1
     assert "rank 1 has built another model than the chief" in done.stderr.splitlines()[-1]
 
@@ -194,8 +194,8 @@ def test_workers_of_a_killed_launcher_end_too(task):
     wait_for((task / "run" / "checkpoints" / "step-00000045").exists, process)
     worker = json.loads((task / "run" / "run.json").read_text())["pid"]
     process.kill()
-    process.communicate(timeout=60)
-    deadline = time.monotonic() + 120
+    process.communicate(timeout=240)
+    deadline = time.monotonic() + 240
     while Path(f"/proc/{worker}").exists() and "State:\tZ" not in Path(f"/proc/{worker}/status").read_text():
         assert time.monotonic() < deadline, "it lives on"
         time.sleep(0.1)
@@ -231,7 +231,7 @@ def test_kill_9_and_start_again_gives_the_same_bits(task):
     checkpoints = task / "killed" / "checkpoints"
     wait_for(lambda: (checkpoints / "step-00000060").exists(), victim)  # in the middle of epoch 2
     os.kill(json.loads((task / "killed" / "run.json").read_text())["pid"], signal.SIGKILL)
-    _, err = victim.communicate(timeout=60)
+    _, err = victim.communicate(timeout=240)
     assert victim.returncode != 0
     assert "tfloop: error: rank 0 ended without a word" in err
     resumed = tfloop(*command("killed"), cwd=task)
@@ -252,7 +252,7 @@ def test_sigterm_saves_and_exits_75(engine, task):
     journal = task / "run" / "journal.jsonl"
     wait_for(lambda: journal.exists() and '"steps_end"' in journal.read_text(), process)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 75, err
     result = json.loads(out)
     assert result["status"] == "preempted"

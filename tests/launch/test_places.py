@@ -294,7 +294,7 @@ def test_a_worker_that_is_evicted_has_all_save_and_exit_with_75(tmp_path):
     try:
         assert any("epoch 1/" in line for line in chief.stderr)
         other.send_signal(signal.SIGTERM)
-        ends = [process.communicate(timeout=120)[1] for process in (chief, other)]
+        ends = [process.communicate(timeout=240)[1] for process in (chief, other)]
     finally:
         chief.kill()
         other.kill()

@@ -26,6 +26,8 @@ from tests.campaigns.ray_sweep import through_kills
 from tests.conftest import ROOT, TFLOOP, needs_horovod, tfloop
 from tests.ray_nodes import nodes
 
+pytestmark = pytest.mark.timeout(900)  # a node's first worker imports TensorFlow, which has taken two minutes
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -55,16 +57,26 @@ def on_ray(cluster, *arguments, workers="--workers=3", paths=(), **more):
 
 
 def wait_for(condition, process):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.05)
 
 
+def assert_nothing_is_left(cluster, directory):
+    """Waits until no agent of the cluster and no process of a job in this directory runs.
+
+    The agent of a node that is gone gives its worker time to save.
+    """
+    deadline = time.monotonic() + 240
+    while found := list(left_behind(cluster, directory)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.5)
+
+
 def left_behind(cluster, directory):
-    """The agents of the cluster, and the processes of a job in this directory, that still run."""
-    found = []
+    """The commands of the agents of the cluster, and of the processes of a job in this directory, that still run."""
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
@@ -73,8 +85,7 @@ def left_behind(cluster, directory):
         except psutil.Error:
             continue
         if ours and process.pid != os.getpid():
-            found.append(command)
-    return found
+            yield command
 
 
 @needs_horovod
@@ -82,7 +93,7 @@ def test_digits_have_the_weights_of_local_workers(cluster, tmp_path):
     options = ["digits", "--steps=20", "--seed=1", "--track=off", "--json"]
     process = on_ray(cluster, *options)
     local = tfloop("train", *options, "--workers=3")
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     [line] = out.splitlines()
     result = json.loads(line)
@@ -94,7 +105,6 @@ def test_digits_have_the_weights_of_local_workers(cluster, tmp_path):
 
 
 @needs_horovod
-@pytest.mark.timeout(600)
 def test_a_raylet_is_killed_and_another_one_joins(cluster, undisturbed, tmp_path, monkeypatch):
     """The job goes on by itself, to the bits of a run that nothing has disturbed."""
     (tmp_path / "task.py").write_text(TASK)
@@ -106,7 +116,7 @@ def test_a_raylet_is_killed_and_another_one_joins(cluster, undisturbed, tmp_path
     cluster.replace_one()
     wait_for(lambda: events(runs).count("fit_start") == 2, job)
     go.touch()
-    out, err = job.communicate(timeout=200)
+    out, err = job.communicate(timeout=500)
     assert job.returncode == 0, err
     assert "host 127.0.0.1 is gone, and rank " in err
     assert "; going on from the last checkpoint, where Ray finds room" in err
@@ -114,11 +124,10 @@ def test_a_raylet_is_killed_and_another_one_joins(cluster, undisturbed, tmp_path
     assert result["weights_sha256"] == undisturbed[1]["weights_sha256"]
     about = json.loads(Path(result["run_dir"], "run.json").read_text())
     assert about["target"] == f"{tmp_path / 'task.py'}:Held"  # not the copy that Ray has made
-    assert not left_behind(cluster, tmp_path)
+    assert_nothing_is_left(cluster, tmp_path)
 
 
 @needs_horovod
-@pytest.mark.timeout(600)
 def test_an_elastic_job_goes_on_from_memory_and_takes_the_next_node_in(cluster, undisturbed, tmp_path, monkeypatch):
     (tmp_path / "task.py").write_text(TASK)
     go = tmp_path / "go"
@@ -130,7 +139,7 @@ def test_an_elastic_job_goes_on_from_memory_and_takes_the_next_node_in(cluster, 
     cluster.replace_one()
     wait_for(lambda: "worker_gone" in events(runs) and last_of(events(runs)) == "worker_joined", job)
     go.touch()
-    out, err = job.communicate(timeout=200)
+    out, err = job.communicate(timeout=500)
     assert job.returncode == 0, err
     assert "starting 2 to 3 workers on Ray (horovod) ..." in err
     assert "elastic: going on with 2 workers" in err
@@ -140,10 +149,7 @@ def test_an_elastic_job_goes_on_from_memory_and_takes_the_next_node_in(cluster, 
     here, _ = undisturbed
     assert list(differences(used(here / "used"), used(tmp_path / "there"))) == []
     assert distance(last_weights(here / "run"), last_weights(runs / "there")) < 5e-6
-    deadline = time.monotonic() + 60
-    while left_behind(cluster, tmp_path):  # the worker of the node that is gone: its agent gives it time to save
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    assert_nothing_is_left(cluster, tmp_path)
 
 
 # Python imports it by itself. Agents wait, so that a node can be lost before its agent answers; that one never does.
@@ -158,7 +164,6 @@ if "loop.launch.host_agent" in sys.orig_argv:
 
 
 @needs_horovod
-@pytest.mark.timeout(600)
 def test_a_node_that_is_lost_before_its_worker_has_started_is_replaced(cluster, tmp_path):
     site = tmp_path / "site"
     site.mkdir()
@@ -173,17 +178,19 @@ def test_a_node_that_is_lost_before_its_worker_has_started_is_replaced(cluster, 
     [lost] = [agent for agent in agents if psutil.Process(agent).parent().ppid() == 1]
     (site / f"not-{lost}").touch()
     (site / "answer").touch()
-    out, err = job.communicate(timeout=200)
+    try:
+        out, err = job.communicate(timeout=500)
+    finally:
+        psutil.Process(lost).kill()
     assert job.returncode == 0, err
     [line] = [line for line in err.splitlines() if line.endswith("; starting again, where Ray finds room")]
-    assert line.startswith("127.0.0.1: can't be reached: ")
-    psutil.Process(lost).kill()
+    # The second, if the node is lost after the agent's start and before Ray has noted its actor's.
+    assert line.startswith(("127.0.0.1: can't be reached: ", "a Ray actor has not started: "))
     local = tfloop("train", *options, "--workers=3")
     assert json.loads(out)["weights_sha256"] == json.loads(local.stdout)["weights_sha256"]
 
 
 @needs_horovod
-@pytest.mark.timeout(600)
 def test_a_node_that_is_lost_before_the_first_step_is_replaced(cluster, undisturbed, tmp_path, monkeypatch):
     """Its worker runs, and reads its data: there is no checkpoint."""
     reading = tmp_path / "reading"
@@ -201,12 +208,12 @@ def test_a_node_that_is_lost_before_the_first_step_is_replaced(cluster, undistur
     cluster.replace_one()
     wait_for(lambda: len(list(tmp_path.glob("reading-*"))) == 6, job)
     go.touch()
-    out, err = job.communicate(timeout=200)
+    out, err = job.communicate(timeout=500)
     assert job.returncode == 0, err
     assert "host 127.0.0.1 is gone, and rank " in err
     result = json.loads(out)
     assert (result["steps"], result["weights_sha256"]) == (303, undisturbed[1]["weights_sha256"])
-    assert not left_behind(cluster, tmp_path)
+    assert_nothing_is_left(cluster, tmp_path)
 
 
 def test_each_worker_has_a_gpu_of_its_own(tmp_path):
@@ -223,12 +230,12 @@ class Sees(Digits):
     (tmp_path / "task.py").write_text(task)
     with nodes(num_cpus=2, num_gpus=2) as cluster:
         process = on_ray(cluster, "task.py:Sees", "--steps=2", "--track=off", "--json", workers="--workers=2")
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=500)
         assert process.returncode == 0, err
         assert json.loads(out)["replicas"] == 2
         assert sorted(path.read_text() for path in tmp_path.glob("sees-*")) == ["0", "1"]
         many = on_ray(cluster, "task.py:Sees", "--start-timeout=2")
-        out, err = many.communicate(timeout=100)
+        out, err = many.communicate(timeout=300)
         assert (many.returncode, out) == (2, "")
         message = err.splitlines()[-1]
         assert "no room for 3 workers with 1 CPU and 1 GPU each within 2 s (--start-timeout): the cluster " in message
@@ -246,7 +253,6 @@ def events(runs):
     return [json.loads(line)["event"] for line in text.splitlines()]
 
 
-@pytest.mark.timeout(600)
 def test_a_sweep_through_the_loss_of_a_node_and_of_itself(cluster, tmp_path):
     assert "going on" in through_kills(cluster, tmp_path, 4)  # 24 in tests.campaigns.ray_sweep
 
@@ -259,17 +265,17 @@ def test_one_worker_is_stopped_and_goes_on_to_the_weights_of_a_run_here(cluster,
     stopped = on_ray(cluster, *options, workers="--workers=1")
     wait_for(lambda: [*tmp_path.glob("runs/*/checkpoints/step-00000009")], stopped)
     stopped.send_signal(signal.SIGTERM)
-    out, err = stopped.communicate(timeout=200)
+    out, err = stopped.communicate(timeout=500)
     assert stopped.returncode == 75, err
     found = json.loads(out)
     assert found["backend"] == "single"
     assert found["steps"] < 101
-    assert not left_behind(cluster, tmp_path)
+    assert_nothing_is_left(cluster, tmp_path)
 
     go.touch()
     there = on_ray(cluster, *options, f"--run-dir={found['run_dir']}", workers="--workers=1")
     here = tfloop("train", *options, "--run-dir=local")
-    out, err = there.communicate(timeout=200)
+    out, err = there.communicate(timeout=500)
     assert there.returncode == 0, err
     assert json.loads(out)["weights_sha256"] == json.loads(here.stdout)["weights_sha256"]
 
@@ -278,7 +284,7 @@ def test_fit_is_called_from_a_ray_program(cluster, tmp_path, quiet):
     program = ROOT / "examples" / "cluster" / "ray_program.py"
     own = {"PYTHONPATH": str(ROOT), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     command = [sys.executable, str(program), cluster.address]
-    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("learning rate ")]
     result = fit(Digits(learning_rate=1e-2), epochs=3, seed=1, callbacks=quiet())
@@ -290,14 +296,14 @@ def test_what_does_not_fit_the_cluster_is_said_before_anything_starts(cluster, t
     (tmp_path / "inner").mkdir()
     (tmp_path / "task.py").write_text(TASK)
     many = on_ray(cluster, "digits", "--cpus-per-worker=2", "--start-timeout=2")
-    out, err = many.communicate(timeout=100)
+    out, err = many.communicate(timeout=300)
     assert (many.returncode, out) == (2, "")
     assert "no room for 3 workers with 2 CPU each within 2 s (--start-timeout): the cluster has 3 CPU" in err
     outside = on_ray(cluster, "../task.py:Held", cwd=tmp_path / "inner")
-    out, err = outside.communicate(timeout=100)
+    out, err = outside.communicate(timeout=300)
     assert (outside.returncode, out) == (2, "")
     assert "127.0.0.1: has no ../task.py:Held: Ray brings only what is in " in err.splitlines()[-1]
-    assert not left_behind(cluster, tmp_path)
+    assert_nothing_is_left(cluster, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
