@@ -95,8 +95,11 @@ class Proxy:
 
             do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
+        class Listener(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128  # 5 otherwise: what comes beyond them waits for the network's own retries
+
+        self.http = Listener(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     @property
@@ -179,6 +182,7 @@ class Proxy:
             request.send_response(status)
             for name, value in headers.items():
                 request.send_header(name, value)
+            request.send_header("Connection", "close")  # or a client may send its next request to what just closes
             request.end_headers()
             if not is_head:
                 request.wfile.write(sent)
