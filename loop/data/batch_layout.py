@@ -20,27 +20,37 @@ from loop.task import Batch
 
 
 class HandedOver(NamedTuple):
-    """Batches in a graph that the host has handed over; all are padded to the longest example of all.
+    """Batches in a graph that the host has handed over.
 
     Attributes:
         first: the step of the first one within the epoch: int64 [].
         end: the step behind the last one: int64 [].
         starts: where the rows of each batch begin, and where those of the last one end: int64 [batches + 1, 1].
-        begins: of each batch, the first row, and 0: int64 [batches, 2].
-        ends: for each padded array, the row behind each batch, and the length it is padded to: int64 [batches, 2].
         index: the indices of the examples: int64 [rows].
-        columns: the arrays: [rows, ...].
-        masks: the masks: bool [rows, length].
+        columns: the arrays: [rows, ...]; those that are padded: [rows of all examples, ...].
+        padded: how those that are padded become batches, in their order.
     """
 
     first: tf.Tensor
     end: tf.Tensor
     starts: tf.Tensor
-    begins: tf.Tensor
-    ends: list[tf.Tensor]
     index: tf.Tensor
     columns: list[tf.Tensor]
-    masks: list[tf.Tensor]
+    padded: list[_Padded]
+
+
+class _Padded(NamedTuple):
+    """How a padded array of `HandedOver` becomes batches.
+
+    Attributes:
+        offsets: where the rows of each example begin, and where those of the last one end: int64 [examples + 1].
+        starts: the same of each batch: int64 [batches + 1, 1].
+        widths: the length to which each batch is padded: int64 [batches].
+    """
+
+    offsets: tf.Tensor
+    starts: tf.Tensor
+    widths: tf.Tensor
 
 
 class BatchLayout:
@@ -135,7 +145,17 @@ class BatchLayout:
             leaf[stretch] = column
             batches.lengths[stretch, padded] = lengths
             padded += 1
+        if len(examples) == len(batches.index):
+            self._join(batches)
         return True
+
+    def _join(self, batches: PendingBatches) -> None:
+        """Joins the arrays that are padded, which `handed_over` would do while the graph waits."""
+        for number, (leaf, spec) in enumerate(zip(batches.leaves, self.specs, strict=True)):
+            if spec.padded:
+                rows = int(batches.lengths[:, self.padded.index(spec.name)].sum())
+                batches.leaves[number] = array_of_own([rows, *spec.shape[1:]], spec.dtype)
+                np.concatenate(leaf, out=batches.leaves[number])
 
     def fill(
         self,
@@ -184,7 +204,7 @@ class BatchLayout:
         batches.lengths[row] = 0
 
     # How batches are handed over to a graph: which rows each of them has, the indices, and the arrays. A graph cuts a
-    # batch out. It also pads: Python would take longer.
+    # batch out, and pads it: Python would take longer.
 
     def handed_over(self, batches: PendingBatches) -> list[Any]:
         """The arrays, or tensors, that a graph gets of some batches; see `handed_over_specs`."""
@@ -192,7 +212,7 @@ class BatchLayout:
         steps = np.array([first, first + batches.count], np.int64)
         leaves = []
         for leaf, spec in zip(batches.leaves, self.specs, strict=True):
-            leaves.append(self._joined(spec, leaf) if spec.padded else leaf)
+            leaves.append(self._joined(spec, leaf) if isinstance(leaf, list) else leaf)
         return [steps, batches.starts[:, None], batches.index, *leaves, batches.widths, batches.lengths]
 
     def handed_over_specs(self) -> list[tf.TensorSpec]:
@@ -214,39 +234,31 @@ class BatchLayout:
     def from_host(self, tensors: Sequence[tf.Tensor]) -> HandedOver:
         """In a graph: some batches, of which `batch_at` cuts out one, from the tensors of `handed_over`."""
         steps, starts, index, *leaves, widths, lengths = tensors
-        columns: list[tf.Tensor] = []
-        masks: dict[str | int, tf.Tensor] = {}
-        ends: list[tf.Tensor] = []
-        for leaf, spec, gap in zip(leaves, self.specs, self._gaps, strict=True):
-            if not spec.padded:
-                columns.append(leaf)
-                continue
-            number = len(ends)
-            ends.append(tf.concat([starts[1:], widths[:, number : number + 1]], 1))
-            own = lengths[:, number]
-            widest = tf.reduce_max(widths[:, number])
-            columns.append(_padded(leaf, own, widest, gap))
-            if spec.name in self._masked:
-                masks[spec.name] = tf.sequence_mask(own, widest)
-        begins = tf.pad(starts[:-1], [[0, 0], [0, 1]])
-        masks_in_order = [masks[name] for name in self._masked]
-        return HandedOver(steps[0], steps[1], starts, begins, ends, index, columns, masks_in_order)
+        padded: list[_Padded] = []
+        for number in range(len(self.padded)):
+            offsets = tf.pad(tf.cumsum(lengths[:, number]), [[1, 0]])
+            padded.append(_Padded(offsets, tf.gather(offsets, starts), widths[:, number]))
+        return HandedOver(steps[0], steps[1], starts, index, leaves, padded)
 
     def batch_at(self, held: HandedOver, step: tf.Tensor) -> tuple[tf.Tensor, Batch]:
         """In a graph: the indices and the arrays of the batch at a step, padded to its own longest example."""
         number = step - held.first
-        rows = tf.gather(held.starts, number), tf.gather(held.starts, number + 1)
-        corner = tf.gather(held.begins, number) if held.ends else None
-        cut_out: dict[str | int, Any] = {}
+        begin, end = tf.gather(held.starts, number), tf.gather(held.starts, number + 1)
+        padded = iter(held.padded)
         arrays: list[tf.Tensor] = []
-        for column, spec in zip(held.columns, self.specs, strict=True):
-            if spec.padded:
-                cut_out[spec.name] = corner, tf.gather(held.ends[len(cut_out)], number)
-            arrays.append(_cut(column, *cut_out.get(spec.name, rows)))
-        masks = {}
-        for name, mask in zip(self._masked, held.masks, strict=True):
-            masks[name] = _cut(mask, *cut_out[name])
-        return _cut(held.index, *rows), self._with_masks(arrays, masks)
+        masks: dict[str | int, tf.Tensor] = {}
+        for column, spec, gap in zip(held.columns, self.specs, self._gaps, strict=True):
+            if not spec.padded:
+                arrays.append(_cut(column, begin, end))
+                continue
+            how = next(padded)
+            start, width = tf.gather(how.starts, number), tf.gather(how.widths, number)
+            offsets = _cut(how.offsets, begin, end + 1) - start
+            rows = _cut(column, start, tf.gather(how.starts, number + 1))
+            arrays.append(_filled_up(rows, offsets, width, gap))
+            if spec.name in self._masked:
+                masks[spec.name] = tf.sequence_mask(offsets[1:] - offsets[:-1], width)
+        return _cut(held.index, begin, end), self._with_masks(arrays, masks)
 
     def _joined(self, spec: ArraySpec, arrays: list[np.ndarray]) -> np.ndarray:
         """Arrays of a padded array one behind the other: [rows of all examples, ...]."""
@@ -275,20 +287,20 @@ class BatchLayout:
         return self._with_masks(self.tensor_specs(), masks)
 
 
-def _padded(rows: tf.Tensor, lengths: tf.Tensor, width: tf.Tensor, gap: Scalar) -> tf.Tensor:
+def _filled_up(rows: tf.Tensor, offsets: tf.Tensor, width: tf.Tensor, gap: Scalar) -> tf.Tensor:
     """Examples of different lengths in one tensor: [examples, width, ...].
 
     Args:
         rows: the rows of all examples, [rows, ...].
-        lengths: how many of them each example has: int64 [examples].
+        offsets: where those of each example begin, and where those of the last one end: int64 [examples + 1].
         width: the length to pad to: int64 [].
         gap: what fills the gaps.
     """
     return tf.raw_ops.RaggedTensorToTensor(
-        shape=tf.stack([tf.size(lengths, tf.int64), width, *rows.shape[1:]]),
+        shape=tf.stack([-1, width, *rows.shape[1:]]),
         values=rows,
         default_value=tf.constant(gap, rows.dtype),
-        row_partition_tensors=[tf.concat([[0], tf.cumsum(lengths)], 0)],
+        row_partition_tensors=[offsets],
         row_partition_types=["ROW_SPLITS"],
     )
 

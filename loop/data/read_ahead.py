@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,11 +17,13 @@ _ALIGNMENT = 64
 """Bytes; see `array_of_own`."""
 
 _FAST = 2e-4
-"""Seconds. A batch that is read within this time is read by the one that asks for it: to hand it over from another
-thread takes as long, and both wait for Python's lock."""
+"""Seconds. Batches that are read within this time are handed over several at once: to hand one over takes as long."""
 
 _AT_ONCE = 2e-3
-"""Seconds. The one that asks reads so many fast batches at once as take about this time: asking takes some, too."""
+"""Seconds. So many fast batches are read at once as take about this time."""
+
+_PATIENCE = 2 * _AT_ONCE
+"""Seconds. So long `ReadAhead.get_if_ready` waits for fast batches, which are nearly there."""
 
 _SLOWER = 1.2
 """By how much a slow batch makes the estimate of the seconds that a batch takes grow at most."""
@@ -45,7 +48,7 @@ class PendingBatches:
         first: the position of the first batch; the others follow it in the same epoch.
         index: the examples of all batches, those of one behind those of the other: int64 [rows].
         leaves: the arrays to fill, each of shape [rows, ...]; tensors that are; or, of an array that is padded, a list
-            with the array of each row.
+            with the array of each row, which may be replaced by one array of all, one behind the other.
         starts: where the rows of each batch begin, and where the last one ends: int64 [batches + 1]; None: it is one.
         widths: the lengths that the arrays of each batch are padded to: int64 [batches, padded arrays]; None: none is.
 
@@ -127,29 +130,49 @@ class PendingBatches:
             raise self.error
 
 
+Plan = Callable[[Position, int], PendingBatches]
+"""Returns the batches from a position on, to be filled: at most so many."""
 Fill = Callable[[PendingBatches, slice, int], None]
 """Reads a stretch of the rows of some batches, by the thread of this number."""
+_Tasks: TypeAlias = "queue.SimpleQueue[Callable[[int], None] | None]"
+"""What the threads are to do, each with its number; None ends one of them."""
+
+
+class _BlockAhead:
+    """Several batches, read fast, that a thread plans and reads before they are asked for.
+
+    Args:
+        first: the position of the first one.
+
+    Attributes:
+        batches: the batches, filled; None: they couldn't be planned.
+    """
+
+    def __init__(self, first: Position) -> None:
+        self.first = first
+        self.batches: PendingBatches | None = None
+        self.done = threading.Event()
 
 
 class ReadAhead:
     """Batches, in order, that threads read before they are asked for.
 
     A batch is known by its position alone, so that any can be asked for at any time: one that isn't under way begins
-    the reading anew from there. Where batches are read faster than a thread hands them over, the one that asks reads
-    them, several at once: the graph asks for a batch while it computes on the one before.
+    the reading anew from there. Where batches are read faster than a thread hands them over, several are read at once:
+    the first of them by the one that asks, and those that follow by a thread, while the graph computes on the others.
 
     Args:
-        plan: the batches from a position on, to be filled; the second argument is the greatest number of them.
+        plan: the batches from a position on.
         fill: reads some of their rows; it must not hold what holds this object.
         following: the position after another one; None: nothing is to be read after it.
         depth: how many batches are read before they are asked for.
         threads: how many read.
-        at_once: how many batches the one that asks may read at most, if that is faster than to have them handed over.
+        at_once: how many batches are read at once at most, where they are read fast; 0: each is read by itself.
     """
 
     def __init__(
         self,
-        plan: Callable[[Position, int], PendingBatches],
+        plan: Plan,
         fill: Fill,
         following: Callable[[Position], Position | None],
         depth: int,
@@ -164,13 +187,14 @@ class ReadAhead:
         self._threads = threads
         self._lock = threading.Lock()
         self._pending: list[PendingBatches] = []
+        self._block_ahead: _BlockAhead | None = None
         self._pace = _Pace()
-        self._tasks: queue.SimpleQueue[tuple[PendingBatches, slice] | None] = queue.SimpleQueue()
+        self._tasks: _Tasks = queue.SimpleQueue()
         for number in range(threads):
-            arguments = (self._tasks, fill, self._pace, number)
+            arguments = (self._tasks, number)
             threading.Thread(target=_serve, args=arguments, name=f"tfloop-reader-{number}", daemon=True).start()
-        # The threads hold the queue and `fill`, and neither this object nor `plan`: so this one can be collected, which
-        # ends them.
+        # The threads hold the queue, and neither this object nor `plan` once they have read: so this one can be
+        # collected, which ends them.
         self._finalizer = weakref.finalize(self, _end, self._tasks, threads)
 
     def get(self, position: Position) -> PendingBatches:
@@ -183,7 +207,8 @@ class ReadAhead:
             BaseException: what reading a row of it has raised.
         """
         with self._lock:
-            batches = self._begun(position)
+            batches = self._begun(position, None)
+            assert batches is not None
             batches.requested = True
         batches.wait()
         return batches
@@ -193,8 +218,8 @@ class ReadAhead:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            batches = self._begun(position)
-            if not batches.ready:
+            batches = self._begun(position, _PATIENCE)
+            if batches is None or not batches.ready:
                 return None
             batches.requested = True
         finally:
@@ -206,6 +231,7 @@ class ReadAhead:
         """Ends the threads, as soon as each has read what it is reading."""
         with self._lock:
             self._keep([])
+            self._block_ahead = None
         self._finalizer()
 
     def _is_fast(self) -> bool:
@@ -215,49 +241,66 @@ class ReadAhead:
     def _known(self, position: Position) -> PendingBatches | None:
         return next((batches for batches in self._pending if batches.covers(position)), None)
 
-    def _begun(self, position: Position) -> PendingBatches:
-        """The batch at a position, and those that follow it: being read, or read here, where that is faster."""
-        fast = self._is_fast()
-        known = self._known(position)
-        if known is not None and fast:
-            return known
-        *wanted, next_one = self._followed(position, 0 if fast else self._depth)
-        # A neighbor may be asked for before or after this one, and the one before once more in the next call.
-        kept = [max((known for known in self._pending if known.first < position), key=_first, default=None)]
-        kept += [self._known(each) for each in (*wanted, next_one)]
-        self._keep([batches for batches in self._pending if batches in kept])
+    def _begun(self, position: Position, patience: float | None) -> PendingBatches | None:
+        """The batch at a position, being read; or filled, and others behind it, where reading is fast.
+
+        None: it is nearly there, and didn't come within `patience` seconds.
+        """
+        if self._is_fast():
+            return self._known(position) or self._block_at(position, patience)
+        self._block_ahead = None
+        *wanted, next_one = self._followed(position)
+        self._keep([self._before(position), *(self._known(each) for each in (*wanted, next_one))])
         for each in wanted:
             if self._known(each) is None:
-                self._begin(each, here=fast)
-        begun = self._known(position)
-        assert begun is not None
-        return begun
+                batches = self._plan(each, 1)
+                self._pending.append(batches)
+                for rows in batches.cut(self._threads):
+                    self._tasks.put(functools.partial(_read_if_wanted, batches, rows, self._fill, self._pace))
+        return self._known(position)
 
-    def _followed(self, position: Position, ahead: int) -> list[Position]:
+    def _block_at(self, position: Position, patience: float | None) -> PendingBatches | None:
+        """Several batches from a position on, filled: read by a thread meanwhile, or here. See `_begun` for None."""
+        ahead = self._block_ahead
+        batches = None
+        if ahead is not None and ahead.first == position:
+            if not ahead.done.wait(patience):
+                return None
+            batches = ahead.batches
+        if batches is None:
+            batches = _read_block(position, self._plan, self._steps_at_once(), self._fill, self._pace, 0)
+        self._keep([self._before(position)])
+        self._pending.append(batches)
+        self._block_ahead = None
+        last = position._replace(step=position.step + batches.count - 1)
+        if batches.error is None and (following := self._following(last)) is not None:
+            self._block_ahead = _BlockAhead(following)
+            arguments = self._plan, self._steps_at_once(), self._fill, self._pace
+            self._tasks.put(functools.partial(_read_ahead, self._block_ahead, *arguments))
+        return batches
+
+    def _steps_at_once(self) -> int:
+        """How many batches are read at once, where that is fast."""
+        return min(self._at_once, max(1, int(_AT_ONCE / self._pace.seconds)))
+
+    def _before(self, position: Position) -> PendingBatches | None:
+        """The last batches that begin before a position: they may be asked for once more, or after those behind it."""
+        return max((known for known in self._pending if known.first < position), key=_first, default=None)
+
+    def _followed(self, position: Position) -> list[Position]:
         """A position, those that are read ahead of it, and the one behind these; fewer at the end of the data."""
         positions = [position]
-        for _ in range(ahead + 1):
+        for _ in range(self._depth + 1):
             following = self._following(positions[-1])
             positions.append(positions[-1] if following is None else following)
         return positions
 
-    def _keep(self, kept: list[PendingBatches]) -> None:
+    def _keep(self, kept: Sequence[PendingBatches | None]) -> None:
         """Drops all batches but these."""
         for batches in self._pending:
             if batches not in kept:
                 batches.cancelled = not batches.requested  # a batch that was asked for is waited for
-        self._pending = kept
-
-    def _begin(self, position: Position, here: bool) -> None:
-        at_once = min(self._at_once, max(1, int(_AT_ONCE / self._pace.seconds))) if here else 1
-        batches = self._plan(position, at_once)
-        self._pending.append(batches)
-        parts = 1 if here else self._threads
-        for rows in batches.cut(parts):
-            if here:
-                _read(batches, rows, self._fill, self._pace, 0)
-            else:
-                self._tasks.put((batches, rows))
+        self._pending = [batches for batches in self._pending if batches in kept]
 
 
 def _first(batches: PendingBatches) -> Position:
@@ -285,14 +328,34 @@ class _Pace:
         self._last = seconds
 
 
-def _serve(tasks: queue.SimpleQueue[tuple[PendingBatches, slice] | None], fill: Fill, pace: _Pace, number: int) -> None:
-    """A thread: fills stretches of batches until the queue ends."""
+def _serve(tasks: _Tasks, number: int) -> None:
+    """A thread: does what is in the queue until that ends."""
     while (task := tasks.get()) is not None:
-        batches, rows = task
+        task(number)
         del task
-        if not batches.cancelled:
-            _read(batches, rows, fill, pace, number)
-        del batches
+
+
+def _read_if_wanted(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread: int) -> None:
+    """Fills a stretch of the rows of some batches, unless nobody will ask for them."""
+    if not batches.cancelled:
+        _read(batches, rows, fill, pace, thread)
+
+
+def _read_ahead(block: _BlockAhead, plan: Plan, steps: int, fill: Fill, pace: _Pace, thread: int) -> None:
+    """Reads a block. If it can't be planned, the one that asks for it plans it once more, and gets the error."""
+    try:
+        block.batches = _read_block(block.first, plan, steps, fill, pace, thread)
+    except BaseException:
+        block.batches = None
+    block.done.set()
+
+
+def _read_block(first: Position, plan: Plan, steps: int, fill: Fill, pace: _Pace, thread: int) -> PendingBatches:
+    """At most so many batches from a position on, filled."""
+    batches = plan(first, steps)
+    for rows in batches.cut(1):
+        _read(batches, rows, fill, pace, thread)
+    return batches
 
 
 def _read(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread: int) -> None:
@@ -308,7 +371,7 @@ def _read(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread:
         batches.finish()
 
 
-def _end(tasks: queue.SimpleQueue[Any], threads: int) -> None:
+def _end(tasks: _Tasks, threads: int) -> None:
     for _ in range(threads):
         tasks.put(None)
 

@@ -90,7 +90,10 @@ class Batches:
         """See `each`. The host hands over several batches at once, where they are read fast."""
 
         def body(step: tf.Tensor, held: Following, state: State) -> tuple[tf.Tensor, Following, State]:
-            following = source.read_from(self._epoch, held.end, self._parts)
+            # Not behind the last step: the next call would ask for the same batches once more.
+            following = tf.cond(
+                more(held.end, state), lambda: source.read_from(self._epoch, held.end, self._parts), lambda: held
+            )
 
             def one(step: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
                 read = source.batch_at(held, step)

@@ -183,7 +183,7 @@ def test_same_bits_after_a_resume_in_the_middle_of_an_epoch(expected, quiet, tmp
     held_out = loop.IndexedData((INPUTS, LABELS))
     found = _trained(quiet, data, held_out, run_dir=tmp_path / "run", resume="auto")
     assert found.weights_sha256 == expected.weights_sha256
-    assert len(read) < 3 + len(INPUTS) * 2  # steps 10 to 20, and what was read ahead: not from the start
+    assert len(read) < 3 + len(INPUTS) * 3  # steps 10 to 20, and at most an epoch ahead: not from the start
 
 
 class _Share:
@@ -543,8 +543,8 @@ def _numbers(depth, filled, at_once=3):
 
 
 @contextlib.contextmanager
-def _read_by_the_one_that_asks(seconds):
-    """Within it, batches that are read within these seconds are not handed over from thread to thread."""
+def _read_fast(seconds):
+    """Within it, batches that are read within these seconds are read several at once."""
     with mock.patch.object(read_ahead, "_FAST", seconds):
         yield
 
@@ -559,7 +559,7 @@ def test_any_batch_can_be_asked_for_at_any_time(asked, depth, at_once):
     ahead = _numbers(depth, [], at_once)
     for step, fast, waits in asked:
         position = Position(EVALUATION_EPOCH, step)
-        with _read_by_the_one_that_asks(np.inf if fast else 0):
+        with _read_fast(np.inf if fast else 0):
             there = None if waits else ahead.get_if_ready(position)
             batches = there or ahead.get(position)
         assert batches.covers(position)
@@ -568,33 +568,79 @@ def test_any_batch_can_be_asked_for_at_any_time(asked, depth, at_once):
     ahead.close()
 
 
-def test_batches_that_are_read_fast_are_read_by_the_one_that_asks():
-    threads = []
+def _blocks(filled, failing=()):
+    """A reader of 30 fast batches, 8 at once at most, which notes the thread and the batches of each reading."""
 
     def plan(position, at_once):
+        if position.step in failing:
+            raise UsageError(f"no plan from {position.step}")
         return _pairs(position, at_once, 30)
 
     def fill(batches, rows, thread):
-        threads.append(threading.current_thread().name)
+        name = threading.current_thread().name
+        filled.append(("reader" if name.startswith("tfloop-reader") else "asker", batches.first.step, batches.count))
 
-    ahead = ReadAhead(plan, fill, _following_of(30), 2, 1, at_once=8)
-    with _read_by_the_one_that_asks(np.inf), mock.patch.object(read_ahead, "_AT_ONCE", 1e9):
-        for step in range(30):
-            assert ahead.get_if_ready(Position(0, step)) is not None
-    assert set(threads) == {threading.current_thread().name}
-    assert len(threads) == 4  # 8 batches at once, and the last 6
-    threads.clear()
-    with _read_by_the_one_that_asks(0):
+    return ReadAhead(plan, fill, _following_of(30), 2, 2, at_once=8)
+
+
+@pytest.fixture
+def in_no_time():
+    """As if reading took no time, and a thread had always read what is asked for."""
+    with _read_fast(np.inf), mock.patch.multiple(read_ahead, _AT_ONCE=1e9, _PATIENCE=100):
+        yield
+
+
+def test_fast_batches_are_read_several_at_once_while_those_before_are_used(in_no_time):
+    filled = []
+    ahead = _blocks(filled)
+    for step in range(30):
+        assert ahead.get_if_ready(Position(0, step)) is not None
+    assert filled == [("asker", 0, 8), ("reader", 8, 8), ("reader", 16, 8), ("reader", 24, 6)]  # none behind the end
+    filled.clear()
+    with _read_fast(0):
         for step in range(30):
             ahead.get(Position(1, step))
-    assert set(threads) == {"tfloop-reader-0"}
+    assert {(who, count) for who, _, count in filled} == {("reader", 1)}
+    ahead.close()
+
+
+def test_a_fast_batch_that_nobody_expected_is_read_fast(in_no_time):
+    filled = []
+    ahead = _blocks(filled)
+    for step in (3, 20, 27, 28):
+        assert ahead.get_if_ready(Position(0, step)) is not None
+    assert [step for who, step, _ in filled if who == "asker"] == [3, 20]
+    ahead.close()
+
+
+def test_a_fast_batch_that_is_late_is_not_waited_for_by_the_graph(in_no_time):
+    waits = threading.Event()
+    ahead = ReadAhead(
+        _pairs, lambda batches, *_: waits.wait(100) if batches.first.step else None, _following_of(10), 2, 1, at_once=3
+    )
+    assert ahead.get_if_ready(Position(0, 0)) is not None
+    with mock.patch.object(read_ahead, "_PATIENCE", 0.01):
+        assert ahead.get_if_ready(Position(0, 3)) is None
+    waits.set()
+    assert ahead.get(Position(0, 3)).first.step == 3
+    ahead.close()
+
+
+def test_what_planning_ahead_raises_reaches_the_one_that_asks(in_no_time):
+    ahead = _blocks([], failing=[8])
+    for step in range(8):
+        ahead.get(Position(0, step))
+    for _ in range(2):
+        with pytest.raises(UsageError, match="no plan from 8"):
+            ahead.get(Position(0, 8))
+    assert ahead.get(Position(0, 9)).first.step == 9
     ahead.close()
 
 
 def test_batches_that_are_asked_for_in_order_are_read_once():
     filled = []
     ahead = _numbers(3, filled)
-    with _read_by_the_one_that_asks(0):
+    with _read_fast(0):
         for step in (0, 1, 2, 3, 3, 4, 5, 7, 6, 8, 9):
             ahead.get(Position(0, step))
     ahead.close()
