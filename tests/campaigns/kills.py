@@ -1,6 +1,7 @@
-"""50 kills of digits on three engines, a third of them in checkpoint writes. `python -m tests.campaigns.kills [SHARE]`
+"""60 kills of digits, a third of them in checkpoint writes. `python -m tests.campaigns.kills [SHARE [ENGINE ...]]`
 
-Takes some 20 minutes on two cores; with SHARE=0.1, a tenth of the kills.
+On three engines, and with a sharded optimizer, whose workers write a checkpoint together. Takes some 25 minutes on two
+cores; with SHARE=0.1, a tenth of the kills.
 """
 
 import functools
@@ -15,6 +16,7 @@ ENGINES = {
     "single": (18, ["--backend=single"]),
     "horovod": (16, ["--backend=horovod", "--workers=2"]),
     "multiworker": (16, ["--backend=multiworker", "--workers=2"]),
+    "horovod, sharded": (10, ["--backend=horovod", "--workers=2", "--shard-optimizer", "--ema=0.9"]),
 }
 
 
@@ -35,7 +37,7 @@ def main(share=1.0, engines=tuple(ENGINES), seed=0):
         f"kills: {sum(total.values())} on {', '.join(engines)} ({', '.join(f'{n} {k}' for k, n in total.items())}): "
         + (f"NOT the same on {', '.join(failed)}" if failed else "the same weights, and each example once per epoch")
     )
-    if share == 1.0 and total[WRITING] < 15:
+    if share == 1.0 and engines == tuple(ENGINES) and total[WRITING] < 15:
         failed.append(f"only {total[WRITING]} {WRITING}")
     return failed
 
