@@ -91,13 +91,16 @@ def reducing(backend: Any, size: int, repeats: int) -> Callable[[], Any]:
     """A function that reduces a tensor again and again, each time when the last one is there."""
     import tensorflow as tf
 
-    def each(value: Any) -> Any:
-        for _ in tf.range(repeats):
-            [total] = backend.all_reduce([value])
-            value = tf.ensure_shape(total, value.shape) * 0.5
-        return value
+    def once(value: Any) -> Any:
+        [total] = backend.all_reduce([value])
+        return total * 0.5
 
-    function = tf.function(lambda value: backend.first(backend.run(each, value)))
+    def all_of_them(value: Any) -> Any:
+        for _ in range(repeats):  # not a loop of the graph, in which `MirroredStrategy` can't reduce
+            value = backend.run(once, value)
+        return backend.first(value)
+
+    function = tf.function(all_of_them, autograph=False)
     value = tf.ones([size])
     return lambda: function(value).numpy()
 

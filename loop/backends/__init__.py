@@ -38,7 +38,7 @@ def with_task(
         load: loads the task.
         name: see `create`.
         workers: see `create`.
-        threads: TensorFlow's threads for an operation; None: TensorFlow decides.
+        threads: TensorFlow's threads for an operation; None: see `devices.prepare`.
         **options: the other arguments of `create`.
 
     Returns:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from loop.backends.xla_cache import keep_programs
 from loop.errors import UsageError
 from loop.launch import machine
+from loop.launch.environment import LOCAL_SIZE
 
 LOCAL_RANK = ("TFLOOP_LOCAL_RANK", "HOROVOD_LOCAL_RANK")
 """Environment variables with a worker's index among those on its machine, in the order in which they count."""
@@ -41,24 +42,37 @@ def prepare(
         backend: the backend that will be made.
         replicas: with `mirrored` and `central`: how many replicas it is to have; None: one for each device.
         devices: with those, the devices instead.
-        threads: of an operation; None: TensorFlow decides.
+        threads: of an operation; None: the worker's share of the cores, where `tfloop` has started several on its
+            machine and they use no GPU; else TensorFlow decides. Each would use all cores, and the workers would wait
+            for each other (docs/performance/collectives.md).
         per_replica: how many devices a replica owns; None: one. See `device`.
 
     Raises:
         UsageError: this process has no GPU of its own.
     """
     keep_programs()
-    if threads is not None:
-        tf.config.threading.set_intra_op_parallelism_threads(threads)
     own_several(backend, per_replica)
     _warn_of_unused_gpus()
-    gpus = use_gpus(local_rank() if backend in ("horovod", "multiworker") else None)
+    is_worker = backend in ("horovod", "multiworker")
+    gpus = use_gpus(local_rank() if is_worker else None)
+    if threads is None and is_worker and not gpus:
+        threads = _share_of_cores()
+    if threads is not None:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
     if backend in ("mirrored", "central"):
         if devices:
             count = machine.count_cpus(machine.device_names(devices))
         else:
             count = 0 if gpus else replicas or 0
         _make_logical_cpus(count)
+
+
+def _share_of_cores() -> int | None:
+    """How many cores a worker has for itself; None: the user has said it, or nothing is known of others here."""
+    workers = os.environ.get(LOCAL_SIZE, "")
+    if "TF_NUM_INTRAOP_THREADS" in os.environ or not workers.isdecimal() or workers in ("0", "1"):
+        return None
+    return max(1, machine.usable_cpus() // int(workers))
 
 
 def _warn_of_unused_gpus() -> None:

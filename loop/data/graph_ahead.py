@@ -12,9 +12,10 @@ import tensorflow as tf
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout, tensor_dtype
 from loop.data.examples import ExampleReader, example_seeds, name_of, specs_of, stacked
-from loop.data.indexed import IndexedData, usable_cpus
+from loop.data.indexed import IndexedData
 from loop.data.random_access import flatten, structure_of
 from loop.data.read_ahead import PendingBatches, Position
+from loop.launch.machine import usable_cpus
 
 _KEPT = 3
 """How many batches are kept: a graph may ask for one again, and for neighbors in any order."""

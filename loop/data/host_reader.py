@@ -13,10 +13,11 @@ from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout
 from loop.data.buckets import LengthBuckets
 from loop.data.graph_ahead import GraphReadAhead
-from loop.data.indexed import IndexedData, usable_cpus
+from loop.data.indexed import IndexedData
 from loop.data.read_ahead import PendingBatches, Position, ReadAhead, array_of_own
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
+from loop.launch.machine import usable_cpus
 
 _BLOCK = 64
 """Of how many batches the order is worked out at once: a call of TensorFlow takes as long as reading a small batch."""

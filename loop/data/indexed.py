@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +14,7 @@ from loop.data.graph_map import is_graph, on_tensors
 from loop.data.padding import FillValues, Padding, as_padding
 from loop.data.random_access import Example, Source, flatten, reader_of
 from loop.errors import UsageError
+from loop.launch.machine import usable_cpus
 
 Resolve: TypeAlias = Callable[[np.ndarray, int, int], np.ndarray]
 """Returns the numbers of examples in the source, int64 [n], from indices, int64 [n], the epoch and the run's seed."""
@@ -225,11 +225,6 @@ class IndexedData:
         changed = copy.copy(self)
         changed.__dict__.update(attributes)
         return changed
-
-
-def usable_cpus() -> int:
-    """How many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_lengths(padding: Padding | None, has_lengths: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loop.launch.environment import WORKER
+from loop.launch.environment import LOCAL_SIZE, WORKER
 from loop.launch.job import JobWorker
 from loop.launch.output import Output
 from loop.launch.process import start_worker, worker_command
@@ -115,11 +115,13 @@ class ElasticWorkers:
         # A worker gets its rank with its place in a plan. Until then its name stands in: a Horovod process has a rank.
         place = {WORKER: name, "HOROVOD_RANK": name}
         if self._cluster is None:
+            place[LOCAL_SIZE] = str(self.wanted)
             process = start_worker(worker_command(self._arguments), self._environment | place)
             self.running.append(ElasticWorker(name, process))
             self._output.follow(process, name)
             return
         host = self._free_host()
+        place[LOCAL_SIZE] = str(self._cluster.shares()[host.address])
         [remote] = host.start(
             {int(name): place}, self._arguments, self._environment, self._directory, self._output.take
         )

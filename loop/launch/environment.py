@@ -19,6 +19,8 @@ JOB = "TFLOOP_JOB"
 """Environment variable: the job's directory, in which workers that `tfloop` has started report to the launcher."""
 WORKER = "TFLOOP_WORKER"
 """Environment variable: this worker's name in an elastic job. Unlike its rank, it never changes."""
+LOCAL_SIZE = "TFLOOP_LOCAL_SIZE"
+"""Environment variable: how many workers `tfloop` has started on this worker's machine, which share its cores."""
 START_TIMEOUT = "TFLOOP_START_TIMEOUT"
 """Environment variable: the seconds within which all workers of a job must have started; 120."""
 

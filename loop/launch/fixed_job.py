@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from loop.errors import FAILED, PREEMPTED
 from loop.launch import machine
-from loop.launch.environment import not_started, start_timeout, tf_cluster
+from loop.launch.environment import LOCAL_SIZE, not_started, start_timeout, tf_cluster
 from loop.launch.job import Failure, Job, JobWorker, Outcome, exit_text, job_directory
 from loop.launch.process import WorkerProcess, start_worker, worker_command
 
@@ -73,14 +73,14 @@ def _worker_environments(
         from loop.launch.horovodrun import rendezvous
 
         with rendezvous(workers, cluster) as places:
-            yield places
+            yield [place | {LOCAL_SIZE: place["HOROVOD_LOCAL_SIZE"]} for place in places]
         return
     jobs = {"chief": 1, "worker": workers, "ps": servers} if backend == "parameter_server" else {"worker": workers}
     yield _tf_config_environments(jobs, cluster)
 
 
 def _tf_config_environments(jobs: Mapping[str, int], cluster: Cluster | None) -> list[dict[str, str]]:
-    """`TF_CONFIG` and the local rank of each task; `jobs` has the number of tasks of each job."""
+    """`TF_CONFIG`, the local rank and the local size of each task; `jobs` has the number of tasks of each job."""
     places: Sequence[tuple[str, int | None]]
     if cluster is None:
         places = [(f"127.0.0.1:{port}", None) for port in machine.free_ports(sum(jobs.values()))]
@@ -89,18 +89,21 @@ def _tf_config_environments(jobs: Mapping[str, int], cluster: Cluster | None) ->
     addresses = iter(places)
     members: dict[str, list[str]] = {job: [] for job in jobs}
     tasks = []
+    hosts = []
     local_ranks = []
     for job, size in jobs.items():
         for index in range(size):
             address, local_rank = next(addresses)
             members[job].append(address)
+            hosts.append(address.rpartition(":")[0])
             tasks.append({"type": job, "index": index})
             local_ranks.append(index if local_rank is None else local_rank)
     # In a second loop: the variables of each worker name all members.
     environments = []
-    for task, local_rank in zip(tasks, local_ranks, strict=True):
+    for task, host, local_rank in zip(tasks, hosts, local_ranks, strict=True):
         config = json.dumps({"cluster": members, "task": task})
-        environments.append({"TF_CONFIG": config, "TFLOOP_LOCAL_RANK": str(local_rank)})
+        here = {"TFLOOP_LOCAL_RANK": str(local_rank), LOCAL_SIZE: str(hosts.count(host))}
+        environments.append({"TF_CONFIG": config, **here})
     return environments
 
 

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, free ports, and which Horovod. Imports no TensorFlow."""
+"""What this machine has: CPU cores, GPUs, free ports, and which Horovod. Imports no TensorFlow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import errno
 import importlib.util
 import mmap
+import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,11 @@ MPI = b"libmpi.so"
 """A name that is in Horovod's library if it was built with MPI."""
 NCCL = b"ncclAllReduce"
 """A name that is in Horovod's library if it was built with NCCL."""
+
+
+def usable_cpus() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def count_gpus() -> int:

@@ -117,6 +117,36 @@ def test_each_worker_has_a_gpu_of_its_own_or_none(monkeypatch):
     assert devices.use_gpus(3) == machine.all
 
 
+@pytest.mark.parametrize(
+    ("backend", "variables", "typed", "threads"),
+    [
+        ("horovod", {"TFLOOP_LOCAL_SIZE": "3"}, None, 2),
+        ("multiworker", {"TFLOOP_LOCAL_SIZE": "20"}, None, 1),
+        ("multiworker", {"TFLOOP_LOCAL_SIZE": "3"}, 5, 5),
+        ("horovod", {"TFLOOP_LOCAL_SIZE": "1"}, None, None),
+        ("horovod", {"HOROVOD_LOCAL_SIZE": "3"}, None, None),  # by another launcher, which may have bound it to cores
+        ("horovod", {"TFLOOP_LOCAL_SIZE": "3", "TF_NUM_INTRAOP_THREADS": "4"}, None, None),
+        ("single", {"TFLOOP_LOCAL_SIZE": "3"}, None, None),
+    ],
+    ids=str,
+)
+def test_workers_of_one_machine_share_its_cores(backend, variables, typed, threads, monkeypatch):
+    found = [None]
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", found.append)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    devices.prepare(backend, 3, threads=typed)
+    assert found[-1] == threads
+
+
+def test_workers_with_gpus_have_all_threads(monkeypatch):
+    monkeypatch.setenv("TFLOOP_LOCAL_SIZE", "2")
+    Machine(monkeypatch, 2)
+    monkeypatch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", pytest.fail)
+    devices.prepare("horovod", 2)
+
+
 def test_workers_that_have_the_same_gpu_are_refused():
     devices.refuse_sharing([0, 0, 0])  # no GPUs
     devices.refuse_sharing([5, 0, 7])

@@ -261,7 +261,7 @@ Prefetch = Annotated[
     str | None, Option(help="Batches that a stream is read ahead, or auto.", rich_help_panel=help_.SPEED)
 ]
 Threads = Annotated[
-    int | None, Option(help="TensorFlow's threads for an operation, in each worker.", rich_help_panel=help_.SPEED)
+    int | None, Option(help="TensorFlow's threads in each worker; its share of the cores.", rich_help_panel=help_.SPEED)
 ]
 CheckpointEvery = Annotated[
     str,
