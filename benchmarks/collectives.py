@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
-from benchmarks.communication import step_ways
+from benchmarks.communication import EXAMPLES, step_ways
 
 OUT = Path(__file__).parent.parent / "docs" / "performance" / "collectives.md"
 SIZES = {"1 kB": 1 << 10, "64 kB": 1 << 16, "1 MB": 1 << 20, "8 MB": 1 << 23, "100 MB": 100 << 20}
 """What is reduced, in bytes."""
-STEPS = {"784-64-10": 64, "784-256-256-10": 64, "784-8x512-10": 64, "784-2x512-10": 2048}
+STEPS = {"784-64-10": 64, "784-256-256-10": 64, "784-8x512-10": 64, "784-2x512-10": EXAMPLES // 5}
 """Models whose steps are made, with their global batch: gradients of 0.2, 1.1, 9.0 and 2.7 MB."""
 HEAVY = "784-2x512-10"
 """The model of which a step is almost all arithmetic."""
@@ -81,7 +81,7 @@ def ways(backend: Any) -> Iterator[tuple[str, Callable[[], Any], int]]:
             repeats = max(1, min(100, (20 << 20) // size))
             yield name, reducing(backend, size // 4, repeats), repeats
     for model, batch in STEPS.items():
-        repeats = 5 if model == HEAVY else 40
+        repeats = 5 if model == HEAVY else 40  # within an epoch
         batch = batch // 2 if backend.replicas == 1 else batch
         [way] = step_ways(backend, model, {"": {"batch_size": batch}}, {}, repeats).values()
         yield model, way, repeats

@@ -27,6 +27,7 @@ MODELS = ("784-64-10", "784-8x512-10")
 LARGE = [784 * 5900, 5900, 5900 * 5900, 5900, 59000, 10]
 """The sizes of the tensors of a dense model of 39.5 million numbers, 158 MB."""
 BATCH, STEPS = 64, 40
+EXAMPLES = 32_000
 STEP_WAYS: dict[str, dict[str, Any]] = {
     "one fused collective": {},
     "one per tensor": {"per_tensor": True},
@@ -129,7 +130,7 @@ def examples() -> tuple[Any, Any]:
     import numpy as np
 
     random = np.random.default_rng(0)
-    return random.normal(size=(6400, 784)).astype("float32"), random.integers(0, 10, 6400)
+    return random.normal(size=(EXAMPLES, 784)).astype("float32"), random.integers(0, 10, EXAMPLES)
 
 
 def documented_loop(model: str, rank: int, size: int) -> Callable[[], Any]:
