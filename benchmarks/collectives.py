@@ -137,9 +137,9 @@ def table(times: dict[str, dict[str, list[float]]], rounds: int) -> str:
     lines = [
         "# Collectives on one machine",
         "",
-        f"Milliseconds, medians of {rounds} rounds with new processes; 2 processes (`mirrored`: one, with 2 logical "
-        f"devices) on {about['cores']} cores ({about['cpu']}), {about['date']}. `python -m benchmarks.collectives` "
-        "makes this page.",
+        f"Milliseconds, medians of {rounds} round{'s' * (rounds > 1)} with new processes; 2 processes (`mirrored`: "
+        f"one, with 2 logical devices) on {about['cores']} cores ({about['cpu']}), {about['date']}. "
+        "`python -m benchmarks.collectives` makes this page.",
         "",
         "First the sum of a tensor of this size, then a training step of a dense net. Of the last one, a step of each "
         f"replica alone ({ALONE}) takes {statistics.median(alone[HEAVY]):.1f} ms: the last column is that, divided by "

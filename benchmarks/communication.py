@@ -28,6 +28,7 @@ LARGE = [784 * 5900, 5900, 5900 * 5900, 5900, 59000, 10]
 """The sizes of the tensors of a dense model of 39.5 million numbers, 158 MB."""
 BATCH, STEPS = 64, 40
 EXAMPLES = 32_000
+"""A batch of a fifth of them, the largest in `benchmarks.collectives`, makes whole epochs."""
 STEP_WAYS: dict[str, dict[str, Any]] = {
     "one fused collective": {},
     "one per tensor": {"per_tensor": True},

@@ -145,12 +145,14 @@ class _BlockAhead:
         first: the position of the first one.
 
     Attributes:
-        batches: the batches, filled; None: they couldn't be planned.
+        batches: the batches, filled.
+        error: what planning them raised.
     """
 
     def __init__(self, first: Position) -> None:
         self.first = first
         self.batches: PendingBatches | None = None
+        self.error: BaseException | None = None
         self.done = threading.Event()
 
 
@@ -266,6 +268,9 @@ class ReadAhead:
         if ahead is not None and ahead.first == position:
             if not ahead.done.wait(patience):
                 return None
+            self._block_ahead = None
+            if ahead.error is not None:
+                raise ahead.error
             batches = ahead.batches
         if batches is None:
             batches = _read_block(position, self._plan, self._steps_at_once(), self._fill, self._pace, 0)
@@ -336,17 +341,17 @@ def _serve(tasks: _Tasks, number: int) -> None:
 
 
 def _read_if_wanted(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread: int) -> None:
-    """Fills a stretch of the rows of some batches, unless nobody will ask for them."""
+    """Fills some rows of the batches, if they weren't cancelled."""
     if not batches.cancelled:
         _read(batches, rows, fill, pace, thread)
 
 
 def _read_ahead(block: _BlockAhead, plan: Plan, steps: int, fill: Fill, pace: _Pace, thread: int) -> None:
-    """Reads a block. If it can't be planned, the one that asks for it plans it once more, and gets the error."""
+    """Reads a block before it is asked for."""
     try:
         block.batches = _read_block(block.first, plan, steps, fill, pace, thread)
-    except BaseException:
-        block.batches = None
+    except BaseException as error:  # raised to the one that asks for the block
+        block.error = error
     block.done.set()
 
 

@@ -604,7 +604,7 @@ def test_fast_batches_are_read_several_at_once_while_those_before_are_used(in_no
     ahead.close()
 
 
-def test_a_fast_batch_that_nobody_expected_is_read_fast(in_no_time):
+def test_a_fast_batch_that_was_not_read_ahead_is_read_by_the_one_that_asks(in_no_time):
     filled = []
     ahead = _blocks(filled)
     for step in (3, 20, 27, 28):

@@ -58,10 +58,8 @@ def test_engines_agree(digits):
             assert each["metrics"][name] == pytest.approx(value, rel=0, abs=1e-5)
         assert (each["status"], each["steps"], each["examples"]) == ("finished", 270, 6 * 1437)
         about = json.loads((Path(each["run_dir"]) / "run.json").read_text())
-        threads = {
-            "multiworker": 1,
-            "horovod": max(1, machine.usable_cpus() // 2),
-        }  # as typed, and its share of the cores
+        # As typed, and this worker's share of the cores.
+        threads = {"multiworker": 1, "horovod": max(1, machine.usable_cpus() // 2)}
         assert about["machine"]["intra_op_threads"] == threads.get(each["backend"], 0)
 
 
