@@ -13,9 +13,10 @@ import tensorflow as tf
 from loop.data.columns import columns_of, fill_column, lengths_of
 from loop.data.examples import ArraySpec, BadExampleError, specs_of
 from loop.data.indexed import IndexedData
+from loop.data.own_arrays import array_of_own, array_of_own_of
 from loop.data.padding import Padding, Scalar
 from loop.data.random_access import Example, structure_of
-from loop.data.read_ahead import PendingBatches, array_of_own, array_of_own_of
+from loop.data.read_ahead import PendingBatches
 from loop.task import Batch
 
 

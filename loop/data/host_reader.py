@@ -14,7 +14,8 @@ from loop.data.batch_layout import BatchLayout
 from loop.data.buckets import LengthBuckets
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.indexed import IndexedData
-from loop.data.read_ahead import PendingBatches, Position, ReadAhead, array_of_own
+from loop.data.own_arrays import array_of_own
+from loop.data.read_ahead import PendingBatches, Position, ReadAhead
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.launch.machine import usable_cpus

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import queue
 import threading
 import time
@@ -12,9 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-
-_ALIGNMENT = 64
-"""Bytes; see `array_of_own`."""
 
 _FAST = 2e-4
 """Seconds. Batches that are read within this time are handed over several at once: to hand one over takes as long."""
@@ -379,26 +375,3 @@ def _read(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread:
 def _end(tasks: _Tasks, threads: int) -> None:
     for _ in range(threads):
         tasks.put(None)
-
-
-def array_of_own(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """An array that TensorFlow copies when it is handed over; its contents are undefined.
-
-    An array at a multiple of 64 bytes becomes a tensor as it is, and an operation may write its result there, while the
-    same batch may be asked for once more.
-    """
-    if dtype.hasobject:
-        return np.empty(shape, object)
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 2 * _ALIGNMENT, np.uint8)
-    offset = _ALIGNMENT // 2 - memory.ctypes.data % _ALIGNMENT
-    return memory[offset % _ALIGNMENT :][:size].view(dtype).reshape(shape)
-
-
-def array_of_own_of(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """An array as `array_of_own` makes them: itself, if it is one and of this dtype, else a copy."""
-    if array.dtype == dtype and array.flags.c_contiguous and array.flags.owndata and array.ctypes.data % _ALIGNMENT:
-        return array
-    copy = array_of_own(list(array.shape), dtype)
-    copy[...] = array
-    return copy
