@@ -36,7 +36,9 @@ def tensors_of(workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
 
 def serve(workload: Workload, port: Port, compiled: bool = False) -> None:
     """Trains; with `torch.compile`, if wanted, around the model and its loss."""
-    model, (inputs, labels) = model_of(workload), tensors_of(workload)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model_of(workload).to(device)
+    inputs, labels = (tensor.to(device) for tensor in tensors_of(workload))
     assert workload.optimizer == "adam"
     optimizer = torch.optim.Adam(model.parameters(), workload.learning_rate, eps=1e-7)
 
@@ -49,12 +51,12 @@ def serve(workload: Workload, port: Port, compiled: bool = False) -> None:
     def batches() -> Iterator[torch.Tensor]:
         # Faster than a DataLoader, which fetches one example after the other: see Lightning for that.
         while True:
-            yield from torch.randperm(len(inputs)).split(workload.batch_size)
+            yield from torch.randperm(len(inputs), device=device).split(workload.batch_size)
 
     order = batches()
 
     def run(steps: int) -> tuple[int, float]:
-        losses, accuracies = torch.zeros(()), torch.zeros(())
+        losses, accuracies = torch.zeros((), device=device), torch.zeros((), device=device)
         for _ in range(steps):
             rows = next(order)
             loss, accuracy = forward(inputs[rows], labels[rows])
