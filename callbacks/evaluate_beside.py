@@ -40,7 +40,7 @@ class EvaluateBeside(Callback):
     training is slower meanwhile.
 
     Args:
-        device: where it computes: "cpu", or the index of a GPU that the run doesn't use, such as "gpu:1".
+        device: where it computes: "cpu", or a GPU by its index, such as "gpu:1", best one that the run doesn't use.
     """
 
     every: Every = "1s"

@@ -41,13 +41,24 @@ def settle(run: Run, data: Data) -> None:
         run: the run, before its step is made.
         data: the sources, sharded.
     """
-    if run.options["compile"] != AUTO:
-        return
     before = read_json(run.directory / "run.json").get("options")
     choice = before.get("compile") if isinstance(before, dict) else None  # a file that anyone may have changed
+    if run.options["compile"] != AUTO:
+        if choice is None and run.options["compile"] == GRAPH and run.backend.name == "single":
+            _tell_of_gpu()
+        return
     if choice not in (GRAPH, XLA):
         choice = _faster(run, data) if run.backend.name == "single" else _untried(run)
     run.options["compile"] = choice
+
+
+def _tell_of_gpu() -> None:
+    """Says, in the first attempt of a run on a GPU, that XLA may be faster: docs/gpu.md has figures."""
+    if tf.config.list_logical_devices("GPU"):
+        tell(
+            "note: compile=graph on a GPU: compile='auto' (--compile auto) measures XLA beside it, which is several "
+            "times as fast for models of many small layers"
+        )
 
 
 def _untried(run: Run) -> str:

@@ -105,3 +105,15 @@ def test_a_step_that_is_not_finite_ends_the_measuring(quick):
 
     with pytest.raises(TrainingError, match=r"step 1 .*not finite"):
         trained(Broken(), compile="auto")
+
+
+@pytest.mark.parametrize(("gpus", "way", "told"), [(1, "graph", 1), (1, "xla", 0), (0, "graph", 0)])
+def test_who_trains_in_the_graph_on_a_gpu_is_told_of_xla_once(gpus, way, told, tmp_path, monkeypatch, capsys):
+    logical = tf.config.list_logical_devices
+    made_up = [tf.config.LogicalDevice("/device:GPU:0", "GPU")] * gpus
+    monkeypatch.setattr(
+        compile_choice.tf.config, "list_logical_devices", lambda kind=None: made_up if kind == "GPU" else logical(kind)
+    )
+    for epochs in (1, 2):
+        trained(Weighted(), tmp_path / "run", epochs=epochs, compile=way)
+    assert capsys.readouterr().err.count("compile='auto' (--compile auto) measures XLA") == told
