@@ -235,6 +235,9 @@ def contenders(directory: Path) -> dict[str, dict[str, Callable[[], Iterator[Any
             "PyDataset": lambda: keras_batches(records, records.__getitem__, np.stack),
         },
         "token sequences, padded": {
+            "IndexedData, loop.sequences": lambda: ours(
+                loop.IndexedData(loop.sequences(TOKENS, LENGTHS), padding=loop.Padding(mask=False))
+            ),
             "IndexedData": lambda: ours(loop.IndexedData(sequences, padding=loop.Padding(mask=False), lengths=LENGTHS)),
             "Grain, to 200": lambda: grains(sequences, [Pad(), batch], 0),
             "tf.data": lambda: tf_datas(
@@ -280,4 +283,4 @@ def measure(rounds: int) -> None:
             best = max(median[0] for name, median in medians.items() if name.startswith("IndexedData"))
             print(f"{kind}: examples a second, the best of IndexedData as a multiple of it, CPU time of a batch in us")
             for name, (median, cpu) in sorted(medians.items(), key=lambda item: -item[1][0]):
-                print(f"  {name:<24} {median:>12,.0f}  {best / median:.2f}  {cpu:>8,.0f}", flush=True)
+                print(f"  {name:<28} {median:>12,.0f}  {best / median:.2f}  {cpu:>8,.0f}", flush=True)

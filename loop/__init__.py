@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from loop.commands.compare import compare
     from loop.commands.evaluate import evaluate
     from loop.commands.predict import predict
-    from loop.data import ArrayData, IndexedData, Padding, StreamData, mix, records
+    from loop.data import ArrayData, IndexedData, Padding, StreamData, mix, records, sequences
     from loop.errors import PeerError, TrainingError, UsageError
     from loop.fit import fit
     from loop.keras_task import KerasTask
@@ -56,6 +56,7 @@ __all__ = [
     "predict",
     "records",
     "remat",
+    "sequences",
     "unweighted",
 ]
 
@@ -84,6 +85,7 @@ _HOMES = {
     "predict": "commands.predict",
     "records": "data",
     "remat": "step.remat",
+    "sequences": "data",
     "unweighted": "step.values",
 }
 

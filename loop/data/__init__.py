@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from loop.data.indexed import IndexedData
     from loop.data.indexed_source import IndexedSource
+    from loop.data.joined import sequences
     from loop.data.mixture import mix
     from loop.data.padding import Padding
     from loop.data.parts import contents, first, in_float64, part
@@ -66,6 +67,7 @@ __all__ = [
     "part",
     "records",
     "rows",
+    "sequences",
     "shard_files",
     "source",
     "stacking_problem",
@@ -102,6 +104,7 @@ _HOMES = {
     "part": "parts",
     "records": "tfrecords",
     "rows": "batch",
+    "sequences": "joined",
     "shard_files": "pipelines",
     "source": "sources",
     "stacking_problem": "pipelines",

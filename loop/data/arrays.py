@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.padding import FillValues, Padding, as_padding
-from loop.data.sequences import Sequences, is_list_of_examples, lengths_of, sequences
+from loop.data.sequence_arrays import Sequences, as_sequences, is_list_of_examples, lengths_of
 from loop.errors import UsageError
 
 Given: TypeAlias = Any
@@ -145,7 +145,7 @@ def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str |
     for name, given in arrays.items():
         array = converted[name]
         if isinstance(array, np.ndarray) and array.ndim > 1 and is_list_of_examples(given):
-            padded[name] = sequences(given, name)
+            padded[name] = as_sequences(given, name)
     if not padded:
         raise UsageError(
             "ArrayData(padding=...): all examples have one shape, so that there is nothing to pad: leave padding out, "
@@ -164,7 +164,7 @@ def _array_or_sequences(given: Given, name: str | int) -> Array:
             return np.asarray(given)
         except ValueError:  # a list of lists of different lengths
             pass
-    examples = sequences(given, name)
+    examples = as_sequences(given, name)
     if len(examples) and (examples.shapes == examples.shapes[0]).all():
         return examples.rows.reshape([len(examples), *examples.shapes[0], *examples.rows.shape[1:]])
     return examples

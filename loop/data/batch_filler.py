@@ -9,7 +9,7 @@ import numpy as np
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import Arrays, BadExampleError, arrays_of, checked, example_seeds
 from loop.data.indexed import IndexedData
-from loop.data.read_ahead import PendingBatches
+from loop.data.pending_batches import PendingBatches
 from loop.data.reader_process import ReaderProcesses, pickled
 from loop.errors import TrainingError
 
@@ -58,9 +58,7 @@ class BatchFiller:
             batches.leaves = self._layout.leaves_of(columns)
             return
         read = self._read_examples(ids, seeds, thread, batches, stretch)
-        if isinstance(read, tuple) and not self._layout.padded:
-            for leaf, column in zip(batches.leaves, read, strict=True):
-                leaf[stretch] = column
+        if isinstance(read, tuple) and self._layout.fill_columns(batches, stretch, read):
             return
         examples = list(zip(*read, strict=True)) if isinstance(read, tuple) else read
         widths = batches.widths_of(stretch)

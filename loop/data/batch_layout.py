@@ -13,10 +13,11 @@ import tensorflow as tf
 from loop.data.columns import columns_of, fill_column, lengths_of
 from loop.data.examples import ArraySpec, BadExampleError, specs_of
 from loop.data.indexed import IndexedData
+from loop.data.joined import SequenceColumn
 from loop.data.own_arrays import array_of_own, array_of_own_of
 from loop.data.padding import Padding, Scalar
+from loop.data.pending_batches import PendingBatches
 from loop.data.random_access import Example, structure_of
-from loop.data.read_ahead import PendingBatches
 from loop.task import Batch
 
 
@@ -122,6 +123,33 @@ class BatchLayout:
         """The arrays of a batch that isn't padded, from its stacked examples."""
         return [array_of_own_of(column, self.dtype(spec)) for column, spec in zip(columns, self.specs, strict=True)]
 
+    def fill_columns(self, batches: PendingBatches, stretch: slice, columns: Sequence[Any]) -> bool:
+        """Writes stacked arrays into some rows; False: the examples have to be looked at one by one.
+
+        Args:
+            batches: the batches.
+            stretch: the rows.
+            columns: the arrays; those that are padded may be a `SequenceColumn`.
+        """
+        padded = []
+        for spec, column in zip(self.specs, columns, strict=True):
+            if spec.padded:
+                padded.append(column)
+        if padded:
+            # Only all rows together can be one array. One of them that is too long is found one by one.
+            if len(columns[0]) < len(batches.index) or not all(isinstance(column, SequenceColumn) for column in padded):
+                return False
+            lengths = np.stack([column.lengths for column in padded], 1)
+            if (lengths > batches.widths_of(stretch)).any():
+                return False
+            batches.lengths = lengths
+        for number, (spec, column) in enumerate(zip(self.specs, columns, strict=True)):
+            if spec.padded:
+                batches.leaves[number] = array_of_own_of(column.values, self.dtype(spec))
+            else:
+                batches.leaves[number][stretch] = column
+        return True
+
     def fill_all(self, batches: PendingBatches, stretch: slice, examples: Sequence[Any]) -> bool:
         """Writes examples into some rows at once; False: they have to be looked at one by one.
 
@@ -152,10 +180,10 @@ class BatchLayout:
 
     def _join(self, batches: PendingBatches) -> None:
         """Joins the arrays that are padded, which `handed_over` would do while the graph waits."""
+        sizes = iter(batches.lengths.sum(0).tolist())
         for number, (leaf, spec) in enumerate(zip(batches.leaves, self.specs, strict=True)):
             if spec.padded:
-                rows = int(batches.lengths[:, self.padded.index(spec.name)].sum())
-                batches.leaves[number] = array_of_own([rows, *spec.shape[1:]], spec.dtype)
+                batches.leaves[number] = array_of_own([next(sizes), *spec.shape[1:]], spec.dtype)
                 np.concatenate(leaf, out=batches.leaves[number])
 
     def fill(

@@ -13,8 +13,8 @@ from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout, tensor_dtype
 from loop.data.examples import ExampleReader, example_seeds, name_of, specs_of, stacked
 from loop.data.indexed import IndexedData
+from loop.data.pending_batches import PendingBatches, Position
 from loop.data.random_access import flatten, structure_of
-from loop.data.read_ahead import PendingBatches, Position
 from loop.launch.machine import usable_cpus
 
 _KEPT = 3

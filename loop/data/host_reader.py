@@ -15,7 +15,8 @@ from loop.data.buckets import LengthBuckets
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.indexed import IndexedData
 from loop.data.own_arrays import array_of_own
-from loop.data.read_ahead import PendingBatches, Position, ReadAhead
+from loop.data.pending_batches import PendingBatches, Position
+from loop.data.read_ahead import ReadAhead
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.launch.machine import usable_cpus
@@ -142,7 +143,7 @@ class HostReader:
         plan = functools.partial(self._plan, shares, parts, filler.whole_batches)
         # Code of the user may run graphs, which need another of TensorFlow's threads than the one that reads.
         at_once = 0
-        if not data.readers and (filler.whole_batches or _graph_threads() > 1):
+        if not data.readers and (not data.calls_user or _graph_threads() > 1):
             # About as many as fit. More would be planned for nothing; see `_fitting`.
             batch_bytes = max(1, self._layout.example_bytes * self._options.batch_size)
             at_once = min(_AT_ONCE, max(1, _AT_ONCE_BYTES // batch_bytes))

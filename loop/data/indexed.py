@@ -11,6 +11,7 @@ import numpy as np
 
 from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, name_of
 from loop.data.graph_map import is_graph, on_tensors
+from loop.data.joined import known_lengths
 from loop.data.padding import FillValues, Padding, as_padding
 from loop.data.random_access import Example, Source, flatten, reader_of
 from loop.errors import UsageError
@@ -35,15 +36,16 @@ class IndexedData:
     Args:
         source: anything with `len(source)` and `source[index]`, or `source.__getitems__(indices)` for many at once; a
             NumPy array or memory map; the path of an `.npy` or `.parquet` file; a Keras `PyDataset`; `loop.records`;
-            or a dict or tuple of these, whose parts together are an example. An example is an array, or dicts and
-            tuples of arrays; what is a list is made an array.
+            `loop.sequences`; or a dict or tuple of these, whose parts together are an example. An example is an array,
+            or dicts and tuples of arrays; what is a list is made an array.
         map: makes an example of what the source gives: `map(example)`, or `map(example, seed)`, where `seed` is int64
             [2]: another one for each example and epoch, the same on any number of workers and after a resume. See
             `loop.example_seed`. A `tf.function` runs on all cores, as fast as in tf.data.
         padding: how examples of different lengths become one batch: a `loop.Padding`, or the value that fills the
             gaps. `lengths` says how long each is.
         lengths: the length of each example, after `map`: an array [examples], or a function of the index. It is that of
-            the arrays of an example whose first axis has it. If these differ in length, a dict, by their names.
+            the arrays of an example whose first axis has it. If these differ in length, a dict, by their names. None:
+            those of `loop.sequences`.
         readers: how many processes read and map, beside the one that trains; "auto": one for each CPU core that this
             worker may use. 0: threads do, one for each core, which is best where reading and mapping is done by NumPy
             or by libraries that let other threads run.
@@ -69,11 +71,12 @@ class IndexedData:
         if on_bad_example not in ("stop", "skip"):
             raise UsageError(f"IndexedData(on_bad_example={on_bad_example!r}): give 'stop' or 'skip'")
         self.padding = as_padding(padding)
+        reader = reader_of(source)
+        if map is None and lengths is None:
+            lengths = known_lengths(reader)
         _check_lengths(self.padding, has_lengths=lengths is not None)
         self.maps_in_graph = is_graph(map)
-        self.reader: ExampleReader | MixedReader = ExampleReader(
-            reader_of(source), on_tensors(map) if is_graph(map) else map
-        )
+        self.reader: ExampleReader | MixedReader = ExampleReader(reader, on_tensors(map) if is_graph(map) else map)
         self.readers = _checked_readers(readers)
         if self.maps_in_graph and self.readers:
             raise UsageError(
@@ -86,6 +89,12 @@ class IndexedData:
         self._lengths = lengths
         self._resolve: Resolve | None = None
         self._lengths_of: Callable[[np.ndarray, str | int], np.ndarray] | None = None
+
+    @property
+    def calls_user(self) -> bool:
+        """Whether reading calls code of the user, which may run graphs of TensorFlow."""
+        lengths = self._lengths.values() if isinstance(self._lengths, Mapping) else [self._lengths]
+        return not self.reader.by_column or any(map(callable, lengths))
 
     def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
         """The numbers in the source of the examples of these indices: int64 [n]."""
@@ -153,7 +162,7 @@ class IndexedData:
         if self._lengths_of is not None:
             return self._lengths_of(ids, name)
         given = self._lengths
-        if isinstance(given, dict):
+        if isinstance(given, Mapping):
             if name not in given:
                 raise UsageError(
                     f"IndexedData(lengths=...): no lengths of array {name!r}, only of {sorted(map(str, given))}: say "
@@ -182,7 +191,7 @@ class IndexedData:
         if self.padding is None:
             return []
         names = [spec.name for spec in specs]
-        if isinstance(self._lengths, dict):
+        if isinstance(self._lengths, Mapping):
             if unknown := [name for name in self._lengths if name not in names]:
                 raise UsageError(f"IndexedData(lengths=...): there is no array {unknown[0]!r}, only {names}")
             return [name for name in names if name in self._lengths]
@@ -235,7 +244,10 @@ def _check_lengths(padding: Padding | None, has_lengths: bool) -> None:
             "that each worker knows how long a global batch is padded without reading all of it"
         )
     if padding is None and has_lengths:
-        raise UsageError("IndexedData(lengths=...) without padding: give padding=loop.Padding()")
+        raise UsageError(
+            "IndexedData: examples that differ in length (lengths=..., loop.sequences) without padding: give "
+            "padding=loop.Padding()"
+        )
     if padding is not None and callable(padding.bucket_by):
         raise UsageError(
             "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "

@@ -17,7 +17,7 @@ from loop.data.examples import example_seeds, unusable
 from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
-from loop.data.read_ahead import Position
+from loop.data.pending_batches import Position
 
 Fetch = Callable[..., list[Any]]
 """A function of the host that returns arrays from epoch and step."""
@@ -117,8 +117,7 @@ class IndexedSource(ArraySource):
                 return tf.py_function(_of_python(fetch), [epoch, step], dtypes)  # it hands tensors over without a copy
             return tf.numpy_function(_of_python(fetch), [epoch, step], dtypes, stateful=False)
 
-        only_numpy = self.data.reader.by_column and not self._layout.padded
-        if only_numpy or tf.executing_eagerly():
+        if not self.data.calls_user or tf.executing_eagerly():
             tensors = call(epoch, step)
         elif self.data.maps_in_graph or poll is None:
             tensors = _in_thread_of_its_own(call, position, specs)

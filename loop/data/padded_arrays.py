@@ -12,7 +12,7 @@ from loop.data.arrays import ArrayData, Structure
 from loop.data.batch import BatchOptions, ReadBatch
 from loop.data.buckets import LengthBuckets
 from loop.data.padding import Padding, along_axis, call_with, leaf_names, lengthened
-from loop.data.sequences import Sequences
+from loop.data.sequence_arrays import Sequences
 from loop.errors import UsageError
 from loop.task import Batch
 

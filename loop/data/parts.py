@@ -13,7 +13,7 @@ from loop.data.batched import check_unbatched
 from loop.data.indexed import IndexedData
 from loop.data.padded_streams import open_axes
 from loop.data.pipelines import check_spec, stacking_problem
-from loop.data.sequences import sequences
+from loop.data.sequence_arrays import as_sequences
 from loop.data.streams import StreamData
 from loop.errors import UsageError
 from loop.task import Dataset
@@ -79,7 +79,7 @@ def first(data: Dataset, size: int) -> Dataset:
     for index, spec in enumerate(specs):
         column = [example[index] for example in examples]
         axes = 0 if stream.padding is None else open_axes(spec)
-        arrays.append(sequences(column, index, axes) if axes else _stacked(column))
+        arrays.append(as_sequences(column, index, axes) if axes else _stacked(column))
     return ArrayData.of_structure(tf.nest.pack_sequence_as(stream.dataset.element_spec, arrays), stream.padding)
 
 

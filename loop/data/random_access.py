@@ -28,6 +28,9 @@ PartPath: TypeAlias = tuple[str | int, ...]
 _AROUND = 1 << 16
 """The number of bytes around a page that Linux maps with it, if they are in its cache."""
 
+_SHORT = 200
+"""Stretches of fewer rows on average are read by the indices of these rows, which takes less time than to cut each."""
+
 _RELEASED = 1 << 27
 """The number of bytes read from a memory map after which its pages are given back.
 
@@ -70,11 +73,11 @@ def reader_of(source: Source) -> Reader:
         UsageError: none of these; sources of unequal length.
     """
     if isinstance(source, Mapping | tuple):
-        return _Structure(source)
+        return Structure(source)
     if isinstance(source, str | Path):
         return _of_file(Path(source))
     if isinstance(source, np.ndarray):
-        return _Array(source)
+        return ArrayRows(source)
     if hasattr(source, "by_column"):
         return source
     if hasattr(source, "__arrow_c_stream__") and hasattr(source, "schema"):
@@ -90,8 +93,12 @@ def reader_of(source: Source) -> Reader:
     return _Items(source)
 
 
-class _Array:
-    """An array in memory or in a file, whose rows are examples."""
+class ArrayRows:
+    """An array in memory or in a file, whose rows are examples.
+
+    Args:
+        array: the array, [n, ...].
+    """
 
     by_column = True
 
@@ -114,15 +121,52 @@ class _Array:
         return len(self._array)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
+        self._check()
+        rows = self._rows.take(indices, axis=0) if self._can_take else self._rows[indices]
+        self._release(rows.nbytes + _AROUND * len(indices))
+        return np.asarray(rows)
+
+    def stretches(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Several stretches of rows, one behind the other; where each begins, and where it ends: int64 [n] both."""
+        self._check()
+        lengths = ends - starts
+        if self._can_take and lengths.sum() <= _SHORT * len(starts):
+            places = np.arange(lengths.sum()) + np.repeat(ends - np.cumsum(lengths), lengths)
+            rows = self._rows.take(places, axis=0)
+        else:
+            bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+            rows = np.concatenate([self._rows[start:end] for start, end in bounds])
+        self._release(rows.nbytes + _AROUND * len(starts))
+        return rows
+
+    def _check(self) -> None:
         if self._file is not None:
             self._file.check()  # the system kills a process that reads past the end of a mapped file
-        rows = self._rows.take(indices, axis=0) if self._can_take else self._rows[indices]
+
+    def _release(self, touched: int) -> None:
+        """Gives pages of a memory map back, once enough bytes of it were touched."""
         if self._map is not None and len(self._map) > _RELEASED:
-            self._touched += rows.nbytes + _AROUND * len(indices)
+            self._touched += touched
             if self._touched >= _RELEASED:
                 self._touched = 0
                 self._map.madvise(mmap.MADV_DONTNEED)
-        return np.asarray(rows)
+
+    def __reduce__(self) -> tuple[Callable[..., ArrayRows], tuple[Any, ...]]:
+        """A process that reads maps the file, too: it may be larger than memory."""
+        array = self._array
+        if self._map is None or not isinstance(array, np.memmap):
+            return ArrayRows, (np.array(self._rows),)
+        if array.filename is None or not array.flags.c_contiguous:
+            raise TypeError("a memory map can be sent if it has a file, and its rows lie one behind the other")
+        memory = np.frombuffer(self._map, np.uint8)
+        before = array.offset % mmap.ALLOCATIONGRANULARITY  # a map begins at a whole page of the file
+        start = array.offset - before + array.ctypes.data - memory.ctypes.data
+        return _mapped_rows, (Path(array.filename).resolve(), array.dtype, start, array.shape)
+
+
+def _mapped_rows(path: Path, dtype: np.dtype, start: int, shape: tuple[int, ...]) -> ArrayRows:
+    """An array in a file, mapped into memory from a byte on."""
+    return ArrayRows(np.memmap(path, dtype, "r", start, shape))
 
 
 def _shared_map(array: np.ndarray) -> mmap.mmap | None:
@@ -165,27 +209,31 @@ class _Items:
         return examples
 
 
-class _Structure:
-    """A dict or tuple of sources, each of which gives a part of an example."""
+class Structure:
+    """A dict or tuple of sources, each of which gives a part of an example.
+
+    Attributes:
+        readers: of the sources, by their names or positions.
+    """
 
     def __init__(self, sources: Mapping[str, Source] | tuple[Source, ...]) -> None:
         named = sources if isinstance(sources, Mapping) else dict(enumerate(sources))
-        self._readers: dict[str | int, Reader] = {name: reader_of(source) for name, source in named.items()}
+        self.readers: dict[str | int, Reader] = {name: reader_of(source) for name, source in named.items()}
         self._is_tuple = isinstance(sources, tuple)
-        self.by_column = all(reader.by_column for reader in self._readers.values())
-        lengths = {name: len(reader) for name, reader in self._readers.items()}
+        self.by_column = all(reader.by_column for reader in self.readers.values())
+        lengths = {name: len(reader) for name, reader in self.readers.items()}
         if len(set(lengths.values())) != 1:
             listed = ", ".join(f"{name!r}: {length}" for name, length in lengths.items()) or "none"
             raise UsageError(f"IndexedData: sources of unequal length ({listed}): give all the same number of examples")
 
     def __len__(self) -> int:
-        return len(next(iter(self._readers.values())))
+        return len(next(iter(self.readers.values())))
 
     def read(self, indices: np.ndarray) -> Columns | list[Example]:
-        read = {name: reader.read(indices) for name, reader in self._readers.items()}
+        read = {name: reader.read(indices) for name, reader in self.readers.items()}
         if self.by_column:
             return self._packed(read)
-        for name, reader in self._readers.items():
+        for name, reader in self.readers.items():
             if reader.by_column:
                 read[name] = _rows(read[name], len(indices))
         examples = []
@@ -301,7 +349,7 @@ def _of_file(path: Path) -> Reader:
         raise UsageError(f"IndexedData({str(path)!r}): there is no such file")
     if path.suffix == ".npy":
         try:
-            return _Array(np.load(path, mmap_mode="r", allow_pickle=False))
+            return ArrayRows(np.load(path, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError) as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as an .npy file ({error})") from None
     if path.suffix == ".parquet":

@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
+from loop.data.pending_batches import PendingBatches, Position
 
 _FAST = 2e-4
 """Seconds. Batches that are read within this time are handed over several at once: to hand one over takes as long."""
@@ -21,109 +21,11 @@ _AT_ONCE = 2e-3
 _PATIENCE = 2 * _AT_ONCE
 """Seconds. So long `ReadAhead.get_if_ready` waits for fast batches, which are nearly there."""
 
+_BLOCKS_AHEAD = 2
+"""How many times fast batches are read at once before they are asked for: calls of the graph end within a block."""
+
 _SLOWER = 1.2
 """By how much a slow batch makes the estimate of the seconds that a batch takes grow at most."""
-
-
-class Position(NamedTuple):
-    """Which global batch: the one at `step` of `epoch`, both from 0."""
-
-    epoch: int
-    step: int
-
-    def after(self, steps: int, steps_per_epoch: int) -> Position:
-        """The position this many steps later."""
-        epochs, step = divmod(self.step + steps, steps_per_epoch)
-        return Position(self.epoch + epochs, step)
-
-
-class PendingBatches:
-    """A worker's rows of one or several global batches, which threads fill, each a stretch of the rows.
-
-    Args:
-        first: the position of the first batch; the others follow it in the same epoch.
-        index: the examples of all batches, those of one behind those of the other: int64 [rows].
-        leaves: the arrays to fill, each of shape [rows, ...]; tensors that are; or, of an array that is padded, a list
-            with the array of each row, which may be replaced by one array of all, one behind the other.
-        starts: where the rows of each batch begin, and where the last one ends: int64 [batches + 1]; None: it is one.
-        widths: the lengths that the arrays of each batch are padded to: int64 [batches, padded arrays]; None: none is.
-
-    Attributes:
-        lengths: the lengths of the arrays that are padded, in each row: int64 [rows, padded arrays].
-    """
-
-    def __init__(
-        self,
-        first: Position,
-        index: np.ndarray,
-        leaves: list[Any],
-        starts: np.ndarray | None = None,
-        widths: np.ndarray | None = None,
-    ) -> None:
-        self.first = first
-        self.index = index
-        self.leaves = leaves
-        self.starts = np.array([0, len(index)]) if starts is None else starts
-        self.widths = np.zeros([len(self.starts) - 1, 0], np.int64) if widths is None else widths
-        self.lengths = np.zeros([len(index), self.widths.shape[1]], np.int64)
-        self.error: BaseException | None = None
-        self.cancelled = False
-        self.requested = False
-        self._left = 0
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-
-    @property
-    def count(self) -> int:
-        """How many batches they are."""
-        return len(self.starts) - 1
-
-    def covers(self, position: Position) -> bool:
-        """Whether the batch at a position is among them."""
-        return position.epoch == self.first.epoch and 0 <= position.step - self.first.step < self.count
-
-    def rows_at(self, position: Position) -> slice:
-        """The rows of the batch at a position."""
-        number = position.step - self.first.step
-        return slice(self.starts[number], self.starts[number + 1])
-
-    def widths_of(self, rows: slice) -> np.ndarray:
-        """The lengths that arrays are padded to, in each of these rows: int64 [n, padded arrays]."""
-        return np.repeat(self.widths, np.diff(self.starts), axis=0)[rows]
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is filled, or can't be."""
-        return self._done.is_set()
-
-    def cut(self, parts: int) -> list[slice]:
-        """The stretches of rows that are filled by themselves, at most `parts` of them."""
-        rows = len(self.index)
-        stretches = [slice(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
-        filled = [stretch for stretch in stretches if stretch.start < stretch.stop]
-        self._left = len(filled)
-        if not filled:
-            self._done.set()
-        return filled
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """One stretch is filled, or can't be."""
-        with self._lock:
-            self._left -= 1
-            self.error = self.error or error
-            if error is not None or not self._left:
-                self._done.set()
-
-    def wait(self) -> None:
-        """Waits until all rows are filled.
-
-        Raises:
-            BaseException: what reading a row has raised.
-        """
-        if not self._done.is_set():
-            self._done.wait()
-        if self.error is not None:
-            raise self.error
 
 
 Plan = Callable[[Position, int], PendingBatches]
@@ -137,19 +39,20 @@ _Tasks: TypeAlias = "queue.SimpleQueue[Callable[[int], None] | None]"
 class _BlockAhead:
     """Several batches, read fast, that a thread plans and reads before they are asked for.
 
-    Args:
-        first: the position of the first one.
-
     Attributes:
-        batches: the batches, filled.
+        batches: the batches, filled; None at the end of the data.
         error: what planning them raised.
     """
 
-    def __init__(self, first: Position) -> None:
-        self.first = first
+    def __init__(self) -> None:
         self.batches: PendingBatches | None = None
         self.error: BaseException | None = None
         self.done = threading.Event()
+
+    def position_behind(self, following: Callable[[Position], Position | None]) -> Position | None:
+        """Waits until it is read, and returns where the next one begins; None: nowhere, or it can't be read."""
+        self.done.wait()
+        return None if self.batches is None or self.batches.error else following(self.batches.last)
 
 
 class ReadAhead:
@@ -185,7 +88,8 @@ class ReadAhead:
         self._threads = threads
         self._lock = threading.Lock()
         self._pending: list[PendingBatches] = []
-        self._block_ahead: _BlockAhead | None = None
+        self._blocks_ahead: list[_BlockAhead] = []
+        self._next: Position | None = None  # where the first of these blocks begins
         self._pace = _Pace()
         self._tasks: _Tasks = queue.SimpleQueue()
         for number in range(threads):
@@ -229,7 +133,7 @@ class ReadAhead:
         """Ends the threads, as soon as each has read what it is reading."""
         with self._lock:
             self._keep([])
-            self._block_ahead = None
+            self._blocks_ahead = []
         self._finalizer()
 
     def _is_fast(self) -> bool:
@@ -246,7 +150,7 @@ class ReadAhead:
         """
         if self._is_fast():
             return self._known(position) or self._block_at(position, patience)
-        self._block_ahead = None
+        self._blocks_ahead = []
         *wanted, next_one = self._followed(position)
         self._keep([self._before(position), *(self._known(each) for each in (*wanted, next_one))])
         for each in wanted:
@@ -259,12 +163,14 @@ class ReadAhead:
 
     def _block_at(self, position: Position, patience: float | None) -> PendingBatches | None:
         """Several batches from a position on, filled: read by a thread meanwhile, or here. See `_begun` for None."""
-        ahead = self._block_ahead
+        if position != self._next:
+            self._blocks_ahead = []
         batches = None
-        if ahead is not None and ahead.first == position:
+        if self._blocks_ahead:
+            ahead = self._blocks_ahead[0]
             if not ahead.done.wait(patience):
                 return None
-            self._block_ahead = None
+            self._blocks_ahead.remove(ahead)
             if ahead.error is not None:
                 raise ahead.error
             batches = ahead.batches
@@ -272,13 +178,17 @@ class ReadAhead:
             batches = _read_block(position, self._plan, self._steps_at_once(), self._fill, self._pace, 0)
         self._keep([self._before(position)])
         self._pending.append(batches)
-        self._block_ahead = None
-        last = position._replace(step=position.step + batches.count - 1)
-        if batches.error is None and (following := self._following(last)) is not None:
-            self._block_ahead = _BlockAhead(following)
-            arguments = self._plan, self._steps_at_once(), self._fill, self._pace
-            self._tasks.put(functools.partial(_read_ahead, self._block_ahead, *arguments))
+        self._next = None if batches.error else self._following(batches.last)
+        while self._next is not None and len(self._blocks_ahead) < _BLOCKS_AHEAD:
+            self._read_block_ahead(self._blocks_ahead[-1] if self._blocks_ahead else self._next)
         return batches
+
+    def _read_block_ahead(self, start: Position | _BlockAhead) -> None:
+        """Has a thread read a block, from a position on or behind another block."""
+        block = _BlockAhead()
+        reading = functools.partial(_read_block, plan=self._plan, steps=self._steps_at_once(), fill=self._fill)
+        self._tasks.put(functools.partial(_read_ahead, block, start, self._following, reading, self._pace))
+        self._blocks_ahead.append(block)
 
     def _steps_at_once(self) -> int:
         """How many batches are read at once, where that is fast."""
@@ -342,10 +252,19 @@ def _read_if_wanted(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pac
         _read(batches, rows, fill, pace, thread)
 
 
-def _read_ahead(block: _BlockAhead, plan: Plan, steps: int, fill: Fill, pace: _Pace, thread: int) -> None:
+def _read_ahead(
+    block: _BlockAhead,
+    start: Position | _BlockAhead,
+    following: Callable[[Position], Position | None],
+    reading: Callable[..., PendingBatches],
+    pace: _Pace,
+    thread: int,
+) -> None:
     """Reads a block before it is asked for."""
     try:
-        block.batches = _read_block(block.first, plan, steps, fill, pace, thread)
+        first = start if isinstance(start, Position) else start.position_behind(following)
+        if first is not None:
+            block.batches = reading(first, pace=pace, thread=thread)
     except BaseException as error:  # raised to the one that asks for the block
         block.error = error
     block.done.set()

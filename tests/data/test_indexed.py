@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import gc
 import os
+import pickle
+import tempfile
 import threading
 import time
 import warnings
@@ -29,7 +31,9 @@ from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked
 from loop.data.graph_ahead import GraphReadAhead
-from loop.data.read_ahead import PendingBatches, Position, ReadAhead
+from loop.data.pending_batches import PendingBatches, Position
+from loop.data.random_access import ArrayRows
+from loop.data.read_ahead import ReadAhead
 from loop.errors import TrainingError, UsageError
 from loop.monitor.phase_marker import PhaseMarker
 from loop.step.batches import Batches
@@ -183,7 +187,7 @@ def test_same_bits_after_a_resume_in_the_middle_of_an_epoch(expected, quiet, tmp
     held_out = loop.IndexedData((INPUTS, LABELS))
     found = _trained(quiet, data, held_out, run_dir=tmp_path / "run", resume="auto")
     assert found.weights_sha256 == expected.weights_sha256
-    assert len(read) < 3 + len(INPUTS) * 3  # steps 10 to 20, and at most an epoch ahead: not from the start
+    assert len(read) < 3 + len(INPUTS) * 4  # steps 10 to 20, and at most two epochs ahead: not from the start
 
 
 class _Share:
@@ -330,17 +334,21 @@ def _of_loop(made, size):
 
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("at_once", [1, 3, 32])
-@pytest.mark.parametrize("kind", ["columns", "items", "padded", "buckets"])
+@pytest.mark.parametrize("kind", ["columns", "items", "padded", "buckets", "joined", "joined buckets"])
 def test_batches_that_are_handed_over_together_are_those_of_arrays(kind, at_once, rank, monkeypatch):
     monkeypatch.setattr(read_ahead, "_FAST", np.inf)  # as if a batch were read in no time
     monkeypatch.setattr(read_ahead, "_AT_ONCE", 1e9)
     monkeypatch.setattr(host_reader, "_AT_ONCE", at_once)
     lengths = _RANDOM.integers(0, 9, len(INPUTS)).tolist()
     sequences = [(np.arange(length, dtype=np.int32), LABELS[index]) for index, length in enumerate(lengths)]
-    if kind in ("padded", "buckets"):
-        padding = loop.Padding(values=-1, mask=0, bucket_by=kind == "buckets", buckets=2)
-        arrays = loop.ArrayData([tokens for tokens, _ in sequences], LABELS, padding=padding)
-        indexed = loop.IndexedData(sequences, padding=padding, lengths={0: lengths})
+    if kind not in ("columns", "items"):
+        padding = loop.Padding(values=-1, mask=0, bucket_by="buckets" in kind, buckets=2)
+        tokens = [tokens for tokens, _ in sequences]
+        arrays = loop.ArrayData(tokens, LABELS, padding=padding)
+        if "joined" in kind:
+            indexed = loop.IndexedData((loop.sequences(np.concatenate(tokens), lengths), LABELS), padding=padding)
+        else:
+            indexed = loop.IndexedData(sequences, padding=padding, lengths={0: lengths})
     else:
         arrays = loop.ArrayData(INPUTS, LABELS)
         indexed = loop.IndexedData((INPUTS, LABELS) if kind == "columns" else Items())
@@ -474,8 +482,8 @@ def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, 
         warnings.simplefilter("always")
         data = loop.IndexedData(Items(bad=[5, 57]), on_bad_example="skip")
         found = loop.fit(Task(data, dropout=0.0), run_dir=tmp_path / "run", **options)
-    # Reading ahead may come to it once more, in an epoch that isn't trained.
-    assert sum("example 57 can't be read" in str(each.message) for each in warned) in (2, 3)
+    # Reading ahead may come to it twice more, in epochs that aren't trained.
+    assert sum("example 57 can't be read" in str(each.message) for each in warned) in (2, 3, 4)
     for ours, theirs in zip(found.model.weights, expected.model.weights, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-6)
     assert found.examples == 2 * (103 - 2)
@@ -499,6 +507,12 @@ def _opened(data):
         (lambda: loop.IndexedData(INPUTS, readers=-1), "give a number of processes"),
         (lambda: loop.IndexedData(INPUTS, on_bad_example="ignore"), "give 'stop' or 'skip'"),
         (lambda: loop.IndexedData(Text(), padding=0), "padding and lengths belong together"),
+        (lambda: loop.IndexedData(loop.sequences(INPUTS, [100, 3])), "give padding"),
+        (lambda: loop.sequences(INPUTS, [100, 4]), "2 lengths add up to 104, and there are 103 elements"),
+        (lambda: loop.sequences(INPUTS, [104, -1]), "integers from 0 on"),
+        (lambda: loop.sequences(INPUTS, [100.0, 3.0]), "integers from 0 on"),
+        (lambda: loop.sequences([INPUTS], [1]), r"loop.sequences\(list\): give one array"),
+        (lambda: loop.sequences("nothing.npy", [1]), "there is no such file"),
         (lambda: loop.IndexedData(Text(), lengths=[1]), "without padding"),
         (lambda: loop.IndexedData(Text(), padding=loop.Padding(bucket_by=len), lengths=[1]), "give bucket_by=True"),
         (lambda: _opened(loop.IndexedData(Text(), padding=0, lengths={"words": [1]})), "there is no array 'words'"),
@@ -906,12 +920,19 @@ def _by_index(example, seed):
     return {"inputs": example[0] * np.float32(2), "text": f"number {example[1]}", "seed": seed}
 
 
-@pytest.mark.parametrize("lengths", [False, True])
-def test_processes_read_what_threads_read(lengths):
+@pytest.mark.parametrize("kind", ["arrays", "files", "text", "joined"])
+def test_processes_read_what_threads_read(kind, tmp_path):
+    np.save(tmp_path / "inputs.npy", INPUTS)
+
     def data_of(readers):
-        if not lengths:
-            return loop.IndexedData((INPUTS, LABELS), map=_by_index, readers=readers)
+        if kind in ("arrays", "files"):
+            inputs = INPUTS if kind == "arrays" else tmp_path / "inputs.npy"
+            return loop.IndexedData((inputs, LABELS), map=_by_index, readers=readers)
         text = Text()
+        if kind == "joined":
+            lengths = np.arange(13).repeat(8)[1:]
+            joined = loop.sequences(np.arange(lengths.sum()), lengths)
+            return loop.IndexedData({"tokens": joined, "label": LABELS}, padding=0, readers=readers)
         return loop.IndexedData(text, padding=0, lengths={"tokens": text.lengths}, readers=readers)
 
     threads, expected = _read_by(0, data_of)
@@ -923,6 +944,69 @@ def test_processes_read_what_threads_read(lengths):
         threads.close()
         processes.close()
     assert all(process.poll() is not None for process in started)
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@settings(max_examples=40, deadline=None)
+@given(offset=st.integers(0, 5000), start=st.integers(0, 40), stop=st.integers(41, 60))
+def test_a_part_of_a_memory_map_is_sent_as_the_place_in_its_file(mode, offset, start, stop):
+    rows = np.arange(60 * 31, dtype="float32").reshape(60, 31)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"x" * offset + rows.tobytes())
+        file.flush()
+        mapped = np.memmap(file.name, "float32", mode, offset, rows.shape)
+        sent = pickle.dumps(ArrayRows(mapped[start:stop]))
+        assert len(sent) < 500 or mode == "c"  # which has what no file has
+        read = pickle.loads(sent).read(np.arange(stop - start))
+    np.testing.assert_array_equal(read, rows[start:stop])
+
+
+def test_rows_of_a_memory_map_that_do_not_lie_together_are_not_sent(tmp_path):
+    np.save(tmp_path / "inputs.npy", INPUTS)
+    mapped = np.load(tmp_path / "inputs.npy", mmap_mode="r")
+    with pytest.raises(TypeError, match="its rows lie one behind the other"):
+        pickle.dumps(ArrayRows(mapped[:, 1:]))
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_sequences_are_stretches_of_their_array(data):
+    lengths = data.draw(st.lists(st.integers(0, 600), min_size=1, max_size=20))
+    values = np.arange(sum(lengths) * 2).reshape(-1, 2)
+    expected = np.split(values, np.cumsum(lengths)[:-1])
+    source = loop.sequences(values, lengths)
+    asked = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=20))
+    read = source.read(np.array(asked, np.int64))
+    assert read.lengths.tolist() == [lengths[index] for index in asked]
+    for index, found in zip(asked, read, strict=True):
+        np.testing.assert_array_equal(found, expected[index])
+
+
+def test_sequences_can_be_mapped_mixed_and_made_float64():
+    lengths = np.array([3, 0, 5])
+    source_ = loop.sequences(np.arange(8, dtype="float32"), lengths)
+    twice = loop.IndexedData(source_, map=lambda tokens: 2 * tokens, padding=-1, lengths=lengths)
+    plain = loop.IndexedData(source_, padding=-1)
+    expected = np.array([[0, 1, 2, -1, -1], [-1] * 5, [3, 4, 5, 6, 7]])
+    half = loop.IndexedData(source_, padding=-1)
+    for data in (plain, plain.in_float64(), twice, loop.mix({plain: 0.5, half: 0.5})):
+        made = source(data, BatchOptions(3), "train_data()")
+        index, batch = made.read_batch((), EPOCH, tf.constant(0, tf.int64))
+        tokens = batch[0]
+        if data.size == 3:
+            scale = 2 if data is twice else 1
+            np.testing.assert_array_equal(tokens, np.where(expected >= 0, scale * expected, -1)[index])
+        else:
+            shown = {tuple(row[row >= 0]) for row in expected}
+            assert {tuple(row[row >= 0]) for row in tokens.numpy()} <= shown
+        assert tokens.dtype == ("float64" if data.wide else "float32")
+        made.close()
+
+
+def test_a_sequence_that_is_longer_than_its_length_says_is_named():
+    data = loop.IndexedData(loop.sequences(np.arange(9), [4, 5]), padding=0, lengths=[4, 3])
+    with pytest.raises(UsageError, match="example 1: array 0: length 5, more than lengths"):
+        source(data, BatchOptions(2), "train_data()")
 
 
 def test_what_fails_in_a_process_is_named():

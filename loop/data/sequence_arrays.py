@@ -69,7 +69,7 @@ class Sequences:
         return Sequences(self.rows.astype(dtype), self.shapes)
 
 
-def sequences(given: Given, name: str | int, axes: int = 1) -> Sequences:
+def as_sequences(given: Given, name: str | int, axes: int = 1) -> Sequences:
     """Examples of different shapes as `Sequences`.
 
     Args:
