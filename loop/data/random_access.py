@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from loop.data.data_files import DataFile
+from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
 from loop.errors import UsageError
 
 Part: TypeAlias = Any
@@ -25,17 +26,8 @@ Foreign: TypeAlias = Any
 PartPath: TypeAlias = tuple[str | int, ...]
 """Where a part is in an example: the keys of dicts, and the positions in tuples."""
 
-_AROUND = 1 << 16
-"""The number of bytes around a page that Linux maps with it, if they are in its cache."""
-
 _SHORT = 200
 """Stretches of fewer rows on average are read by the indices of these rows, which takes less time than to cut each."""
-
-_RELEASED = 1 << 27
-"""The number of bytes read from a memory map after which its pages are given back.
-
-Until then they count as memory of the process.
-"""
 
 
 @runtime_checkable
@@ -113,43 +105,45 @@ class ArrayRows:
         self._can_take = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
         self._map = _shared_map(array)
         self._file = _file_of(array)
-        self._touched = 0
         if self._map is not None:
             self._map.madvise(mmap.MADV_RANDOM)  # rows are read in a shuffled order, so reading ahead is of no use
+        self._is_large = self._map is not None and len(self._map) > LARGE
+        if self._map is not None and self._is_large:
+            MAPPED_MEMORY.add(self._map)
 
     def __len__(self) -> int:
         return len(self._array)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        self._check()
-        rows = self._rows.take(indices, axis=0) if self._can_take else self._rows[indices]
-        self._release(rows.nbytes + _AROUND * len(indices))
-        return np.asarray(rows)
+        return self._in_parts(self._taken, indices)
 
     def stretches(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Several stretches of rows, one behind the other; where each begins, and where it ends: int64 [n] both."""
-        self._check()
+        return self._in_parts(self._joined, starts, ends)
+
+    def _in_parts(self, read: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:
+        """What a function reads at some places; of a large map in parts, so that few of its pages are in memory."""
+        if self._file is not None:
+            self._file.check()  # the system kills a process that reads past the end of a mapped file
+        if not self._is_large:
+            return read(*places)
+        parts = []
+        for first in range(0, max(1, len(places[0])), AT_ONCE):
+            own = [each[first : first + AT_ONCE] for each in places]
+            parts.append(read(*own))
+            MAPPED_MEMORY.release(len(own[0]), parts[-1].nbytes)
+        return np.concatenate(parts)
+
+    def _taken(self, indices: np.ndarray) -> np.ndarray:
+        return self._rows.take(indices, axis=0) if self._can_take else self._rows[indices]
+
+    def _joined(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         lengths = ends - starts
         if self._can_take and lengths.sum() <= _SHORT * len(starts):
             places = np.arange(lengths.sum()) + np.repeat(ends - np.cumsum(lengths), lengths)
-            rows = self._rows.take(places, axis=0)
-        else:
-            bounds = zip(starts.tolist(), ends.tolist(), strict=True)
-            rows = np.concatenate([self._rows[start:end] for start, end in bounds])
-        self._release(rows.nbytes + _AROUND * len(starts))
-        return rows
-
-    def _check(self) -> None:
-        if self._file is not None:
-            self._file.check()  # the system kills a process that reads past the end of a mapped file
-
-    def _release(self, touched: int) -> None:
-        """Gives pages of a memory map back, once enough bytes of it were touched."""
-        if self._map is not None and len(self._map) > _RELEASED:
-            self._touched += touched
-            if self._touched >= _RELEASED:
-                self._touched = 0
-                self._map.madvise(mmap.MADV_DONTNEED)
+            return self._rows.take(places, axis=0)
+        bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+        return np.concatenate([self._rows[start:end] for start, end in bounds])
 
     def __reduce__(self) -> tuple[Callable[..., ArrayRows], tuple[Any, ...]]:
         """A process that reads maps the file, too: it may be larger than memory."""

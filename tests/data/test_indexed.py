@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import loop
 from loop.backends import create
-from loop.data import BatchOptions, host_reader, read_ahead, source
+from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, source
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked
@@ -959,6 +959,32 @@ def test_a_part_of_a_memory_map_is_sent_as_the_place_in_its_file(mode, offset, s
         assert len(sent) < 500 or mode == "c"  # which has what no file has
         read = pickle.loads(sent).read(np.arange(stop - start))
     np.testing.assert_array_equal(read, rows[start:stop])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="only Linux says how much memory is of files")
+@pytest.mark.parametrize("joined", [False, True])
+def test_large_memory_maps_take_little_memory(joined, tmp_path, monkeypatch):
+    for module in (mapped_memory, random_access):
+        monkeypatch.setattr(module, "LARGE", 1 << 24)
+    readers = []
+    for name in ("first.npy", "second.npy"):
+        rows = np.lib.format.open_memmap(tmp_path / name, "w+", "uint8", (300, 1 << 20))
+        rows[:, 0] = np.arange(300) % 256
+        del rows
+        readers.append(random_access.reader_of(tmp_path / name))
+
+    def of_files():
+        return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0]) / 1024
+
+    before, most = of_files(), 0
+    for index in np.random.default_rng(0).permutation(300):
+        for reader in readers:
+            indices = np.array([index])
+            read = reader.stretches(indices, indices + 1) if joined else reader.read(indices)
+            assert read[0, 0] == index % 256
+            most = max(most, of_files())
+    assert most - before < 200  # of 600 MB: 16 MB, and as much as the system maps around 64 places
+    assert before > 0
 
 
 def test_rows_of_a_memory_map_that_do_not_lie_together_are_not_sent(tmp_path):

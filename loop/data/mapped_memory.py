@@ -1,0 +1,55 @@
+"""Gives pages of memory maps back, which count as memory of the process from when they are read."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+LARGE = 1 << 27
+"""Bytes. The pages of a smaller map are kept, and no more than these of all larger ones together."""
+
+AT_ONCE = 64
+"""How many places of large maps are read before the process looks at its memory: Linux may map 2 MB around each."""
+
+_AROUND = 1 << 16
+"""The number of bytes around a page that are thought to be mapped with it where the system doesn't say it."""
+
+
+class MappedMemory:
+    """The pages of large maps in this process."""
+
+    def __init__(self) -> None:
+        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._before = 0
+        self._read = 0
+
+    def add(self, mapped: mmap.mmap) -> None:
+        """Watches a map."""
+        if not self._maps:
+            self._before = self._bytes()
+        self._maps.add(mapped)
+
+    def release(self, places: int, size: int) -> None:
+        """Gives all pages back if there are many, after some places of a map were read.
+
+        Args:
+            places: how many.
+            size: how many bytes they have together.
+        """
+        self._read += size + _AROUND * places
+        if self._bytes() - self._before >= LARGE:
+            for mapped in list(self._maps):
+                mapped.madvise(mmap.MADV_DONTNEED)
+            self._read = 0
+            self._before = self._bytes()
+
+    def _bytes(self) -> int:
+        """The memory that pages of files take in this process."""
+        try:
+            with open("/proc/self/statm", "rb") as file:
+                return int(file.read().split()[2]) * mmap.PAGESIZE
+        except OSError:  # not Linux
+            return self._read
+
+
+MAPPED_MEMORY = MappedMemory()
