@@ -31,6 +31,7 @@ class Workload:
         contenders: the names of those that it is trained by; see `contenders.CONTENDERS`.
         check_steps: after how many steps `check` compares the losses.
         metrics: how many values beside the loss `values` returns; the accuracy is the first.
+        precision: as the option of `fit`: `float32`, or `mixed_float16` with a loss scale.
     """
 
     about: str
@@ -44,9 +45,10 @@ class Workload:
     contenders: tuple[str, ...] = ()
     check_steps: int = 200
     metrics: int = 1
+    precision: str = "float32"
 
     def keras_optimizer(self) -> Any:
-        """The optimizer, by Keras."""
+        """The optimizer, by Keras; without a loss scale."""
         import keras
 
         if self.optimizer == "adam":
@@ -58,6 +60,7 @@ class Workload:
         import keras
         import tensorflow as tf
 
+        outputs = tf.cast(outputs, tf.float32)  # with float16, a loss would lose what the loss scale saves
         if self.kind == "numbers":
             return {"loss": tf.square(outputs - labels)[:, 0]}
         hits = tf.cast(tf.argmax(outputs, -1, tf.int32) == labels, tf.float32)
@@ -91,6 +94,13 @@ def words(examples: int, length: int, vocabulary: int) -> Arrays:
     often = random.random((examples, length)) < 0.5
     drawn = np.where(often, random.integers(0, 20, often.shape), random.integers(0, vocabulary // 10, often.shape))
     return (drawn + labels[:, None] * (vocabulary // 10)).astype("int32"), labels
+
+
+def sentences(examples: int, length: int, vocabulary: int) -> Arrays:
+    """Words as above, of which each example has a random number; zeros behind them."""
+    drawn, labels = words(examples, length, vocabulary - 1)
+    lengths = np.random.default_rng(1).integers(length // 4, length + 1, (examples, 1))
+    return np.where(np.arange(length) < lengths, drawn + 1, 0).astype("int32"), labels
 
 
 def text() -> Arrays:
@@ -139,6 +149,26 @@ def embedding() -> Any:
     return Sequential(
         [Input((16,), dtype="int32"), layers.Embedding(100_000, 64), layers.Flatten(), layers.Dense(10)]
     )  # fmt: skip
+
+
+def lstm() -> Any:
+    """An LSTM of 64 units over embedded words."""
+    from keras import Input, Sequential, layers
+
+    return Sequential(
+        [Input((32,), dtype="int32"), layers.Embedding(1000, 32), layers.LSTM(64), layers.Dense(10)]
+    )  # fmt: skip
+
+
+def masked() -> Any:
+    """A block of a Transformer, whose attention and mean leave out the padding of each example."""
+    from keras import Input, Model, layers
+
+    inputs = Input((64,), dtype="int32")
+    x = layers.Embedding(2000, 64, mask_zero=True)(inputs)
+    x = layers.LayerNormalization()(layers.Add()([x, layers.MultiHeadAttention(4, 16)(x, x)]))
+    x = layers.LayerNormalization()(layers.Add()([x, layers.Dense(64)(layers.Dense(128, "relu")(x))]))
+    return Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
 def resnet20() -> Any:
@@ -196,6 +226,19 @@ WORKLOADS = {
         "a table of 100,000 x 64 under a dense layer, 16 words an example, batch 64, SGD",
         lambda: words(1000 * 64, 16, 100_000), embedding, optimizer="sgd", learning_rate=1.0,
         contenders=(*OURS, "Keras fit, best steps_per_execution", *BY_HAND), check_steps=100,
+    ),
+    "lstm": Workload(
+        "an LSTM of 64 units over 32 words, batch 64, Adam", lambda: words(250 * 64, 32, 1000), lstm,
+        contenders=("ours", *KERAS[:2], *BY_HAND), check_steps=100,
+    ),
+    "masked": Workload(
+        "a Transformer's block on up to 64 words with masks, batch 32, Adam",
+        lambda: sentences(250 * 32, 64, 2000), masked, batch_size=32,
+        contenders=("ours", *KERAS[:2], *BY_HAND), check_steps=100,
+    ),
+    "float16": Workload(
+        "784-64-10 in mixed_float16 with a loss scale, batch 64, Adam", lambda: images(938 * 64, 784), mlp,
+        contenders=("ours", *BY_HAND), precision="mixed_float16",
     ),
     "horovod": Workload(
         "784-64-10 on 60,032 images, global batch 64 over two processes, Adam", lambda: images(938 * 64, 784), mlp,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from benchmarks.worker import Port, Run, drive
@@ -15,7 +16,10 @@ class ByHand:
     """A workload, and the ways to train it by hand. All of them train the same model further."""
 
     def __init__(self, workload: Workload) -> None:
+        keras.config.set_dtype_policy(workload.precision)
         self.workload, self.model, self.optimizer = workload, workload.build(), workload.keras_optimizer()
+        if workload.precision == "mixed_float16":
+            self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self.optimizer.build(self.model.trainable_variables)
         self.inputs, self.labels = (tf.constant(array) for array in workload.arrays())
         self.examples, self.batch_size = len(self.inputs), workload.batch_size
@@ -25,8 +29,9 @@ class ByHand:
         with tf.GradientTape() as tape:
             values = self.workload.values(labels, self.model(inputs, training=True))
             means = [tf.reduce_mean(value) for value in values.values()]
+            loss = self.optimizer.scale_loss(means[0])
         variables = self.model.trainable_variables
-        gradients = tape.gradient(means[0], [variable.value for variable in variables])
+        gradients = tape.gradient(loss, [variable.value for variable in variables])
         self.optimizer.apply(gradients, variables)
         return tf.stack(means)
 

@@ -95,4 +95,5 @@ def serve(
         chosen = standard.standard(**dict.fromkeys(names)) + chosen
     elif callbacks == "no mlflow":
         chosen = standard.standard(mlflow=None) + chosen
-    fit(Trained(workload), epochs=10**6, batch_size=workload.batch_size, callbacks=chosen, run_dir="run", **options)
+    options = {"batch_size": workload.batch_size, "precision": workload.precision} | options
+    fit(Trained(workload), epochs=10**6, callbacks=chosen, run_dir="run", **options)
