@@ -175,16 +175,8 @@ class BatchLayout:
             batches.lengths[stretch, padded] = lengths
             padded += 1
         if len(examples) == len(batches.index):
-            self._join(batches)
+            _join(batches, self.specs)
         return True
-
-    def _join(self, batches: PendingBatches) -> None:
-        """Joins the arrays that are padded, which `handed_over` would do while the graph waits."""
-        sizes = iter(batches.lengths.sum(0).tolist())
-        for number, (leaf, spec) in enumerate(zip(batches.leaves, self.specs, strict=True)):
-            if spec.padded:
-                batches.leaves[number] = array_of_own([next(sizes), *spec.shape[1:]], spec.dtype)
-                np.concatenate(leaf, out=batches.leaves[number])
 
     def fill(
         self,
@@ -314,6 +306,15 @@ class BatchLayout:
         """The specs of a batch and its masks, in its structure."""
         masks = {name: tf.TensorSpec([None, None], tf.bool) for name in self._masked}
         return self._with_masks(self.tensor_specs(), masks)
+
+
+def _join(batches: PendingBatches, specs: Sequence[ArraySpec]) -> None:
+    """Joins the arrays that are padded, which `handed_over` would do while the graph waits."""
+    sizes = iter(batches.lengths.sum(0).tolist())
+    for number, (leaf, spec) in enumerate(zip(batches.leaves, specs, strict=True)):
+        if spec.padded:
+            batches.leaves[number] = array_of_own([next(sizes), *spec.shape[1:]], spec.dtype)
+            np.concatenate(leaf, out=batches.leaves[number])
 
 
 def _filled_up(rows: tf.Tensor, offsets: tf.Tensor, width: tf.Tensor, gap: Scalar) -> tf.Tensor:
