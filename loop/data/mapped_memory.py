@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 
 LARGE = 1 << 27
@@ -20,14 +21,16 @@ class MappedMemory:
 
     def __init__(self) -> None:
         self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._lock = threading.Lock()
         self._before = 0
         self._read = 0
 
     def add(self, mapped: mmap.mmap) -> None:
         """Watches a map."""
-        if not self._maps:
-            self._before = self._bytes()
-        self._maps.add(mapped)
+        with self._lock:
+            if not self._maps:
+                self._before = self._bytes()
+            self._maps.add(mapped)
 
     def release(self, places: int, size: int) -> None:
         """Gives all pages back if there are many, after some places of a map were read.
@@ -36,12 +39,13 @@ class MappedMemory:
             places: how many.
             size: how many bytes they have together.
         """
-        self._read += size + _AROUND * places
-        if self._bytes() - self._before >= LARGE:
-            for mapped in list(self._maps):
-                mapped.madvise(mmap.MADV_DONTNEED)
-            self._read = 0
-            self._before = self._bytes()
+        with self._lock:
+            self._read += size + _AROUND * places
+            if self._bytes() - self._before >= LARGE:
+                for mapped in self._maps:
+                    mapped.madvise(mmap.MADV_DONTNEED)
+                self._read = 0
+                self._before = self._bytes()
 
     def _bytes(self) -> int:
         """The memory that pages of files take in this process."""

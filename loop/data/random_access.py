@@ -149,7 +149,7 @@ class ArrayRows:
         """A process that reads maps the file, too: it may be larger than memory."""
         array = self._array
         if self._map is None or not isinstance(array, np.memmap):
-            return ArrayRows, (np.array(self._rows),)
+            return ArrayRows, (self._rows,)
         if array.filename is None or not array.flags.c_contiguous:
             raise TypeError("a memory map can be sent if it has a file, and its rows lie one behind the other")
         memory = np.frombuffer(self._map, np.uint8)
