@@ -220,13 +220,19 @@ class FixedJob(Job):
     def _find_ended(self) -> bool:
         """Notes which workers have ended since the last call; returns whether one of them has failed."""
         failed = False
-        for rank, process in enumerate(self._processes):
-            if rank in self._ended or process.poll() is None or self._started_again(rank):
+        found = [rank for rank in range(len(self._processes)) if self._processes[rank].poll() is not None]
+        # The first one is taken for the cause. A worker whose peer is gone aborts, so those that have come last.
+        for rank in sorted(found, key=self._has_aborted):
+            if rank in self._ended or self._started_again(rank):
                 continue
             self._ended[rank] = time.time()
             # A worker that ends without a report has failed, whatever its exit code is.
-            failed = failed or bool(process.returncode) or not (self._has_servers or self._has_reported(rank))
+            has_code = bool(self._processes[rank].returncode)
+            failed = failed or has_code or not (self._has_servers or self._has_reported(rank))
         return failed
+
+    def _has_aborted(self, rank: int) -> bool:
+        return self._processes[rank].returncode == -signal.SIGABRT
 
     def _started_again(self, rank: int) -> bool:
         """Starts a killed worker again if the chief goes on without it; returns whether it did."""

@@ -19,6 +19,7 @@ from loop import TrainingError, UsageError
 from loop.backends import strategy
 from loop.launch import machine
 from loop.launch.environment import START_TIMEOUT
+from loop.launch.fixed_job import FixedJob
 from loop.launch.process import printed_lines, start_worker
 from tests.conftest import ROOT, TFLOOP, needs_horovod
 
@@ -119,6 +120,20 @@ def check_killed(job, rank):
         f"tfloop: error: rank {rank} ended without a word: killed by signal 9 (Killed), or out of memory"
     )
     assert not job.alive()
+
+
+def test_of_workers_that_are_found_together_one_that_aborted_is_not_the_cause(tmp_path):
+    job = FixedJob(tmp_path, {}, [], has_servers=False)
+    job._titles = ["rank 0", "rank 1", "rank 2"]
+    for number in (signal.SIGABRT, signal.SIGKILL, signal.SIGABRT):
+        command = [sys.executable, "-S", "-c", f"import os; os.kill(os.getpid(), {int(number)})"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        process.wait()
+        process.lost = process.where = ""
+        job._processes.append(process)
+    assert job._find_ended()
+    outcome = job.outcome()
+    assert (outcome.code, outcome.error[:41]) == (1, "rank 1 ended without a word: killed by si")
 
 
 @pytest.mark.parametrize("engine", [HOROVOD, "multiworker"])
