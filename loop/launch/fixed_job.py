@@ -222,7 +222,7 @@ class FixedJob(Job):
         failed = False
         found = [rank for rank in range(len(self._processes)) if self._processes[rank].poll() is not None]
         # The first one is taken for the cause. A worker whose peer is gone aborts, so those that have come last.
-        for rank in sorted(found, key=self._has_aborted):
+        for rank in sorted(found, key=lambda rank: self._processes[rank].returncode == -signal.SIGABRT):
             if rank in self._ended or self._started_again(rank):
                 continue
             self._ended[rank] = time.time()
@@ -230,9 +230,6 @@ class FixedJob(Job):
             has_code = bool(self._processes[rank].returncode)
             failed = failed or has_code or not (self._has_servers or self._has_reported(rank))
         return failed
-
-    def _has_aborted(self, rank: int) -> bool:
-        return self._processes[rank].returncode == -signal.SIGABRT
 
     def _started_again(self, rank: int) -> bool:
         """Starts a killed worker again if the chief goes on without it; returns whether it did."""
