@@ -136,7 +136,7 @@ class BatchLayout:
             if spec.padded:
                 padded.append(column)
         if padded:
-            # Only all rows together can be one array. One of them that is too long is found one by one.
+            # The array holds all rows. Looking at them one by one finds the one that is too long.
             if len(columns[0]) < len(batches.index) or not all(isinstance(column, SequenceColumn) for column in padded):
                 return False
             lengths = np.stack([column.lengths for column in padded], 1)

@@ -44,8 +44,8 @@ class IndexedData:
         padding: how examples of different lengths become one batch: a `loop.Padding`, or the value that fills the
             gaps. `lengths` says how long each is.
         lengths: the length of each example, after `map`: an array [examples], or a function of the index. It is that of
-            the arrays of an example whose first axis has it. If these differ in length, a dict, by their names. None:
-            those of `loop.sequences`.
+            the arrays of an example whose first axis has it. If these differ in length, a dict, by their names.
+            Without `map`, a source of `loop.sequences` knows them.
         readers: how many processes read and map, beside the one that trains; "auto": one for each CPU core that this
             worker may use. 0: threads do, one for each core, which is best where reading and mapping is done by NumPy
             or by libraries that let other threads run.

@@ -81,11 +81,14 @@ def sequences(values: np.ndarray | str | os.PathLike[str], lengths: Sequence[int
             "map, or the path of an .npy file"
         )
     known = np.asarray(lengths)
-    if known.ndim != 1 or known.dtype.kind not in "iu" or (known < 0).any():
+    if known.ndim != 1 or known.dtype.kind not in "iu":
         raise UsageError(
             f"loop.sequences(lengths=...): {known.dtype}{list(known.shape)}: give the number of elements of each "
-            "sequence, integers from 0 on"
+            "sequence, integers [examples]"
         )
+    if (known < 0).any():
+        index = int(np.argmax(known < 0))
+        raise UsageError(f"loop.sequences(lengths=...): {known[index]} for sequence {index}: give numbers from 0 on")
     if known.sum() != len(reader):
         raise UsageError(
             f"loop.sequences: {len(known):,} lengths add up to {known.sum():,}, and there are {len(reader):,} "

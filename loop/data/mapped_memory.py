@@ -7,13 +7,13 @@ import threading
 import weakref
 
 LARGE = 1 << 27
-"""Bytes. The pages of a smaller map are kept, and no more than these of all larger ones together."""
+"""Bytes. A smaller map keeps its pages. Of all larger maps together, a process keeps about this much."""
 
 AT_ONCE = 64
-"""How many places of large maps are read before the process looks at its memory: Linux may map 2 MB around each."""
+"""After so many places of large maps, the process looks at its memory: Linux may map 2 MB around each place."""
 
 _AROUND = 1 << 16
-"""The number of bytes around a page that are thought to be mapped with it where the system doesn't say it."""
+"""Bytes around each place that count as mapped, on a system that doesn't say how much is."""
 
 
 class MappedMemory:

@@ -170,7 +170,7 @@ class ReadAhead:
             ahead = self._blocks_ahead[0]
             if not ahead.done.wait(patience):
                 return None
-            self._blocks_ahead.remove(ahead)
+            self._blocks_ahead.pop(0)
             if ahead.error is not None:
                 raise ahead.error
             batches = ahead.batches
@@ -186,8 +186,9 @@ class ReadAhead:
     def _read_block_ahead(self, start: Position | _BlockAhead) -> None:
         """Has a thread read a block, from a position on or behind another block."""
         block = _BlockAhead()
-        reading = functools.partial(_read_block, plan=self._plan, steps=self._steps_at_once(), fill=self._fill)
-        self._tasks.put(functools.partial(_read_ahead, block, start, self._following, reading, self._pace))
+        steps = self._steps_at_once()
+        read = functools.partial(_read_block, plan=self._plan, steps=steps, fill=self._fill, pace=self._pace)
+        self._tasks.put(functools.partial(_read_ahead, block, start, self._following, read))
         self._blocks_ahead.append(block)
 
     def _steps_at_once(self) -> int:
@@ -256,15 +257,14 @@ def _read_ahead(
     block: _BlockAhead,
     start: Position | _BlockAhead,
     following: Callable[[Position], Position | None],
-    reading: Callable[..., PendingBatches],
-    pace: _Pace,
+    read: Callable[..., PendingBatches],
     thread: int,
 ) -> None:
     """Reads a block before it is asked for."""
     try:
         first = start if isinstance(start, Position) else start.position_behind(following)
         if first is not None:
-            block.batches = reading(first, pace=pace, thread=thread)
+            block.batches = read(first, thread=thread)
     except BaseException as error:  # raised to the one that asks for the block
         block.error = error
     block.done.set()

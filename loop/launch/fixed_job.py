@@ -221,14 +221,14 @@ class FixedJob(Job):
         """Notes which workers have ended since the last call; returns whether one of them has failed."""
         failed = False
         found = [rank for rank in range(len(self._processes)) if self._processes[rank].poll() is not None]
-        # The first one is taken for the cause. A worker whose peer is gone aborts, so those that have come last.
+        # The first one counts as the cause. A worker aborts when its peer is gone, so aborted ones come last.
         for rank in sorted(found, key=lambda rank: self._processes[rank].returncode == -signal.SIGABRT):
             if rank in self._ended or self._started_again(rank):
                 continue
             self._ended[rank] = time.time()
             # A worker that ends without a report has failed, whatever its exit code is.
-            has_code = bool(self._processes[rank].returncode)
-            failed = failed or has_code or not (self._has_servers or self._has_reported(rank))
+            is_silent = not (self._has_servers or self._has_reported(rank))
+            failed = failed or is_silent or bool(self._processes[rank].returncode)
         return failed
 
     def _started_again(self, rank: int) -> bool:

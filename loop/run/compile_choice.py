@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -52,8 +53,9 @@ def settle(run: Run, data: Data) -> None:
     run.options["compile"] = choice
 
 
+@functools.cache
 def _tell_of_gpu() -> None:
-    """Says, in the first attempt of a run on a GPU, that XLA may be faster: docs/gpu.md has figures."""
+    """Says, once in a process, that XLA may be faster on a GPU: docs/gpu.md has figures."""
     if tf.config.list_logical_devices("GPU"):
         tell(
             "note: compile=graph on a GPU: compile='auto' (--compile auto) measures XLA beside it, which is several "

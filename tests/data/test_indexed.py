@@ -509,8 +509,8 @@ def _opened(data):
         (lambda: loop.IndexedData(Text(), padding=0), "padding and lengths belong together"),
         (lambda: loop.IndexedData(loop.sequences(INPUTS, [100, 3])), "give padding"),
         (lambda: loop.sequences(INPUTS, [100, 4]), "2 lengths add up to 104, and there are 103 elements"),
-        (lambda: loop.sequences(INPUTS, [104, -1]), "integers from 0 on"),
-        (lambda: loop.sequences(INPUTS, [100.0, 3.0]), "integers from 0 on"),
+        (lambda: loop.sequences(INPUTS, [104, -1]), "-1 for sequence 1: give numbers from 0 on"),
+        (lambda: loop.sequences(INPUTS, [100.0, 3.0]), r"float64\[2\]: give the number"),
         (lambda: loop.sequences([INPUTS], [1]), r"loop.sequences\(list\): give one array"),
         (lambda: loop.sequences("nothing.npy", [1]), "there is no such file"),
         (lambda: loop.IndexedData(Text(), lengths=[1]), "without padding"),
@@ -984,7 +984,6 @@ def test_large_memory_maps_take_little_memory(joined, tmp_path, monkeypatch):
             assert read[0, 0] == index % 256
             most = max(most, of_files())
     assert most - before < 200  # of 600 MB: 16 MB, and as much as the system maps around 64 places
-    assert before > 0
 
 
 def test_rows_of_a_memory_map_that_do_not_lie_together_are_not_sent(tmp_path):

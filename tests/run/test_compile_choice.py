@@ -114,6 +114,9 @@ def test_who_trains_in_the_graph_on_a_gpu_is_told_of_xla_once(gpus, way, told, t
     monkeypatch.setattr(
         compile_choice.tf.config, "list_logical_devices", lambda kind=None: made_up if kind == "GPU" else logical(kind)
     )
-    for epochs in (1, 2):
-        trained(Weighted(), tmp_path / "run", epochs=epochs, compile=way)
+    compile_choice._tell_of_gpu.cache_clear()
+    for name in ("run", "other"):
+        trained(Weighted(), tmp_path / name, epochs=1, compile=way)
+    compile_choice._tell_of_gpu.cache_clear()
+    trained(Weighted(), tmp_path / "run", epochs=2, compile=way)  # a resumed run isn't told again
     assert capsys.readouterr().err.count("compile='auto' (--compile auto) measures XLA") == told
