@@ -54,6 +54,7 @@ GOALS = (
     Goal("lstm", "by hand, in graph", 0.99),
     Goal("masked", "by hand, in graph", 0.99),
     Goal("float16", "by hand, in graph", 0.99),
+    Goal("gan", "by hand, in graph", 0.99),
     Goal("horovod", "Horovod's example, two processes", 1.5, "ours, two Horovod processes"),
     Goal("callbacks", "ours, callbacks off", 0.98),
     Goal("callbacks", "ours, MLflow off", 0.98),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 Arrays = tuple[np.ndarray, np.ndarray]
+LATENT = 16  # the numbers from which the GAN's generator draws an image
 SHOWN = 4  # for how many of its own standard deviations a class shows in an image
 
 
@@ -27,7 +28,8 @@ class Workload:
         optimizer: `adam` or `sgd`.
         learning_rate: its learning rate.
         momentum: of SGD.
-        kind: `classes`: logits and a class for each example, or each token; `numbers`: squared errors.
+        kind: `classes`: logits and a class for each example, or each token; `numbers`: squared errors; `gan`: see
+            `contenders.gan`.
         contenders: the names of those that it is trained by; see `contenders.CONTENDERS`.
         check_steps: after how many steps `check` compares the losses.
         metrics: how many values beside the loss `values` returns; the accuracy is the first.
@@ -191,6 +193,26 @@ def resnet20() -> Any:
     return Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
+def gan() -> Any:
+    """A generator and a discriminator, of two hidden layers of 128 units each."""
+    from keras import Input, Model, Sequential, layers
+
+    class GAN(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = Sequential(
+                [Input((LATENT,)), layers.Dense(128, "relu"), layers.Dense(128, "relu"), layers.Dense(784)]
+            )
+            self.discriminator = Sequential(
+                [Input((784,)), layers.Dense(128, "leaky_relu"), layers.Dense(128, "leaky_relu"), layers.Dense(1)]
+            )
+
+        def call(self, noise: Any) -> Any:
+            return self.generator(noise)
+
+    return GAN()
+
+
 OURS = ("ours", "ours, callbacks off", "ours, XLA")
 KERAS = ("Keras fit", "Keras fit, best steps_per_execution", "Keras fit, best steps_per_execution, XLA")
 BY_HAND = ("by hand, a call a step", "by hand, in graph")
@@ -239,6 +261,10 @@ WORKLOADS = {
     "float16": Workload(
         "784-64-10 in mixed_float16 with a loss scale, batch 64, Adam", lambda: images(938 * 64, 784), mlp,
         contenders=("ours", *BY_HAND), precision="mixed_float16",
+    ),
+    "gan": Workload(
+        "a GAN of two optimizers, three dense layers each, on images of 28x28, batch 64, Adam",
+        lambda: images(250 * 64, 784), gan, kind="gan", contenders=("ours", *BY_HAND), check_steps=12,
     ),
     "horovod": Workload(
         "784-64-10 on 60,032 images, global batch 64 over two processes, Adam", lambda: images(938 * 64, 784), mlp,

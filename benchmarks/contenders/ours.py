@@ -12,7 +12,13 @@ from loop import ArrayData, TrainTask, fit
 
 
 class Trained(TrainTask):
-    """A workload as a task."""
+    """A workload as a task.
+
+    Attributes:
+        loss: the name of the metric that is compared with other contenders'.
+    """
+
+    loss = "loss"
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -38,8 +44,8 @@ class Clock(standard.Callback):
     waits isn't counted. A segment ends with the call that is under way when its time is up, and has all of its steps.
     """
 
-    def __init__(self, port: Port) -> None:
-        self.port = port
+    def __init__(self, port: Port, loss: str) -> None:
+        self.port, self.loss = port, loss
         self.command = port.next()
         # Where an exact number of steps is asked for, the losses are compared and nothing is timed.
         self.every = (self.command or {}).get("steps", "call")
@@ -51,7 +57,7 @@ class Clock(standard.Callback):
     def on_steps_end(self, run: standard.Run, metrics: standard.Metrics) -> None:
         now, step = time.perf_counter(), run.progress.step
         assert self.command is not None
-        self.sum += metrics["loss"] * (step - self.last)
+        self.sum += metrics[self.loss] * (step - self.last)
         self.last = step
         made = step - self.first
         if now - self.begun < self.command.get("seconds", 0) or made < self.command.get("steps", 0):
@@ -87,7 +93,12 @@ def serve(
         every: how many.
         **options: of `fit`.
     """
-    clock = Clock(port)
+    task = Trained(workload)
+    if workload.kind == "gan":
+        from benchmarks.contenders import gan
+
+        task = gan.Trained(workload)
+    clock = Clock(port, task.loss)
     chosen: list[standard.Callback] = [clock, *(Idle(number, every) for number in range(more))]
     if callbacks == "off":
         # What shares out the data and the weights stays: it acts before the first step alone.
@@ -96,4 +107,4 @@ def serve(
     elif callbacks == "no mlflow":
         chosen = standard.standard(mlflow=None) + chosen
     options = {"batch_size": workload.batch_size, "precision": workload.precision} | options
-    fit(Trained(workload), epochs=10**6, callbacks=chosen, run_dir="run", **options)
+    fit(task, epochs=10**6, callbacks=chosen, run_dir="run", **options)
