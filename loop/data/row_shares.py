@@ -37,12 +37,10 @@ class RowShares:
 
     def places(self, step: tf.Tensor, parts: int) -> tf.Tensor:
         """The worker's positions in the order of the epoch: int64 [n], one micro-batch of `parts` after the other."""
-        # Both are computed before the branch, also where only one is used: the order of a graph's operations decides
-        # how fast it runs.
         start, n = self.extent(step)
-        low, high = self._own(n, parts)
         if self.replicas == 1:
             return tf.range(start, start + n)
+        low, high = self._own(n, parts)
         return tf.ragged.range(start + low, start + high).flat_values
 
     def on_host(self, n: int, parts: int) -> np.ndarray:
