@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +27,8 @@ Foreign: TypeAlias = Any
 """An object of a library that is loaded only when a user passes one, such as an Arrow table."""
 PartPath: TypeAlias = tuple[str | int, ...]
 """Where a part is in an example: the keys of dicts, and the positions in tuples."""
-
-_SHORT = 200
-"""Stretches of fewer rows on average are read by the indices of these rows, which takes less time than to cut each."""
+_JOINED_AT_ONCE = 256
+"""So many stretches are joined at once: they stay in a core's cache until they are written to their place."""
 
 
 @runtime_checkable
@@ -102,7 +103,9 @@ class ArrayRows:
         self._array = array
         self._rows = array.view(np.ndarray)  # whose rows are plain arrays: a memory map's take longer to make
         # `take` first copies the whole array if its rows aren't contiguous, or not in the machine's byte order.
-        self._can_take = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
+        self._row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
+        in_order = array.flags.c_contiguous and array.flags.aligned
+        self._can_take = in_order and array.dtype.isnative and self._row_bytes > 0
         self._map = _shared_map(array)
         self._file = _file_of(array)
         if self._map is not None:
@@ -138,12 +141,23 @@ class ArrayRows:
         return self._rows.take(indices, axis=0) if self._can_take else self._rows[indices]
 
     def _joined(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        lengths = ends - starts
-        if self._can_take and lengths.sum() <= _SHORT * len(starts):
-            places = np.arange(lengths.sum()) + np.repeat(ends - np.cumsum(lengths), lengths)
-            return self._rows.take(places, axis=0)
-        bounds = zip(starts.tolist(), ends.tolist(), strict=True)
-        return np.concatenate([self._rows[start:end] for start, end in bounds])
+        if not self._can_take:
+            bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+            return np.concatenate([self._rows[:0], *(self._rows[start:end] for start, end in bounds)])
+        rows = np.empty([int((ends - starts).sum()), *self._rows.shape[1:]], self._rows.dtype)
+        written = _bytes_of(rows)
+        place = 0
+        for first in range(0, len(starts), _JOINED_AT_ONCE):
+            own = slice(first, first + _JOINED_AT_ONCE)
+            bounds = zip((starts[own] * self._row_bytes).tolist(), (ends[own] * self._row_bytes).tolist(), strict=True)
+            joined = b"".join([self._bytes[start:end] for start, end in bounds])
+            written[place : place + len(joined)] = joined
+            place += len(joined)
+        return rows
+
+    @functools.cached_property
+    def _bytes(self) -> memoryview:
+        return _bytes_of(self._rows)
 
     def __reduce__(self) -> tuple[Callable[..., ArrayRows], tuple[Any, ...]]:
         """A process that reads maps the file, too: it may be larger than memory."""
@@ -161,6 +175,11 @@ class ArrayRows:
 def _mapped_rows(path: Path, dtype: np.dtype, start: int, shape: tuple[int, ...]) -> ArrayRows:
     """An array in a file, mapped into memory from a byte on."""
     return ArrayRows(np.memmap(path, dtype, "r", start, shape))
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """The memory of a contiguous array. A slice of it takes a third of the time that one of an array takes."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _shared_map(array: np.ndarray) -> mmap.mmap | None:
