@@ -21,8 +21,8 @@ from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.launch.machine import usable_cpus
 
-_BLOCK = 64
-"""Of how many batches the order is worked out at once: a call of TensorFlow takes as long as reading a small batch."""
+_ORDERED = 1 << 14
+"""Of about how many examples the order is worked out at once: a call of TensorFlow waits for threads that compute."""
 
 _AHEAD = 4
 """How many batches are read ahead with `prefetch="auto"`."""
@@ -50,6 +50,7 @@ class HostReader:
         self._layout = layout
         self._steps_per_epoch = steps_per_epoch
         self._source_size = len(data.reader)
+        self._block_steps = max(1, _ORDERED // options.batch_size)
         self._block = functools.lru_cache(maxsize=4)(self._order_of_block)
         self._buckets: LengthBuckets | None = None
         if data.padding is not None and data.padding.bucket_by:
@@ -191,9 +192,9 @@ class HostReader:
                 "it as it is while a run reads it"
             )
         epoch, step = position
-        block, place = divmod(step, _BLOCK)
+        block, place = divmod(step, self._block_steps)
         # Not beyond the block, nor the epoch.
-        count = min(at_once, _BLOCK - place, self._steps_per_epoch - step)
+        count = min(at_once, self._block_steps - place, self._steps_per_epoch - step)
         if self._buckets is not None:
             with tf.device("CPU:0"):
                 at = tf.constant(epoch, tf.int64)
@@ -203,10 +204,10 @@ class HostReader:
         return [order[(place + number) * size : (place + number + 1) * size] for number in range(count)]
 
     def _order_of_block(self, epoch: int, block: int) -> np.ndarray:
-        """The indices of the examples of `_BLOCK` global batches: int64 [n]."""
+        """The indices of the examples of `_block_steps` global batches: int64 [n]."""
         size = self._data.size
-        start = block * _BLOCK * self._options.batch_size
-        places = np.arange(start, min(start + _BLOCK * self._options.batch_size, size), dtype=np.int64)
+        count = self._block_steps * self._options.batch_size
+        places = np.arange(block * count, min((block + 1) * count, size), dtype=np.int64)
         if not self._options.shuffle:
             return places
         with tf.device("CPU:0"):

@@ -177,7 +177,7 @@ class IndexedData:
                 f"IndexedData(lengths=...): {known.dtype}{list(known.shape)} instead of an integer for each of "
                 f"{len(self.reader)} examples"
             )
-        return known[ids].astype(np.int64)
+        return known.take(ids).astype(np.int64)
 
     def padded_names(self, specs: Sequence[ArraySpec]) -> list[str | int]:
         """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.

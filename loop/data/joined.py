@@ -32,7 +32,8 @@ class JoinedSequences:
 
     def read(self, indices: np.ndarray) -> SequenceColumn:
         """The sequences of these indices, int64 [n]."""
-        lengths, ends = self.lengths[indices], self._ends[indices]
+        lengths = self.lengths.take(indices)
+        ends = self._ends.take(indices)
         return SequenceColumn(self._values.stretches(ends - lengths, ends), lengths)
 
 
