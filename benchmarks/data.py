@@ -1,9 +1,10 @@
-"""Measures how many examples a second are read: `python -m benchmarks data [ROUNDS]`.
+"""Measures how many examples a second are read: `python -m benchmarks data [ROUNDS] [--only KIND]`.
 
 Three kinds of data, each shuffled globally and cut into batches: JPEG files that are decoded and augmented, records of
 1 kB, and sequences of tokens that are padded. All contenders do the same work on the same machine, in one process and
-in turns; nothing is trained. Prints the median of each, its ratio to that of `IndexedData`, and the CPU time of this
-process for a batch, which other programs disturb less. PyTorch's `DataLoader` takes part where `torch` is installed.
+in turns; nothing is trained. Prints the median of each; how many times as fast the best of `IndexedData` is, the median
+of the rounds and their middle half; and the CPU time of this process for a batch, which other programs disturb less.
+PyTorch's `DataLoader` takes part where `torch` is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 BATCH = 64
-SECONDS = 3.0
+WARM_UP, SECONDS = 3.0, 0.5  # seconds: short turns, so that a machine whose speed changes is alike for all
 STEPS = 50
 LENGTHS = np.random.default_rng(2).integers(10, 200, 20_000)
 TOKENS = np.random.default_rng(3).integers(0, 30_000, int(LENGTHS.sum())).astype(np.int32)
@@ -256,31 +257,40 @@ def contenders(directory: Path) -> dict[str, dict[str, Callable[[], Iterator[Any
     return kinds
 
 
-def rate(batches: Iterator[Any]) -> tuple[float, float]:
+def rate(batches: Iterator[Any], seconds: float) -> tuple[float, float]:
     """Examples a second, and the microseconds of this process's CPU time for a batch."""
     begun = time.perf_counter()
     begun_cpu = time.process_time()
     read = 0
-    while time.perf_counter() - begun < SECONDS:
+    while time.perf_counter() - begun < seconds:
         next(batches)
         read += 1
     cpu = time.process_time() - begun_cpu
     return read * BATCH / (time.perf_counter() - begun), cpu / read * 1e6
 
 
-def measure(rounds: int) -> None:
-    """Prints the medians."""
+def measure(rounds: int, only: str = "") -> None:
+    """Prints the medians of the kinds of data that have `only` in their names."""
     with tempfile.TemporaryDirectory() as directory:
         for kind, starts in contenders(Path(directory)).items():
+            if only not in kind:
+                continue
             live = {name: start() for name, start in starts.items()}
             for batches in live.values():
-                rate(batches)  # warm: processes are started, and pipelines tuned
-            rates: dict[str, list[tuple[float, float]]] = {name: [] for name in live}
+                rate(batches, WARM_UP)  # processes are started, and pipelines tuned
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in live}
             for _ in range(rounds):
                 for name, batches in live.items():
-                    rates[name].append(rate(batches))
-            medians = {name: np.median(found, axis=0) for name, found in rates.items()}
-            best = max(median[0] for name, median in medians.items() if name.startswith("IndexedData"))
-            print(f"{kind}: examples a second, the best of IndexedData as a multiple of it, CPU time of a batch in us")
-            for name, (median, cpu) in sorted(medians.items(), key=lambda item: -item[1][0]):
-                print(f"  {name:<28} {median:>12,.0f}  {best / median:.2f}  {cpu:>8,.0f}", flush=True)
+                    found[name].append(rate(batches, SECONDS))
+            tell(kind, {name: np.array(rounds_of) for name, rounds_of in found.items()})
+
+
+def tell(kind: str, found: dict[str, np.ndarray]) -> None:
+    """Prints the medians of a kind: of what `rate` returned in each round, [rounds, 2]."""
+    medians = {name: np.median(rounds, axis=0) for name, rounds in found.items()}
+    best = max((name for name in found if name.startswith("IndexedData")), key=lambda name: medians[name][0])
+    print(f"{kind}: examples a second, IndexedData's best times as fast, CPU time of a batch in us")
+    for name, (median, cpu) in sorted(medians.items(), key=lambda item: -item[1][0]):
+        # Within a round, since the machine's speed changes in the course of the rounds.
+        low, ratio, high = np.percentile(found[best][:, 0] / found[name][:, 0], [25, 50, 75])
+        print(f"  {name:<28} {median:>12,.0f}  {ratio:.2f} ({low:.2f} to {high:.2f})  {cpu:>8,.0f}", flush=True)

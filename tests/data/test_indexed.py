@@ -339,6 +339,7 @@ def test_batches_that_are_handed_over_together_are_those_of_arrays(kind, at_once
     monkeypatch.setattr(read_ahead, "_FAST", np.inf)  # as if a batch were read in no time
     monkeypatch.setattr(read_ahead, "_AT_ONCE", 1e9)
     monkeypatch.setattr(host_reader, "_AT_ONCE", at_once)
+    monkeypatch.setattr(host_reader, "_ORDERED", 5 * 8)  # the order of 5 of 13 batches at once
     lengths = _RANDOM.integers(0, 9, len(INPUTS)).tolist()
     sequences = [(np.arange(length, dtype=np.int32), LABELS[index]) for index, length in enumerate(lengths)]
     if kind not in ("columns", "items"):
@@ -993,18 +994,25 @@ def test_rows_of_a_memory_map_that_do_not_lie_together_are_not_sent(tmp_path):
         pickle.dumps(ArrayRows(mapped[:, 1:]))
 
 
-@given(data=st.data())
-@settings(max_examples=50, deadline=None)
-def test_sequences_are_stretches_of_their_array(data):
+@given(data=st.data(), dtype=st.sampled_from(["int32", ">i4", "float64", "bool", "U2", "datetime64[s]"]))
+@settings(max_examples=60, deadline=None)
+def test_sequences_are_stretches_of_their_array(data, dtype):
     lengths = data.draw(st.lists(st.integers(0, 600), min_size=1, max_size=20))
-    values = np.arange(sum(lengths) * 2).reshape(-1, 2)
+    width = data.draw(st.integers(0, 2))
+    values = np.arange(sum(lengths) * 4).reshape(-1, 4).astype(dtype)[:, :width]
+    if data.draw(st.booleans()):
+        values = np.ascontiguousarray(values)
     expected = np.split(values, np.cumsum(lengths)[:-1])
     source = loop.sequences(values, lengths)
     asked = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=20))
-    read = source.read(np.array(asked, np.int64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_access, "_JOINED_AT_ONCE", data.draw(st.integers(1, 30)))
+        read = source.read(np.array(asked, np.int64))
     assert read.lengths.tolist() == [lengths[index] for index in asked]
+    assert read.values.dtype == dtype
     for index, found in zip(asked, read, strict=True):
         np.testing.assert_array_equal(found, expected[index])
+        assert found.flags.writeable  # a `map` may change it
 
 
 def test_sequences_can_be_mapped_mixed_and_made_float64():
