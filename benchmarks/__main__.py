@@ -32,7 +32,7 @@ def main() -> int:
     for each in (modes.choices["run"], mode):
         each.add_argument("--only", help="contenders whose name has one of these in it, by commas; nothing is written")
     mode = modes.add_parser("data", help="measures how many examples a second are read, beside other libraries")
-    mode.add_argument("rounds", nargs="?", type=at_least_one, default=20, help="20")
+    mode.add_argument("rounds", nargs="?", type=at_least_one, default=5, help="5")
     mode.add_argument("--only", default="", help="kinds of data whose name has this in it: JPEG, records, token")
     modes.add_parser("report", help="writes Markdown and plots anew, from the JSON")
     given = parser.parse_args()

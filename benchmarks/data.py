@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 BATCH = 64
-WARM_UP, SECONDS = 3.0, 0.5  # seconds: short turns, so that a machine whose speed changes is alike for all
+SECONDS = 3.0  # of a turn: in a short one, a contender would live on what it has read ahead while others had theirs
 STEPS = 50
 LENGTHS = np.random.default_rng(2).integers(10, 200, 20_000)
 TOKENS = np.random.default_rng(3).integers(0, 30_000, int(LENGTHS.sum())).astype(np.int32)
@@ -257,12 +257,12 @@ def contenders(directory: Path) -> dict[str, dict[str, Callable[[], Iterator[Any
     return kinds
 
 
-def rate(batches: Iterator[Any], seconds: float) -> tuple[float, float]:
+def rate(batches: Iterator[Any]) -> tuple[float, float]:
     """Examples a second, and the microseconds of this process's CPU time for a batch."""
     begun = time.perf_counter()
     begun_cpu = time.process_time()
     read = 0
-    while time.perf_counter() - begun < seconds:
+    while time.perf_counter() - begun < SECONDS:
         next(batches)
         read += 1
     cpu = time.process_time() - begun_cpu
@@ -277,11 +277,11 @@ def measure(rounds: int, only: str = "") -> None:
                 continue
             live = {name: start() for name, start in starts.items()}
             for batches in live.values():
-                rate(batches, WARM_UP)  # processes are started, and pipelines tuned
+                rate(batches)  # processes are started, and pipelines tuned
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in live}
             for _ in range(rounds):
                 for name, batches in live.items():
-                    found[name].append(rate(batches, SECONDS))
+                    found[name].append(rate(batches))
             tell(kind, {name: np.array(rounds_of) for name, rounds_of in found.items()})
 
 
