@@ -2,8 +2,7 @@
 
 A small and a larger convolutional network train on the same 32 x 32 images: in memory (`ArrayData`), from a memory map
 (`IndexedData`), and from it by a `tf.function`. In turns; the median time of a step, and the median of its ratios to
-that of `ArrayData` in the same round; and the same of the CPU time of a step, which other processes disturb less. Last,
-for which share of the time the graph waited for the host to hand batches over: at most, since it computes meanwhile.
+that of `ArrayData` in the same round; and the same of the CPU time of a step, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import tensorflow as tf
 
 import callbacks
 from loop import ArrayData, IndexedData, TrainTask, fit
-from loop.data.host_reader import HostReader
 
 BATCH = 64
 EPOCHS = 7
@@ -50,35 +48,17 @@ class Convolutional(TrainTask):
 
 
 class Clock(callbacks.Callback):
-    """Notes at the end of each epoch the seconds that have gone, those of the CPU, and those waited for batches."""
+    """Notes when each epoch ends, in seconds and in seconds of the CPU."""
 
     def __init__(self) -> None:
-        self.times: list[tuple[float, float, float]] = []
-        self._waited = 0.0
-        self._get = HostReader.batches
-
-    def on_fit_start(self, run: Any) -> None:
-        def timed(*arguments: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return self._get(*arguments)
-            finally:
-                self._waited += time.perf_counter() - begun
-
-        HostReader.batches = timed  # type: ignore[method-assign]
-
-    def on_fit_end(self, run: Any) -> None:
-        HostReader.batches = self._get  # type: ignore[method-assign]
+        self.times: list[tuple[float, float]] = []
 
     def on_epoch_end(self, run: Any, metrics: Any) -> None:
-        self.times.append((time.perf_counter(), time.process_time(), self._waited))
+        self.times.append((time.perf_counter(), time.process_time()))
 
 
 def step_time(data: Any, strides: int, steps: int, run_dir: Path) -> np.ndarray:
-    """The medians of the time of a step, of that of the CPU, and of that waited, in milliseconds: float64 [3].
-
-    The first epoch is left out.
-    """
+    """The median time of a step, and that of the CPU, in milliseconds, without the first epoch: float64 [2]."""
     clock = Clock()
     fit(
         Convolutional(data, strides),
@@ -110,14 +90,10 @@ def measure(rounds: int, directory: Path) -> None:
             for kind, data in datas.items():
                 run_dir = directory / f"{strides} {kind} {number}"
                 times[kind].append(step_time(data, strides, steps, run_dir))
-        in_memory = np.array(times["ArrayData"])
-        for kind, rounds_of in times.items():
-            found = np.array(rounds_of)
-            taken, of_cpu, _ = np.median(found, axis=0)
-            ratio, ratio_of_cpu = np.median(found[:, :2] / in_memory[:, :2], axis=0)
-            waited = np.median(found[:, 2] / found[:, 0])
+        for kind, found in times.items():
+            taken, of_cpu = np.median(found, axis=0)
+            ratio, ratio_of_cpu = np.median(np.divide(found, times["ArrayData"]), axis=0)
             said = f"{taken:>6.2f} ms a step  {ratio:.3f}  {of_cpu:>6.2f} ms of the CPU  {ratio_of_cpu:.3f}"
-            said += f"  waited {waited:.2%}"
             print(f"{kind:<25} {said}", flush=True)
 
 

@@ -142,11 +142,12 @@ class ByHand:
 
 def serve(workload: Workload, port: Port, ways: list[str]) -> None:
     """Trains by the fastest of these ways: `step`, or `arrays`, `dataset`, `scan` and the steps in a call."""
-    hand = ByHand(workload)
     if workload.kind == "gan":
         from benchmarks.contenders import gan
 
-        hand = gan.ByHand(workload)
+        hand: ByHand = gan.ByHand(workload)
+    else:
+        hand = ByHand(workload)
     kinds = {"arrays": hand.from_arrays, "dataset": hand.from_dataset, "scan": hand.scan}
     made = {}
     for way in ways:

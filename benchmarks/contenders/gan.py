@@ -13,7 +13,8 @@ from benchmarks.workloads import LATENT, Workload
 
 def judge(model: Any, images: tf.Tensor) -> dict[str, tf.Tensor]:
     """What the discriminator gets wrong, for each example."""
-    real, fake = model.discriminator(images)[:, 0], model.discriminator(drawn(model, images))[:, 0]
+    real = model.discriminator(images)[:, 0]
+    fake = model.discriminator(drawn(model, images))[:, 0]
     right = (tf.cast(real > 0, tf.float32) + tf.cast(fake <= 0, tf.float32)) / 2
     return {"loss": tf.nn.softplus(-real) + tf.nn.softplus(fake), "right": right}
 

@@ -45,7 +45,8 @@ class Clock(standard.Callback):
     """
 
     def __init__(self, port: Port, loss: str) -> None:
-        self.port, self.loss = port, loss
+        self.port = port
+        self.loss = loss
         self.command = port.next()
         # Where an exact number of steps is asked for, the losses are compared and nothing is timed.
         self.every = (self.command or {}).get("steps", "call")
@@ -93,11 +94,12 @@ def serve(
         every: how many.
         **options: of `fit`.
     """
-    task = Trained(workload)
     if workload.kind == "gan":
         from benchmarks.contenders import gan
 
-        task = gan.Trained(workload)
+        task: Trained = gan.Trained(workload)
+    else:
+        task = Trained(workload)
     clock = Clock(port, task.loss)
     chosen: list[standard.Callback] = [clock, *(Idle(number, every) for number in range(more))]
     if callbacks == "off":

@@ -22,7 +22,7 @@ from loop.errors import UsageError
 from loop.launch.machine import usable_cpus
 
 _ORDERED = 1 << 14
-"""Of about how many examples the order is worked out at once: a call of TensorFlow waits for threads that compute."""
+"""Of about how many examples the order is worked out at once: the call waits for TensorFlow's busy threads."""
 
 _AHEAD = 4
 """How many batches are read ahead with `prefetch="auto"`."""
@@ -50,7 +50,8 @@ class HostReader:
         self._layout = layout
         self._steps_per_epoch = steps_per_epoch
         self._source_size = len(data.reader)
-        self._block_steps = max(1, _ORDERED // options.batch_size)
+        # Batches that are handed over together come from one block.
+        self._block_steps = max(_AT_ONCE, _ORDERED // options.batch_size)
         self._block = functools.lru_cache(maxsize=4)(self._order_of_block)
         self._buckets: LengthBuckets | None = None
         if data.padding is not None and data.padding.bucket_by:

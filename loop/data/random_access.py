@@ -27,6 +27,7 @@ Foreign: TypeAlias = Any
 """An object of a library that is loaded only when a user passes one, such as an Arrow table."""
 PartPath: TypeAlias = tuple[str | int, ...]
 """Where a part is in an example: the keys of dicts, and the positions in tuples."""
+
 _JOINED_AT_ONCE = 256
 """So many stretches are joined at once: they stay in a core's cache until they are written to their place."""
 
@@ -103,9 +104,8 @@ class ArrayRows:
         self._array = array
         self._rows = array.view(np.ndarray)  # whose rows are plain arrays: a memory map's take longer to make
         # `take` first copies the whole array if its rows aren't contiguous, or not in the machine's byte order.
+        self._can_take = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
         self._row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
-        in_order = array.flags.c_contiguous and array.flags.aligned
-        self._can_take = in_order and array.dtype.isnative and self._row_bytes > 0
         self._map = _shared_map(array)
         self._file = _file_of(array)
         if self._map is not None:
@@ -141,7 +141,7 @@ class ArrayRows:
         return self._rows.take(indices, axis=0) if self._can_take else self._rows[indices]
 
     def _joined(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        if not self._can_take:
+        if not self._can_take or not self._row_bytes:
             bounds = zip(starts.tolist(), ends.tolist(), strict=True)
             return np.concatenate([self._rows[:0], *(self._rows[start:end] for start, end in bounds)])
         rows = np.empty([int((ends - starts).sum()), *self._rows.shape[1:]], self._rows.dtype)
