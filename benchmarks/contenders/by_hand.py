@@ -13,9 +13,15 @@ from benchmarks.workloads import Workload
 
 
 class ByHand:
-    """A workload, and the ways to train it by hand. All of them train the same model further."""
+    """A workload, and the ways to train it by hand. All of them train the same model further.
 
-    def __init__(self, workload: Workload) -> None:
+    Args:
+        workload: what is trained.
+        checked: whether a step that isn't finite changes nothing, as in ours.
+    """
+
+    def __init__(self, workload: Workload, checked: bool = False) -> None:
+        self.checked = checked
         keras.config.set_dtype_policy(workload.precision)
         self.workload, self.model, self.optimizer = workload, workload.build(), workload.keras_optimizer()
         if workload.precision == "mixed_float16":
@@ -32,8 +38,17 @@ class ByHand:
             loss = self.optimizer.scale_loss(means[0])
         variables = self.model.trainable_variables
         gradients = tape.gradient(loss, [variable.value for variable in variables])
-        self.optimizer.apply(gradients, variables)
+        self.apply(self.optimizer, gradients, variables)
         return tf.stack(means)
+
+    def apply(self, optimizer: Any, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> None:
+        """Applies the gradients; with `checked`, if each of them is finite."""
+        if not self.checked:
+            optimizer.apply(gradients, variables)
+            return
+        finite = tf.reduce_all(tf.math.is_finite(tf.stack([tf.reduce_sum(gradient) for gradient in gradients])))
+        if finite:
+            optimizer.apply(gradients, variables)
 
     def width(self) -> int:
         """The number of values."""
@@ -140,14 +155,14 @@ class ByHand:
         return tf.random.shuffle(tf.range(self.examples))
 
 
-def serve(workload: Workload, port: Port, ways: list[str]) -> None:
+def serve(workload: Workload, port: Port, ways: list[str], checked: bool = False) -> None:
     """Trains by the fastest of these ways: `step`, or `arrays`, `dataset`, `scan` and the steps in a call."""
     if workload.kind == "gan":
         from benchmarks.contenders import gan
 
-        hand: ByHand = gan.ByHand(workload)
+        hand: ByHand = gan.ByHand(workload, checked)
     else:
-        hand = ByHand(workload)
+        hand = ByHand(workload, checked)
     kinds = {"arrays": hand.from_arrays, "dataset": hand.from_dataset, "scan": hand.scan}
     made = {}
     for way in ways:

@@ -49,8 +49,8 @@ class Trained(ours.Trained):
 class ByHand(by_hand.ByHand):
     """The GAN by hand."""
 
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(workload)
+    def __init__(self, workload: Workload, checked: bool = False) -> None:
+        super().__init__(workload, checked)
         self.parts = []
         for part, values in ((self.model.discriminator, judge), (self.model.generator, forge)):
             optimizer: keras.Optimizer = workload.keras_optimizer()
@@ -63,7 +63,8 @@ class ByHand(by_hand.ByHand):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([variable.value for variable in variables])
                 found = [tf.reduce_mean(value) for value in values(self.model, inputs).values()]
-            optimizer.apply(tape.gradient(found[0], [variable.value for variable in variables]), variables)
+            gradients = tape.gradient(found[0], [variable.value for variable in variables])
+            self.apply(optimizer, gradients, variables)
             means += found
         return tf.stack(means)
 

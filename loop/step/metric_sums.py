@@ -137,9 +137,10 @@ def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | 
     # Where a weight is 0, the product is 0 even if the value is nan: such rows, as of padding, count for nothing.
     if axis is not None:
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
-    # A weight with fewer axes than the value weighs all elements behind them.
-    trailing = [1] * (value.shape.rank - weight.shape.rank)
-    weights = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
+    weights = weight
+    if trailing := [1] * (value.shape.rank - weight.shape.rank):
+        # A weight with fewer axes than the value weighs all elements behind them.
+        weights = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
     return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)
 
 
