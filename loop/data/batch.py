@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
     def of_count(self, count: int | None) -> Rows:
         """The same rows, as tensors whose static shapes say how many rows there are; None: as they are."""
-        if count is None:
+        if count is None or self.index.shape[0] == count:
             return self
         index, batch = tf.nest.map_structure(
             lambda tensor: tf.ensure_shape(tensor, [count, *tensor.shape[1:]]), (self.index, self.batch)

@@ -37,6 +37,10 @@ class RowShares:
 
     def places(self, step: tf.Tensor, parts: int) -> tf.Tensor:
         """The worker's positions in the order of the epoch: int64 [n], one micro-batch of `parts` after the other."""
+        if self.replicas == 1 and self.even_count(1) and self.size >= self.batch_size:
+            # Behind the end of the data, the last batch once more.
+            start = tf.minimum(step * self.batch_size, self.size - self.batch_size)
+            return start + np.arange(self.batch_size)
         start, n = self.extent(step)
         if self.replicas == 1:
             return tf.range(start, start + n)

@@ -122,7 +122,7 @@ class LocalStepsLoop(BatchLoop):
         context.marker.at(COMPUTE, totals)
         # A replica with a bad step has stopped counting at that step; the others have gone on.
         step = tf.cast(tf.reduce_min(steps), tf.int64)
-        return state._replace(step=step, going=tf.reduce_all(finite), before=totals, totals=totals, finite=finite)
+        return state._replace(step=step, going=tf.reduce_all(finite), totals=totals, finite=finite)
 
 
 class BlockLoop:

@@ -8,6 +8,7 @@ on the number of replicas only by the order in which floats are added.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -32,17 +33,15 @@ class LoopState(NamedTuple):
     Attributes:
         step: the step after the last one, within the epoch; int64 []. The last one counts even if it changed nothing.
         going: whether the call goes on; bool [].
-        ended: whether the last step found the data at its end; bool [].
-        before: the totals before the last step, without states; float64 [n].
-        totals: the totals, without states; float64 [n].
-        states: the states of metrics in each replica; float64 [m].
+        ended: whether the last step found the data at its end; bool []. (): it can't, for the data is no stream.
+        totals: the totals of the steps that were made, without states; float64 [n].
+        states: the states of metrics in each replica; float64 [m]. (): no metric has a state.
         finite: which numbers were finite in the last step; bool, in the order of `StepContext.checked`.
     """
 
     step: tf.Tensor
     going: tf.Tensor
     ended: tf.Tensor
-    before: tf.Tensor
     totals: tf.Tensor
     states: PerReplica
     finite: tf.Tensor
@@ -280,13 +279,7 @@ class StepTrace:
         each_finite = totals.joined([self._finite[name] for name in layout.minimized])
         finite = tf.reduce_all(each_finite)
         step_totals = layout.joined(self._sums)
-        any_sums = self._sums[next(iter(layout.minimized))]  # each `minimize` has seen the same examples
-        examples = any_sums[EXAMPLES]
-        has_examples = any_sums[EXAMPLES] != 0.0
-        if self._counted:
-            has_examples &= before.going
-
-        going, ended = self._goes_on(finite, examples, has_examples)
+        going, ended = self._goes_on(finite)
         if not plan.stops_at_bad_step or plan.loss_scaled:
             step_totals = tf.where(finite, step_totals, totals.as_skipped(step_totals))
         # After a step that has ended the call, a step is never good: what it computes must come to nothing.
@@ -294,17 +287,18 @@ class StepTrace:
         self._restore_model_state(good)
         states = self._added_states(good)
         after = LoopState(
-            before.step + 1, going, ended, before.totals, before.totals + step_totals, states, each_finite
+            before.step + 1, going, ended, before.totals + self._if_made(step_totals, going, ended), states, each_finite
         )
         return self._unless_over(after) if self._counted else after
 
-    def _goes_on(self, finite: tf.Tensor, examples: tf.Tensor, has_examples: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether the call goes on after the step, bool []; and whether the data is at its end, bool []."""
+    def _goes_on(self, finite: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether the call goes on after the step, bool []; and whether the data is at its end, see `LoopState`."""
         context = self._context
         plan = context.plan
         scale = context.scale
         going = finite
         ended = self._state.ended
+        examples = self._sums[next(iter(context.layout.minimized))][EXAMPLES]  # each `minimize` has seen the same
         if context.kept_batch is not None:
             ended = examples == 0.0
             keep = context.kept_batch.keep
@@ -312,11 +306,26 @@ class StepTrace:
             going &= ~ended
         if scale is not None:
             # An overflow in float16 is no error: the step is skipped, and the next one is made with half the scale.
+            has_examples = examples != 0.0
+            if self._counted:
+                has_examples &= self._state.going
             self._when(has_examples, lambda: context.backend.run(lambda: scale.update(finite)), scale.variables)
-            going |= (not plan.stops_at_bad_step or ~scale.exhausted()) & ~ended
+            goes_on = tf.constant(True) if not plan.stops_at_bad_step else ~scale.exhausted()
+            going |= goes_on if context.kept_batch is None else goes_on & ~ended
         if context.backend.asynchronous and not plan.stops_at_bad_step:
             going = tf.constant(True)  # no other worker would make the steps after a bad one in this part of a call
         return going, ended
+
+    def _if_made(self, step_totals: tf.Tensor, going: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
+        """The totals of the step; 0 if it isn't made: it ends the run or the data, or an earlier one ended the call."""
+        made = []
+        if self._context.plan.stops_at_bad_step:
+            made.append(going)
+        elif self._context.kept_batch is not None:
+            made.append(~ended)
+        if self._counted:
+            made.append(self._state.going)
+        return tf.where(functools.reduce(tf.logical_and, made), step_totals, 0) if made else step_totals
 
     def _restore_model_state(self, good: tf.Tensor) -> None:
         """Undoes the changes of the forward pass if the step turns out to be bad."""
@@ -345,7 +354,7 @@ class StepTrace:
     def _unless_over(self, after: LoopState) -> LoopState:
         """The state after the step; or the state before it, if an earlier step has ended the call."""
         changed = {}
-        for name in ("step", "going", "before", "totals", "finite"):
+        for name in ("step", "going", "finite"):
             changed[name] = tf.where(self._state.going, getattr(after, name), getattr(self._state, name))
         return after._replace(**changed)
 

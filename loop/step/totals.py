@@ -112,16 +112,15 @@ class CallLayout:
         self._ending = self._made + 1
         self._totals = self._ending + 1
 
-    def pack(self, finite: tf.Tensor, counts: tf.Tensor, totals: tf.Tensor, states: tf.Tensor) -> tf.Tensor:
+    def pack(self, finite: tf.Tensor, counts: tf.Tensor, *totals: tf.Tensor) -> tf.Tensor:
         """While tracing: the vector of a call.
 
         Args:
             finite: which of `checked` were finite in the last step; bool [n].
             counts: how many steps were made, and how the call ended; float64 [2].
-            totals: the totals, without states; float64.
-            states: the states of metrics, summed over all replicas; float64.
+            *totals: the totals; and the states of metrics, summed over all replicas, if there are any; float64.
         """
-        return tf.concat([tf.cast(finite, tf.float64), counts, totals, states], 0)
+        return tf.concat([tf.cast(finite, tf.float64), counts, *totals], 0)
 
     def join(self, parts: Parts, step: int) -> np.ndarray:
         """The vector of a call, from those of its parts. A part with a bad step decides how the call has ended.

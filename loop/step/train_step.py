@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Backend, PerReplica
+from loop.backends.base import Backend
 from loop.data import ArraySource, Data, DataIterator, IndexedSource, Rows, Source, StreamSource, evaluation_sets
 from loop.errors import TrainingError, UsageError
 from loop.model.variables import carried_variables, trainable_variables
@@ -207,17 +207,13 @@ class TrainStep:
         """Makes the steps of one call; returns the vector that `CallLayout` describes."""
         self.traces += 1
         context = self._context
-        backend = self.backend
         state = self._start(step)
         end = step + steps
         if self._blocks.active:
             state = self._blocks.run(iterator, epoch, end, state)
         loop = BatchLoop if context.plan.local_steps == 1 else LocalStepsLoop
         state = loop(context, iterator, epoch, end).run(state)
-        states = state.states
-        if context.layout.states_width:
-            states = backend.run(lambda states: backend.all_reduce([states])[0], states)
-        packed = self._packed(step, state, states)
+        packed = self._packed(step, state)
         self.phase_marker.lap(HOST, packed)
         return packed
 
@@ -225,27 +221,30 @@ class TrainStep:
         """The state of the loop before the first step of a call."""
         layout = self._context.layout
         zeros = tf.zeros([layout.sums_width], tf.float64)
-        states = self.backend.run(lambda: tf.zeros([layout.states_width], tf.float64))
+        ended = () if self._context.kept_batch is None else tf.constant(False)
+        states = ()
+        if layout.states_width:
+            states = self.backend.run(lambda: tf.zeros([layout.states_width], tf.float64))
         finite = tf.ones([len(self._layout.checked)], tf.bool)
-        return LoopState(step, tf.constant(True), tf.constant(False), zeros, zeros, states, finite)
+        return LoopState(step, tf.constant(True), ended, zeros, states, finite)
 
-    def _packed(self, step: tf.Tensor, after: LoopState, states: PerReplica) -> tf.Tensor:
-        """The vector that a call returns.
-
-        Args:
-            step: the first step of the call.
-            after: the state of the loop after the last step.
-            states: the states of metrics, summed over all replicas.
-        """
+    def _packed(self, step: tf.Tensor, after: LoopState) -> tf.Tensor:
+        """The vector that a call returns, from its first step and the state of the loop after the last one."""
+        layout = self._context.layout
         stops = self._context.plan.stops_at_bad_step
         ending = tf.where(after.going, GOING, NOT_FINITE if stops else LAST_SKIPPED)
-        ending = tf.where(after.ended, EPOCH_ENDED, ending)
         # A last step that found no data, or was bad and ends the run, has not been made: it doesn't count.
-        last_unmade = after.ended | (~after.going & stops)
+        last_unmade = ~after.going & stops
+        if self._context.kept_batch is not None:
+            ending = tf.where(after.ended, EPOCH_ENDED, ending)
+            last_unmade |= after.ended
         made = after.step - step - tf.cast(last_unmade, tf.int64)
         counts = tf.cast([made, tf.cast(ending, tf.int64)], tf.float64)
-        totals = tf.where(last_unmade, after.before, after.totals)
-        return self._layout.pack(after.finite, counts, totals, self.backend.first(states))
+        parts = [after.totals]
+        if layout.states_width:
+            states = self.backend.run(lambda states: self.backend.all_reduce([states])[0], after.states)
+            parts.append(self.backend.first(states))
+        return self._layout.pack(after.finite, counts, *parts)
 
     def _average_over_replicas(self) -> None:
         backend = self.backend
