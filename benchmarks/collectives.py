@@ -41,6 +41,8 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
 CORES = ("all cores", "its share", "its share, pinned")
 """How many threads an operation of each process may have, and on which cores."""
 ALONE = "one process, one thread"
+APART = "two such processes at once, which exchange nothing"
+"""What a machine can do at best, where its cores share memory, caches, or a processor with other guests."""
 
 
 # In a worker
@@ -54,7 +56,7 @@ def work(backend_name: str, cores: str, rank: int, out: str) -> None:
     from loop import backends
     from loop.backends import devices
 
-    threads = {CORES[0]: os.cpu_count(), ALONE: 1}.get(cores, share)
+    threads = {CORES[0]: os.cpu_count(), ALONE: 1, APART: 1}.get(cores, share)
     replicas = 2 if backend_name == "mirrored" else None
     devices.prepare(backend_name, replicas, threads=threads)
     backend = backends.create(backend_name, replicas)
@@ -114,7 +116,7 @@ def measure_way(backend: str, variables: dict[str, str], cores: str) -> dict[str
 
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         out = Path(directory) / "out.json"
-        places = [{}]
+        places = [{}, {}] if cores == APART else [{}]
         if backend == "horovod":
             places = stack.enter_context(rendezvous(2))
         elif backend == "multiworker":
@@ -132,7 +134,8 @@ def measure_way(backend: str, variables: dict[str, str], cores: str) -> dict[str
 def table(times: dict[str, dict[str, list[float]]], rounds: int) -> str:
     """The result as Markdown."""
     about = jobs.machine()
-    alone = times.pop(ALONE)
+    alone = statistics.median(times.pop(ALONE)[HEAVY])
+    apart = statistics.median(times.pop(APART)[HEAVY])
     columns = [*SIZES, *STEPS]
     lines = [
         "# Collectives on one machine",
@@ -142,17 +145,17 @@ def table(times: dict[str, dict[str, list[float]]], rounds: int) -> str:
         "`python -m benchmarks.collectives` makes this page.",
         "",
         "First the sum of a tensor of this size, then a training step of a dense net. Of the last one, a step of each "
-        f"replica alone ({ALONE}) takes {statistics.median(alone[HEAVY]):.1f} ms: the last column is that, divided by "
-        "the step of two.",
+        f"replica alone ({ALONE}) takes {alone:.1f} ms: scaling is that, divided by the step of two. With {APART}, it "
+        f"takes {apart:.1f} ms: so this machine has a scaling of {alone / apart:.2f} to give, and the last column is "
+        "how much of it is left.",
         "",
-        "| way | cores of a process | " + " | ".join(columns) + " | scaling |",
-        "|---|---|" + "---|" * (len(columns) + 1),
+        "| way | cores of a process | " + " | ".join(columns) + " | scaling | of what can be had |",
+        "|---|---|" + "---|" * (len(columns) + 2),
     ]
     for name, found in times.items():
         medians = [statistics.median(found[column]) for column in columns]
-        scaling = statistics.median(alone[HEAVY]) / medians[-1]
-        way, cores = name.split(" | ")
-        lines.append(f"| {way} | {cores} | " + " | ".join(f"{each:.2f}" for each in medians) + f" | {scaling:.2f} |")
+        numbers = [*medians, alone / medians[-1], apart / medians[-1]]
+        lines.append(f"| {name} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -166,7 +169,7 @@ def main(rounds: int) -> None:
             for cores in CORES
             if cores == CORES[0] or way[0] != "mirrored"  # whose one process has all
         ]
-        for name, backend, variables, cores in [*plan, (ALONE, "single", {}, ALONE)]:
+        for name, backend, variables, cores in [*plan, *((limit, "single", {}, limit) for limit in (ALONE, APART))]:
             for what, milliseconds in measure_way(backend, variables, cores).items():
                 times[name][what].append(milliseconds)
             print(name, {what: round(each[-1], 2) for what, each in times[name].items()}, file=sys.stderr, flush=True)

@@ -3,6 +3,9 @@
 A small and a larger convolutional network train on the same 32 x 32 images: in memory (`ArrayData`), from a memory map
 (`IndexedData`), and from it by a `tf.function`. In turns; the median time of a step, and the median of its ratios to
 that of `ArrayData` in the same round; and the same of the CPU time of a step, which other processes disturb less.
+
+Reading takes its share of the cores, beside any waiting. How much of the time a step waits for its batch is told by
+`fit`'s own profile, from one more run of each kind a round.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from loop import ArrayData, IndexedData, TrainTask, fit
 
 BATCH = 64
 EPOCHS = 7
+NEVER = "1000000:1000001"
+"""Steps of which TensorFlow's profiler makes a trace: there are none, so that it disturbs nothing."""
 
 
 class Convolutional(TrainTask):
@@ -57,19 +62,44 @@ class Clock(callbacks.Callback):
         self.times.append((time.perf_counter(), time.process_time()))
 
 
-def step_time(data: Any, strides: int, steps: int, run_dir: Path) -> np.ndarray:
-    """The median time of a step, and that of the CPU, in milliseconds, without the first epoch: float64 [2]."""
-    clock = Clock()
+class Waiting(callbacks.Callback):
+    """Notes which share of compiled calls waits for data."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def on_profile(self, run: Any, kind: str, entry: Any) -> None:
+        if kind == "summary":
+            seconds = entry["seconds"][0]
+            self.share = seconds["data"] / (seconds["data"] + seconds["compute"])
+
+
+def train(data: Any, strides: int, run_dir: Path, callback: callbacks.Callback, profile: str | None = None) -> None:
+    """Trains on the data."""
     fit(
         Convolutional(data, strides),
         epochs=EPOCHS,
         batch_size=BATCH,
         backend="single",
-        callbacks=[clock],
+        callbacks=[callback],
         run_dir=run_dir,
+        profile=profile,
     )
+
+
+def step_time(data: Any, strides: int, steps: int, run_dir: Path) -> np.ndarray:
+    """The median time of a step, and that of the CPU, in milliseconds, without the first epoch: float64 [2]."""
+    clock = Clock()
+    train(data, strides, run_dir, clock)
     taken: np.ndarray = np.median(np.diff(clock.times, axis=0)[1:], axis=0)
     return taken / steps * 1000
+
+
+def waiting(data: Any, strides: int, run_dir: Path) -> float:
+    """The share of the time of compiled calls, but for the first, in which a step waits for its batch."""
+    noted = Waiting()
+    train(data, strides, run_dir, noted, profile=NEVER)
+    return noted.share
 
 
 def measure(rounds: int, directory: Path) -> None:
@@ -86,15 +116,17 @@ def measure(rounds: int, directory: Path) -> None:
             "IndexedData, tf.function": IndexedData((path, labels), map=tf.function(lambda example: example)),
         }
         times: dict[str, list[np.ndarray]] = {kind: [] for kind in datas}
+        waits: dict[str, list[float]] = {kind: [] for kind in datas}
         for number in range(rounds):
             for kind, data in datas.items():
                 run_dir = directory / f"{strides} {kind} {number}"
-                times[kind].append(step_time(data, strides, steps, run_dir))
+                times[kind].append(step_time(data, strides, steps, run_dir / "timed"))
+                waits[kind].append(waiting(data, strides, run_dir / "profiled"))
         for kind, found in times.items():
             taken, of_cpu = np.median(found, axis=0)
             ratio, ratio_of_cpu = np.median(np.divide(found, times["ArrayData"]), axis=0)
             said = f"{taken:>6.2f} ms a step  {ratio:.3f}  {of_cpu:>6.2f} ms of the CPU  {ratio_of_cpu:.3f}"
-            print(f"{kind:<25} {said}", flush=True)
+            print(f"{kind:<25} {said}  {np.median(waits[kind]):.1%} of it waiting", flush=True)
 
 
 if __name__ == "__main__":
