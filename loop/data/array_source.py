@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
+from loop.data import shared_arrays
 from loop.data.batch import BatchOptions, Feed, ReadBatch, RowCounts, Rows
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
@@ -52,7 +53,6 @@ class ArraySource(PositionSource):
     """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
 
     Attributes:
-        data: what the task returned: `ArrayData`, or for a subclass another type.
         size: the number of examples.
         steps_per_epoch: the number of global batches in an epoch.
         batch_bytes: the size of a global batch, in bytes.
@@ -62,12 +62,10 @@ class ArraySource(PositionSource):
 
     uniform = True
     on_host = False
-    data: Any
 
     def __init__(self, data: Any, options: BatchOptions) -> None:
         size = data.size
         batch = options.batch_size
-        self.data = data
         self.options = options
         self.size = size
         self.steps_per_epoch: int | None = size // batch if options.drop_remainder else -(-size // batch)
@@ -76,15 +74,20 @@ class ArraySource(PositionSource):
         self._shares = RowShares(size, batch, options.drop_remainder)
         self._device = ""
 
-        self.batch_bytes = max(1, self._open() * batch // size)
+        self.batch_bytes = max(1, self._open(data) * batch // size)
         self.example = self.head(3)
 
-    def _open(self) -> int:
-        """Makes the data ready to be read; returns how many bytes all examples have."""
+    def _open(self, data: Any) -> int:
+        """Makes the data ready to be read; returns how many bytes all examples have.
+
+        Args:
+            data: what the task returned: `ArrayData`, or for a subclass another type. It isn't kept, since its arrays
+                would be in memory beside the tensors.
+        """
         # In host memory, and captured by reference: a graph never holds a copy of the data.
         with tf.device("CPU:0"):
-            self._tensors = self._load(self.data.arrays)
-        return sum(array.nbytes for array in tf.nest.flatten(self.data.arrays))
+            self._tensors = self._load(data.arrays)
+        return sum(array.nbytes for array in tf.nest.flatten(data.arrays))
 
     def _load(self, arrays: Any) -> Batch:
         """The arrays as tensors."""
@@ -209,9 +212,10 @@ class ArraySource(PositionSource):
 
 
 def constant(array: np.ndarray) -> tf.Tensor:
-    """The examples of an array as a tensor."""
+    """The examples of an array as a tensor: a copy, but of an array that workers share."""
     try:
-        return tf.constant(array)
+        tensor = shared_arrays.as_tensor(array)
+        return tf.constant(array) if tensor is None else tensor
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"ArrayData: an array of dtype {array.dtype}, shape {list(array.shape)}, is no tensor ({error}): give "

@@ -88,17 +88,17 @@ class ArrayData:
 
     def head(self, count: int) -> ArrayData:
         """The first examples."""
-        return self._with(lambda array: array.head(count) if isinstance(array, Sequences) else array[:count])
+        return self.map_arrays(lambda array: array.head(count) if isinstance(array, Sequences) else array[:count])
 
     def in_float64(self) -> ArrayData:
         """The same examples, with floating-point numbers of 64 bits."""
-        return self._with(lambda array: array.astype("float64") if array.dtype.kind == "f" else array)
+        return self.map_arrays(lambda array: array.astype("float64") if array.dtype.kind == "f" else array)
 
     def example(self, index: int) -> Structure:
         """One example: NumPy arrays and scalars."""
         return tf.nest.map_structure(lambda array: array[index], self.arrays)
 
-    def _with(self, change: Callable[[Array], Array]) -> ArrayData:
+    def map_arrays(self, change: Callable[[Array], Array]) -> ArrayData:
         """The data with each array changed."""
         return self.of_structure(tf.nest.map_structure(change, self.arrays), self.padding)
 

@@ -35,8 +35,8 @@ class IndexedSource(ArraySource):
         super().__init__(data, options)
         self.uniform = not (self._layout.padded or data.skips)
 
-    def _open(self) -> int:
-        data = self.data
+    def _open(self, data: IndexedData) -> int:
+        self.data = data
         zero = np.zeros([1], np.int64)
         try:
             [first] = data.reader.read(

@@ -44,6 +44,7 @@ class PaddedArraySource(ArraySource):
         assert data.padding is not None
         self._padding: Padding = data.padding
         self._names = leaf_names(data.arrays)
+        self._structure = tf.nest.map_structure(lambda _: 0, data.arrays)
         self._buckets: LengthBuckets | None = None
         if self._padding.bucket_by:
             self._buckets = LengthBuckets(lengths(data), options, self._padding.buckets)
@@ -84,7 +85,7 @@ class PaddedArraySource(ArraySource):
             open_shape = [None] * (padded.shapes.shape[1] + 1)
             specs[name] = tf.TensorSpec([*open_shape, *padded.rows.shape[1:]], padded.rows.dtype)
             masks[name] = tf.TensorSpec(open_shape, tf.bool)
-        structure = tf.nest.pack_sequence_as(self.data.arrays, list(specs.values()))
+        structure = tf.nest.pack_sequence_as(self._structure, list(specs.values()))
         with_masks = self._padding.with_masks(structure, {name: masks[name] for name in self._masked})
         return lengthened(self.example, with_masks)
 
@@ -112,7 +113,7 @@ class PaddedArraySource(ArraySource):
             else:
                 tensor = tf.gather(self._tensors[name], index)
             tensors.append(tensor)
-        batch = tf.nest.pack_sequence_as(self.data.arrays, tensors)
+        batch = tf.nest.pack_sequence_as(self._structure, tensors)
         return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
 
     def _gathered(self, array: _Padded, index: tf.Tensor, whole: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -12,8 +12,9 @@ from callbacks import ShardData
 from loop import backends
 from loop.backends.base import Backend
 from loop.checkpoint.array_files import Json
-from loop.data import Change, Data, RowCounts, evaluation_sets, likely_rows, open_data, unchanged
+from loop.data import ArrayData, Change, Data, RowCounts, evaluation_sets, likely_rows, open_data, unchanged
 from loop.data.host_random import random_state, seed_generators, set_random_state
+from loop.data.shared_arrays import shared
 from loop.errors import UsageError
 from loop.launch.backend_choice import choose_backend
 from loop.model.variables import learning_rates, model_variables
@@ -23,7 +24,7 @@ from loop.step import sharding
 from loop.step.build import BuiltModel, build, try_evaluation
 from loop.step.observer import StepObserver
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
-from loop.task import Model, TrainTask
+from loop.task import Dataset, Model, TrainTask
 
 
 class Session:
@@ -87,7 +88,7 @@ class Session:
     def _enter(self, index: int, model: Model | None) -> None:
         self.index = index
         self.phase_options = enter(self.task, self.options, index)
-        self.data = open_data(self.task, self.phase_options, self._change)
+        self.data = open_data(self.task, self.phase_options, self._changed)
         precision = self.options["precision"]
         sharded = sharding.is_on(self.options, self.backend)
         example = self.data.train.example
@@ -98,6 +99,12 @@ class Session:
         self.learning_rates = learning_rates(self.built.optimizer)
         # Of each phase: the order of a model's variables may depend on which of them are trained.
         self.model_variables.append(model_variables(self.built.model))
+
+    def _changed(self, data: Dataset, options: Options) -> Dataset:
+        """What the task has returned, changed; and arrays in memory that the workers of a machine share."""
+        data = self._change(data, options)
+        several = self.backend.workers > 1 and not self.backend.asynchronous
+        return shared(data, self.backend) if several and isinstance(data, ArrayData) else data
 
     def _row_counts(self) -> RowCounts:
         replicas = self.backend.replicas

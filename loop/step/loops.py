@@ -11,7 +11,8 @@ from loop.step import communication
 from loop.step.batches import Batches, Following
 from loop.step.context import StepContext
 from loop.step.gradients import all_finite
-from loop.step.step_trace import BlockStepTrace, LoopState, StepTrace
+from loop.step.loop_state import LoopState
+from loop.step.step_trace import BlockStepTrace, StepTrace
 from loop.step.tracing import compiled, repeated
 
 

@@ -8,9 +8,8 @@ on the number of replicas only by the order in which floats are added.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -22,29 +21,10 @@ from loop.step import communication, lookups, totals
 from loop.step.context import StepContext
 from loop.step.forward import ForwardPass
 from loop.step.gradients import Gradient, are_finite, clipped, content, divided, weight_or_one
+from loop.step.loop_state import LoopState
 from loop.step.totals import EXAMPLES, SUMS, WEIGHT
 from loop.step.tracing import as_written
 from loop.task import Batch, Values
-
-
-class LoopState(NamedTuple):
-    """The state of the loop over the steps of a compiled call.
-
-    Attributes:
-        step: the step after the last one, within the epoch; int64 []. The last one counts even if it changed nothing.
-        going: whether the call goes on; bool [].
-        ended: whether the last step found the data at its end; bool []. (): it can't, for the data is no stream.
-        totals: the totals of the steps that were made, without states; float64 [n].
-        states: the states of metrics in each replica; float64 [m]. (): no metric has a state.
-        finite: which numbers were finite in the last step; bool, in the order of `StepContext.checked`.
-    """
-
-    step: tf.Tensor
-    going: tf.Tensor
-    ended: tf.Tensor
-    totals: tf.Tensor
-    states: PerReplica
-    finite: tf.Tensor
 
 
 class StepTrace:
@@ -310,7 +290,7 @@ class StepTrace:
             if self._counted:
                 has_examples &= self._state.going
             self._when(has_examples, lambda: context.backend.run(lambda: scale.update(finite)), scale.variables)
-            goes_on = tf.constant(True) if not plan.stops_at_bad_step else ~scale.exhausted()
+            goes_on = not plan.stops_at_bad_step or ~scale.exhausted()
             going |= goes_on if context.kept_batch is None else goes_on & ~ended
         if context.backend.asynchronous and not plan.stops_at_bad_step:
             going = tf.constant(True)  # no other worker would make the steps after a bad one in this part of a call
@@ -318,14 +298,11 @@ class StepTrace:
 
     def _if_made(self, step_totals: tf.Tensor, going: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """The totals of the step; 0 if it isn't made: it ends the run or the data, or an earlier one ended the call."""
-        made = []
         if self._context.plan.stops_at_bad_step:
-            made.append(going)
+            step_totals = tf.where(going, step_totals, 0)
         elif self._context.kept_batch is not None:
-            made.append(~ended)
-        if self._counted:
-            made.append(self._state.going)
-        return tf.where(functools.reduce(tf.logical_and, made), step_totals, 0) if made else step_totals
+            step_totals = tf.where(ended, 0, step_totals)
+        return tf.where(self._state.going, step_totals, 0) if self._counted else step_totals
 
     def _restore_model_state(self, good: tf.Tensor) -> None:
         """Undoes the changes of the forward pass if the step turns out to be bad."""

@@ -20,13 +20,13 @@ from loop.step.build import BuiltModel
 from loop.step.computing import Computing
 from loop.step.context import KeptBatch, StepContext
 from loop.step.evaluation import Evaluation
+from loop.step.loop_state import LoopState
 from loop.step.loops import BatchLoop, BlockLoop, LocalStepsLoop
 from loop.step.loss_scale import LossScale
 from loop.step.metric_sums import MetricSums
 from loop.step.observer import StepObserver
 from loop.step.plan import StepPlan, check_plan, make_plan
 from loop.step.remat import Remat
-from loop.step.step_trace import LoopState
 from loop.step.totals import (
     EPOCH_ENDED,
     GOING,

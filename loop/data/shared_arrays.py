@@ -1,0 +1,139 @@
+"""Arrays that all workers of a machine read in the same memory: there once, however many workers there are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from loop.backends.base import Backend
+from loop.data.arrays import ArrayData
+
+_LEAST = 1 << 20
+"""Arrays of fewer bytes stay as they are."""
+_ALIGNMENT = 64
+"""Bytes: TensorFlow takes an array at a multiple of this as it is."""
+_AT_ONCE = 1 << 24
+"""How many bytes are compared at once."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""A number that a Linux kernel draws when it starts: workers that have the same run on one machine."""
+
+
+def shared(data: ArrayData, backend: Backend) -> ArrayData:
+    """The same examples, whose arrays are in memory that all workers of a machine share. All workers must call it.
+
+    The first worker of each machine copies its arrays there. Each other one compares its own to them, and keeps those
+    that differ. Where such memory can't be had, or not be reached, as between containers, all stays as it is.
+    """
+    arrays = [array for array in tf.nest.flatten(data.arrays) if _can_be_shared(array)]
+    machine = _BOOT.read_text().strip() if hasattr(os, "memfd_create") and _BOOT.exists() else ""
+    machines = backend.gather_json(machine if arrays else "")
+    machine = str(machines[backend.rank])
+    if machines.count(machine) == 1:
+        machine = ""
+    first = machines.index(machine) if machine else None
+    with _memory(arrays) if first == backend.rank else contextlib.nullcontext() as own:
+        memories = backend.gather_json(None if own is None else dataclasses.asdict(own))
+        memory = None if first is None else memories[first]
+        views = {} if memory is None else _views(_Memory(**memory), arrays)
+        backend.exchange(0)  # the first one keeps it open until all have opened it
+    if not views:
+        return data
+    return data.map_arrays(lambda array: views.get(id(array), array))
+
+
+def as_tensor(array: np.ndarray) -> tf.Tensor | None:
+    """An array in shared memory as a tensor in the same memory, which stays as long as the tensor; None: it's no such.
+
+    Args:
+        array: may be a part of one that `shared` has made.
+    """
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    mapping = base.obj if isinstance(base, memoryview) else None
+    if not isinstance(mapping, _Mapping) or not array.flags.c_contiguous or array.ctypes.data % _ALIGNMENT:
+        return None
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+
+@dataclasses.dataclass
+class _Memory:
+    """A file of the memory, of the process that has made it.
+
+    Attributes:
+        pid: the process.
+        descriptor: its number of the open file.
+        inode: the inode of the file, by which another process knows that it has found this one.
+        layout: the offset in bytes, the type and the shape of each array.
+    """
+
+    pid: int
+    descriptor: int
+    inode: int
+    layout: list[tuple[int, str, list[int]]]
+
+
+class _Mapping(mmap.mmap):
+    """A mapping of such a file."""
+
+
+@contextlib.contextmanager
+def _memory(arrays: list[np.ndarray]) -> Iterator[_Memory | None]:
+    """Copies arrays to memory that other processes can open meanwhile; None: there is no room."""
+    descriptor = os.memfd_create("tfloop-arrays", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    memory = None
+    with contextlib.suppress(OSError):
+        layout = []
+        with open(descriptor, "wb", closefd=False) as file:
+            for array in arrays:
+                file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+                layout.append((file.tell(), array.dtype.str, list(array.shape)))
+                file.write(array.reshape(-1).view(np.uint8).data)
+        # Nobody can change it any more.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        memory = _Memory(os.getpid(), descriptor, os.fstat(descriptor).st_ino, layout)
+    try:
+        yield memory
+    finally:
+        os.close(descriptor)
+
+
+def _views(memory: _Memory, arrays: list[np.ndarray]) -> dict[int, np.ndarray]:
+    """What has the same content in shared memory, for each array that is there, by the array's identity."""
+    try:
+        with open(f"/proc/{memory.pid}/fd/{memory.descriptor}", "rb") as file:
+            if os.fstat(file.fileno()).st_ino != memory.inode:
+                return {}
+            # A private mapping shares its pages until it is written to, which would then change this process alone.
+            mapping = _Mapping(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError:  # there is no such process, or this user may not look at it
+        return {}
+    views = {}
+    for (offset, dtype, shape), array in zip(memory.layout, arrays, strict=False):
+        if (dtype, tuple(shape)) == (array.dtype.str, array.shape):
+            view = np.frombuffer(mapping, array.dtype, array.size, offset).reshape(shape)
+            if _same_bytes(view, array):
+                views[id(array)] = view
+    return views
+
+
+def _same_bytes(array: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays of one size have the same bytes, which the same numbers have not, if one of them is nan."""
+    these, those = array.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
+    starts = range(0, these.size, _AT_ONCE)
+    return all(np.array_equal(these[at : at + _AT_ONCE], those[at : at + _AT_ONCE]) for at in starts)
+
+
+def _can_be_shared(array: object) -> bool:
+    """Whether it is a large array of numbers, one after the other in memory."""
+    if not isinstance(array, np.ndarray) or array.nbytes < _LEAST:
+        return False
+    return array.dtype.kind in "fiu" and array.dtype.isnative and array.flags.c_contiguous

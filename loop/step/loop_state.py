@@ -1,0 +1,29 @@
+"""What the loop over the steps of a compiled call carries from step to step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from loop.backends.base import PerReplica
+
+
+class LoopState(NamedTuple):
+    """The state of the loop over the steps of a compiled call.
+
+    Attributes:
+        step: the step after the last one, within the epoch; int64 []. The last one counts even if it changed nothing.
+        going: whether the call goes on; bool [].
+        ended: whether the last step found the data at its end; bool []. (): it can't, for the data is no stream.
+        totals: the totals of the steps that were made, without states; float64 [n].
+        states: the states of metrics in each replica; float64 [m]. (): no metric has a state.
+        finite: which numbers were finite in the last step; bool, in the order of `StepContext.checked`.
+    """
+
+    step: tf.Tensor
+    going: tf.Tensor
+    ended: tf.Tensor
+    totals: tf.Tensor
+    states: PerReplica
+    finite: tf.Tensor
