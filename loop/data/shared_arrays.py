@@ -87,10 +87,11 @@ class _Mapping(mmap.mmap):
 
 @contextlib.contextmanager
 def _memory(arrays: list[np.ndarray]) -> Iterator[_Memory | None]:
-    """Copies arrays to memory that other processes can open meanwhile; None: there is no room."""
-    descriptor = os.memfd_create("tfloop-arrays", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """Copies arrays to memory that other processes can open meanwhile; None: there is no such memory, or no room."""
+    descriptor = None
     memory = None
     with contextlib.suppress(OSError):
+        descriptor = os.memfd_create("tfloop-arrays", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         layout = []
         with open(descriptor, "wb", closefd=False) as file:
             for array in arrays:
@@ -103,7 +104,8 @@ def _memory(arrays: list[np.ndarray]) -> Iterator[_Memory | None]:
     try:
         yield memory
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _views(memory: _Memory, arrays: list[np.ndarray]) -> dict[int, np.ndarray]:

@@ -136,11 +136,12 @@ def test_a_part_of_it_that_tensorflow_cannot_take_as_it_is_is_copied(arrays):
     assert shared_arrays.as_tensor(arrays[1]) is None
 
 
-def test_no_memory_is_no_error(arrays, monkeypatch):
+@pytest.mark.parametrize(("module", "function"), [("os", "memfd_create"), ("fcntl", "fcntl")])
+def test_no_memory_is_no_error(module, function, arrays, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_arrays.fcntl, "fcntl", full)
+    monkeypatch.setattr(getattr(shared_arrays, module), function, full)
     with shared_arrays._memory(arrays) as memory:
         assert memory is None
 
