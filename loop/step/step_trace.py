@@ -301,7 +301,7 @@ class StepTrace:
         if self._context.plan.stops_at_bad_step:
             step_totals = tf.where(going, step_totals, 0)
         elif self._context.kept_batch is not None:
-            step_totals = tf.where(ended, 0, step_totals)
+            step_totals = tf.where(~ended, step_totals, 0)
         return tf.where(self._state.going, step_totals, 0) if self._counted else step_totals
 
     def _restore_model_state(self, good: tf.Tensor) -> None:
