@@ -4,8 +4,8 @@ A small and a larger convolutional network train on the same 32 x 32 images: in 
 (`IndexedData`), and from it by a `tf.function`. In turns; the median time of a step, and the median of its ratios to
 that of `ArrayData` in the same round; and the same of the CPU time of a step, which other processes disturb less.
 
-Reading takes its share of the cores, beside any waiting. How much of the time a step waits for its batch is told by
-`fit`'s own profile, from one more run of each kind a round.
+These times include the cores that reading takes from training. How long a step waits for its batch is another number.
+It comes from the profile of `fit`: each round trains once more on each kind of data, with `profile`.
 """
 
 from __future__ import annotations

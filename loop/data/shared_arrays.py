@@ -50,10 +50,13 @@ def shared(data: ArrayData, backend: Backend) -> ArrayData:
 
 
 def as_tensor(array: np.ndarray) -> tf.Tensor | None:
-    """An array in shared memory as a tensor in the same memory, which stays as long as the tensor; None: it's no such.
+    """A tensor that reads the memory of an array from `shared`, without a copy, and keeps that memory.
 
     Args:
-        array: may be a part of one that `shared` has made.
+        array: any array.
+
+    Returns:
+        The tensor; None if the array isn't in shared memory, or is a part of one that TensorFlow must copy.
     """
     base: object = array
     while isinstance(base, np.ndarray):
@@ -98,7 +101,7 @@ def _memory(arrays: list[np.ndarray]) -> Iterator[_Memory | None]:
                 file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
                 layout.append((file.tell(), array.dtype.str, list(array.shape)))
                 file.write(array.reshape(-1).view(np.uint8).data)
-        # Nobody can change it any more.
+        # Sealed, so that no process can change what the others read.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         memory = _Memory(os.getpid(), descriptor, os.fstat(descriptor).st_ino, layout)
     try:
@@ -128,7 +131,7 @@ def _views(memory: _Memory, arrays: list[np.ndarray]) -> dict[int, np.ndarray]:
 
 
 def _same_bytes(array: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays of one size have the same bytes, which the same numbers have not, if one of them is nan."""
+    """Whether two arrays of one size have the same bytes. Numbers can't be compared: nan isn't equal to itself."""
     these, those = array.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
     starts = range(0, these.size, _AT_ONCE)
     return all(np.array_equal(these[at : at + _AT_ONCE], those[at : at + _AT_ONCE]) for at in starts)

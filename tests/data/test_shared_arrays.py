@@ -14,6 +14,7 @@ from loop.data import shared_arrays
 from loop.data.array_source import constant
 from tests.conftest import needs_horovod, tfloop
 
+# Never skipped where CI runs. Without memory files `shared` returns the data as it is, as for the arrays "apart" below.
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such memory")
 
 TASK = """
