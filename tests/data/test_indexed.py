@@ -483,8 +483,8 @@ def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, 
         warnings.simplefilter("always")
         data = loop.IndexedData(Items(bad=[5, 57]), on_bad_example="skip")
         found = loop.fit(Task(data, dropout=0.0), run_dir=tmp_path / "run", **options)
-    # Reading ahead may come to it twice more, in epochs that aren't trained.
-    assert sum("example 57 can't be read" in str(each.message) for each in warned) in (2, 3, 4)
+    # Once an epoch at least. How often reading ahead meets it in epochs that aren't trained depends on its speed.
+    assert sum("example 57 can't be read" in str(each.message) for each in warned) >= 2
     for ours, theirs in zip(found.model.weights, expected.model.weights, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-6)
     assert found.examples == 2 * (103 - 2)
