@@ -75,7 +75,7 @@ class Spiked(Weighted):
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_a_step_that_is_not_finite_is_the_same_step_and_changes_nothing(on_nonfinite, tmp_path):
     def ending(how):
-        keras.backend.clear_session()  # the names of layers start anew
+        keras.utils.clear_session(free_memory=False)  # the names of layers start anew
         try:
             return trained(Spiked(), compile=how, batch_size=8, on_nonfinite=on_nonfinite, run_dir=tmp_path / how)
         except TrainingError as error:
