@@ -55,6 +55,7 @@ def read_request(typed: SimpleNamespace, limits: Limits | None = None) -> Reques
         _check_unused(typed)
         return None
     _check_others(typed)
+    # An elastic job asks for room for all that it may have; it begins when there is room for `fewest`.
     workers = typed.workers or (limits.high if limits else 1)
     return Request(
         address=typed.address or "auto",

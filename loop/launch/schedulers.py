@@ -51,6 +51,7 @@ def place(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
             "or use multiworker"
         )
     base = _port_base(own.number, environment)
+    # Horovod's rendezvous has the last port of the block; the workers of a host count from the first.
     return _horovod(own, base + _BLOCK - 1) if backend == "horovod" else _tf_config(own, base)
 
 
@@ -73,11 +74,13 @@ def _by_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
 def _tf_config(own: Place, base: int) -> dict[str, str]:
     hosts = _reachable(own)
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    # Every worker computes the same list: nothing is asked of the others.
     addresses = []
     for host, local_rank in zip(hosts, local_ranks):
         name = f"[{host}]" if ":" in host else host  # IPv6 in brackets
         addresses.append(f"{name}:{base + local_rank}")
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": own.rank}}
+    # Without a local rank, a worker takes all GPUs of its host.
     rank_here = {} if own.owns_host else {"TFLOOP_LOCAL_RANK": str(local_ranks[own.rank])}
     return {"TF_CONFIG": json.dumps(config), **rank_here}
 
