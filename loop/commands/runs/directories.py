@@ -25,7 +25,7 @@ def find(root: Path) -> list[Path]:
     try:
         return sorted(path for path in root.iterdir() if path.is_dir() and is_run(path))
     except FileNotFoundError:
-        if root == ROOT:
+        if root == ROOT:  # which the first run makes
             return []
         raise UsageError(f"--root {printable(str(root))}: there is no such directory") from None
     except OSError as error:
@@ -47,6 +47,7 @@ def locate(root: Path, text: str) -> Path:
         for path in (root / text, Path(text)):
             if is_run(path):
                 return path
+    # A name has no slash: what is left is a path to something else.
     if "/" in text or text in (".", ".."):
         raise UsageError(f"{printable(text)} is no run directory: there is no run.json, and no journal")
 
@@ -68,7 +69,9 @@ def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
     if len(names) == 1:
         return paths[names[0]]
     if names:
-        some = ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
+        some = ", ".join(map(printable, names[:3]))
+        if len(names) > 3:
+            some += ", ..."
         raise UsageError(f"{printable(prefix)}: {len(names)} runs begin so: {some}")
 
     close = difflib.get_close_matches(prefix, paths, 1)
@@ -87,6 +90,7 @@ def copied(url: str) -> Path:
 
     url = address.read_url(url)
     path = copies.copy(url)
+    # Trust is by the directory: a run that this user has trained into the store may be run from its copy, too.
     if target := trust.target_of(address.directory_of(url, address.SPOOLS)):
         trust.note(path, target)
     return path
@@ -102,7 +106,9 @@ def root(text: str) -> Path:
         return Path(text)
     from loop.checkpoint.store import copies
 
-    return copies.copies_below(address.read_url(f"{text.rstrip('/')}/x").removesuffix("/x"))
+    # Checked as the URL of a run in the folder: the folder itself may be a whole bucket, which has no path.
+    folder = address.read_url(f"{text.rstrip('/')}/x").removesuffix("/x")
+    return copies.copies_below(folder)
 
 
 def named(text: str) -> Path:
@@ -114,7 +120,10 @@ def named(text: str) -> Path:
     if address.is_url(text):
         return copied(text)
     path = Path(text)
-    return path if path.exists() or "/" in text or not find(ROOT) else locate(ROOT, text)
+    # Without any runs, the text was meant as a path: the caller then says that there is no such file.
+    if path.exists() or "/" in text or not find(ROOT):
+        return path
+    return locate(ROOT, text)
 
 
 def checkpointed(path: Path, option: str = "") -> Path:

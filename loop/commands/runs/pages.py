@@ -23,6 +23,7 @@ def several(root: Path, names: Sequence[str]) -> list[Path]:
         raise UsageError(f"{len(paths)} runs on a page: give at most {MOST}, whose colors can be told apart")
     seen: dict[Path, str] = {}
     for path, name in zip(paths, names, strict=True):
+        # Resolved: a name, a path and a link may all mean the same directory.
         if path.resolve() in seen:
             raise UsageError(f"{printable(name)} and {printable(seen[path.resolve()])} are the same run: give it once")
         seen[path.resolve()] = name

@@ -26,7 +26,7 @@ def check_removable(path: Path, root: Path) -> None:
     if not {"task", "status", "hyperparameters"} <= set(about):
         raise UsageError(f"{shown} has no run.json of a run: it may be anything, remove it yourself")
     whole = path.resolve()
-    if any(whole == kept or whole in kept.parents for kept in (Path.cwd(), Path.home(), root.resolve())):
+    if any(kept.is_relative_to(whole) for kept in (Path.cwd(), Path.home(), root.resolve())):
         raise UsageError(f"{shown} holds where you are, or all runs: remove what is of the run in it yourself")
     if any(is_run(inner) for inner in path.iterdir() if inner.is_dir() and not inner.is_symlink()):
         raise UsageError(f"{shown} holds other runs: remove them first")
@@ -36,7 +36,11 @@ def check_removable(path: Path, root: Path) -> None:
 
 def size(path: Path) -> int:
     """The bytes of all files below a directory; links aren't followed."""
-    return sum((Path(folder) / name).lstat().st_size for folder, _, names in os.walk(path) for name in names)
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            total += (Path(folder) / name).lstat().st_size
+    return total
 
 
 def remove(path: Path) -> list[str]:
@@ -45,6 +49,7 @@ def remove(path: Path) -> list[str]:
     Returns:
         What could not be removed, and why.
     """
+    # A copy of a run in a store: what is meant is the run there.
     if url := address.url_of_copy(path):
         from loop.checkpoint.store import copies  # which loads NumPy
 

@@ -19,9 +19,11 @@ from callbacks.types import JsonObject
 from loop.commands import command_line, config
 from loop.errors import UsageError
 from loop.run import trust
-from loop.target.fields import set_fields, split
+from loop.target.fields import Value, set_fields, split
 
-SAMPLERS, PRUNERS, DIRECTIONS = ("tpe", "random"), ("none", "median"), ("minimize", "maximize")
+SAMPLERS = ("tpe", "random")
+PRUNERS = ("none", "median")
+DIRECTIONS = ("minimize", "maximize")
 MOST_TRIALS = 100_000
 """The greatest number of trials."""
 _LARGEST = 2**53
@@ -76,6 +78,7 @@ class Plan:
         self._check_given_once("--grid", "--random", set(self.grid) & set(self.random))
         self._check_given_once("--set", "--grid or --random", fixed & {*self.grid, *self.random})
         for name, values in (self.grid | self.random).items():
+            # Before any value can appear in a message: those of a secret field are masked from now on.
             remember(split(values), name)
             if is_secret(name) and ".." in self.random.get(name, ""):
                 raise UsageError(f"--random {name}: a secret is not drawn from a range: give its values, {name}=A,B")
@@ -98,7 +101,7 @@ class Plan:
     def combination(self, number: int) -> dict[str, str]:
         """The values of the grid's fields in the trial of this number. After the last combination comes the first."""
         params = {}
-        # The last field varies fastest.
+        # The last field varies fastest. Trials that were made are known by their numbers: this order must not change.
         for name, values in reversed(self.grid.items()):
             choices = split(values)
             number, index = divmod(number, len(choices))
@@ -111,7 +114,8 @@ class Plan:
         for name, values in (self.grid | self.random).items():
             if name in params and is_secret(name):
                 choices = split(values)
-                typed[name] = choices[stand_ins(name, choices).index(params[name])]
+                index = stand_ins(name, choices).index(params[name])
+                typed[name] = choices[index]
         return typed
 
     def trials(self, asked: int | None) -> int:
@@ -120,6 +124,7 @@ class Plan:
         if asked is None and self.random:
             raise UsageError("--random draws for ever: give --trials N")
         trials = combinations if asked is None else asked
+        # All trials are put into the queue at the start: each is a row of the storage.
         if not 1 <= trials <= MOST_TRIALS:
             raise UsageError(f"--trials {trials}: give a whole number from 1 to {MOST_TRIALS:,}")
         if trials > combinations and not self.random:
@@ -131,7 +136,7 @@ class Plan:
         return dataclasses.asdict(self) | {
             "grid": _without_secrets(self.grid),
             "random": _without_secrets(self.random),
-            "arguments": [mask(text) for text in self.arguments],
+            "arguments": list(map(mask, self.arguments)),
         }
 
     @property
@@ -149,7 +154,10 @@ def _without_secrets(fields: Mapping[str, str]) -> dict[str, str]:
 
 def stand_ins(name: str, choices: Sequence[str]) -> list[str]:
     """The texts in place of the values of a field, wherever they are stored or shown; for secrets, their numbers."""
-    return [f"{HIDDEN}{number}" for number, _ in enumerate(choices, 1)] if is_secret(name) else list(choices)
+    if not is_secret(name):
+        return list(choices)
+    # By its number, the value of a trial can be found again in the command, and nowhere else.
+    return [f"{HIDDEN}{number}" for number in range(1, len(choices) + 1)]
 
 
 def direction(metric: str, asked: str | None) -> str:
@@ -172,11 +180,14 @@ def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
     about = read_json(directory / "run.json")
     kept = about.get("sweep")
     try:
-        plan, trials = Plan(**kept), int(about["trials"])  # type: ignore[arg-type]
+        plan = Plan(**kept)  # type: ignore[arg-type]
+        trials = int(about["trials"])  # type: ignore[arg-type]
     except (TypeError, KeyError, ValueError):
         raise UsageError(f"{directory} is no directory of a sweep: give a TARGET, file.py:Class for example") from None
+    # Secrets aren't written down, so that only the command itself has them.
     if HIDDEN in json.dumps(kept):
         raise UsageError(f"{directory} doesn't have the secrets of its command: give the whole command again")
+    # The directory names code that would be run: another user may have written it.
     if not trusted and not trust.is_own_sweep(directory, kept):
         raise UsageError(
             f"{directory}: you haven't begun this sweep on this machine, and what it names isn't run unasked: give its "
@@ -195,9 +206,16 @@ def arguments(
     swept: Sequence[str],
 ) -> list[str]:
     """What `train` is to be given for what was typed, and for what files say, but for the fields that vary."""
-    given = [name.replace("_", "-") for name, value in typed.items() if value is not None]
-    fields = [*(text.partition("=")[0] for text in assignments), *swept]
-    from_files = config.arguments(files, options, [*given, *(f"set {name}" for name in fields)])
+    # What was typed, and the fields that vary, win over the files.
+    winning = []
+    for name, value in typed.items():
+        if value is not None:
+            winning.append(name.replace("_", "-"))
+    for text in assignments:
+        winning.append(f"set {text.partition('=')[0]}")
+    for name in swept:
+        winning.append(f"set {name}")
+    from_files = config.arguments(files, options, winning)
     return [*from_files, *command_line.arguments(typed, assignments)]
 
 
@@ -221,11 +239,12 @@ def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
     Raises:
         UsageError: there is no such field, or it can't have such a value.
     """
-    set_fields(kind, plan.fixed)
+    set_fields(kind, plan.fixed)  # only to check them: otherwise each trial would fail by itself
     values: dict[str, list[str] | Range] = {}
     for name, text in plan.grid.items():
         values[name] = _choices(kind, "--grid", name, text)
     for name, text in plan.random.items():
+        # Three groups: the two ends, and whether the range is logarithmic.
         span = re.fullmatch(r"(.+?)\.\.(.+?)(:log)?", text)
         values[name] = _range(kind, name, text, span) if span else _choices(kind, "--random", name, text)
     return values
@@ -234,25 +253,35 @@ def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
 def _choices(kind: type, option: str, name: str, text: str) -> list[str]:
     """The values of a field that are listed, or what stands for them."""
     texts = split(text)
-    values = [set_fields(kind, [f"{name}={choice}"], option)[name] for choice in texts]
+    values = [_field_value(kind, option, name, choice) for choice in texts]
     for index, value in enumerate(values):
+        # Compared as values: 1e-3 and 0.001 would be the same trial.
         if value in values[:index]:
             twice, given = ("a value", HIDDEN) if is_secret(name) else (texts[index], text)
             raise UsageError(f"{option} {name}={given}: {twice} is there twice: leave one out")
     return stand_ins(name, texts)
 
 
+def _field_value(kind: type, option: str, name: str, text: str) -> Value:
+    """The value of a field, as the task's class reads it."""
+    return set_fields(kind, [f"{name}={text}"], option)[name]
+
+
 def _range(kind: type, name: str, text: str, span: re.Match[str]) -> Range:
     """The range from which a field's values are drawn; `span` has its ends, and whether it is logarithmic."""
     option = f"--random {name}={text}"
-    low, high = (set_fields(kind, [f"{name}={end}"], "--random")[name] for end in span.groups()[:2])
-    if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high)):
-        raise UsageError(f"{option}: the field is no number: give its values, such as {name}=a,b,c")
+    low = _field_value(kind, "--random", name, span[1])
+    high = _field_value(kind, "--random", name, span[2])
+    for end in (low, high):
+        if not isinstance(end, int | float) or isinstance(end, bool):
+            raise UsageError(f"{option}: the field is no number: give its values, such as {name}=a,b,c")
+    # Not as `low >= high or ...`: every comparison with nan is false.
     if not (low < high and abs(low) <= _LARGEST and abs(high) <= _LARGEST):
         raise UsageError(f"{option}: give LOW..HIGH with LOW < HIGH, of {_LARGEST:.0e} at most")
     log = bool(span[3])
     if log and low <= 0:
         raise UsageError(f"{option}: a logarithm needs LOW > 0")
+    # The type decides what is drawn: whole numbers only between two whole numbers.
     if isinstance(low, int) and isinstance(high, int):
         return Range(low, high, log)
     return Range(float(low), float(high), log)

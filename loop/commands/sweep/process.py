@@ -35,6 +35,7 @@ class TrialProcess:
         self.directory = trial_directory(sweep_directory, trial.number)
         make_directory(self.directory)
         self.values: list[float] = []
+        # The journal is read from its beginning, and Optuna has some of a resumed trial's measurements already.
         self.reported = len(trial.storage.get_trial(trial._trial_id).intermediate_values)
         self._names: dict[str, None] = {}
         self._step = 0
@@ -43,6 +44,7 @@ class TrialProcess:
         self._offset = 0  # in the journal
         self._asked_to_stop = False
         self._log = self.directory / "output.log"
+        # An earlier attempt may have written into the same file.
         with appending(self._log) as log:
             self._printed = log.tell()
         # A session of its own: Ctrl-C at the terminal reaches the sweep alone, which hands it on.
@@ -58,7 +60,9 @@ class TrialProcess:
         of_metric = "eval_end" if metric.startswith("eval_") else "epoch_end"
         for entry, offset in journal.read(self.directory / journal.NAME, self._offset):
             self._offset = offset
-            event, step, metrics = entry.get("event"), entry.get("step", 0), entry.get("metrics", {})
+            event = entry.get("event")
+            step = entry.get("step", 0)
+            metrics = entry.get("metrics", {})
             self._step = max(self._step, step)
             self._total = entry.get("total_steps", self._total)
             if event in ("eval_end", "epoch_end"):
@@ -71,8 +75,11 @@ class TrialProcess:
     def _check_name(self, metric: str, metrics: Mapping[str, object]) -> None:
         """Refuses a metric that is not among those of its kind, of training or of the evaluation."""
         self._names |= dict.fromkeys(metrics)
+        if metric in self._names:
+            return
+        # Metrics of the other kind alone refuse nothing: the first evaluation may come after some epochs.
         evaluated = metric.startswith("eval_")
-        if metric not in self._names and any(name.startswith("eval_") == evaluated for name in metrics):
+        if any(name.startswith("eval_") == evaluated for name in metrics):
             raise self.unknown(metric)
 
     def unknown(self, metric: str) -> UsageError:
@@ -83,14 +90,14 @@ class TrialProcess:
         """Whether it has ended; if so, all that it has started is killed."""
         if self.process.poll() is None:
             return False
-        self.kill()
+        self.kill()  # what is left of its process group, such as readers of data
         return True
 
     def stop(self, at_once: bool) -> None:
         """Has it save and end; or kills it."""
         if at_once:
             self.kill()
-        elif not self._asked_to_stop:
+        elif not self._asked_to_stop:  # a second SIGTERM would end it without saving
             self._asked_to_stop = True
             self.process.terminate()
 
@@ -124,7 +131,7 @@ def in_use(directory: Path) -> bool:
     """Whether a process holds the lock of a run directory."""
     try:
         with os.fdopen(opened(directory / LOCK, os.O_RDWR), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # only a try: closing the file releases the lock
     except BlockingIOError:
         return True
     except OSError:  # there is none, or none can be taken there

@@ -58,6 +58,8 @@ class Report:
         """The trial with the best value; None if none is complete."""
         sign = 1 if self.plan.direction == "minimize" else -1
         complete = [row for row in self.rows if row.state == "complete" and row.value is not None]
+        # `min` for both directions: of equal values, the earliest trial counts. No value is None here: the `or` is for
+        # the type checker.
         return min(complete, key=lambda row: sign * (row.value or 0.0), default=None)
 
     def command(self, row: Row) -> list[str]:
@@ -70,15 +72,18 @@ class Report:
             yield "no trial has come to its end" if self.stopped else "no trial has come to an end that counts"
             return
         yield f"best: trial {best.number}, {self.plan.metric} {best.value:.6g}, in {shown_path(Path(best.run_dir))}"
+        # Masked: the plan's own arguments may hold secrets that were typed.
         yield mask(shlex.join(self.command(best)))
 
     def as_json(self) -> dict[str, object]:
         """The same for programs."""
-        best = self.best
+        best = None
+        if self.best is not None:
+            best = dataclasses.asdict(self.best)
+            best["command"] = list(map(mask, self.command(self.best)))
         return {
             "sweep_dir": str(self.directory), "metric": self.plan.metric, "direction": self.plan.direction,
-            "trials": [dataclasses.asdict(row) for row in self.rows],
-            "best": best and dataclasses.asdict(best) | {"command": [mask(word) for word in self.command(best)]},
+            "trials": list(map(dataclasses.asdict, self.rows)), "best": best,
         }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ class Study:
         self._fields = fields
         self._trials = trials
         self._study = _open(directory, plan)
+        # Only those that the storage doesn't have yet: a killed sweep may have put some into it.
         for number in range(len(self._study.get_trials(deepcopy=False)), trials):
             self._study.enqueue_trial(plan.combination(number))
         self.interrupted = [row.number for row in self.rows() if row.state == "running"]
@@ -60,7 +61,10 @@ class Study:
         """Notes how a trial has ended: with a value, pruned, or failed."""
         from optuna.trial import TrialState
 
-        state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
+        if pruned:
+            state = TrialState.PRUNED
+        else:
+            state = TrialState.FAIL if value is None else TrialState.COMPLETE
         self._study.tell(number, value, state)
 
     def _next_interrupted(self) -> Trial | None:
@@ -71,16 +75,19 @@ class Study:
             if not in_use(trial_directory(self._directory, number)):
                 self.interrupted.remove(number)
                 self._seed(number)
-                return Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
+                # Not by `ask`, which would begin a new trial.
+                known = self._study.get_trials(deepcopy=False)[number]
+                return Trial(self._study, known._trial_id)
         return None
 
     def _next_waiting(self) -> Trial | None:
         from optuna.trial import TrialState
 
         waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        # An earlier start may have asked for more trials than this one: those stay in the queue.
         if not waiting or waiting[0].number >= self._trials:
             return None
-        self._seed(waiting[0].number)
+        self._seed(waiting[0].number)  # the one that `ask` takes
         return self._study.ask()
 
     def _seed(self, number: int) -> None:
@@ -89,7 +96,7 @@ class Study:
 
         digest = hashlib.sha256(f"{self._plan.seed} {number}".encode()).digest()
         kind = TPESampler if self._plan.sampler == "tpe" else RandomSampler
-        self._study.sampler = kind(seed=int.from_bytes(digest[:4], "big"))
+        self._study.sampler = kind(seed=int.from_bytes(digest[:4], "big"))  # NumPy takes seeds of 32 bits
 
 
 def _open(directory: Path, plan: Plan) -> optuna.Study:
@@ -122,6 +129,7 @@ def _row(trial: FrozenTrial, directory: Path) -> Row:
     if state == "complete":
         value = trial.value
     else:
+        # Only a complete trial has a value of its own: of any other, the last measurement is shown.
         values = trial.intermediate_values
         value = values[max(values)] if values else None
     return Row(
@@ -137,4 +145,7 @@ def _row(trial: FrozenTrial, directory: Path) -> Row:
 
 def typed_values(params: Mapping[str, object]) -> dict[str, str]:
     """The values of fields, as they are typed: a float with all its digits."""
-    return {name: value if isinstance(value, str) else repr(value) for name, value in params.items()}
+    typed = {}
+    for name, value in params.items():
+        typed[name] = value if isinstance(value, str) else repr(value)  # `repr` of a float is read back as the same one
+    return typed

@@ -40,7 +40,9 @@ class Table:
 
             form = "{n_fmt}/{total_fmt}|{bar:20}| {desc} [{elapsed}]"
             self._bar = tqdm(total=self._trials, file=self._stream, bar_format=form, dynamic_ncols=True, leave=False)
-        names = "".join(f"{name:>{self._width(name)}}" for name in self._fields)
+        names = ""
+        for name in self._fields:
+            names += f"{name:>{self._width(name)}}"
         self.line(f"trial{names}{self._metric:>{self._width(self._metric)}}   time")
         for row in ended:
             self.row(row)
@@ -48,9 +50,13 @@ class Table:
     def row(self, row: Row) -> None:
         """A trial that has ended."""
         self._ended += 1
-        values = "".join(f"{_short(row.params.get(name, '')):>{self._width(name)}}" for name in self._fields)
+        values = ""
+        for name in self._fields:
+            values += f"{_short(row.params.get(name, '')):>{self._width(name)}}"
         value = "" if row.value is None else f"{row.value:.4g}"
-        note = "" if row.state == "complete" else f"  {row.state}{': ' if row.problem else ''}{row.problem}"
+        note = ""
+        if row.state != "complete":
+            note = f"  {row.state}: {row.problem}" if row.problem else f"  {row.state}"
         seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
         self.line(f"{row.number:>5}{values}{value:>{self._width(self._metric)}}{seconds:>7}{note}")
         if self._bar is not None:
@@ -59,6 +65,7 @@ class Table:
     def doing(self, what: Sequence[object]) -> None:
         """What is under way; in a log, now and then."""
         text = ", ".join(map(str, what))
+        # A bar is drawn over itself; in a log, each state would be one more line.
         if self._bar is not None:
             self._bar.set_description_str(text)
         elif time.monotonic() - self._last >= _LOG_SECONDS:
@@ -81,7 +88,7 @@ class Table:
 
     @staticmethod
     def _width(name: str) -> int:
-        return max(len(name), 9) + 2
+        return max(len(name), 9) + 2  # 9: the longest number that `_short` leaves as it is
 
 
 def _short(text: str) -> str:

@@ -60,7 +60,7 @@ def sweep(
         UsageError: the task has no such fields; the directory has another sweep, or is in use; or the trials have no
             such metric.
     """
-    fields = space(kind, plan)
+    fields = space(kind, plan)  # first: a plan that is refused leaves no directory behind
     where = (directory or plan.directory).resolve()
     about = about_sweep(plan, kind, trials)
     try:
@@ -69,6 +69,7 @@ def sweep(
         raise UsageError(f"the directory of the sweep {where} can't be made ({error.strerror})") from None
     with locked(where):
         begin(where, about)
+        # Only now: a directory of another sweep was refused before. The same plan that `run.json` has, for `reopened`.
         trust.note(where, plan.target, redact(about)["sweep"])
         return _Trials(where, plan, about, fields, jobs, stream or sys.stderr).run()
 
@@ -100,6 +101,7 @@ class _Trials:
         tracker = tracking.tracker(options.get("--track"), float(options.get("--track-wait", 60)))
         run: Any = types.SimpleNamespace(directory=self._directory, info=self._about)  # all that the tracker asks for
         status = "failed"
+        # Trials have their temporary files in here, so that a trial that is killed leaves none behind.
         with self._listening(), signals.temporary_directory("tfloop-sweep-") as self._temporary:
             try:
                 if tracker is not None:
@@ -108,7 +110,10 @@ class _Trials:
                 self._table.begin(self._directory, self._study.rows())
                 self._make_all()
                 report = Report(self._plan, self._directory, self._study.rows())
-                status = "preempted" if report.stopped else "finished" if report.best else "failed"
+                if report.stopped:
+                    status = "preempted"
+                elif report.best:
+                    status = "finished"
             finally:
                 # Whatever has happened: no trial goes on without the sweep, and run.json says how it stands.
                 for process in self._underway:
@@ -175,10 +180,12 @@ class _Trials:
     def _hear(self, process: TrialProcess) -> None:
         """Reports new measurements of a trial to Optuna, and ends it if it isn't worth going on with."""
         process.hear(self._plan.metric)
+        # One after the other: the pruner compares trials at the same number of measurements.
         while process.reported < len(process.values):
             process.trial.report(process.values[process.reported], process.reported)
             process.reported += 1
             if process.trial.should_prune():
+                # A file, not a signal: it is still there if the sweep is killed now.
                 (process.directory / pruning.NAME).touch()
 
     def _end(self, process: TrialProcess) -> None:
@@ -198,7 +205,9 @@ class _Trials:
         problem = "" if pruned else self._problem(process)
         if problem:
             process.trial.set_user_attr("problem", mask(problem))
-        self._study.end(number, None if pruned or problem else process.values[-1], pruned)
+        value = None if pruned or problem else process.values[-1]
+        # First the storage: a kill after this line loses no trial, and `_note` can write its line later.
+        self._study.end(number, value, pruned)
         self._note()
         self._table.row(self._study.rows()[number])
 
@@ -216,7 +225,10 @@ class _Trials:
         report = Report(self._plan, self._directory, self._study.rows())
         ended = sum(row.state not in ("running", "waiting") for row in report.rows)
         path = self._directory / journal.NAME
-        noted = max((entry["step"] for entry, _ in journal.read(path)), default=0)
+        # Steps must grow from line to line: the delivery to MLflow passes over all others.
+        noted = 0
+        for entry, _ in journal.read(path):
+            noted = max(noted, entry["step"])
         if report.best is not None and ended > noted:
             line = journal_line(ended, "eval_end", metrics={f"best_{self._plan.metric}": report.best.value})
             with appending(path) as file:
