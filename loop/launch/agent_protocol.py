@@ -23,6 +23,7 @@ class Question(TypedDict, total=False):
 
     directory: str
     interface: str | None
+    # `Host.ask` fills in both for its host.
     files: list[str]
     slots: int
 

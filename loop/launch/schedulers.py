@@ -41,10 +41,10 @@ def place(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
     """
     if by_mpi := _by_mpi(backend, environment):
         return by_mpi
-    found = places.find(environment)
-    if found is None:
+    launcher_and_place = places.find(environment)
+    if launcher_and_place is None:
         return {}
-    launcher, own = found
+    launcher, own = launcher_and_place
     if backend == "horovod" and launcher == "mpirun":
         raise UsageError(
             f"backend='horovod' under mpirun, but {places.horovod_lacks_mpi()}: build it with MPI (docs/scale-out.md), "

@@ -19,7 +19,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def compare(records: Sequence[Record], metric: str | None = None) -> list[RenderableType]:
-    """What runs differ in, what came out, and one curve of each in one plot.
+    """What runs differ in, their best values, and one curve of each in one plot.
 
     Raises:
         UsageError: fewer than two, or more than there are letters; no run has the metric.

@@ -27,7 +27,7 @@ def shown_as_json(record: Record) -> str:
 
 
 def show(record: Record, metric: str | None = None) -> list[RenderableType]:
-    """A picture of a run: what it is, its curves, checkpoints, where its time went, what went wrong.
+    """An overview of a run: its settings, curves and checkpoints, where its time went, and what went wrong.
 
     Raises:
         UsageError: it has no such metric.
@@ -58,7 +58,7 @@ def _faults(record: Record) -> Table:
 
 
 def _outcome(record: Record) -> str:
-    """How it ended, after how much, and when."""
+    """How the run ended, after how many steps, and when."""
     why = f" ({record.reason})" if record.reason else ""
     # A run that has made all its steps has one number.
     of = f" of {record.total_steps:,}" if record.total_steps and record.total_steps != record.steps else ""
@@ -70,7 +70,7 @@ def _outcome(record: Record) -> str:
 
 
 def _facts(record: Record) -> list[Table]:
-    """What was trained, on what, and with which settings; without what isn't known."""
+    """The task, the backend and the settings of the run. Unknown entries are left out."""
     parameters = "" if record.parameters is None else f", {record.parameters:,} parameters"
     replicas = terminal.counted(record.replicas, "replica")
     workers = terminal.counted(record.workers, "worker")
@@ -97,7 +97,7 @@ def _pairs(values: Mapping[str, object]) -> str:
 
 
 def _plotted(record: Record, metric: str | None) -> Iterator[tuple[str, dict[str, terminal.Points]]]:
-    """Curves that belong in one plot, with its title: a metric of training, within epochs, and of the evaluation."""
+    """The title and the curves of each plot: a metric within epochs, of whole epochs, and of the evaluation."""
     if metric:
         chosen = [_plain_name(metric)]
     else:

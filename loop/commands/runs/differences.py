@@ -1,4 +1,4 @@
-"""`tfloop runs diff`: what two runs differ in: settings, versions, data, commit, and the lines of their code."""
+"""`tfloop runs diff`: the settings, versions, data, commit and lines of code in which two runs differ."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SHOWN = {
     "host": "host",
     "image": "image",
 }
-"""The facts of `callbacks.run_record.provenance` that are compared, and what they are called."""
+"""The facts of `callbacks.run_record.provenance` that are compared, each with its label."""
 _TEXTS = {"task": "the task's file", "diff": "changes since the commit"}
 _MOST_LINES = 400  # of a text's differences
 
 
 def diff(first: Record, second: Record) -> list[RenderableType]:
-    """What two runs differ in, as a table, and the lines of code that differ."""
+    """A table of what two runs differ in, and the lines of code that differ."""
     rows = [*differences([first, second]), *_facts(first, second)]
     parts: list[RenderableType] = [f"A  {first.name}", f"B  {second.name}", ""]
     if rows:
@@ -59,7 +59,7 @@ def _facts(first: Record, second: Record) -> Iterator[list[str]]:
 
 
 def _data(record: Record, kind: str) -> str:
-    """The data of a run in a few words: how many examples, and the beginning of the hash of the first ones."""
+    """The data of a run in a few words: the number of examples, and the beginning of the hash of the first ones."""
     about = record.data.get(kind)
     if not isinstance(about, dict):
         return "-"

@@ -1,4 +1,4 @@
-"""Finds run directories: by name, the beginning of a name, path, or `latest`."""
+"""Finds run directories: by name, by the beginning of a name, by path, or as `latest`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find(root: Path) -> list[Path]:
 
 
 def locate(root: Path, text: str) -> Path:
-    """The run directory that is meant by a name in `root`, the beginning of one, a path, or `latest`.
+    """The run directory for a text: a name in `root`, the beginning of a name, a path, or `latest`.
 
     Raises:
         UsageError: there is none, or more than one.
@@ -64,7 +64,7 @@ def _latest(paths: Mapping[str, Path]) -> Path:
 
 
 def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
-    """The one run whose name begins so."""
+    """The only run whose name has this prefix."""
     names = [name for name in paths if name.startswith(prefix)]
     if len(names) == 1:
         return paths[names[0]]
@@ -80,7 +80,7 @@ def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
 
 
 def copied(url: str) -> Path:
-    """A copy of the run at a URL, as the store has it now, for which this user's own tasks are trusted as there.
+    """A copy of the run at a URL, as the store has it now. If this user has trained it, its task is trusted here, too.
 
     Raises:
         UsageError: there is no run.
@@ -97,7 +97,7 @@ def copied(url: str) -> Path:
 
 
 def root(text: str) -> Path:
-    """The folder of runs that is meant by a path or a URL; of the runs at a URL, copies are made.
+    """The folder of runs for a path or a URL. The runs at a URL are copied.
 
     Raises:
         StoreError: the store doesn't answer.
@@ -112,7 +112,7 @@ def root(text: str) -> Path:
 
 
 def named(text: str) -> Path:
-    """What is meant by a path, the name of a run in `runs/`, the beginning of one, or `latest`.
+    """The path for a text: a path, the name of a run in `runs/`, the beginning of a name, or `latest`.
 
     Raises:
         UsageError: there are runs, and none of this name.

@@ -23,7 +23,7 @@ _SHOWN = ("checkpoint", "path", "status", "reason", "error", "worker", "how", "v
 
 
 def tail(path: Path, last: int, follow: bool) -> Iterator[str]:
-    """The events of a run as lines: the last so many that there are, then those that come, until the run ends."""
+    """The last events of a run as lines; with `follow`, also each new one, until the run ends."""
     alive = _is_under_way(path)
     recent, offset = _news(path, 0)
     yield from deque(recent, maxlen=min(last, sys.maxsize))  # `deque` takes no greater number
@@ -51,7 +51,7 @@ def _is_under_way(path: Path) -> bool:
 
 
 def _news(path: Path, offset: int) -> tuple[list[str], int]:
-    """The events of a journal from byte `offset` on, as people read them, and the offset behind them."""
+    """The events of a journal from byte `offset` on, as lines for the terminal, and the offset behind them."""
     texts = []
     for entry, end in entries(path, offset):
         offset = end  # also behind lines that aren't shown
@@ -62,7 +62,7 @@ def _news(path: Path, offset: int) -> tuple[list[str], int]:
 
 
 def event_line(entry: Mapping[str, object]) -> str:
-    """A line of a journal as people read it; "" for what is none, and for what a curve shows better."""
+    """An entry of a journal as a line for the terminal; "": it is no event, or one that isn't shown."""
     event = entry.get("event")
     stamp = entry.get("time")
     if not isinstance(event, str) or event in _UNSEEN:
@@ -82,7 +82,7 @@ def event_line(entry: Mapping[str, object]) -> str:
 
 
 def _position(entry: Mapping[str, object]) -> str:
-    """The step of an event, and its epoch where it is within one."""
+    """The step of an event; also its epoch, if the event belongs to one."""
     step = entry.get("step")
     epoch = entry.get("epoch")
     at = f"step {step if isinstance(step, int) else '?':>6}"
@@ -92,7 +92,7 @@ def _position(entry: Mapping[str, object]) -> str:
 
 
 def _message(entry: Mapping[str, object]) -> str:
-    """What an event says."""
+    """The content of an event: its metrics, or the entries that matter for this kind of event."""
     metrics = entry.get("metrics")
     about = entry.get("about")
     if isinstance(metrics, dict):

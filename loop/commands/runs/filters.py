@@ -24,7 +24,7 @@ class Filter:
     """A condition `KEY=VALUE`, or with `!=`, `<`, `<=`, `>`, `>=`.
 
     Raises:
-        UsageError: the text is none.
+        UsageError: the text is no condition.
     """
 
     def __init__(self, text: str) -> None:
@@ -40,10 +40,10 @@ class Filter:
             self._wanted = "preempted"
 
     def check(self, records: Sequence[Record], names: Sequence[str]) -> None:
-        """Refuses a key that no run has, and a value that none can have.
+        """Refuses a key that no run has, and a value that no run can have.
 
         Raises:
-            UsageError: it is one of these.
+            UsageError: the key or the value is refused.
         """
         if self._key not in names:
             raise UsageError(f"--filter {self._text}: the runs have nothing of that name{nearest(self._key, names)}")

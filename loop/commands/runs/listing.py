@@ -28,10 +28,10 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
     """The runs below `root` that pass all filters, sorted.
 
     Args:
-        root: where they are.
-        filters: texts such as `status=finished`, `eval_loss<0.3`: see `Filter`.
-        sort: a field, metric or hyperparameter; the other way round with a `-` before it; None: when they started.
-        metric: the one that is to be shown; checked alone.
+        root: the folder of the runs.
+        filters: conditions such as `status=finished` or `eval_loss<0.3`; see `Filter`.
+        sort: a field, metric or hyperparameter; a `-` before it reverses the order; None: by the time of the start.
+        metric: the metric that `table` is to show. Here it is only checked.
 
     Raises:
         UsageError: a filter, column, metric or value that makes no sense for these runs.
@@ -56,7 +56,7 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
 
 
 def _sorted(records: Sequence[Record], column: str, reverse: bool) -> list[Record]:
-    """Runs by what they have in a column; those that have nothing stand last, whichever way the others are sorted."""
+    """Runs sorted by a column. Those without a value stand last in both directions."""
     having: list[Record] = []
     lacking: list[Record] = []
     for record in records:
@@ -67,7 +67,7 @@ def _sorted(records: Sequence[Record], column: str, reverse: bool) -> list[Recor
 
 
 def _order(field: object) -> tuple[bool, float, str]:
-    """A key by which values of any kind can be sorted: numbers before texts, and before NaN."""
+    """A key for sorting values of all types: numbers come before NaN and texts."""
     if isinstance(field, int | float):
         is_nan = field != field
         return is_nan, as_float(field), ""
@@ -101,7 +101,7 @@ def _cells(record: Record, metric: str | None) -> Iterator[str]:
 
 
 def as_json(records: Iterable[Record]) -> str:
-    """The runs as a JSON list: what is known without their curves."""
+    """The runs as a JSON list, without their curves."""
     return json.dumps([jsonable(_fields(record)) for record in records])
 
 

@@ -1,4 +1,4 @@
-"""The page of the runs that a command line names: of one, its report; of several, their comparison."""
+"""The page of the runs that were typed: the report of one run, or the comparison of several."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from loop.errors import UsageError
 
 
 def several(root: Path, names: Sequence[str]) -> list[Path]:
-    """The directories of the runs that are meant; see `locate`.
+    """The directories of the runs with these names; see `locate`.
 
     Raises:
-        UsageError: one isn't there, is named twice, or there are too many for a page.
+        UsageError: a run isn't there or is named twice, or there are too many for a page.
     """
     from callbacks.run_record.comparison import MOST
 

@@ -17,7 +17,7 @@ def check_removable(path: Path, root: Path) -> None:
     """Checks that a directory may be removed.
 
     Raises:
-        UsageError: it isn't a run's alone, or the run is under way.
+        UsageError: there is something else than one run in it, or the run is under way.
     """
     shown = printable(str(path))
     about = read_about(path)
@@ -63,7 +63,7 @@ def remove(path: Path) -> list[str]:
 
     try:
         with locked(path):  # no training can begin in it meanwhile
-            # Its run.json goes last, and stays if anything else does: without it, the rest is no run to be removed.
+            # Its run.json goes last, and stays if anything else does: without it, the rest couldn't be removed later.
             for entry in sorted(path.iterdir(), key=lambda entry: entry.name == ABOUT):
                 if left and entry.name == ABOUT:
                     return left

@@ -1,4 +1,4 @@
-"""What the directory of a sweep says of it: to what delivers to MLflow, it looks like a run's."""
+"""The files in the directory of a sweep. The delivery to MLflow reads them as those of a run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STORAGE = "study.db"
 
 
 def begin(directory: Path, about: Mapping[str, Any]) -> None:
-    """Writes which sweep the directory is of, or compares it with what was written.
+    """Writes which sweep is in the directory, or compares it with what was written before.
 
-    To the delivery to MLflow it looks like the directory of a run: `run.json` and a journal.
+    As in the directory of a run, there are a `run.json` and a journal, which the delivery to MLflow reads.
     """
     # Before anything is read or written: a link would lead to a file outside of the directory.
     for name in ("run.json", journal.NAME, STORAGE):
@@ -58,7 +58,7 @@ def _check_same(directory: Path, before: Mapping[str, object] | None, now: Mappi
 
 
 def about_sweep(plan: Plan, kind: type, trials: int) -> dict[str, object]:
-    """The `run.json` of a sweep: the entries of a run's, as far as a sweep has them."""
+    """The `run.json` of a sweep. It has the entries of a run's `run.json` that a sweep has, too."""
     kept = plan.as_json()
     return {
         "task": kind.__name__,

@@ -1,4 +1,4 @@
-"""The plan of a sweep: what it tries, as it was typed; and the values that the task's fields can have."""
+"""The plan of a sweep: which values it tries, as typed; and the values that the fields of the task can have."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGEST = 2**53
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values from `low` to `high`, drawn uniformly, or with `log` uniformly in their logarithm."""
+    """The values from `low` to `high`. They are drawn uniformly; with `log`, uniformly in their logarithm."""
 
     low: int | float
     high: int | float
@@ -41,7 +41,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is tried, and how.
+    """Which values are tried, and how.
 
     Attributes:
         target: the task.
@@ -51,7 +51,7 @@ class Plan:
         direction: `minimize` or `maximize`.
         sampler: `tpe` or `random`.
         pruner: `median` or `none`.
-        seed: the seed of what is drawn.
+        seed: the seed of the values that are drawn.
         arguments: options of `tfloop train`.
         place: the working directory of the trials.
     """
@@ -95,11 +95,11 @@ class Plan:
 
     @property
     def fixed(self) -> list[str]:
-        """The fields that don't vary, as they are typed after `--set`."""
+        """The fields that don't vary, as typed after `--set`."""
         return [text.removeprefix("--set=") for text in self.arguments if text.startswith("--set=")]
 
     def combination(self, number: int) -> dict[str, str]:
-        """The values of the grid's fields in the trial of this number. After the last combination comes the first."""
+        """The values of the grid's fields in the trial with this number. The first combination follows the last one."""
         params = {}
         # The last field varies fastest. Trials that were made are known by their numbers: this order must not change.
         for name, values in reversed(self.grid.items()):
@@ -109,7 +109,7 @@ class Plan:
         return params
 
     def typed(self, params: Mapping[str, str]) -> dict[str, str]:
-        """The values of a trial's fields as they were typed: see `stand_ins`."""
+        """The values of a trial's fields as typed: with the secrets that `stand_ins` has replaced."""
         typed = dict(params)
         for name, values in (self.grid | self.random).items():
             if name in params and is_secret(name):
@@ -119,7 +119,7 @@ class Plan:
         return typed
 
     def trials(self, asked: int | None) -> int:
-        """How many trials there are to be."""
+        """How many trials there are to be: `asked`, or one for each combination of the grid."""
         combinations = math.prod(len(split(values)) for values in self.grid.values())
         if asked is None and self.random:
             raise UsageError("--random draws for ever: give --trials N")
@@ -132,7 +132,7 @@ class Plan:
         return trials
 
     def as_json(self) -> JsonObject:
-        """The plan as it is kept, without secrets."""
+        """The plan as it is written to disk, without secrets."""
         return dataclasses.asdict(self) | {
             "grid": _without_secrets(self.grid),
             "random": _without_secrets(self.random),
@@ -141,7 +141,7 @@ class Plan:
 
     @property
     def directory(self) -> Path:
-        """The default directory of the sweep: the same for the same plan."""
+        """The default directory of the sweep. The same plan always has the same one."""
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
         # Of the plan without secrets: a secret could be guessed from a digest.
         digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
@@ -153,7 +153,7 @@ def _without_secrets(fields: Mapping[str, str]) -> dict[str, str]:
 
 
 def stand_ins(name: str, choices: Sequence[str]) -> list[str]:
-    """The texts in place of the values of a field, wherever they are stored or shown; for secrets, their numbers."""
+    """The values of a field as they are stored and shown. A secret is replaced by its number among them."""
     if not is_secret(name):
         return list(choices)
     # By its number, the value of a trial can be found again in the command, and nowhere else.
@@ -161,7 +161,7 @@ def stand_ins(name: str, choices: Sequence[str]) -> list[str]:
 
 
 def direction(metric: str, asked: str | None) -> str:
-    """Which way the metric gets better: as asked for, or by its name."""
+    """The direction in which the metric gets better: as asked for, or by its name."""
     less = lower_is_better(metric)
     if asked is None and less is None:
         raise UsageError(f"--metric {metric}: the name doesn't say what is better: check it, or give --direction")
@@ -169,14 +169,22 @@ def direction(metric: str, asked: str | None) -> str:
 
 
 def is_directory(target: str) -> bool:
-    """Whether what was typed as TARGET is a directory, whose sweep is to be continued."""
+    """Whether the TARGET that was typed is a directory, whose sweep is to be continued."""
     with contextlib.suppress(OSError, ValueError):  # such as a text that is too long for a name
         return Path(target).is_dir()
     return False
 
 
 def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
-    """The plan of a sweep that was begun in this directory, and its number of trials; `trusted`: by any user."""
+    """The plan of a sweep that was begun in this directory, and its number of trials.
+
+    Args:
+        directory: the directory of the sweep.
+        trusted: accepts a sweep that another user has begun.
+
+    Raises:
+        UsageError: the directory has no sweep, or the sweep can't be continued by the directory alone.
+    """
     about = read_json(directory / "run.json")
     kept = about.get("sweep")
     try:
@@ -205,7 +213,15 @@ def arguments(
     options: Mapping[str, config.Option],
     swept: Sequence[str],
 ) -> list[str]:
-    """What `train` is to be given for what was typed, and for what files say, but for the fields that vary."""
+    """The arguments of `tfloop train` for all trials: what was typed, and what files say; without the fields that vary.
+
+    Args:
+        typed: the options that were typed, by name; None: not typed.
+        assignments: what was typed after `--set`.
+        files: the files of options.
+        options: the options that a file can have.
+        swept: the fields that vary.
+    """
     # What was typed, and the fields that vary, win over the files.
     winning = []
     for name, value in typed.items():
@@ -220,7 +236,7 @@ def arguments(
 
 
 def assigned(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """What was typed as `--grid` or `--random`, by field."""
+    """The values that were typed after `--grid` or `--random`, by field."""
     values_of: dict[str, str] = {}
     for text in texts:
         name, _, values = text.partition("=")
@@ -234,7 +250,7 @@ def assigned(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
-    """The values of each field that are tried, checked against the fields of the task's class.
+    """The values that are tried, by field; checked against the fields of the task's class.
 
     Raises:
         UsageError: there is no such field, or it can't have such a value.
@@ -251,7 +267,7 @@ def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
 
 
 def _choices(kind: type, option: str, name: str, text: str) -> list[str]:
-    """The values of a field that are listed, or what stands for them."""
+    """The listed values of a field; see `stand_ins`."""
     texts = split(text)
     values = [_field_value(kind, option, name, choice) for choice in texts]
     for index, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""TrialProcess: a trial that is under way, in a process of its own."""
+"""TrialProcess: a trial that runs, in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class TrialProcess:
-    """A trial that is under way, and what its journal has said so far.
+    """A trial that runs, and what its journal has reported so far.
 
     Attributes:
-        values: all measurements of the metric; steps that were made again count once.
-        reported: how many of them Optuna knows.
+        values: all measurements of the metric. Steps that a resumed run has made again count once.
+        reported: how many of the measurements Optuna knows.
     """
 
     def __init__(self, trial: Trial, sweep_directory: Path, command: list[str], temporary: str) -> None:
@@ -52,7 +52,7 @@ class TrialProcess:
         self.process = warm_start.start(command, environment, self._log, self._log)
 
     def hear(self, metric: str) -> None:
-        """Reads on in the journal.
+        """Reads what is new in the journal.
 
         Raises:
             UsageError: the run has no such metric.
@@ -73,7 +73,7 @@ class TrialProcess:
                 self.values.append(float(metrics[metric]))
 
     def _check_name(self, metric: str, metrics: Mapping[str, object]) -> None:
-        """Refuses a metric that is not among those of its kind, of training or of the evaluation."""
+        """Refuses a metric that is missing among those of its kind: of training, or of the evaluation."""
         self._names |= dict.fromkeys(metrics)
         if metric in self._names:
             return
@@ -87,14 +87,14 @@ class TrialProcess:
         return UsageError(f"--metric {metric}: a trial has no such metric{nearest(metric, self._names)}")
 
     def ended(self) -> bool:
-        """Whether it has ended; if so, all that it has started is killed."""
+        """Whether it has ended. If so, the processes that it has started are killed."""
         if self.process.poll() is None:
             return False
         self.kill()  # what is left of its process group, such as readers of data
         return True
 
     def stop(self, at_once: bool) -> None:
-        """Has it save and end; or kills it."""
+        """Asks it to save and end; with `at_once`, kills it."""
         if at_once:
             self.kill()
         elif not self._asked_to_stop:  # a second SIGTERM would end it without saving
@@ -102,7 +102,7 @@ class TrialProcess:
             self.process.terminate()
 
     def kill(self) -> None:
-        """Ends it and all that it has started, at once."""
+        """Kills it, and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -112,7 +112,7 @@ class TrialProcess:
         return str(read_json(self.directory / "run.json").get("status", ""))
 
     def printed(self) -> str:
-        """What it has printed since it was started here."""
+        """What it has printed since this object has started it."""
         with reading(self._log) as log:
             log.seek(self._printed)
             return log.read().decode(errors="replace")

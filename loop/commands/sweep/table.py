@@ -14,11 +14,11 @@ from loop.commands.sweep.report import Row, shown_path
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_LOG_SECONDS = 60.0  # between two lines of a log that say what is under way
+_LOG_SECONDS = 60.0  # between two lines of a log about the trials that run
 
 
 class Table:
-    """Shows each trial in a line when it has ended, and below, on a terminal, what is under way."""
+    """Shows a line for each trial that has ended; on a terminal, also a bar with the trials that run."""
 
     def __init__(self, fields: Sequence[str], metric: str, trials: int, stream: TextIO) -> None:
         self._fields = fields
@@ -30,7 +30,7 @@ class Table:
         self._last = time.monotonic()  # when the last line was shown
 
     def begin(self, directory: Path, rows: Sequence[Row]) -> None:
-        """Shows those that have ended before."""
+        """Shows the head of the table, and the trials that had ended before this start of the sweep."""
         ended = [row for row in rows if row.state not in ("running", "waiting")]
         self.line(f"directory of the sweep: {shown_path(directory)}")
         if ended or any(row.state == "running" for row in rows):
@@ -48,7 +48,7 @@ class Table:
             self.row(row)
 
     def row(self, row: Row) -> None:
-        """A trial that has ended."""
+        """Shows a trial that has ended."""
         self._ended += 1
         values = ""
         for name in self._fields:
@@ -63,7 +63,7 @@ class Table:
             self._bar.update()
 
     def doing(self, what: Sequence[object]) -> None:
-        """What is under way; in a log, now and then."""
+        """Shows the trials that run; in a log, every `_LOG_SECONDS`."""
         text = ", ".join(map(str, what))
         # A bar is drawn over itself; in a log, each state would be one more line.
         if self._bar is not None:
@@ -72,7 +72,7 @@ class Table:
             self.line(f"{self._ended} of {self._trials} trials have ended; {text}")
 
     def line(self, text: str) -> None:
-        """A line, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         text = shown(text)
         self._last = time.monotonic()
         if self._bar is not None:
@@ -81,7 +81,7 @@ class Table:
             tell(text, self._stream)
 
     def close(self) -> None:
-        """No trial is under way any more."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

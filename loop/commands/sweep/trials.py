@@ -1,4 +1,4 @@
-"""Makes the trials of a sweep: several at once, and each once."""
+"""Runs the trials of a sweep: several at once, each of them once."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def sweep(
     directory: Path | None = None,
     stream: TextIO | None = None,
 ) -> Report:
-    """Makes the trials that have not been made.
+    """Runs the trials that have not ended.
 
-    SIGTERM and SIGINT have the trials under way save and end, a second one ends all at once.
+    SIGTERM or SIGINT asks the trials that run to save and end. A second one ends them at once.
 
     Args:
-        plan: what to try.
+        plan: the plan of the sweep.
         kind: the task's class.
-        trials: how many there are to be, with those that were made before.
-        jobs: how many are under way at once.
-        directory: the sweep's; None: see `Plan.directory`.
+        trials: how many trials there are to be, with those that have ended.
+        jobs: how many trials run at the same time.
+        directory: the directory of the sweep; None: see `Plan.directory`.
         stream: where to show the trials; None: stderr.
 
     Raises:
@@ -75,7 +75,7 @@ def sweep(
 
 
 class _Trials:
-    """The trials of a sweep, as long as this process makes them."""
+    """The trials of a sweep, while this process runs them."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Trials:
         self._table = Table([*fields], plan.metric, about["trials"], stream)
 
     def run(self) -> Report:
-        """Makes all trials, or stops."""
+        """Runs all trials, or stops when asked to."""
         options = dict(text.partition("=")[::2] for text in self._plan.arguments)
         tracker = tracking.tracker(options.get("--track"), float(options.get("--track-wait", 60)))
         run: Any = types.SimpleNamespace(directory=self._directory, info=self._about)  # all that the tracker asks for
@@ -108,14 +108,14 @@ class _Trials:
                     tracker.on_fit_start(run)
                 self._note()
                 self._table.begin(self._directory, self._study.rows())
-                self._make_all()
+                self._run_all()
                 report = Report(self._plan, self._directory, self._study.rows())
                 if report.stopped:
                     status = "preempted"
                 elif report.best:
                     status = "finished"
             finally:
-                # Whatever has happened: no trial goes on without the sweep, and run.json says how it stands.
+                # Also after an error: no trial goes on without the sweep, and run.json has the status.
                 for process in self._underway:
                     process.kill()
                 self._table.close()
@@ -132,7 +132,7 @@ class _Trials:
         name = Path(best.run_dir).name
         return {"best": {"trial": name, "params": best.params, "metric": self._plan.metric, "value": best.value}}
 
-    def _make_all(self) -> None:
+    def _run_all(self) -> None:
         has_said_stopping = False
         while True:
             self._start_trials()
@@ -143,13 +143,13 @@ class _Trials:
                 self._table.line("stopping: the trials under way save and end; a second signal ends them at once")
             for process in list(self._underway):
                 self._look_at(process)
-            # What a killed sweep has left under way ends by itself; until then there may be nothing to do but wait.
+            # Trials that a killed sweep has left running end by themselves. Until then there may be nothing else to do.
             waits = [] if self._underway else self._study.interrupted
             self._table.doing([*self._underway, *(f"waiting for what is left of trial {number}" for number in waits)])
             time.sleep(0.1)
 
     def _start_trials(self) -> None:
-        """Starts trials until so many are under way as there may be."""
+        """Starts trials until `jobs` of them run."""
         while not self._signals and len(self._underway) < self._jobs:
             trial = self._study.next()
             if trial is None:
@@ -157,7 +157,7 @@ class _Trials:
             self._underway.append(TrialProcess(trial, self._directory, self._command(trial), self._temporary))
 
     def _look_at(self, process: TrialProcess) -> None:
-        """Takes in what a trial has done since it was last looked at."""
+        """Handles what a trial has done since the last look."""
         if self._signals:
             process.stop(at_once=self._signals > 1)
         ended = process.ended()  # before its journal is read: what it wrote last is then there
@@ -166,7 +166,7 @@ class _Trials:
             self._end(process)
 
     def _command(self, trial: Trial) -> list[str]:
-        """What makes a trial, from its beginning or from its last checkpoint."""
+        """The command of a trial, which begins it, or resumes it from its last checkpoint."""
         return [
             *COMMAND,
             self._plan.target,
@@ -178,7 +178,7 @@ class _Trials:
         ]
 
     def _hear(self, process: TrialProcess) -> None:
-        """Reports new measurements of a trial to Optuna, and ends it if it isn't worth going on with."""
+        """Reports new measurements of a trial to Optuna, and asks the trial to end if Optuna prunes it."""
         process.hear(self._plan.metric)
         # One after the other: the pruner compares trials at the same number of measurements.
         while process.reported < len(process.values):
@@ -189,7 +189,7 @@ class _Trials:
                 (process.directory / pruning.NAME).touch()
 
     def _end(self, process: TrialProcess) -> None:
-        """Notes how a trial has ended."""
+        """Stores how a trial has ended, and shows it."""
         self._underway.remove(process)
         code = process.process.returncode
         number = process.trial.number
@@ -212,7 +212,7 @@ class _Trials:
         self._table.row(self._study.rows()[number])
 
     def _problem(self, process: TrialProcess) -> str:
-        """Why a trial that has ended has no value; "" if it has one."""
+        """Why a trial that has ended has no value; "": it has one."""
         if code := process.process.returncode:
             return reason(code, process.printed())
         if not process.values:
@@ -221,7 +221,7 @@ class _Trials:
         return "" if math.isfinite(last) else f"{self._plan.metric} is {last}"
 
     def _note(self) -> None:
-        """Writes how good the best trial is, after how many, into the sweep's journal."""
+        """Writes the best value so far into the sweep's journal; its step is the number of trials that have ended."""
         report = Report(self._plan, self._directory, self._study.rows())
         ended = sum(row.state not in ("running", "waiting") for row in report.rows)
         path = self._directory / journal.NAME
@@ -236,7 +236,7 @@ class _Trials:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Within it, a signal has the trials save and end, a second one kills them, and a third ends the sweep."""
+        """Within it, a signal asks the trials to save and end, a second one kills them, and a third ends the sweep."""
         wishes = signals.Wishes()
 
         def hear(number: int, frame: object) -> None:
