@@ -71,7 +71,7 @@ def prepare(
 
 
 def _share_of_cores() -> int | None:
-    """How many cores a worker has for itself; None: the user has said it, or nothing is known of others here."""
+    """The number of cores for this worker; None: the user has set it, or no other workers are known on this machine."""
     workers = os.environ.get(LOCAL_SIZE, "")
     if "TF_NUM_INTRAOP_THREADS" in os.environ or not workers.isdecimal() or workers in ("0", "1"):
         return None

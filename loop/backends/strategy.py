@@ -327,7 +327,7 @@ def _meet() -> None:
 
 
 def listeners(places: Mapping[str, str]) -> dict[str, Callable[[], bool]]:
-    """What `await_peers` waits for: by the name and address of each process, whether it listens there."""
+    """The peers for `await_peers`: by name and address, a function that returns whether the process listens there."""
     peers: dict[str, Callable[[], bool]] = {}
     for name, address in places.items():
         peers[f"{name} ({address})"] = functools.partial(answers, address)

@@ -135,7 +135,7 @@ def horovod_built_with(name: bytes) -> bool:
 
 @contextlib.contextmanager
 def _content(library: Path) -> Iterator[mmap.mmap]:
-    """What is in a library, which isn't loaded."""
+    """The bytes of a library, which isn't loaded."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         yield content
 
