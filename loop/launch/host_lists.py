@@ -86,7 +86,7 @@ def task_hosts(text: str) -> list[str]:
     hosts: dict[int, str] = {}
     for line in text.splitlines():
         host, _, tasks = line.rpartition(": ")
-        numbers = [int(number) for number in _values(f"[{tasks.strip('[]')}]")]
+        numbers = list(map(int, _values(f"[{tasks.strip('[]')}]")))
         if not host or hosts.keys() & set(numbers):
             raise UsageError(f"the task map {text!r} can't be read: it must have lines like host1: 0-1")
         hosts |= dict.fromkeys(numbers, host)

@@ -144,7 +144,10 @@ class Host:
         self.workers |= workers
         self._directory = directory
         self._show = show
-        shared = {name: value for name, value in environment.items() if not _OF_A_HOST.fullmatch(name)}
+        shared = {}
+        for name, value in environment.items():
+            if not _OF_A_HOST.fullmatch(name):
+                shared[name] = value
         self.send(start={"places": places, "arguments": arguments, "environment": shared})
         return list(workers.values())
 
@@ -278,7 +281,8 @@ class Cluster:
         expected = expected_versions(backend)
         problems = []
         for host in self.hosts:
-            problems += [f"{host.name}: {reason}" for reason in host.problems(expected, files)]
+            for reason in host.problems(expected, files):
+                problems.append(f"{host.name}: {reason}")
         if problems:
             raise UsageError("; ".join(problems))
 

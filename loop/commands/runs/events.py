@@ -102,7 +102,11 @@ def _message(entry: Mapping[str, object]) -> str:
         return f"{about.get('task')} on {about.get('backend')}, {replicas}"
     if entry["event"] == "restore":
         return str(entry.get("checkpoint") or "from the start")
-    return "  ".join(shown_status(str(entry[name])) for name in _SHOWN if entry.get(name))
+    texts = []
+    for name in _SHOWN:
+        if entry.get(name):
+            texts.append(shown_status(str(entry[name])))  # which leaves all texts but one status as they are
+    return "  ".join(texts)
 
 
 def _short(value: object) -> str:

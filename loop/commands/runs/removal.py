@@ -28,8 +28,9 @@ def check_removable(path: Path, root: Path) -> None:
     whole = path.resolve()
     if any(kept.is_relative_to(whole) for kept in (Path.cwd(), Path.home(), root.resolve())):
         raise UsageError(f"{shown} holds where you are, or all runs: remove what is of the run in it yourself")
-    if any(is_run(inner) for inner in path.iterdir() if inner.is_dir() and not inner.is_symlink()):
-        raise UsageError(f"{shown} holds other runs: remove them first")
+    for inner in path.iterdir():
+        if inner.is_dir() and not inner.is_symlink() and is_run(inner):
+            raise UsageError(f"{shown} holds other runs: remove them first")
     if (path / LOCK).is_symlink() or under_way(path):
         raise UsageError(f"{shown}: the run is under way: end it first")
 

@@ -96,7 +96,11 @@ class Plan:
     @property
     def fixed(self) -> list[str]:
         """The fields that don't vary, as typed after `--set`."""
-        return [text.removeprefix("--set=") for text in self.arguments if text.startswith("--set=")]
+        assignments = []
+        for text in self.arguments:
+            if text.startswith("--set="):
+                assignments.append(text.removeprefix("--set="))
+        return assignments
 
     def combination(self, number: int) -> dict[str, str]:
         """The values of the grid's fields in the trial with this number. The first combination follows the last one."""
@@ -149,7 +153,10 @@ class Plan:
 
 
 def _without_secrets(fields: Mapping[str, str]) -> dict[str, str]:
-    return {name: ",".join(stand_ins(name, split(values))) for name, values in fields.items()}
+    texts = {}
+    for name, values in fields.items():
+        texts[name] = ",".join(stand_ins(name, split(values)))
+    return texts
 
 
 def stand_ins(name: str, choices: Sequence[str]) -> list[str]:

@@ -33,6 +33,11 @@ class Row:
     problem: str
     run_dir: str
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.state not in ("running", "waiting")
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -51,7 +56,7 @@ class Report:
     @property
     def stopped(self) -> bool:
         """Whether some trials have not ended."""
-        return any(row.state in ("running", "waiting") for row in self.rows)
+        return not all(row.has_ended for row in self.rows)
 
     @property
     def best(self) -> Row | None:

@@ -31,7 +31,7 @@ class Table:
 
     def begin(self, directory: Path, rows: Sequence[Row]) -> None:
         """Shows the head of the table, and the trials that had ended before this start of the sweep."""
-        ended = [row for row in rows if row.state not in ("running", "waiting")]
+        ended = [row for row in rows if row.has_ended]
         self.line(f"directory of the sweep: {shown_path(directory)}")
         if ended or any(row.state == "running" for row in rows):
             self.line(f"going on: {len(ended)} of {self._trials} trials have ended")

@@ -97,7 +97,10 @@ class _Trials:
 
     def run(self) -> Report:
         """Runs all trials, or stops when asked to."""
-        options = dict(text.partition("=")[::2] for text in self._plan.arguments)
+        options = {}
+        for text in self._plan.arguments:
+            name, _, value = text.partition("=")
+            options[name] = value
         tracker = tracking.tracker(options.get("--track"), float(options.get("--track-wait", 60)))
         run: Any = types.SimpleNamespace(directory=self._directory, info=self._about)  # all that the tracker asks for
         status = "failed"
@@ -144,8 +147,11 @@ class _Trials:
             for process in list(self._underway):
                 self._look_at(process)
             # Trials that a killed sweep has left running end by themselves. Until then there may be nothing else to do.
-            waits = [] if self._underway else self._study.interrupted
-            self._table.doing([*self._underway, *(f"waiting for what is left of trial {number}" for number in waits)])
+            doing: list[object] = list(self._underway)
+            if not doing:
+                for number in self._study.interrupted:
+                    doing.append(f"waiting for what is left of trial {number}")
+            self._table.doing(doing)
             time.sleep(0.1)
 
     def _start_trials(self) -> None:
@@ -223,7 +229,7 @@ class _Trials:
     def _note(self) -> None:
         """Writes the best value so far into the sweep's journal; its step is the number of trials that have ended."""
         report = Report(self._plan, self._directory, self._study.rows())
-        ended = sum(row.state not in ("running", "waiting") for row in report.rows)
+        ended = sum(row.has_ended for row in report.rows)
         path = self._directory / journal.NAME
         # Steps must grow from line to line: the delivery to MLflow passes over all others.
         noted = 0
