@@ -105,7 +105,7 @@ def _plotted(record: Record, metric: str | None) -> Iterator[tuple[str, dict[str
         # The loss first. The sort is stable: all others keep the order in which the run has them.
         chosen = sorted(names, key=lambda name: name != "loss")[:_MOST_PLOTS]
     for name in chosen:
-        curves = {}
+        curves: dict[str, terminal.Points] = {}
         for kind in (STEP + name, name, "eval_" + name):
             if kind in record.curves:
                 curves[kind] = record.curves[kind]

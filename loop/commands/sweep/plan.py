@@ -196,7 +196,7 @@ def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
     kept = about.get("sweep")
     try:
         plan = Plan(**kept)  # type: ignore[arg-type]
-        trials = int(about["trials"])  # type: ignore[arg-type]
+        trials = int(about["trials"])
     except (TypeError, KeyError, ValueError):
         raise UsageError(f"{directory} is no directory of a sweep: give a TARGET, file.py:Class for example") from None
     # Secrets aren't written down, so that only the command itself has them.
