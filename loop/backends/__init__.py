@@ -79,7 +79,7 @@ def create(
     Raises:
         UsageError: there is no such backend, no such device, or the backend can't communicate in that way.
     """
-    # What one worker can refuse alone comes first, before the others begin to wait for it.
+    # Checks first: they need no other worker.
     check_communication(name, communication)
     devices_.own_several(name, devices_per_replica)
     devices_.check_several()
@@ -127,7 +127,7 @@ def _create(
 
         return TPU()
     if name in plugins.entry_points():
-        # Last: no plug-in takes the name of one of tfloop's own backends.
+        # Last: a plug-in can't replace one of tfloop's own backends.
         made: Backend = plugins.load(name).create(workers)
         return made
     raise UsageError(f"there is no backend {name!r}")

@@ -60,7 +60,7 @@ def _best_values(records: Sequence[Record], metric: str | None) -> list[list[str
     """A row for each metric: its name, and the best value of each run, the best of all with a star."""
     rows = []
     for name in metrics(records):
-        # The points within epochs are of the metrics that are here already, unless they were asked for.
+        # Points within epochs are of metrics that have a row of their own; they get one only if they were asked for.
         if name.startswith(STEP) and name != metric:
             continue
         values = [best_or_last(record, name) for record in records]
