@@ -244,7 +244,7 @@ class FixedJob(Job):
                 continue
             self._ended[rank] = time.time()
             # A worker that ends without a report has failed, whatever its exit code is.
-            is_silent = not (self._has_servers or self._has_reported(rank))
+            is_silent = not (self._has_servers or self._has_file(rank, "json"))
             failed = failed or is_silent or bool(self._processes[rank].returncode)
         return failed
 
@@ -254,7 +254,7 @@ class FixedJob(Job):
         is_ending = self.stops or self._killed < float("inf")
         # One that ends before it has started would fail again: its failure is reported instead.
         has_started = self._has_file(rank, "started")
-        if not is_replaceable or is_ending or self._has_reported(rank) or not has_started:
+        if not is_replaceable or is_ending or self._has_file(rank, "json") or not has_started:
             return False
         count = self._restarts[rank] = self._restarts.get(rank, 0) + 1
         if count > MOST_RESTARTS:
@@ -303,10 +303,8 @@ class FixedJob(Job):
                 return missing
         return []
 
-    def _has_reported(self, rank: int) -> bool:
-        return self._has_file(rank, "json")
-
     def _has_file(self, rank: int, what: str) -> bool:
+        """Whether a worker has written this file; "json": its report."""
         return self.path(str(rank), what).exists()
 
     def _title(self, rank: int) -> str:
