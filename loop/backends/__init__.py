@@ -79,6 +79,7 @@ def create(
     Raises:
         UsageError: there is no such backend, no such device, or the backend can't communicate in that way.
     """
+    # Checks first: they need no other worker.
     check_communication(name, communication)
     devices_.own_several(name, devices_per_replica)
     devices_.check_several()
@@ -88,6 +89,7 @@ def create(
     if min_shard_bytes is not None:
         partition = f"min:{min_shard_bytes}"
     made = _create(name, workers, devices, partition, communication)
+    # Only now: the launcher takes it that a SIGTERM can't be lost any more, and stops repeating it.
     mark_state("started")
     return made
 
@@ -102,7 +104,7 @@ def _create(
     # Each backend is imported only when it is asked for: Horovod may not be installed.
     if name == "single":
         single = Backend()
-        single.device = "GPU:0" if devices_.use_gpus() else ""
+        single.device = "GPU:0" if devices_.use_gpus() else ""  # in the CPU's memory, nothing need be copied ahead
         return single
     if name in ("mirrored", "central"):
         from loop.backends.strategy import Central, Mirrored
@@ -115,7 +117,7 @@ def _create(
     if name == "horovod":
         from loop.backends.horovod import ElasticHorovod, Horovod
 
-        return ElasticHorovod() if WORKER in os.environ else Horovod()
+        return ElasticHorovod() if WORKER in os.environ else Horovod()  # only workers of elastic jobs have names
     if name == "parameter_server":
         from loop.backends.parameter_server import ParameterServer
 
@@ -125,6 +127,7 @@ def _create(
 
         return TPU()
     if name in plugins.entry_points():
+        # Last: a plug-in can't replace one of tfloop's own backends.
         made: Backend = plugins.load(name).create(workers)
         return made
     raise UsageError(f"there is no backend {name!r}")

@@ -76,6 +76,7 @@ class Backend(StepCollectives):
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Lets a plug-in of an older version override the former names of two methods."""
         super().__init_subclass__(**kwargs)
+        # Only what this class itself defines: each of its bases has been here before it.
         for former, name in _FORMER_NAMES.items():
             if former in vars(cls) and name not in vars(cls):
                 setattr(cls, name, vars(cls)[former])
@@ -123,6 +124,7 @@ class Backend(StepCollectives):
         """Within `run`: one step of an optimizer of any family, with gradients that are the same in all replicas."""
         with _gradients_forgotten():
             if is_legacy(optimizer):
+                # The gradients are sums over all replicas already. Keras 3 has no such argument; see `StrategyBackend`.
                 optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
             else:
                 optimizer.apply(gradients, variables)
@@ -156,9 +158,7 @@ class Backend(StepCollectives):
         Returns:
             The first step of each part, and what the function returned for the part.
         """
-        # As tensors: with Python numbers, TensorFlow would trace the function again for each call.
-        numbers = [tf.constant(number, tf.int64) for number in (epoch, step, steps)]
-        return [(step, function(handle, *numbers).numpy())]
+        return [(step, function(handle, *int64_tensors(epoch, step, steps)).numpy())]
 
     def lost(self, error: BaseException) -> str:
         """The part of the run's state that the backend has lost, if the loss has caused this error; else ""."""
@@ -183,6 +183,11 @@ class Backend(StepCollectives):
         """Releases what the backend holds; the last call."""
 
 
+def int64_tensors(*numbers: int) -> list[tf.Tensor]:
+    """Arguments for a compiled function. With Python numbers, TensorFlow would trace it again for each new number."""
+    return [tf.constant(number, tf.int64) for number in numbers]
+
+
 def shared_value(variable: tf.Variable) -> tf.Tensor | np.ndarray:
     """See `Backend.snapshot`. A value on a GPU is copied to the CPU's memory, since the GPU's is scarce."""
     value = variable.read_value()
@@ -201,6 +206,8 @@ def _gradients_forgotten() -> Iterator[None]:
     registered = ops.gradient_registry._registry
     before = set(registered)
     yield
+    # Only the gradients of `tf.custom_gradient`, which registers one more in each trace. Modules that were imported
+    # meanwhile may have registered others, once and for all.
     for name in set(registered) - before:
         if name.startswith("CustomGradient-"):
             del registered[name]

@@ -50,8 +50,8 @@ def prepare(
     Raises:
         UsageError: this process has no GPU of its own.
     """
-    keep_programs()
-    own_several(backend, per_replica)
+    keep_programs()  # first, because XLA reads its flags only once
+    own_several(backend, per_replica)  # before `use_gpus`, which asks how many GPUs a replica owns
     _warn_of_unused_gpus()
     is_worker = backend in ("horovod", "multiworker")
     gpus = use_gpus(local_rank() if is_worker else None)
@@ -59,16 +59,19 @@ def prepare(
         threads = _share_of_cores()
     if threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
-    if backend in ("mirrored", "central"):
-        if devices:
-            count = machine.count_cpus(machine.device_names(devices))
-        else:
-            count = 0 if gpus else replicas or 0
-        _make_logical_cpus(count)
+    if backend not in ("mirrored", "central"):
+        return
+    if devices:
+        count = machine.count_cpus(machine.device_names(devices))
+    elif gpus:
+        count = 0  # each replica has a GPU
+    else:
+        count = replicas or 0
+    _make_logical_cpus(count)
 
 
 def _share_of_cores() -> int | None:
-    """How many cores a worker has for itself; None: the user has said it, or nothing is known of others here."""
+    """The number of cores for this worker; None: the user has set it, or no other workers are known on this machine."""
     workers = os.environ.get(LOCAL_SIZE, "")
     if "TF_NUM_INTRAOP_THREADS" in os.environ or not workers.isdecimal() or workers in ("0", "1"):
         return None
@@ -108,14 +111,15 @@ def own_several(backend: str, per_replica: int | None) -> None:
             f"{' or '.join(map(repr, _WITH_SEVERAL))}"
         )
     count = per_replica
-    if tf.config.get_visible_devices("GPU"):
-        _of_replica.extend(f"GPU:{index}" for index in range(count))
-        gpus = use_gpus(local_rank() if backend == "horovod" else None)
-        if len(gpus) < count:
-            raise UsageError(f"devices_per_replica={count}: this replica has {len(gpus)} GPU(s)")
-    else:
-        _of_replica.extend(f"CPU:{index}" for index in range(count))
-        _make_logical_cpus(count)
+    kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
+    # Before `use_gpus`, which gives this worker as many GPUs as a replica owns.
+    _of_replica.extend(f"{kind}:{index}" for index in range(count))
+    if kind == "CPU":
+        _make_logical_cpus(count)  # whether all are there is checked later, since that starts TensorFlow
+        return
+    gpus = use_gpus(local_rank() if backend == "horovod" else None)
+    if len(gpus) < count:
+        raise UsageError(f"devices_per_replica={count}: this replica has {len(gpus)} GPU(s)")
 
 
 def check_several() -> None:
@@ -183,6 +187,7 @@ def alike(replicas: int) -> str:
         UsageError: TensorFlow has already started with other devices.
     """
     gpus = tf.config.list_physical_devices("GPU")
+    # All replicas on GPUs, or none: the two kinds of device round differently.
     if len(tf.config.get_visible_devices("GPU")) >= replicas:
         use_gpus()
         return f"{replicas} GPUs"
@@ -204,8 +209,11 @@ def alike(replicas: int) -> str:
 
 def local_rank() -> int | None:
     """The index of this worker among those on its machine; None: there is no launcher, or it doesn't say."""
-    texts = [os.environ[name] for name in LOCAL_RANK if name in os.environ]
-    return int(texts[0]) if texts and texts[0].isdecimal() else None
+    for name in LOCAL_RANK:
+        if name in os.environ:
+            text = os.environ[name]
+            return int(text) if text.isdecimal() else None
+    return None
 
 
 def logical_cpus(count: int | None, what: str = "") -> list[str]:
@@ -237,6 +245,7 @@ def logical_cpus(count: int | None, what: str = "") -> list[str]:
 def _make_logical_cpus(count: int) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     with contextlib.suppress(RuntimeError):  # TensorFlow has already started: its devices can't change any more
+        # Without a configuration, there is one logical device.
         if len(tf.config.get_logical_device_configuration(cpu) or [None]) < count:
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
 
@@ -282,7 +291,7 @@ def _let_memory_grow(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:
-            if os.environ.get(_GROWTH, "").lower() == "true":
+            if os.environ.get(_GROWTH, "").lower() == "true":  # then memory grows although TensorFlow has started
                 continue
             warnings.warn(
                 "TensorFlow has already started, and takes all memory of each GPU instead of what it needs: "
@@ -297,7 +306,7 @@ def _let_memory_grow(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
 
 def _first(*lines: str) -> str:
     """The part of a message that shows code which must run before TensorFlow starts."""
-    code = "".join(f"\n    {line}" for line in lines)
+    code = "\n    ".join(("", *lines))  # each on a line of its own, indented
     return f"write this before anything uses TensorFlow (tensors, data sets, layers, metrics):{code}"
 
 
@@ -305,6 +314,7 @@ def gpu_identity(gpus: Sequence[tf.config.PhysicalDevice]) -> int:
     """A number that no other GPU on any machine has; 0 if it is unknown, or there isn't exactly one GPU."""
     if len(gpus) != 1:
         return 0
+    # From CUDA's driver: TensorFlow numbers the GPUs that it sees from 0, in each process and on each machine.
     ordinal = int(gpus[0].name.rpartition(":")[2])
     uuid = ctypes.create_string_buffer(16)
     device = ctypes.c_int()

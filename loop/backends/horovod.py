@@ -61,7 +61,7 @@ class Horovod(Backend):
             self._reductions += 1
             return hvd.allgather(flat, name=f"gathering_{self._reductions}")
 
-        return of_one_dtype(lambda group: gathered_flat(gather, group), tensors)
+        return of_one_dtype(functools.partial(gathered_flat, gather), tensors)
 
     def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         self._reductions += 1
@@ -70,7 +70,8 @@ class Horovod(Backend):
     def no_adasum(self) -> str:
         if not hvd.mpi_enabled():
             return "this Horovod is built without MPI, which Adasum needs (see docs/engines.md); use reduction='sum'"
-        return f"it needs a power of 2 workers, not {self.workers}" if self.workers & (self.workers - 1) else ""
+        is_power_of_2 = self.workers & (self.workers - 1) == 0
+        return "" if is_power_of_2 else f"it needs a power of 2 workers, not {self.workers}"
 
     def adasum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         # One by one: Horovod's grouped operation fails with Adasum.

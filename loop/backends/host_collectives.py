@@ -66,6 +66,7 @@ class HostCollectives:
         own = np.stack(self.local_values(variable))
         if self.workers == 1:
             return own
+        # As bytes, so that every type keeps all its bits; see `broadcast_variables`.
         data = np.frombuffer(own.tobytes(), np.uint8)
         gathered = np.empty((self.workers, len(data)), np.uint8)
         # In pieces, since `gather_bytes` needs several times the memory of what it gathers.
@@ -94,7 +95,9 @@ class HostCollectives:
             value = variable.numpy()
             # As integers: a sum of floats, with zeros from the others, would lose the sign of -0.0 and change nan.
             size = -(-value.nbytes // 4) * 4  # rounded up to whole words
-            words = np.frombuffer(value.tobytes().ljust(size, b"\0"), np.int32).astype(np.int64)
+            padded = value.tobytes().ljust(size, b"\0")
+            words = np.frombuffer(padded, np.int32).astype(np.int64)
+            # The others need `words` only for its shape, which must be the same on all workers.
             words = self.sum_on_host(words if self.is_chief else np.zeros_like(words))
             data = words.astype(np.int32).tobytes()[: value.nbytes]
             variable.assign(np.frombuffer(data, value.dtype).reshape(value.shape))
@@ -103,16 +106,19 @@ class HostCollectives:
 
     def exchange(self, *numbers: int) -> np.ndarray:
         """The numbers of every worker, int64 of shape [workers, len(numbers)]. All workers must call it."""
+        # Each worker fills its own row, and leaves zeros in the others: the sum is the whole table.
         table = np.zeros((self.workers, len(numbers)), np.int64)
         table[self.rank] = numbers
         return self.sum_on_host(table)
 
     def gather_bytes(self, array: np.ndarray) -> list[np.ndarray]:
         """The uint8 array of every worker, of any length, by rank. All workers must call it."""
+        # The lengths first: arrays that are summed must have the same shape on all workers, that of the longest one.
         lengths = self.exchange(len(array))[:, 0]
-        words = -(-int(lengths.max()) // 8)
+        words = -(-int(lengths.max()) // 8)  # rounded up
+        padded = array.tobytes().ljust(8 * words, b"\0")
         table = np.zeros((self.workers, words), np.int64)
-        table[self.rank] = np.frombuffer(array.tobytes().ljust(8 * words, b"\0"), np.int64)
+        table[self.rank] = np.frombuffer(padded, np.int64)
         # All other workers add zeros: no sum overflows, so that all 64 bits of a number can be used.
         table = self.sum_on_host(table)
         return [row.view(np.uint8)[:length] for row, length in zip(table, lengths, strict=True)]
@@ -132,11 +138,15 @@ class HostCollectives:
         for variable in variables:
             for replica, value in enumerate(self.local_values(variable)):
                 hashes[replica].append(fingerprint(value))
-        return dict(enumerate(itertools.chain.from_iterable(self.gather_json(hashes))))
+        # Worker by worker, which is the order in which replicas are numbered.
+        of_all_replicas = itertools.chain.from_iterable(self.gather_json(hashes))
+        return dict(enumerate(of_all_replicas))
 
     def refuse_shared_gpus(self, gpus: Sequence[tf.config.PhysicalDevice]) -> None:
         """Refuses workers that have the same GPU; `gpus` are those of this one. All workers must call it."""
-        devices.refuse_sharing(self.exchange(devices.gpu_identity(gpus))[:, 0].tolist())
+        identities = self.exchange(devices.gpu_identity(gpus))[:, 0]
+        # All workers have the same table: either all of them raise the error, or none.
+        devices.refuse_sharing(identities.tolist())
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
@@ -146,6 +156,8 @@ def fingerprint(*arrays: np.ndarray) -> str:
     """
     digest = hashlib.sha256()
     for array in arrays:
-        digest.update(f"{array.dtype.name}[{','.join(map(str, array.shape))}]".encode())
-        digest.update(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes())
+        shape = ",".join(map(str, array.shape))
+        digest.update(f"{array.dtype.name}[{shape}]".encode())
+        little_endian = array.astype(array.dtype.newbyteorder("<"))
+        digest.update(np.ascontiguousarray(little_endian).tobytes())
     return digest.hexdigest()

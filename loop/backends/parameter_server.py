@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import itertools
 import json
 import logging
@@ -22,9 +21,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop.backends.base import Gradient, PerReplica, Source, Sources, Variable
+from loop.backends.base import Gradient, PerReplica, Source, Sources, Variable, int64_tensors
 from loop.backends.devices import local_rank, use_gpus
-from loop.backends.strategy import StrategyBackend, answers
+from loop.backends.strategy import StrategyBackend, answers, listeners
 from loop.errors import UsageError
 from loop.launch import signals, stderr
 from loop.launch.environment import start_timeout, tf_cluster
@@ -60,15 +59,17 @@ class ParameterServer(StrategyBackend):
                 f"this process is {list(places)[rank]}, and only the chief calls fit: start it with `tfloop train ... "
                 "--backend parameter_server`, which finds its place, or call loop.backends.parameter_server.serve()"
             )
-        self._servers = {name: address for name, address in places.items() if name.startswith("ps ")}
+        peers = dict(list(places.items())[1:])  # all but the chief
+        workers = [name for name in peers if name.startswith("worker ")]
+        self._servers = {name: address for name, address in peers.items() if name.startswith("ps ")}
         self._partition = partition
-        self._parts = PARTS * sum(name.startswith("worker ") for name in places)
+        self._parts = PARTS * len(workers)
         partitioner = _partitioner(partition, len(self._servers))
         with contextlib.suppress(RuntimeError):  # TensorFlow has already started: neither can be set any more
             tf.config.threading.set_inter_op_parallelism_threads(operation_threads(places))
-            tf.config.set_visible_devices([], "GPU")
+            tf.config.set_visible_devices([], "GPU")  # the chief computes nothing: GPUs are for the workers
         # Before the strategy, which would wait for them without end, and can't be interrupted.
-        await_peers({f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in list(places)[1:]})
+        await_peers(listeners(peers))
         # The coordinator handles the loss of a worker itself, but logs hundreds of lines about it.
         logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
         # If a process is lost now, TensorFlow waits for minutes and holds the interpreter: only this ends the process.
@@ -115,11 +116,13 @@ class ParameterServer(StrategyBackend):
         self, function: Callable[..., tf.Tensor], handle: object, epoch: int, step: int, steps: int
     ) -> list[tuple[int, np.ndarray]]:
         parts = min(steps, self._parts)
+        # In whole numbers: the parts differ by one step at most, and together they are exactly `steps`.
         bounds = [step + steps * part // parts for part in range(parts + 1)]
         scheduled = []
         for first, end in itertools.pairwise(bounds):
-            numbers = [tf.constant(number, tf.int64) for number in (epoch, first, end - first)]
-            scheduled.append((first, self._coordinator.schedule(function, (handle, *numbers))))
+            arguments = (handle, *int64_tensors(epoch, first, end - first))
+            scheduled.append((first, self._coordinator.schedule(function, arguments)))
+        # All parts are done before any result is fetched: between two calls, no worker changes the variables.
         self._coordinator.join()
         return [(first, result.fetch()) for first, result in scheduled]
 
@@ -133,7 +136,7 @@ class ParameterServer(StrategyBackend):
         return value
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return list(tensors)
+        return list(tensors)  # a step has one replica, whichever worker computes it
 
     def apply(
         self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
@@ -147,7 +150,7 @@ class ParameterServer(StrategyBackend):
         self, tape: tf.GradientTape, objective: tf.Tensor, variables: Sequence[Variable]
     ) -> Sequence[Gradient]:
         # TensorFlow has a gradient for each shard, not for the variable that consists of them.
-        by_shard = tape.gradient(objective, [shards(variable) for variable in variables])
+        by_shard = tape.gradient(objective, list(map(shards, variables)))
         return [_whole(variable, parts) for variable, parts in zip(variables, by_shard, strict=True)]
 
     def local_values(self, variable: tf.Variable) -> list[np.ndarray]:
@@ -159,6 +162,7 @@ class ParameterServer(StrategyBackend):
     def lost(self, error: BaseException) -> str:
         if not isinstance(error, tf.errors.OpError):
             return ""
+        # The type of the error doesn't say which process is gone: each server is asked.
         gone = []
         for name, address in self._servers.items():
             if not answers(address):
@@ -217,7 +221,9 @@ def serve(threads: int = 0) -> None:
     rank, places = tf_cluster(os.environ["TF_CONFIG"])
     config = json.loads(os.environ["TF_CONFIG"])
     name = list(places)[rank]
-    chief = next(iter(places.values()))
+    chief = next(iter(places.values()))  # it has the first rank
+
+    # Before the server, which starts TensorFlow with the devices that are visible then.
     if name.startswith("worker "):
         use_gpus(local_rank() or 0)
     else:
@@ -236,7 +242,7 @@ def serve(threads: int = 0) -> None:
             "end what has it (`ss -ltnp` shows that), or give another port in the TF_CONFIG of all processes"
         ) from None
     mark_state("started")
-    await_peers({f"the chief ({chief})": functools.partial(answers, chief)})
+    await_peers(listeners({"the chief": chief}))
     # The chief must end first: when all processes are asked to stop, it still reads the variables here to save them.
     for number in signals.STOPS:
         signal.signal(number, signal.SIG_IGN)
@@ -244,7 +250,7 @@ def serve(threads: int = 0) -> None:
     while misses < CHIEF_GONE:
         time.sleep(1.0)
         misses = 0 if answers(chief) else misses + 1
-    del server
+    del server  # TensorFlow's server runs as long as this object lives
 
 
 def shards(variable: Variable) -> list[tf.Variable]:
@@ -262,6 +268,7 @@ def _whole(variable: Variable, gradients: Sequence[Gradient]) -> Gradient:
         return None
     if len(gradients) == 1:
         return gradients[0]
+    # The objective may depend on some of the shards alone. Sparse gradients are made dense, so that all can be joined.
     parts = []
     for shard, gradient in zip(shards(variable), gradients, strict=True):
         parts.append(tf.zeros_like(shard) if gradient is None else tf.convert_to_tensor(gradient))

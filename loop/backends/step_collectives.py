@@ -44,9 +44,12 @@ class StepCollectives(HostCollectives):
 
     def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Within `run`: of each flat tensor [n], the values of all replicas [replicas, n]. Small tensors are fused."""
-        # Each replica adds its values in its own row, and zeros in the others: the sum has all rows, bit for bit.
-        own = tf.equal(tf.range(self.replicas, dtype=tf.int64), tf.cast(self.replica(), tf.int64))[:, None]
-        return self.all_reduce([tf.where(own, tensor, tf.zeros_like(tensor)) for tensor in tensors])
+        # Each replica adds its values in its own row, and zeros in the others. The sum has all rows without rounding.
+        replicas = tf.range(self.replicas, dtype=tf.int64)
+        is_own_row = tf.equal(replicas, tf.cast(self.replica(), tf.int64))[:, None]
+        # `where`, not a product: zero times infinity or NaN would be NaN in the rows of the other replicas.
+        tables = [tf.where(is_own_row, tensor, tf.zeros_like(tensor)) for tensor in tensors]
+        return self.all_reduce(tables)
 
     def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """Within `run`: the rows of all replicas, in the order of replicas. The number of rows may differ."""
@@ -66,28 +69,38 @@ def gathered_flat(gather: Callable[[tf.Tensor], tf.Tensor], tensors: Sequence[tf
         tensors: those of this replica.
     """
     gathered: dict[int, tf.Tensor] = {}
-    small: list[int] = []
+    small: dict[int, tf.Tensor] = {}
+    lengths: list[int] = []  # of the small ones
+    # The sizes are the same on all workers, and so are the collectives and their order.
     for index, tensor in enumerate(tensors):
-        if tensor.shape.num_elements() * tensor.dtype.size < ALONE:
-            small.append(index)
+        length = tensor.shape.num_elements()
+        if length * tensor.dtype.size < ALONE:
+            small[index] = tensor
+            lengths.append(length)
         else:
             # Copying it into a tensor with others, and out again, would take longer than sending it.
-            gathered[index] = tf.reshape(gather(tensor), [-1, tensor.shape.num_elements()])
+            gathered[index] = tf.reshape(gather(tensor), [-1, length])
+
     if small:
-        parts = [tensors[index] for index in small]
-        lengths = [part.shape.num_elements() for part in parts]
-        rows = tf.reshape(gather(tf.concat(parts, 0)), [-1, sum(lengths)])
+        together = tf.concat(list(small.values()), 0)
+        # One row for each replica; the columns are then cut into the tensors again.
+        rows = tf.reshape(gather(together), [-1, sum(lengths)])
         gathered |= zip(small, tf.split(rows, lengths, axis=1), strict=True)
-    return [gathered[index] for index in range(len(tensors))]
+    return _in_order(gathered)
 
 
 def of_one_dtype(reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Calls `reduce` once for the tensors of each dtype, usually the only one; results in the order of `tensors`."""
-    reduced: dict[int, tf.Tensor] = {}
     # In the order of `tensors`, not of a set: all workers must enter the collectives in the same order.
-    indices_by_dtype: dict[tf.DType, list[int]] = {}
+    groups: dict[tf.DType, dict[int, tf.Tensor]] = {}
     for index, tensor in enumerate(tensors):
-        indices_by_dtype.setdefault(tensor.dtype, []).append(index)
-    for indices in indices_by_dtype.values():
-        reduced |= zip(indices, reduce([tensors[index] for index in indices]), strict=True)
-    return [reduced[index] for index in range(len(tensors))]
+        groups.setdefault(tensor.dtype, {})[index] = tensor
+    reduced: dict[int, tf.Tensor] = {}
+    for group in groups.values():
+        reduced |= zip(group, reduce(list(group.values())), strict=True)
+    return _in_order(reduced)
+
+
+def _in_order(by_index: dict[int, tf.Tensor]) -> list[tf.Tensor]:
+    """The values of a dict whose keys are their places in a list."""
+    return [by_index[index] for index in sorted(by_index)]

@@ -55,13 +55,18 @@ class StrategyBackend(Backend):
             # A copy: a tensor that was captured from another graph may have no device, which TensorFlow needs here.
             return [reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensors[0]))]
         # tf.distribute would make a collective of each tensor. One flat tensor is one collective.
-        total = reduce(tf.distribute.ReduceOp.SUM, tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
+        flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+        total = reduce(tf.distribute.ReduceOp.SUM, tf.concat(flat, 0))
         parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        gather = tf.distribute.get_replica_context().all_gather
-        return of_one_dtype(lambda group: gathered_flat(lambda flat: gather(flat, 0), group), tensors)
+        context = tf.distribute.get_replica_context()
+
+        def gather(flat: tf.Tensor) -> tf.Tensor:
+            return context.all_gather(flat, 0)
+
+        return of_one_dtype(functools.partial(gathered_flat, gather), tensors)
 
     def assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
         # Not `variable.assign`, which takes the mean over replicas of a variable of tf_keras.
@@ -75,6 +80,7 @@ class StrategyBackend(Backend):
         self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
     ) -> None:
         # Keras 3 sums gradients over the replicas in `apply`, and no argument turns that off. These are summed already.
+        # An optimizer may wrap another one, as `LossScaleOptimizer` does: each of them would sum.
         inner = optimizer
         while inner is not None and hasattr(inner, "_all_reduce_sum_gradients"):
             inner._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
@@ -204,6 +210,7 @@ class MultiWorker(StrategyBackend):
             raise no_nccl("there is none", "ring")
         kind = tf.distribute.experimental.CommunicationImplementation
         implementation = kind.NCCL if gpus and communication != "ring" else kind.RING
+        # Before the strategy, whose own wait for the others names none of them and can't be interrupted.
         _meet()
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
         try:
@@ -230,13 +237,15 @@ class MultiWorker(StrategyBackend):
         self.local_replicas = self.strategy.num_replicas_in_sync // self.workers
         self.device = "GPU:0" if gpus and self.local_replicas == 1 else ""
         self._sum = tf.function(self._sum_in_graph, reduce_retracing=True)
+        # Last: it is a collective, which uses all that is set above.
         self.refuse_shared_gpus(gpus)
 
     def sum_on_host(self, array: np.ndarray) -> np.ndarray:
         # The length is rounded up to a power of 2: few shapes, and so few traces, serve all messages.
         flat = np.zeros(1 << max(array.size - 1, 7).bit_length(), np.int64)
         flat[: array.size] = array.reshape(-1)
-        return self.first(self._sum(tf.constant(flat))).numpy()[: array.size].reshape(array.shape)
+        total = self.first(self._sum(tf.constant(flat))).numpy()
+        return total[: array.size].reshape(array.shape)
 
     def _sum_in_graph(self, array: tf.Tensor) -> PerReplica:
         def in_replica(array: tf.Tensor) -> tf.Tensor:
@@ -311,9 +320,18 @@ def _meet() -> None:
             f"TF_CONFIG: this process is {own} at {places[own]}, but can't listen at that port ({error.strerror}): end "
             "what has it (`ss -ltnp` shows that), or give another port in the TF_CONFIG of all workers"
         ) from None
-    others = [name for name in places if name != own]
+    others = {name: address for name, address in places.items() if name != own}
+    # At the end the port is free for TensorFlow's server, which then answers the workers that come later.
     with listener:
-        await_peers({f"{name} ({places[name]})": functools.partial(answers, places[name]) for name in others})
+        await_peers(listeners(others))
+
+
+def listeners(places: Mapping[str, str]) -> dict[str, Callable[[], bool]]:
+    """The peers for `await_peers`: by name and address, a function that returns whether the process listens there."""
+    peers: dict[str, Callable[[], bool]] = {}
+    for name, address in places.items():
+        peers[f"{name} ({address})"] = functools.partial(answers, address)
+    return peers
 
 
 def no_nccl(why: str, instead: str) -> UsageError:
@@ -353,6 +371,7 @@ def named_devices(names: Sequence[str]) -> list[str]:
         UsageError: a text isn't the name of a device, comes twice, or names a missing device; with the present ones.
     """
     names = machine.device_names(names)
+    # `use_gpus` first: listing the logical devices starts TensorFlow, and GPUs can't be set up after that.
     gpus = [f"gpu:{index}" for index in range(len(use_gpus()))]
     with contextlib.suppress(UsageError):  # TensorFlow has already started with fewer: the error below names them
         logical_cpus(machine.count_cpus(names))

@@ -1,4 +1,4 @@
-"""What the launcher and the agent of a host send each other, and what the launcher needs of their connection."""
+"""The messages between the launcher and the agent of a host, and the interface of their connection."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Question(TypedDict, total=False):
 
     directory: str
     interface: str | None
+    # `Host.ask` fills in both for its host.
     files: list[str]
     slots: int
 

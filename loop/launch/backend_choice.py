@@ -67,6 +67,7 @@ def _refuse_unusable(backend: str, workers: int | None, environment: Mapping[str
 
 def _of_launcher(environment: Mapping[str, str], workers: int | None, serves: bool) -> tuple[str, str] | None:
     """The backend that the variables of an outside launcher ask for; None: there is no launcher."""
+    # Before TF_CONFIG, which a cluster may set for all processes: as `environment.job_rank` does.
     if "HOROVOD_RANK" in environment:
         if missing := machine.horovod_missing():
             raise UsageError(f"started by Horovod's launcher, but {missing}")
@@ -82,6 +83,7 @@ def _of_machine(workers: int | None) -> tuple[str, str]:
     """The best backend for this machine."""
     if plugin := plugins.first_available(workers or 1):
         return plugin, "this plug-in is available"
+    # With several workers, each has a GPU of its own; a single process takes all GPUs.
     if workers is not None and workers > 1:
         return job_backend()
     if machine.count_gpus() >= 2:
@@ -92,6 +94,7 @@ def _of_machine(workers: int | None) -> tuple[str, str]:
 def job_backend() -> tuple[str, str]:
     """The backend of a job on this machine for which none was asked for, and the reason in a few words."""
     missing = machine.horovod_missing()
+    # `multiworker` uses the NCCL that TensorFlow brings.
     if missing is None and not machine.horovod_knows_gpus():
         missing = "Horovod is built without NCCL, so that gradients between GPUs would go through the CPU"
     return ("horovod", "it is installed") if missing is None else ("multiworker", missing)
@@ -111,11 +114,11 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
     Raises:
         UsageError: what contradicts what.
     """
-    with_defaults(None, {"backend": backend})
+    with_defaults(None, {"backend": backend})  # refuses a name that is no backend's
     if backend == "parameter_server" and not asynchronous:
         raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
     _check_workers(workers)
-    schedulers.join(backend)
+    schedulers.join(backend)  # before `job_size`, which reads the variables that this sets
     size = job_size()
     if size is not None:
         # A worker that `tfloop` has started has the launcher's command line, and --workers in it.
@@ -123,7 +126,7 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
             raise UsageError(
                 f"--workers {workers}, but this job has been started with {size} workers: leave --workers out"
             )
-        workers = None
+        workers = None  # nothing is to be started: this process is one of the workers
     with stderr.quiet_start(says=False):  # a plug-in may load TensorFlow
         chosen, why = choose_backend(backend, workers)
     if alone and (chosen in ("horovod", "multiworker") or size is not None):

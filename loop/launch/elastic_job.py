@@ -238,7 +238,8 @@ class ElasticJob(Job):
         plan.generation += 1
         shares = Counter(worker.address for worker in chosen)
         # Horovod numbers ranks host by host. The oldest worker's host comes first, so that this worker is the chief.
-        chosen.sort(key=lambda worker: list(shares).index(worker.address))
+        hosts = list(shares)
+        chosen.sort(key=lambda worker: hosts.index(worker.address))
         places = self._rendezvous.enter_context(rendezvous(len(chosen), self._cluster, shares))
 
         for worker in chosen:

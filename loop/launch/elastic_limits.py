@@ -79,6 +79,7 @@ def discovered_slots(script: Path) -> int:
         UsageError: the script fails, or prints something else.
     """
     try:
+        # By its whole path: a name without a slash would be looked for on PATH.
         done = subprocess.run([script.absolute()], capture_output=True, text=True, timeout=30, check=True)
     except OSError as error:
         raise UsageError(
@@ -88,7 +89,7 @@ def discovered_slots(script: Path) -> int:
         raise UsageError(f"--discovery {script}: {error}") from None
     slots = 0
     for line in done.stdout.split():
-        host, _, count = line.partition(":")
+        host, _, count = line.partition(":")  # the form of Horovod's --host-discovery-script
         if host not in ("localhost", "127.0.0.1", socket.gethostname()) or not (count or "1").isdecimal():
             raise UsageError(
                 f"--discovery {script} printed {line!r}: give localhost:SLOTS; elastic workers run on this machine"

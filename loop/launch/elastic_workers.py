@@ -88,9 +88,11 @@ class ElasticWorkers:
             # Before the workers: those of a lost host have ended, and no other one may be started on that host.
             self._hosts = [host for host in self._cluster.hosts if not host.lost]
             self.wanted = sum(host.slots for host in self._hosts)
-        ended = [worker for worker in self.running if worker.process.poll() is not None]
-        for worker in ended:
-            self.running.remove(worker)
+        ended = []
+        for worker in list(self.running):
+            if worker.process.poll() is not None:
+                self.running.remove(worker)
+                ended.append(worker)
         return ended
 
     def pause(self) -> None:

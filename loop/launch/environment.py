@@ -56,7 +56,9 @@ def _rank_and_size() -> tuple[int, int | None]:
                 "sets both; unset them where it isn't meant"
             )
         return int(rank), int(size)
-    return read_tf_config(os.environ["TF_CONFIG"]) if "TF_CONFIG" in os.environ else (0, None)
+    if "TF_CONFIG" in os.environ:
+        return read_tf_config(os.environ["TF_CONFIG"])
+    return 0, None
 
 
 def worker_name() -> str:
@@ -72,7 +74,7 @@ def start_timeout() -> float:
     """
     text = os.environ.get(START_TIMEOUT, "120")
     with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
+        if 0 < float(text) < float("inf"):  # false for nan, too
             return float(text)
     raise UsageError(f"{START_TIMEOUT}={text}: give a number of seconds > 0")
 
@@ -136,6 +138,7 @@ def _check_addresses(addresses: Mapping[str, str]) -> None:
             raise UsageError(
                 f"TF_CONFIG: the address of {name} is {address!r}: give host:port, with a port of 1 to 65535"
             )
+        # Of two processes with the same address, only one could listen there.
         if same := [other for other in addresses if other != name and addresses[other] == address]:
             raise UsageError(f"TF_CONFIG: {name} and {same[0]} have the same address {address}: give each its own")
 

@@ -47,7 +47,7 @@ def run_job(
     """
     if cluster is None:
         machine.check_gpus(workers)
-    timeout = start_timeout()
+    timeout = start_timeout()  # before any worker starts: the value may be refused
     with job_directory() as (directory, environment):
         job = FixedJob(directory, environment, arguments, has_servers=backend == "parameter_server")
         try:
@@ -67,13 +67,15 @@ def _worker_environments(
 ) -> Iterator[list[dict[str, str]]]:
     """The environment variables that tell each worker its place."""
     if backend == "single":
-        yield [{}]
+        yield [{}]  # one worker on a cluster, without peers to meet
         return
     if backend == "horovod":
         from loop.launch.horovodrun import rendezvous
 
         with rendezvous(workers, cluster) as places:
-            yield [place | {LOCAL_SIZE: place["HOROVOD_LOCAL_SIZE"]} for place in places]
+            for place in places:
+                place[LOCAL_SIZE] = place["HOROVOD_LOCAL_SIZE"]
+            yield places
         return
     jobs = {"chief": 1, "worker": workers, "ps": servers} if backend == "parameter_server" else {"worker": workers}
     yield _tf_config_environments(jobs, cluster)
@@ -83,6 +85,7 @@ def _tf_config_environments(jobs: Mapping[str, int], cluster: Cluster | None) ->
     """`TF_CONFIG`, the local rank and the local size of each task; `jobs` has the number of tasks of each job."""
     places: Sequence[tuple[str, int | None]]
     if cluster is None:
+        # Another process may still take a port before its worker listens there: the worker then reports that.
         places = [(f"127.0.0.1:{port}", None) for port in machine.free_ports(sum(jobs.values()))]
     else:
         places = cluster.addresses()
@@ -97,6 +100,7 @@ def _tf_config_environments(jobs: Mapping[str, int], cluster: Cluster | None) ->
             members[job].append(address)
             hosts.append(address.rpartition(":")[0])
             tasks.append({"type": job, "index": index})
+            # On this machine, the index in its own job is enough: of several jobs, only the workers use GPUs.
             local_ranks.append(index if local_rank is None else local_rank)
     # In a second loop: the variables of each worker name all members.
     environments = []
@@ -150,13 +154,18 @@ class FixedJob(Job):
     def wait(self, timeout: float) -> None:
         """Waits for all workers; ends them when one has failed, or has not started in time; passes signals on."""
         start_by = time.monotonic() + timeout
-        end_by = float("inf")
+        end_by = float("inf")  # when all are killed; set once a worker has failed
         while not self._is_over():
             now = time.monotonic()
             if self._find_ended():
-                end_by = min(end_by, now + (_EARLY_GRACE if self._without("started") else _GRACE))
+                grace = _EARLY_GRACE if self._without("started") else _GRACE
+                # The first failure decides: those that follow from it must not prolong the wait.
+                end_by = min(end_by, now + grace)
             self.pass_signals_on()
-            if now > start_by and end_by == float("inf") and (missing := self._without("arrived", "started")):
+
+            # Those that have not arrived are the cause, if there are any: all others only wait for them.
+            is_late = now > start_by and end_by == float("inf")
+            if is_late and (missing := self._without("arrived", "started")):
                 self.problem = not_started([self._title(rank) for rank in missing], timeout)
             if now > end_by or self.problem:
                 self.kill()
@@ -173,6 +182,7 @@ class FixedJob(Job):
         return self.path(worker.name, "started").exists()
 
     def kill(self) -> None:
+        # By the clock of the workers' reports: `outcome` compares these times.
         self._killed = min(self._killed, time.time())
         for process in self._processes:  # also one that has ended: it may have left processes behind
             process.kill()
@@ -181,13 +191,17 @@ class FixedJob(Job):
         reports = self._reports()
         chief = reports.get(0)
         result = chief["result"] if chief else None
+        # The launcher has ended the job: what the workers report follows from that.
         if self.problem:
             return Outcome(1, self.problem, result)
+        # The chief has finished the training: the others were killed, or ended in their own way.
         if self._has_servers and chief and chief["code"] == 0:
             return Outcome(0, "", result)
+
         failures = self._failures(reports)
         if not failures:
             return Outcome(0, "", result)
+        # Stopped by a signal: workers have saved, or only noticed that others had ended.
         if self.stops and all(failure.echo or failure.code == PREEMPTED for failure in failures):
             return Outcome(PREEMPTED, "", result)
         first = min(failures)
@@ -220,14 +234,17 @@ class FixedJob(Job):
     def _find_ended(self) -> bool:
         """Notes which workers have ended since the last call; returns whether one of them has failed."""
         failed = False
-        found = [rank for rank in range(len(self._processes)) if self._processes[rank].poll() is not None]
+        ended = []
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                ended.append(rank)
         # The first one counts as the cause. A worker aborts when its peer is gone, so aborted ones come last.
-        for rank in sorted(found, key=lambda rank: self._processes[rank].returncode == -signal.SIGABRT):
+        for rank in sorted(ended, key=lambda rank: self._processes[rank].returncode == -signal.SIGABRT):
             if rank in self._ended or self._started_again(rank):
                 continue
             self._ended[rank] = time.time()
             # A worker that ends without a report has failed, whatever its exit code is.
-            is_silent = not (self._has_servers or self._has_reported(rank))
+            is_silent = not (self._has_servers or self._has_file(rank, "json"))
             failed = failed or is_silent or bool(self._processes[rank].returncode)
         return failed
 
@@ -236,8 +253,8 @@ class FixedJob(Job):
         is_replaceable = self._has_servers and self._titles[rank].startswith("worker")
         is_ending = self.stops or self._killed < float("inf")
         # One that ends before it has started would fail again: its failure is reported instead.
-        has_started = self.path(str(rank), "started").exists()
-        if not is_replaceable or is_ending or self._has_reported(rank) or not has_started:
+        has_started = self._has_file(rank, "started")
+        if not is_replaceable or is_ending or self._has_file(rank, "json") or not has_started:
             return False
         count = self._restarts[rank] = self._restarts.get(rank, 0) + 1
         if count > MOST_RESTARTS:
@@ -270,8 +287,10 @@ class FixedJob(Job):
     def _unreported_failure(self, rank: int) -> Failure:
         """The failure of a worker that was killed or has crashed, so that it could not report it."""
         returncode = self._processes[rank].returncode
-        # The chief reports the loss of a parameter server, with what was in it.
+        # After the launcher's own kill, an end is its consequence. With parameter servers, the chief reports the loss
+        # of one, with what was in it.
         echo = self._ended[rank] > self._killed or (self._has_servers and rank > 0)
+        # A worker that has no handler yet dies of the SIGTERM that asks it to stop.
         if returncode == PREEMPTED or (self.stops and returncode == -signal.SIGTERM):
             return Failure(echo, self._ended[rank], PREEMPTED, "")
         return Failure(echo, self._ended[rank], FAILED, self._died(rank))
@@ -279,13 +298,14 @@ class FixedJob(Job):
     def _without(self, *states: str) -> list[int]:
         """The ranks that have not reached the first of these states which any rank has not reached."""
         for state in states:
-            missing = [rank for rank in range(len(self._processes)) if not self.path(str(rank), state).exists()]
+            missing = [rank for rank in range(len(self._processes)) if not self._has_file(rank, state)]
             if missing:
                 return missing
         return []
 
-    def _has_reported(self, rank: int) -> bool:
-        return self.path(str(rank), "json").exists()
+    def _has_file(self, rank: int, what: str) -> bool:
+        """Whether a worker has written this file; "json": its report."""
+        return self.path(str(rank), what).exists()
 
     def _title(self, rank: int) -> str:
         return f"{self._titles[rank]}{self._processes[rank].where}"

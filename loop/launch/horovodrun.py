@@ -43,7 +43,8 @@ def rendezvous(
         address = cluster.address
         interfaces = cluster.interfaces()
         shares = shares or cluster.shares()
-    hosts = ",".join(f"{host}:{count}" for host, count in (shares or {"localhost": workers}).items())
+    shares = shares or {"localhost": workers}
+    hosts = ",".join(f"{host}:{count}" for host, count in shares.items())
     slots = get_host_assignments(parse_hosts(hosts), workers)
     server = serve(address, 0, slots)
     port = server.server_address[1]

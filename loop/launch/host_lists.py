@@ -31,14 +31,18 @@ def _values(part: str) -> list[str]:
     if not part.startswith("["):
         return [part]
     values = []
+    unreadable = UsageError(f"the node list has {part}, which can't be read: it must be like [01-03,7]")
     for text in part[1:-1].split(","):
         numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
-        first = numbers[1] if numbers else "1"
-        last = numbers[2] or first if numbers else "0"
-        if int(last) < int(first) or int(last) - int(first) >= 1_000_000:
-            raise UsageError(f"the node list has {part}, which can't be read: it must be like [01-03,7]")
-        for number in range(int(first), int(last) + 1):
-            values.append(f"{number:0{len(first)}}")  # as many digits as the first one has: 08, 09, 10
+        if numbers is None:
+            raise unreadable
+        first = int(numbers[1])
+        last = int(numbers[2] or numbers[1])
+        if not 0 <= last - first < 1_000_000:  # no cluster is larger; a longer list would fill the memory
+            raise unreadable
+        digits = len(numbers[1])  # as many as the first one has: 08, 09, 10
+        for number in range(first, last + 1):
+            values.append(f"{number:0{digits}}")
     return values
 
 
@@ -82,7 +86,7 @@ def task_hosts(text: str) -> list[str]:
     hosts: dict[int, str] = {}
     for line in text.splitlines():
         host, _, tasks = line.rpartition(": ")
-        numbers = [int(number) for number in _values(f"[{tasks.strip('[]')}]")]
+        numbers = list(map(int, _values(f"[{tasks.strip('[]')}]")))
         if not host or hosts.keys() & set(numbers):
             raise UsageError(f"the task map {text!r} can't be read: it must have lines like host1: 0-1")
         hosts |= dict.fromkeys(numbers, host)

@@ -59,4 +59,4 @@ def _is_interface(text: str) -> bool:
     """Whether a text may be the name of an interface, or is a network."""
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_network(text))
-    return re.fullmatch(r"[^/\s]{1,15}", text) is not None
+    return re.fullmatch(r"[^/\s]{1,15}", text) is not None  # Linux allows no longer names

@@ -144,7 +144,10 @@ class Host:
         self.workers |= workers
         self._directory = directory
         self._show = show
-        shared = {name: value for name, value in environment.items() if not _OF_A_HOST.fullmatch(name)}
+        shared = {}
+        for name, value in environment.items():
+            if not _OF_A_HOST.fullmatch(name):
+                shared[name] = value
         self.send(start={"places": places, "arguments": arguments, "environment": shared})
         return list(workers.values())
 
@@ -190,7 +193,7 @@ class Host:
 
     def lose(self, reason: str) -> None:
         """Marks the host as lost, and its workers with it."""
-        self.lost = self.lost or reason
+        self.lost = self.lost or reason  # several threads may call this: the first reason counts
         for rank, worker in self.workers.items():
             if worker.returncode is None:
                 worker.lost = f"host {self.name} is gone, and rank {rank} with it: {self.lost}"
@@ -210,7 +213,8 @@ class Host:
                 self._show(text, self.name)
         code = self.process.wait()
         self.threads[1].join(1.0)  # it may still read the reason from stderr
-        has_finished = self._over and None not in [worker.returncode for worker in self.workers.values()]
+        # An agent ends by itself only after the launcher has told it that all workers are started.
+        has_finished = self._over and all(worker.returncode is not None for worker in self.workers.values())
         if not has_finished:
             what = "its connection ended" if self.answered.is_set() else "can't be reached"
             reason = mask(self._printed[-1]) if self._printed else f"exit code {code}"
@@ -277,7 +281,8 @@ class Cluster:
         expected = expected_versions(backend)
         problems = []
         for host in self.hosts:
-            problems += [f"{host.name}: {reason}" for reason in host.problems(expected, files)]
+            for reason in host.problems(expected, files):
+                problems.append(f"{host.name}: {reason}")
         if problems:
             raise UsageError("; ".join(problems))
 
@@ -367,8 +372,9 @@ class Cluster:
         workers: list[Remote] = []
         for host in self.hosts:
             ranks = range(len(workers), len(workers) + host.slots)
-            workers += host.start({rank: places[rank] for rank in ranks}, arguments, environment, directory, show)
-            host.over()
+            own_places = {rank: places[rank] for rank in ranks}
+            workers += host.start(own_places, arguments, environment, directory, show)
+            host.over()  # a fixed job starts no worker twice
         return workers
 
     def close(self) -> None:

@@ -134,6 +134,7 @@ class Job(abc.ABC):
         if self.stops and not self._announced and any(self.directory.glob("rank-*.trains")):
             self._announced = True
             self.output.line(signals.STOPPING)
+        # A problem that was found before stays the reason that is given.
         if self.stops > 1 and not self.problem:
             self.problem = ENDED_AT_ONCE
         if self.stops:
@@ -167,6 +168,7 @@ class Job(abc.ABC):
 def job_directory() -> Iterator[tuple[Path, dict[str, str]]]:
     """Yields a directory in which workers report to the launcher, and the environment that names it to them."""
     with signals.temporary_directory("tfloop-") as directory:
+        # Unbuffered: a worker writes into a pipe, and its last lines would be lost when it is killed.
         environment = {**os.environ, JOB: directory, LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         if sys.stderr.isatty():  # then workers send their progress, which the launcher draws as a bar
             environment[RELAY] = "relay"

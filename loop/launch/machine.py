@@ -24,13 +24,16 @@ NCCL = b"ncclAllReduce"
 
 def usable_cpus() -> int:
     """How many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # on macOS, where a process can't be limited to some of the cores
 
 
 def count_gpus() -> int:
     """The number of NVIDIA GPUs that this process may use, without loading TensorFlow."""
     devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     named = named_gpus()
+    # The variable may name more GPUs than this machine, or this container, has.
     return len(devices) if named is None else min(len(devices), len(named))
 
 
@@ -97,6 +100,7 @@ def _missing_mpi(libraries: Sequence[Path]) -> str:
     """The name of the MPI library that Horovod was built with, if this machine doesn't have it; else ""."""
     for library in libraries:
         with _content(library) as content:
+            # The library's list of what it is linked with holds the whole name, which ends with a zero byte.
             begin = content.find(MPI)
             if begin < 0:
                 continue
@@ -131,7 +135,7 @@ def horovod_built_with(name: bytes) -> bool:
 
 @contextlib.contextmanager
 def _content(library: Path) -> Iterator[mmap.mmap]:
-    """What is in a library, which isn't loaded."""
+    """The bytes of a library, which isn't loaded."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         yield content
 
@@ -152,6 +156,7 @@ def port_is_free(host: str, port: int) -> bool:
         UsageError: this machine has no such address.
     """
     with socket.socket() as probe:
+        # As servers do: otherwise a port whose last connections have just ended would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -116,6 +116,7 @@ class Member:
                     self.kept.save()
                 raise PeerError(plan["end"])
             last = self.generation
+            # Before `_start`: from now on, `changed` means a plan that is newer than this one.
             self.generation = plan["generation"]
             if self._worker in plan["places"]:
                 if self._start(start, plan["places"][self._worker]):
@@ -127,6 +128,7 @@ class Member:
     def _start(self, start: Callable[[Callable[[], None]], None], place: Mapping[str, str]) -> bool:
         """Starts the backend in a place; returns False if a newer generation was planned meanwhile."""
         os.environ.update(place)
+        # What is open after the start, and wasn't before, is the backend's. `cut` closes nothing else.
         before = _open_sockets()
         try:
             start(self._check)
@@ -143,7 +145,7 @@ class Member:
         wait for a peer that has left the collective.
         """
         sockets = self._sockets
-        self._sockets = set()
+        self._sockets = set()  # at once: `_watch`, in another thread, cuts as long as there are any
         for descriptor in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 if str(descriptor.readlink()) in sockets:
@@ -164,6 +166,7 @@ class Member:
         while True:
             with contextlib.suppress(OSError):
                 status = (self._job / PLAN).stat()
+                # A new plan replaces the file, so that none is read half-written, and most often has a new inode.
                 version = (status.st_ino, status.st_mtime_ns)
                 if version != seen:
                     seen = version

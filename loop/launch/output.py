@@ -19,7 +19,7 @@ class Output:
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
         self._display = Display()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # each stream of each worker has a thread, and the launcher prints, too
 
     def line(self, text: str) -> None:
         """Prints a line."""
@@ -30,6 +30,7 @@ class Output:
         """Follows both streams of a process; each line has the label in front."""
         for stream in (process.stdout, process.stderr):
             assert stream is not None
+            # A daemon: a launcher that fails must not wait for the output of its workers.
             thread = threading.Thread(target=self._copy, args=(process, stream, label), daemon=True)
             thread.start()
             self.threads.append(thread)

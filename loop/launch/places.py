@@ -69,6 +69,7 @@ def _jsrun(environment: Mapping[str, str]) -> Place | None:
             f"{local_size}, has no place on the {len(nodes)} hosts of LSB_MCPU_HOSTS: start as many tasks on each of "
             "them, with jsrun --launch_distribution packed"
         )
+    # By `packed`, the ranks of a node follow each other.
     hosts: list[str] = []
     for node in nodes:
         hosts += [node] * local_size
@@ -86,6 +87,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
             f"{horovod_lacks_mpi()}, and mpirun doesn't tell multiworker which hosts they are: start with --hosts or "
             "srun, give each TF_CONFIG, or build Horovod with MPI (docs/scale-out.md)"
         )
+    # Without a number of the job, two jobs on this machine would use the same ports.
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
     if job is None and PORTS not in environment:
         raise UsageError(f"mpirun has set no PMIX_NAMESPACE, which ports are derived from: set {PORTS} for all workers")
@@ -105,6 +107,7 @@ def _flux(environment: Mapping[str, str]) -> Place | None:
     job = _text(environment, "FLUX_JOB_ID")
     hosts = ["localhost"] * size if nodes == 1 else task_hosts(_flux_task_map(job))
     has_rank = len(hosts) == size > rank and len(set(hosts)) == nodes
+    # `schedulers` numbers the workers of a host in the order of their ranks: Flux must have done so, too.
     if not has_rank or hosts[:rank].count(hosts[rank]) != local_rank:
         raise UsageError(
             f"Flux's variables and task map contradict each other: {len(set(hosts))} hosts with {len(hosts)} tasks, "
@@ -168,7 +171,7 @@ def _lsf_hosts(environment: Mapping[str, str]) -> list[str]:
     """The host of each slot of a job of LSF. `LSB_HOSTS` has them, too, but LSF doesn't set it for a long list."""
     hosts = host_counts(_text(environment, "LSB_MCPU_HOSTS"))
     others = environment.get("LSB_HOSTS", "").split()
-    if others and sorted(others) != sorted(hosts):
+    if others and sorted(others) != sorted(hosts):  # as many slots of each host, in any order
         raise UsageError(
             f"LSF's variables contradict each other: LSB_MCPU_HOSTS={environment['LSB_MCPU_HOSTS']}, LSB_HOSTS="
             f"{environment['LSB_HOSTS']}"
@@ -219,7 +222,7 @@ def _pbsdsh_rank(environment: Mapping[str, str], hosts: list[str]) -> int:
 def _skypilot(environment: Mapping[str, str]) -> Place | None:
     if "SKYPILOT_NODE_RANK" not in environment:
         return None
-    hosts = _text(environment, "SKYPILOT_NODE_IPS").split()
+    hosts = _text(environment, "SKYPILOT_NODE_IPS").split()  # in the order of the nodes' ranks
     nodes = environment.get("SKYPILOT_NUM_NODES", str(len(hosts)))
     if nodes != str(len(hosts)) or len(set(hosts)) != len(hosts):
         raise UsageError(
@@ -228,6 +231,7 @@ def _skypilot(environment: Mapping[str, str]) -> Place | None:
         )
     if len(hosts) == 1:
         return None
+    # Otherwise a node whose driver has failed would train on its CPU, and all others would wait for it.
     promised = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
     if promised.isdecimal() and int(promised) > machine.count_gpus() and "CUDA_VISIBLE_DEVICES" not in environment:
         raise UsageError(
@@ -252,6 +256,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Place | None:
         )
     index = number(environment, "JOB_COMPLETION_INDEX")
     pods = counts.popitem()[1]
+    # The pods of an indexed job are named by the job and their index; so the names of all pods are known.
     name = _text(environment, "HOSTNAME")
     job = name.removesuffix(f"-{index}")
     if job == name or index >= pods or environment.get("JAX_PROCESS_ID", str(index)) != str(index):
@@ -290,7 +295,7 @@ def _check_here(launcher: str, rank: int, hosts: list[str]) -> None:
 
 
 def _hash(job: str) -> int:
-    return zlib.crc32(job.encode())
+    return zlib.crc32(job.encode())  # not `hash`, which differs between processes
 
 
 def _numbers(environment: Mapping[str, str], prefix: str, names: Sequence[str]) -> list[int]:

@@ -14,7 +14,7 @@ INTERFACE = "loop.backends.base.Backend"
 
 
 class BackendClass(Protocol):
-    """What is asked of a backend's class here. The class itself is above this folder; see `loop.backends.base`."""
+    """The part of a backend's class that is used here. The class itself is in a higher folder: `loop.backends.base`."""
 
     name: str
     priority: int | None

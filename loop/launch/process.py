@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-_LAST_WORDS = 2.0  # seconds for which output is still read after a worker has ended, from processes that it has started
+# Seconds for which the output of a worker's own processes is still read after the worker has ended.
+_LAST_WORDS = 2.0
 _LONGEST = 1 << 20  # bytes that are read at once, and the length from which a line is shown in parts
 
 

@@ -133,5 +133,5 @@ class ActorConnection:
 
 def in_a_line(error: BaseException) -> str:
     """The last line of Ray's message that isn't empty: the reason. Ray puts a remote traceback before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = list(filter(None, map(str.strip, str(error).splitlines())))
     return lines[-1] if lines else type(error).__name__

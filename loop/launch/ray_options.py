@@ -55,6 +55,7 @@ def read_request(typed: SimpleNamespace, limits: Limits | None = None) -> Reques
         _check_unused(typed)
         return None
     _check_others(typed)
+    # An elastic job asks for room for all that it may have; it begins when there is room for `fewest`.
     workers = typed.workers or (limits.high if limits else 1)
     return Request(
         address=typed.address or "auto",
@@ -120,17 +121,17 @@ def check_address(address: str) -> None:
     """
     if address == "auto":
         return
-    found = re.fullmatch(r"([^\s/]+):(\d{1,5})", address, re.ASCII)
-    if found is None:
+    parts = re.fullmatch(r"([^\s/]+):(\d{1,5})", address, re.ASCII)
+    if parts is None:
         raise UsageError(
             f"--address {address}: give HOST:PORT of the cluster's head, or auto, on a machine that is one of its nodes"
         )
     try:
-        socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=5.0).close()
+        socket.create_connection((parts[1].strip("[]"), int(parts[2])), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise UsageError(
             f"--address {address}: no Ray cluster there ({error}): start one with `ray start`, which prints its address"
         ) from None
-    if found[1] in _LOOPBACK:
+    if parts[1] in _LOOPBACK:
         # The cluster is bound to loopback. Without this variable, Ray would connect to an external address instead.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

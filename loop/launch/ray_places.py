@@ -161,7 +161,10 @@ class RayCluster(Cluster):
         needed = " and ".join(f"{count} {name}" for name, count in self._bundle.items())
         total = self._ray.cluster_resources()
         free = self._ray.available_resources()
-        has = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in ("CPU", "GPU"))
+        resources = []
+        for name in ("CPU", "GPU"):
+            resources.append(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)")
+        has = ", ".join(resources)
         tell(f"waiting for room on the Ray cluster: {needed} for each worker; it has {has}")
 
         while not wait(timeout):
@@ -177,7 +180,9 @@ class RayCluster(Cluster):
         places = 0
         for node in self._ray.nodes():
             if node["Alive"]:
-                places += int(min(node["Resources"].get(name, 0) // count for name, count in self._bundle.items()))
+                # The scarcest resource decides.
+                fits = [node["Resources"].get(name, 0) // count for name, count in self._bundle.items()]
+                places += int(min(fits))
         return places
 
 

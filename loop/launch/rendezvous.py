@@ -36,6 +36,6 @@ def serve_job() -> None:
 def serve(address: str, port: int, slots: list[SlotInfo]) -> RendezvousHTTPServer:
     """The server for workers in these slots, in a thread; port 0: any that is free."""
     server = RendezvousHTTPServer((address, port), RendezvousHandler, 0)
-    server.init(slots)
+    server.init(slots)  # before it serves: it answers the workers by these slots
     threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
     return server

@@ -41,16 +41,17 @@ def place(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
     """
     if by_mpi := _by_mpi(backend, environment):
         return by_mpi
-    found = places.find(environment)
-    if found is None:
+    launcher_and_place = places.find(environment)
+    if launcher_and_place is None:
         return {}
-    launcher, own = found
+    launcher, own = launcher_and_place
     if backend == "horovod" and launcher == "mpirun":
         raise UsageError(
             f"backend='horovod' under mpirun, but {places.horovod_lacks_mpi()}: build it with MPI (docs/scale-out.md), "
             "or use multiworker"
         )
     base = _port_base(own.number, environment)
+    # Horovod's rendezvous has the last port of the block; the workers of a host count from the first.
     return _horovod(own, base + _BLOCK - 1) if backend == "horovod" else _tf_config(own, base)
 
 
@@ -73,11 +74,13 @@ def _by_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
 def _tf_config(own: Place, base: int) -> dict[str, str]:
     hosts = _reachable(own)
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    # Every worker computes the same list: nothing is asked of the others.
     addresses = []
     for host, local_rank in zip(hosts, local_ranks):
         name = f"[{host}]" if ":" in host else host  # IPv6 in brackets
         addresses.append(f"{name}:{base + local_rank}")
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": own.rank}}
+    # Without a local rank, a worker takes all GPUs of its host.
     rank_here = {} if own.owns_host else {"TFLOOP_LOCAL_RANK": str(local_ranks[own.rank])}
     return {"TF_CONFIG": json.dumps(config), **rank_here}
 

@@ -57,6 +57,7 @@ class Wishes:
         if number == signal.SIGHUP:
             self.count = max(self.count, 1)
         elif last is None or now - last > _SAME:
+            # After SIGHUP alone, this is still the first wish.
             self.count = 1 if self._only_hangups else self.count + 1
             self._only_hangups = False
         return self.count
@@ -87,16 +88,15 @@ def watched(heard: Callable[[int], None]) -> Iterator[None]:
     Python calls the handlers themselves only after a call into TensorFlow has ended, which may take minutes.
     """
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    os.set_blocking(writer, False)  # Python writes from a signal handler, which must never wait
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _own.add(writer)
 
     def watch() -> None:
         while number := os.read(reader, 1):
-            if before not in (
-                -1,
-                *_own,
-            ):  # the descriptor of another library, such as an event loop: it gets the signal, too
+            # The descriptor of another library, such as an event loop: it gets the signal, too.
+            is_foreign = before not in (-1, *_own)
+            if is_foreign:
                 with contextlib.suppress(OSError):
                     os.write(before, number)
             heard(number[0])
@@ -106,9 +106,10 @@ def watched(heard: Callable[[int], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        # In this order: Python must not write a signal into a closed descriptor, or into the next file of its number.
         signal.set_wakeup_fd(before)
         _own.discard(writer)
-        os.close(writer)
+        os.close(writer)  # ends the thread, which reads the end of the pipe
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Starts processes of `tfloop` that have TensorFlow imported already, where the system can fork them.
 
-A server imports it once and forks for each process: a trial of a sweep then starts in a tenth of a second, and not in
-several. The server has used TensorFlow for nothing, so that a process is as one that has just imported it. Each is a
-process of its own: what ends one ends no other.
+A server imports TensorFlow once and forks for each process: a trial of a sweep then starts in a tenth of a second,
+instead of several seconds. The server itself computes nothing with TensorFlow, so that a forked process is like one
+that has just imported it. The processes don't depend on each other: a crash or a kill ends only one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Protocol
 from loop.launch.environment import LAUNCHER
 
 COMMAND = [sys.executable, "-P", "-m", "cli"]
-"""What a command must begin with, to be started so."""
+"""The beginning of a command that can be started in this way."""
 
 _PRELOADED = "loop.commands.preloaded"
 """The module that the server imports; by name, since a launcher imports none of it."""
@@ -36,7 +36,7 @@ _AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "LD
 
 
 class Process(Protocol):
-    """What starts of processes have in common: a part of `subprocess.Popen`."""
+    """A process that was started, by the server or without it: a part of `subprocess.Popen`."""
 
     pid: int
 
@@ -62,14 +62,15 @@ def start(command: Sequence[str], environment: Mapping[str, str], stdout: Path, 
     """Starts a command in a session of its own, without input.
 
     Args:
-        command: of `tfloop`, for a warm start; any other one is started as ever.
-        environment: its variables.
-        stdout: the file that its output is added to.
-        stderr: the same for its errors.
+        command: the command; one that doesn't begin with `COMMAND` is started without the server.
+        environment: its environment variables.
+        stdout: the file to which its output is appended.
+        stderr: the file to which its errors are appended.
     """
-    with stdout.open("ab") as out, stderr.open("ab") as errors:  # they are there, whenever the process ends
+    # Opened here in any case, so that both files exist however early the process ends.
+    with stdout.open("ab") as out, stderr.open("ab") as errors:
         if list(command[: len(COMMAND)]) == COMMAND and _can_fork(environment):
-            with contextlib.suppress(OSError, EOFError):  # the server has crashed, or was killed
+            with contextlib.suppress(OSError, EOFError):  # the server has crashed, or was killed: go on without it
                 return _Forked(command, environment, stdout, stderr)
         return subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
@@ -108,7 +109,7 @@ class _Forked:
         self._wait_for_session()
 
     def _wait_for_session(self) -> None:
-        """A caller may kill the whole session at once."""
+        """Waits until the process leads a session: a caller may want to kill the whole session at once."""
         with contextlib.suppress(ProcessLookupError):  # it has ended
             while os.getpgid(self.pid) != self.pid:
                 time.sleep(_SESSION_PAUSE)
@@ -137,6 +138,7 @@ def _run(command: list[str], environment: dict[str, str], stdout: Path, stderr: 
     """Makes this process, which was just forked, the one that runs the command."""
     import numpy
 
+    # First: the caller waits for it.
     os.setsid()
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     for path, number in ((Path(os.devnull), 0), (stdout, 1), (stderr, 2)):
@@ -149,11 +151,12 @@ def _run(command: list[str], environment: dict[str, str], stdout: Path, stderr: 
     if LAUNCHER in environment:
         os.environ[LAUNCHER] = str(os.getppid())  # the server, which ends with the launcher
     numpy.random.seed()  # or all processes would draw the same numbers
+    # As `python -P -m MODULE ARGUMENTS...` would do; see `COMMAND`.
     sys.argv[:] = ["tfloop", *command[4:]]
     try:
         runpy.run_module(command[3], run_name="__main__", alter_sys=True)
     finally:
-        # A process of `multiprocessing` ends without these.
+        # A process of `multiprocessing` ends without these three, unlike any other process of Python.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

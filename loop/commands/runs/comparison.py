@@ -19,7 +19,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def compare(records: Sequence[Record], metric: str | None = None) -> list[RenderableType]:
-    """What runs differ in, what came out, and one curve of each in one plot.
+    """What runs differ in, their best values, and one curve of each in one plot.
 
     Raises:
         UsageError: fewer than two, or more than there are letters; no run has the metric.
@@ -27,6 +27,7 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[Render
     if not 2 <= len(records) <= len(LETTERS):
         raise UsageError(f"{plural(len(records), 'run')} to compare: give 2 to {len(LETTERS)}")
     check_metric(metric, records)
+    # By letters, because whole names would leave no room for the values.
     by_letter = dict(zip(LETTERS, records, strict=False))
     parts: list[RenderableType] = [f"{letter}  {record.name}" for letter, record in by_letter.items()]
 
@@ -38,21 +39,39 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[Render
     best_values = _best_values(records, metric)
     parts += ["", *terminal.tables(best_values, ["best", *by_letter], right=range(1, len(records) + 1))]
 
-    name = metric or next((record.metric for record in records if record.metric), "")
+    name = _plotted(records, metric)
     if name:
-        parts += ["", *terminal.plot(name, {letter: run.curves.get(name, []) for letter, run in by_letter.items()})]
+        curves = {letter: record.curves.get(name, []) for letter, record in by_letter.items()}
+        parts += ["", *terminal.plot(name, curves)]
     return parts
+
+
+def _plotted(records: Sequence[Record], metric: str | None) -> str:
+    """The metric that is plotted: the one that was asked for, else that of the first run that has one; "": none."""
+    if metric:
+        return metric
+    for record in records:
+        if record.metric:
+            return record.metric
+    return ""
 
 
 def _best_values(records: Sequence[Record], metric: str | None) -> list[list[str]]:
     """A row for each metric: its name, and the best value of each run, the best of all with a star."""
     rows = []
     for name in metrics(records):
+        # Points within epochs are of metrics that have a row of their own; they get one only if they were asked for.
         if name.startswith(STEP) and name != metric:
             continue
         values = [best_or_last(record, name) for record in records]
         top = best_of_all(name, values)
-        # A blank stands where another cell has its star, so that the numbers end flush.
-        cells = ["-" if value is None else f"{value:.6g}" + ("*" if value == top else " ") for value in values]
-        rows.append([name, *cells])
+        row = [name]
+        for value in values:
+            if value is None:
+                row.append("-")
+            else:
+                # A blank stands where another cell has its star, so that the numbers end flush.
+                star = "*" if value == top else " "
+                row.append(f"{value:.6g}{star}")
+        rows.append(row)
     return rows

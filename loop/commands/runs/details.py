@@ -27,7 +27,7 @@ def shown_as_json(record: Record) -> str:
 
 
 def show(record: Record, metric: str | None = None) -> list[RenderableType]:
-    """A picture of a run: what it is, its curves, checkpoints, where its time went, what went wrong.
+    """An overview of a run: its settings, curves and checkpoints, where its time went, and what went wrong.
 
     Raises:
         UsageError: it has no such metric.
@@ -45,14 +45,22 @@ def show(record: Record, metric: str | None = None) -> list[RenderableType]:
     if record.verdict:
         parts += ["", *record.verdict]
     if record.faults:
-        rows = [[terminal.when(fault.time), f"step {fault.step:,}", fault.text] for fault in record.faults]
-        parts += ["", terminal.title("what it went through"), terminal.table(rows, right=(1,))]
+        parts += ["", terminal.title("what it went through"), _faults(record)]
     return parts
 
 
+def _faults(record: Record) -> Table:
+    """The table of what went wrong, and when."""
+    rows = []
+    for fault in record.faults:
+        rows.append([terminal.when(fault.time), f"step {fault.step:,}", fault.text])
+    return terminal.table(rows, right=(1,))
+
+
 def _outcome(record: Record) -> str:
-    """How it ended, after how much, and when."""
+    """How the run ended, after how many steps, and when."""
     why = f" ({record.reason})" if record.reason else ""
+    # A run that has made all its steps has one number.
     of = f" of {record.total_steps:,}" if record.total_steps and record.total_steps != record.steps else ""
     done = f"{record.steps:,}{of} steps, {plural(record.epochs, 'epoch')}, {record.examples:,} examples"
     attempts = f" in {record.lives} attempts" if record.lives > 1 else ""
@@ -62,13 +70,13 @@ def _outcome(record: Record) -> str:
 
 
 def _facts(record: Record) -> list[Table]:
-    """What was trained, on what, and with which settings; without what isn't known."""
+    """The task, the backend and the settings of the run. Unknown entries are left out."""
     parameters = "" if record.parameters is None else f", {record.parameters:,} parameters"
     replicas = terminal.counted(record.replicas, "replica")
     workers = terminal.counted(record.workers, "worker")
     options = {}
     for name, value in record.options.items():
-        if value != DEFAULTS.get(name) and name != "backend":
+        if value != DEFAULTS.get(name) and name != "backend":  # the backend has a line of its own, with what was chosen
             options[name] = value
     facts = {
         "task": f"{record.target or record.task}{parameters}",
@@ -77,7 +85,10 @@ def _facts(record: Record) -> list[Table]:
         "options": _pairs(options),
         "versions": _pairs(record.versions),
     }
-    rows = [[name, text] for name, text in facts.items() if text]
+    rows = []
+    for name, text in facts.items():
+        if text:
+            rows.append([name, text])
     return [terminal.table(rows)] if rows else []
 
 
@@ -86,15 +97,19 @@ def _pairs(values: Mapping[str, object]) -> str:
 
 
 def _plotted(record: Record, metric: str | None) -> Iterator[tuple[str, dict[str, terminal.Points]]]:
-    """Curves that belong in one plot, with its title: a metric of training, within epochs, and of the evaluation."""
+    """The title and the curves of each plot: a metric within epochs, of whole epochs, and of the evaluation."""
     if metric:
         chosen = [_plain_name(metric)]
     else:
         names = dict.fromkeys(map(_plain_name, record.curves))
+        # The loss first. The sort is stable: all others keep the order in which the run has them.
         chosen = sorted(names, key=lambda name: name != "loss")[:_MOST_PLOTS]
     for name in chosen:
-        kinds = (STEP + name, name, "eval_" + name)
-        yield name, {kind: record.curves[kind] for kind in kinds if kind in record.curves}
+        curves: dict[str, terminal.Points] = {}
+        for kind in (STEP + name, name, "eval_" + name):
+            if kind in record.curves:
+                curves[kind] = record.curves[kind]
+        yield name, curves
 
 
 def _plain_name(metric: str) -> str:
@@ -105,11 +120,16 @@ def _metrics(record: Record) -> Table:
     """The table of metrics: their last and best values."""
     rows = []
     for name in record.curves:
-        if not name.startswith(STEP):
-            step, best = record.best(name) or ("", None)
-            numbers = ["" if number is None else f"{number:.6g}" for number in (record.last(name), best)]
-            rows.append([name, *numbers, f"{step}"])
+        if name.startswith(STEP):  # points within epochs are only plotted
+            continue
+        # Where the name doesn't say which way is better, there is no best value, and no step.
+        step, best = record.best(name) or ("", None)
+        rows.append([name, _number(record.last(name)), _number(best), f"{step}"])
     return terminal.table(rows, ("metric", "last", "best", "at step"), right=(1, 2, 3))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
 
 
 def _checkpoints(record: Record) -> Table:

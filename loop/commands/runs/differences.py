@@ -1,4 +1,4 @@
-"""`tfloop runs diff`: what two runs differ in: settings, versions, data, commit, and the lines of their code."""
+"""`tfloop runs diff`: the settings, versions, data, commit and lines of code in which two runs differ."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ _SHOWN = {
     "host": "host",
     "image": "image",
 }
-"""The facts of `callbacks.run_record.provenance` that are compared, and what they are called."""
+"""The facts of `callbacks.run_record.provenance` that are compared, each with its label."""
 _TEXTS = {"task": "the task's file", "diff": "changes since the commit"}
 _MOST_LINES = 400  # of a text's differences
 
 
 def diff(first: Record, second: Record) -> list[RenderableType]:
-    """What two runs differ in, as a table, and the lines of code that differ."""
+    """A table of what two runs differ in, and the lines of code that differ."""
     rows = [*differences([first, second]), *_facts(first, second)]
     parts: list[RenderableType] = [f"A  {first.name}", f"B  {second.name}", ""]
     if rows:
         parts += terminal.tables(rows, ["differs", "A", "B"])
-    code = [line for what in _TEXTS for line in _text_differences(first, second, what)]
+    code: list[str] = []
+    for what in _TEXTS:
+        code += _text_differences(first, second, what)
     if not rows and not code:
         parts.append("they differ in nothing that is recorded")
     return parts + code
@@ -44,17 +46,20 @@ def diff(first: Record, second: Record) -> list[RenderableType]:
 def _facts(first: Record, second: Record) -> Iterator[list[str]]:
     """A row for each fact about the origin and the data that differs."""
     for name, label in _SHOWN.items():
-        cells = [str(record.provenance.get(name, "-")) for record in (first, second)]
-        if cells[0] != cells[1]:
-            yield [label, *(printable(cell[:120]) for cell in cells)]
+        one = str(first.provenance.get(name, "-"))
+        other = str(second.provenance.get(name, "-"))
+        # Compared whole, and cut only to be shown. What a run directory holds may have control characters.
+        if one != other:
+            yield [label, printable(one[:120]), printable(other[:120])]
     for kind in ("train", "eval"):
-        cells = [_data(record, kind) for record in (first, second)]
-        if cells[0] != cells[1]:
-            yield [f"{kind} data", *cells]
+        one = _data(first, kind)
+        other = _data(second, kind)
+        if one != other:
+            yield [f"{kind} data", one, other]
 
 
 def _data(record: Record, kind: str) -> str:
-    """The data of a run in a few words: how many examples, and the beginning of the hash of the first ones."""
+    """The data of a run in a few words: the number of examples, and the beginning of the hash of the first ones."""
     about = record.data.get(kind)
     if not isinstance(about, dict):
         return "-"
@@ -67,10 +72,11 @@ def _text_differences(first: Record, second: Record, what: str) -> list[str]:
     """The differing lines of a text that both runs have kept, as a unified diff."""
     one = provenance.text(first.path, first.provenance, what) or ""
     other = provenance.text(second.path, second.provenance, what) or ""
-    found = list(difflib.unified_diff(one.splitlines(), other.splitlines(), "A", "B", lineterm="", n=2))
-    if not found:
+    lines = list(difflib.unified_diff(one.splitlines(), other.splitlines(), "A", "B", lineterm="", n=2))
+    lines = lines[2:]  # without the head, which names the two files; it is there only if they differ
+    if not lines:
         return []
-    shown = [printable(line) for line in found[2:][:_MOST_LINES]]
-    if len(found) - 2 > _MOST_LINES:
-        shown.append(f"... {len(found) - 2 - _MOST_LINES} more lines")
+    shown = list(map(printable, lines[:_MOST_LINES]))
+    if len(lines) > _MOST_LINES:
+        shown.append(f"... {len(lines) - _MOST_LINES} more lines")
     return ["", f"{_TEXTS[what]}, - A, + B:", *shown]

@@ -1,4 +1,4 @@
-"""Finds run directories: by name, the beginning of a name, path, or `latest`."""
+"""Finds run directories: by name, by the beginning of a name, by path, or as `latest`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find(root: Path) -> list[Path]:
     try:
         return sorted(path for path in root.iterdir() if path.is_dir() and is_run(path))
     except FileNotFoundError:
-        if root == ROOT:
+        if root == ROOT:  # which the first run makes
             return []
         raise UsageError(f"--root {printable(str(root))}: there is no such directory") from None
     except OSError as error:
@@ -33,7 +33,7 @@ def find(root: Path) -> list[Path]:
 
 
 def locate(root: Path, text: str) -> Path:
-    """The run directory that is meant by a name in `root`, the beginning of one, a path, or `latest`.
+    """The run directory for a text: a name in `root`, the beginning of a name, a path, or `latest`.
 
     Raises:
         UsageError: there is none, or more than one.
@@ -47,6 +47,7 @@ def locate(root: Path, text: str) -> Path:
         for path in (root / text, Path(text)):
             if is_run(path):
                 return path
+    # A name has no slash: what is left is a path to something else.
     if "/" in text or text in (".", ".."):
         raise UsageError(f"{printable(text)} is no run directory: there is no run.json, and no journal")
 
@@ -63,12 +64,14 @@ def _latest(paths: Mapping[str, Path]) -> Path:
 
 
 def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
-    """The one run whose name begins so."""
+    """The only run whose name has this prefix."""
     names = [name for name in paths if name.startswith(prefix)]
     if len(names) == 1:
         return paths[names[0]]
     if names:
-        some = ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
+        some = ", ".join(map(printable, names[:3]))
+        if len(names) > 3:
+            some += ", ..."
         raise UsageError(f"{printable(prefix)}: {len(names)} runs begin so: {some}")
 
     close = difflib.get_close_matches(prefix, paths, 1)
@@ -77,7 +80,7 @@ def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
 
 
 def copied(url: str) -> Path:
-    """A copy of the run at a URL, as the store has it now, for which this user's own tasks are trusted as there.
+    """A copy of the run at a URL, as the store has it now. If this user has trained it, its task is trusted here, too.
 
     Raises:
         UsageError: there is no run.
@@ -87,13 +90,14 @@ def copied(url: str) -> Path:
 
     url = address.read_url(url)
     path = copies.copy(url)
+    # Trust is by the directory: a run that this user has trained into the store may be run from its copy, too.
     if target := trust.target_of(address.directory_of(url, address.SPOOLS)):
         trust.note(path, target)
     return path
 
 
 def root(text: str) -> Path:
-    """The folder of runs that is meant by a path or a URL; of the runs at a URL, copies are made.
+    """The folder of runs for a path or a URL. The runs at a URL are copied.
 
     Raises:
         StoreError: the store doesn't answer.
@@ -102,11 +106,13 @@ def root(text: str) -> Path:
         return Path(text)
     from loop.checkpoint.store import copies
 
-    return copies.copies_below(address.read_url(f"{text.rstrip('/')}/x").removesuffix("/x"))
+    # Checked as the URL of a run in the folder: the folder itself may be a whole bucket, which has no path.
+    folder = address.read_url(f"{text.rstrip('/')}/x").removesuffix("/x")
+    return copies.copies_below(folder)
 
 
 def named(text: str) -> Path:
-    """What is meant by a path, the name of a run in `runs/`, the beginning of one, or `latest`.
+    """The path for a text: a path, the name of a run in `runs/`, the beginning of a name, or `latest`.
 
     Raises:
         UsageError: there are runs, and none of this name.
@@ -114,7 +120,10 @@ def named(text: str) -> Path:
     if address.is_url(text):
         return copied(text)
     path = Path(text)
-    return path if path.exists() or "/" in text or not find(ROOT) else locate(ROOT, text)
+    # Without any runs, the text was meant as a path: the caller then says that there is no such file.
+    if path.exists() or "/" in text or not find(ROOT):
+        return path
+    return locate(ROOT, text)
 
 
 def checkpointed(path: Path, option: str = "") -> Path:

@@ -23,10 +23,10 @@ _SHOWN = ("checkpoint", "path", "status", "reason", "error", "worker", "how", "v
 
 
 def tail(path: Path, last: int, follow: bool) -> Iterator[str]:
-    """The events of a run as lines: the last so many that there are, then those that come, until the run ends."""
+    """The last events of a run as lines; with `follow`, also each new one, until the run ends."""
     alive = _is_under_way(path)
     recent, offset = _news(path, 0)
-    yield from deque(recent, maxlen=min(last, sys.maxsize))
+    yield from deque(recent, maxlen=min(last, sys.maxsize))  # `deque` takes no greater number
     while follow and alive:
         time.sleep(_POLL)
         alive = _is_under_way(path)  # asked before reading: what is written until then is read below
@@ -51,39 +51,50 @@ def _is_under_way(path: Path) -> bool:
 
 
 def _news(path: Path, offset: int) -> tuple[list[str], int]:
-    """The events of a journal from byte `offset` on, as people read them, and the offset behind them."""
+    """The events of a journal from byte `offset` on, as lines for the terminal, and the offset behind them."""
     texts = []
     for entry, end in entries(path, offset):
-        texts.append(event_line(entry))
-        offset = end
-    return [text for text in texts if text], offset
+        offset = end  # also behind lines that aren't shown
+        text = event_line(entry)
+        if text:
+            texts.append(text)
+    return texts, offset
 
 
 def event_line(entry: Mapping[str, object]) -> str:
-    """A line of a journal as people read it; "" for what is none, and for what a curve shows better."""
-    event, stamp = entry.get("event"), entry.get("time")
-    if not isinstance(event, str) or event in _UNSEEN or not isinstance(stamp, int | float) or not 0 <= stamp < 1e11:
+    """An entry of a journal as a line for the terminal; "": it is no event, or one that isn't shown."""
+    event = entry.get("event")
+    stamp = entry.get("time")
+    if not isinstance(event, str) or event in _UNSEEN:
+        return ""
+    # A damaged journal may hold any number, and a date exists only for some.
+    if not isinstance(stamp, int | float) or not 0 <= stamp < 1e11:
         return ""
     color = terminal.STATUS_COLORS.get(str(entry.get("status")), _COLORS.get(event))
     name = terminal.colored(event.ljust(11), color)
     line = f"{terminal.when(stamp)[11:]}  {_position(entry)}  {name}  {mask(_message(entry))}".rstrip()
+    lines = [line]
     text = entry.get("text")
-    more = [f"  {mask(str(part))}" for part in text] if isinstance(text, list) else []
-    return "\n".join([line, *more])
+    if isinstance(text, list):
+        for part in text:
+            lines.append(f"  {mask(str(part))}")
+    return "\n".join(lines)
 
 
 def _position(entry: Mapping[str, object]) -> str:
-    """The step of an event, and its epoch where it is within one."""
-    step, epoch = entry.get("step"), entry.get("epoch")
+    """The step of an event; also its epoch, if the event belongs to one."""
+    step = entry.get("step")
+    epoch = entry.get("epoch")
     at = f"step {step if isinstance(step, int) else '?':>6}"
     if entry["event"] in _WITHIN_EPOCHS and isinstance(epoch, int):
         return f"{at}  epoch {epoch + 1:<3}"
-    return at + " " * 11
+    return at + " " * 11  # as wide as the epoch of another line
 
 
 def _message(entry: Mapping[str, object]) -> str:
-    """What an event says."""
-    metrics, about = entry.get("metrics"), entry.get("about")
+    """The content of an event: its metrics, or the entries that matter for this kind of event."""
+    metrics = entry.get("metrics")
+    about = entry.get("about")
     if isinstance(metrics, dict):
         return "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
     if entry["event"] == "fit_start" and isinstance(about, dict):
@@ -91,7 +102,11 @@ def _message(entry: Mapping[str, object]) -> str:
         return f"{about.get('task')} on {about.get('backend')}, {replicas}"
     if entry["event"] == "restore":
         return str(entry.get("checkpoint") or "from the start")
-    return "  ".join(shown_status(str(entry[name])) for name in _SHOWN if entry.get(name))
+    texts = []
+    for name in _SHOWN:
+        if entry.get(name):
+            texts.append(shown_status(str(entry[name])))  # which leaves all texts but one status as they are
+    return "  ".join(texts)
 
 
 def _short(value: object) -> str:

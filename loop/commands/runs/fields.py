@@ -1,4 +1,4 @@
-"""What a run has by name: fields of its record, hyperparameters, options and metrics."""
+"""The values of a run by name: fields of its record, hyperparameters, options and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def field_of(column: str) -> str:
 
 
 def value(record: Record, name: str) -> Any:
-    """What a run has of this name: a field, a hyperparameter, an option, or the best of a metric; else None."""
+    """A value of a run: a field, hyperparameter or option, or the best of a metric; None: it has none of this name."""
     if name in FIELDS:
         field = getattr(record, name)
         return field if field != "" else None
@@ -37,7 +37,7 @@ def value(record: Record, name: str) -> Any:
 
 
 def names(records: Iterable[Record]) -> list[str]:
-    """All names for which `value` has something in one of these runs."""
+    """All names for which `value` finds a value in one of these runs."""
     known = dict.fromkeys(FIELDS)
     for record in records:
         known |= dict.fromkeys([*record.hyperparameters, *record.options, *record.curves])
@@ -45,7 +45,7 @@ def names(records: Iterable[Record]) -> list[str]:
 
 
 def check_metric(name: str | None, records: Sequence[Record]) -> None:
-    """Refuses what was typed as `--metric` if none of these runs has it.
+    """Refuses a name that was typed after `--metric` if none of these runs has such a metric.
 
     Raises:
         UsageError: none has it.

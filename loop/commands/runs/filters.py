@@ -24,7 +24,7 @@ class Filter:
     """A condition `KEY=VALUE`, or with `!=`, `<`, `<=`, `>`, `>=`.
 
     Raises:
-        UsageError: the text is none.
+        UsageError: the text is no condition.
     """
 
     def __init__(self, text: str) -> None:
@@ -35,20 +35,23 @@ class Filter:
         self._key = field_of(parts[1])
         self._sign = parts[2].replace("==", "=")
         self._wanted = parts[3]
+        # People type the status as tables show it; a record has its older name.
         if self._key == "status" and self._wanted == shown_status("preempted"):
             self._wanted = "preempted"
 
     def check(self, records: Sequence[Record], names: Sequence[str]) -> None:
-        """Refuses a key that no run has, and a value that none can have.
+        """Refuses a key that no run has, and a value that no run can have.
 
         Raises:
-            UsageError: it is one of these.
+            UsageError: the key or the value is refused.
         """
         if self._key not in names:
             raise UsageError(f"--filter {self._text}: the runs have nothing of that name{nearest(self._key, names)}")
         values = [value(record, self._key) for record in records]
         self._check_choice(values)
-        numeric = {is_number(each) for each in values if each is not None} == {True}
+        known = [field for field in values if field is not None]
+        numeric = bool(known) and all(map(is_number, known))
+        # `started` is compared as text: see `__call__`.
         if numeric and self._key != "started" and not _reads_as_number(self._wanted):
             raise UsageError(f"--filter {self._text}: {self._wanted!r} is no number")
 
@@ -57,7 +60,10 @@ class Filter:
         choices = {"status": STATUSES, "backend": BACKENDS, "task": ()}.get(self._key)
         if choices is None or self._sign not in ("=", "!="):
             return
-        known = dict.fromkeys([*choices, *(str(each or "") for each in values)])
+        # Also what the runs have: a plug-in's backend, or a status of a later version.
+        known = dict.fromkeys(choices)
+        for field in values:
+            known[str(field or "")] = None
         if self._wanted not in known:
             raise UsageError(f"--filter {self._text}: no {self._key} {self._wanted!r}{nearest(self._wanted, known)}")
 

@@ -28,19 +28,20 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
     """The runs below `root` that pass all filters, sorted.
 
     Args:
-        root: where they are.
-        filters: texts such as `status=finished`, `eval_loss<0.3`: see `Filter`.
-        sort: a field, metric or hyperparameter; the other way round with a `-` before it; None: when they started.
-        metric: the one that is to be shown; checked alone.
+        root: the folder of the runs.
+        filters: conditions such as `status=finished` or `eval_loss<0.3`; see `Filter`.
+        sort: a field, metric or hyperparameter; a `-` before it reverses the order; None: by the time of the start.
+        metric: the metric that `table` is to show. Here it is only checked.
 
     Raises:
         UsageError: a filter, column, metric or value that makes no sense for these runs.
     """
-    conditions = [Filter(text) for text in filters]
+    conditions = list(map(Filter, filters))  # before runs are read, which takes longer than finding a mistake
     # Without the points within epochs: reading all journals whole would take long.
     records = [read(path, whole=False) for path in find(root)]
     if not records:
         return []
+    # Checked against all runs: another filter may leave out those that have the name.
     check_metric(metric, records)
     known = names(records)
     for condition in conditions:
@@ -49,21 +50,27 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
     if column not in known:
         raise UsageError(f"--sort {printable(sort or '')}: the runs have nothing of that name{nearest(column, known)}")
 
-    passed = [record for record in records if all(condition(record) for condition in conditions)]
-    return _sorted(passed, column, reverse=(sort or "").startswith("-"))
+    for condition in conditions:
+        records = list(filter(condition, records))
+    return _sorted(records, column, reverse=(sort or "").startswith("-"))
 
 
 def _sorted(records: Sequence[Record], column: str, reverse: bool) -> list[Record]:
-    """Runs by what they have in a column; those that have nothing stand last, whichever way the others are sorted."""
-    having = [record for record in records if value(record, column) is not None]
+    """Runs sorted by a column. Those without a value stand last in both directions."""
+    having: list[Record] = []
+    lacking: list[Record] = []
+    for record in records:
+        group = lacking if value(record, column) is None else having
+        group.append(record)
     having.sort(key=lambda record: _order(value(record, column)), reverse=reverse)
-    return having + [record for record in records if value(record, column) is None]
+    return having + lacking
 
 
 def _order(field: object) -> tuple[bool, float, str]:
-    """A key by which values of any kind can be sorted: numbers before texts, and before NaN."""
+    """A key for sorting values of all types: numbers come before NaN and texts."""
     if isinstance(field, int | float):
-        return field != field, as_float(field), ""
+        is_nan = field != field
+        return is_nan, as_float(field), ""
     return True, 0.0, str(field)
 
 
@@ -71,31 +78,40 @@ def table(records: Sequence[Record], metric: str | None) -> Table:
     """The table of runs."""
     head = ["run", "status", "backend", "steps", f"best {metric}" if metric else "best", "duration", "started (UTC)"]
     rows = [list(_cells(record, metric)) for record in records]
+    # Columns that a narrow terminal leaves out, in this order. Name and status always stay.
     return terminal.table(rows, head, right=(3, 5), spare=(6, 2, 5, 3, 4))
 
 
 def _cells(record: Record, metric: str | None) -> Iterator[str]:
     name = metric or record.metric
     best_value = best_or_last(record, name)
+    replicas = "" if record.replicas is None else f" x{record.replicas}"
+    # A finished run has made all its steps: one number says both.
+    of = f"/{record.total_steps:,}" if record.status != "finished" and record.total_steps else ""
+    # If a metric was asked for, the head of the column has its name. Otherwise each run may show another one.
+    label = "" if metric else f" {name}"
+
     yield terminal.cut(record.name, 60)
     yield terminal.status(record.status)
-    yield record.backend + ("" if record.replicas is None else f" x{record.replicas}")
-    of = f"/{record.total_steps:,}" if record.status != "finished" and record.total_steps else ""
+    yield f"{record.backend}{replicas}"
     yield f"{record.steps:,}{of}"
-    yield "" if best_value is None else f"{best_value:.4g}" + ("" if metric else f" {name}")
+    yield "" if best_value is None else f"{best_value:.4g}{label}"
     yield lasting(record.seconds)
     yield terminal.when(record.started)[:16]
 
 
 def as_json(records: Iterable[Record]) -> str:
-    """The runs as a JSON list: what is known without their curves."""
+    """The runs as a JSON list, without their curves."""
     return json.dumps([jsonable(_fields(record)) for record in records])
 
 
 def _fields(record: Record) -> dict[str, object]:
-    points = {name: record.best(name) for name in record.curves}
-    return {name: getattr(record, name) for name in _IN_JSON} | {
-        "path": printable(str(record.path.absolute())),
-        "best": {name: {"step": point[0], "value": point[1]} for name, point in points.items() if point},
-        "last": {name: record.last(name) for name in record.curves},
-    }
+    best: dict[str, object] = {}
+    last: dict[str, object] = {}
+    for name in record.curves:
+        last[name] = record.last(name)
+        point = record.best(name)
+        if point:  # the name says which way the metric gets better
+            best[name] = {"step": point[0], "value": point[1]}
+    fields = {name: getattr(record, name) for name in _IN_JSON}
+    return {**fields, "path": printable(str(record.path.absolute())), "best": best, "last": last}

@@ -1,4 +1,4 @@
-"""The page of the runs that a command line names: of one, its report; of several, their comparison."""
+"""The page of the runs that were typed: the report of one run, or the comparison of several."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from loop.errors import UsageError
 
 
 def several(root: Path, names: Sequence[str]) -> list[Path]:
-    """The directories of the runs that are meant; see `locate`.
+    """The directories of the runs with these names; see `locate`.
 
     Raises:
-        UsageError: one isn't there, is named twice, or there are too many for a page.
+        UsageError: a run isn't there or is named twice, or there are too many for a page.
     """
     from callbacks.run_record.comparison import MOST
 
@@ -23,6 +23,7 @@ def several(root: Path, names: Sequence[str]) -> list[Path]:
         raise UsageError(f"{len(paths)} runs on a page: give at most {MOST}, whose colors can be told apart")
     seen: dict[Path, str] = {}
     for path, name in zip(paths, names, strict=True):
+        # Resolved: a name, a path and a link may all mean the same directory.
         if path.resolve() in seen:
             raise UsageError(f"{printable(name)} and {printable(seen[path.resolve()])} are the same run: give it once")
         seen[path.resolve()] = name

@@ -17,7 +17,7 @@ def check_removable(path: Path, root: Path) -> None:
     """Checks that a directory may be removed.
 
     Raises:
-        UsageError: it isn't a run's alone, or the run is under way.
+        UsageError: there is something else than one run in it, or the run is under way.
     """
     shown = printable(str(path))
     about = read_about(path)
@@ -26,17 +26,22 @@ def check_removable(path: Path, root: Path) -> None:
     if not {"task", "status", "hyperparameters"} <= set(about):
         raise UsageError(f"{shown} has no run.json of a run: it may be anything, remove it yourself")
     whole = path.resolve()
-    if any(whole == kept or whole in kept.parents for kept in (Path.cwd(), Path.home(), root.resolve())):
+    if any(kept.is_relative_to(whole) for kept in (Path.cwd(), Path.home(), root.resolve())):
         raise UsageError(f"{shown} holds where you are, or all runs: remove what is of the run in it yourself")
-    if any(is_run(inner) for inner in path.iterdir() if inner.is_dir() and not inner.is_symlink()):
-        raise UsageError(f"{shown} holds other runs: remove them first")
+    for inner in path.iterdir():
+        if inner.is_dir() and not inner.is_symlink() and is_run(inner):
+            raise UsageError(f"{shown} holds other runs: remove them first")
     if (path / LOCK).is_symlink() or under_way(path):
         raise UsageError(f"{shown}: the run is under way: end it first")
 
 
 def size(path: Path) -> int:
     """The bytes of all files below a directory; links aren't followed."""
-    return sum((Path(folder) / name).lstat().st_size for folder, _, names in os.walk(path) for name in names)
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            total += (Path(folder) / name).lstat().st_size
+    return total
 
 
 def remove(path: Path) -> list[str]:
@@ -45,6 +50,7 @@ def remove(path: Path) -> list[str]:
     Returns:
         What could not be removed, and why.
     """
+    # A copy of a run in a store: what is meant is the run there.
     if url := address.url_of_copy(path):
         from loop.checkpoint.store import copies  # which loads NumPy
 
@@ -58,7 +64,7 @@ def remove(path: Path) -> list[str]:
 
     try:
         with locked(path):  # no training can begin in it meanwhile
-            # Its run.json goes last, and stays if anything else does: without it, the rest is no run to be removed.
+            # Its run.json goes last, and stays if anything else does: without it, the rest couldn't be removed later.
             for entry in sorted(path.iterdir(), key=lambda entry: entry.name == ABOUT):
                 if left and entry.name == ABOUT:
                     return left

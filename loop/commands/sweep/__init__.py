@@ -1,8 +1,8 @@
 """`tfloop sweep`: trains a task with other values of its fields, several at once, and finds the best.
 
-Each trial is `tfloop train` in a process of its own, and in a run directory of its own below the sweep's. What was
-decided is in Optuna's storage there, what was trained is in the runs, and what MLflow shows follows from their
-journals. So a kill at any moment loses nothing, and the same command goes on. Imports no TensorFlow.
+Each trial is `tfloop train` in a process of its own, with a run directory of its own below the sweep's. Optuna's
+storage in the sweep's directory has what was decided, the run directories have what was trained, and MLflow shows what
+the journals tell. So a kill at any moment loses nothing, and the same command goes on. Imports no TensorFlow.
 """
 
 from loop.commands.sweep.directory import about_sweep

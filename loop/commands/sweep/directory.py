@@ -1,4 +1,4 @@
-"""What the directory of a sweep says of it: to what delivers to MLflow, it looks like a run's."""
+"""The files in the directory of a sweep. The delivery to MLflow reads them as those of a run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ STORAGE = "study.db"
 
 
 def begin(directory: Path, about: Mapping[str, Any]) -> None:
-    """Writes which sweep the directory is of, or compares it with what was written.
+    """Writes which sweep is in the directory, or compares it with what was written before.
 
-    To the delivery to MLflow it looks like the directory of a run: `run.json` and a journal.
+    As in the directory of a run, there are a `run.json` and a journal, which the delivery to MLflow reads.
     """
+    # Before anything is read or written: a link would lead to a file outside of the directory.
     for name in ("run.json", journal.NAME, STORAGE):
         check(directory / name)
     _check_same(directory, read_json(directory / "run.json").get("sweep"), about["sweep"])
@@ -33,7 +34,7 @@ def begin(directory: Path, about: Mapping[str, Any]) -> None:
     path = directory / journal.NAME
     if not path.exists():
         write_text(path, journal_line(0, "fit_start"))
-    elif journal.is_torn(path):
+    elif journal.is_torn(path):  # a kill has cut the last line: the next one must not be added to it
         with appending(path) as file:
             file.write(b"\n")
 
@@ -41,6 +42,7 @@ def begin(directory: Path, about: Mapping[str, Any]) -> None:
 def _check_same(directory: Path, before: Mapping[str, object] | None, now: Mapping[str, object]) -> None:
     """Refuses a directory that holds another sweep, or anything else."""
     if before is None:
+        # The lock is this process's own. A sweep that was killed at its start may have left the other file.
         others = [path.name for path in directory.iterdir() if path.name not in (LOCK, "run.json.tmp")]
         if others:
             raise UsageError(
@@ -56,7 +58,7 @@ def _check_same(directory: Path, before: Mapping[str, object] | None, now: Mappi
 
 
 def about_sweep(plan: Plan, kind: type, trials: int) -> dict[str, object]:
-    """The `run.json` of a sweep: the entries of a run's, as far as a sweep has them."""
+    """The `run.json` of a sweep. It has the entries of a run's `run.json` that a sweep has, too."""
     kept = plan.as_json()
     return {
         "task": kind.__name__,
@@ -73,9 +75,11 @@ def write_about(directory: Path, about: Mapping[str, object], status: str) -> No
     """Writes the `run.json` of a sweep."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     state = {"status": status, "updated": now, "pid": os.getpid()}
+
     write_text(directory / "run.json", json.dumps(redact(about) | state, indent=1))
 
 
 def journal_line(step: int, event: str, **more: object) -> str:
     """A line of the sweep's journal."""
+    # A sweep's steps are the trials that have ended. It has no epochs, but readers of journals expect the entry.
     return json.dumps({"time": time.time(), "event": event, "step": step, "epoch": 0, **more}) + "\n"

@@ -1,4 +1,4 @@
-"""The plan of a sweep: what it tries, as it was typed; and the values that the task's fields can have."""
+"""The plan of a sweep: which values it tries, as typed; and the values that the fields of the task can have."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from callbacks.types import JsonObject
 from loop.commands import command_line, config
 from loop.errors import UsageError
 from loop.run import trust
-from loop.target.fields import set_fields, split
+from loop.target.fields import Value, set_fields, split
 
-SAMPLERS, PRUNERS, DIRECTIONS = ("tpe", "random"), ("none", "median"), ("minimize", "maximize")
+SAMPLERS = ("tpe", "random")
+PRUNERS = ("none", "median")
+DIRECTIONS = ("minimize", "maximize")
 MOST_TRIALS = 100_000
 """The greatest number of trials."""
 _LARGEST = 2**53
@@ -30,7 +32,7 @@ _LARGEST = 2**53
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values from `low` to `high`, drawn uniformly, or with `log` uniformly in their logarithm."""
+    """The values from `low` to `high`. They are drawn uniformly; with `log`, uniformly in their logarithm."""
 
     low: int | float
     high: int | float
@@ -39,7 +41,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is tried, and how.
+    """Which values are tried, and how.
 
     Attributes:
         target: the task.
@@ -49,7 +51,7 @@ class Plan:
         direction: `minimize` or `maximize`.
         sampler: `tpe` or `random`.
         pruner: `median` or `none`.
-        seed: the seed of what is drawn.
+        seed: the seed of the values that are drawn.
         arguments: options of `tfloop train`.
         place: the working directory of the trials.
     """
@@ -76,6 +78,7 @@ class Plan:
         self._check_given_once("--grid", "--random", set(self.grid) & set(self.random))
         self._check_given_once("--set", "--grid or --random", fixed & {*self.grid, *self.random})
         for name, values in (self.grid | self.random).items():
+            # Before any value can appear in a message: those of a secret field are masked from now on.
             remember(split(values), name)
             if is_secret(name) and ".." in self.random.get(name, ""):
                 raise UsageError(f"--random {name}: a secret is not drawn from a range: give its values, {name}=A,B")
@@ -92,13 +95,17 @@ class Plan:
 
     @property
     def fixed(self) -> list[str]:
-        """The fields that don't vary, as they are typed after `--set`."""
-        return [text.removeprefix("--set=") for text in self.arguments if text.startswith("--set=")]
+        """The fields that don't vary, as typed after `--set`."""
+        assignments = []
+        for text in self.arguments:
+            if text.startswith("--set="):
+                assignments.append(text.removeprefix("--set="))
+        return assignments
 
     def combination(self, number: int) -> dict[str, str]:
-        """The values of the grid's fields in the trial of this number. After the last combination comes the first."""
+        """The values of the grid's fields in the trial with this number. The first combination follows the last one."""
         params = {}
-        # The last field varies fastest.
+        # The last field varies fastest. Trials that were made are known by their numbers: this order must not change.
         for name, values in reversed(self.grid.items()):
             choices = split(values)
             number, index = divmod(number, len(choices))
@@ -106,20 +113,22 @@ class Plan:
         return params
 
     def typed(self, params: Mapping[str, str]) -> dict[str, str]:
-        """The values of a trial's fields as they were typed: see `stand_ins`."""
+        """The values of a trial's fields as typed: with the secrets that `stand_ins` has replaced."""
         typed = dict(params)
         for name, values in (self.grid | self.random).items():
             if name in params and is_secret(name):
                 choices = split(values)
-                typed[name] = choices[stand_ins(name, choices).index(params[name])]
+                index = stand_ins(name, choices).index(params[name])
+                typed[name] = choices[index]
         return typed
 
     def trials(self, asked: int | None) -> int:
-        """How many trials there are to be."""
+        """How many trials there are to be: `asked`, or one for each combination of the grid."""
         combinations = math.prod(len(split(values)) for values in self.grid.values())
         if asked is None and self.random:
             raise UsageError("--random draws for ever: give --trials N")
         trials = combinations if asked is None else asked
+        # All trials are put into the queue at the start: each is a row of the storage.
         if not 1 <= trials <= MOST_TRIALS:
             raise UsageError(f"--trials {trials}: give a whole number from 1 to {MOST_TRIALS:,}")
         if trials > combinations and not self.random:
@@ -127,16 +136,16 @@ class Plan:
         return trials
 
     def as_json(self) -> JsonObject:
-        """The plan as it is kept, without secrets."""
+        """The plan as it is written to disk, without secrets."""
         return dataclasses.asdict(self) | {
             "grid": _without_secrets(self.grid),
             "random": _without_secrets(self.random),
-            "arguments": [mask(text) for text in self.arguments],
+            "arguments": list(map(mask, self.arguments)),
         }
 
     @property
     def directory(self) -> Path:
-        """The default directory of the sweep: the same for the same plan."""
+        """The default directory of the sweep. The same plan always has the same one."""
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
         # Of the plan without secrets: a secret could be guessed from a digest.
         digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
@@ -144,16 +153,22 @@ class Plan:
 
 
 def _without_secrets(fields: Mapping[str, str]) -> dict[str, str]:
-    return {name: ",".join(stand_ins(name, split(values))) for name, values in fields.items()}
+    texts = {}
+    for name, values in fields.items():
+        texts[name] = ",".join(stand_ins(name, split(values)))
+    return texts
 
 
 def stand_ins(name: str, choices: Sequence[str]) -> list[str]:
-    """The texts in place of the values of a field, wherever they are stored or shown; for secrets, their numbers."""
-    return [f"{HIDDEN}{number}" for number, _ in enumerate(choices, 1)] if is_secret(name) else list(choices)
+    """The values of a field as they are stored and shown. A secret is replaced by its number among them."""
+    if not is_secret(name):
+        return list(choices)
+    # By its number, the value of a trial can be found again in the command, and nowhere else.
+    return [f"{HIDDEN}{number}" for number in range(1, len(choices) + 1)]
 
 
 def direction(metric: str, asked: str | None) -> str:
-    """Which way the metric gets better: as asked for, or by its name."""
+    """The direction in which the metric gets better: as asked for, or by its name."""
     less = lower_is_better(metric)
     if asked is None and less is None:
         raise UsageError(f"--metric {metric}: the name doesn't say what is better: check it, or give --direction")
@@ -161,22 +176,33 @@ def direction(metric: str, asked: str | None) -> str:
 
 
 def is_directory(target: str) -> bool:
-    """Whether what was typed as TARGET is a directory, whose sweep is to be continued."""
+    """Whether the TARGET that was typed is a directory, whose sweep is to be continued."""
     with contextlib.suppress(OSError, ValueError):  # such as a text that is too long for a name
         return Path(target).is_dir()
     return False
 
 
 def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
-    """The plan of a sweep that was begun in this directory, and its number of trials; `trusted`: by any user."""
+    """The plan of a sweep that was begun in this directory, and its number of trials.
+
+    Args:
+        directory: the directory of the sweep.
+        trusted: accepts a sweep that another user has begun.
+
+    Raises:
+        UsageError: the directory has no sweep, or the sweep can't be continued by the directory alone.
+    """
     about = read_json(directory / "run.json")
     kept = about.get("sweep")
     try:
-        plan, trials = Plan(**kept), int(about["trials"])  # type: ignore[arg-type]
+        plan = Plan(**kept)  # type: ignore[arg-type]
+        trials = int(about["trials"])
     except (TypeError, KeyError, ValueError):
         raise UsageError(f"{directory} is no directory of a sweep: give a TARGET, file.py:Class for example") from None
+    # Secrets aren't written down, so that only the command itself has them.
     if HIDDEN in json.dumps(kept):
         raise UsageError(f"{directory} doesn't have the secrets of its command: give the whole command again")
+    # The directory names code that would be run: another user may have written it.
     if not trusted and not trust.is_own_sweep(directory, kept):
         raise UsageError(
             f"{directory}: you haven't begun this sweep on this machine, and what it names isn't run unasked: give its "
@@ -194,15 +220,30 @@ def arguments(
     options: Mapping[str, config.Option],
     swept: Sequence[str],
 ) -> list[str]:
-    """What `train` is to be given for what was typed, and for what files say, but for the fields that vary."""
-    given = [name.replace("_", "-") for name, value in typed.items() if value is not None]
-    fields = [*(text.partition("=")[0] for text in assignments), *swept]
-    from_files = config.arguments(files, options, [*given, *(f"set {name}" for name in fields)])
+    """The arguments of `tfloop train` for all trials: what was typed, and what files say; without the fields that vary.
+
+    Args:
+        typed: the options that were typed, by name; None: not typed.
+        assignments: what was typed after `--set`.
+        files: the files of options.
+        options: the options that a file can have.
+        swept: the fields that vary.
+    """
+    # What was typed, and the fields that vary, win over the files.
+    winning = []
+    for name, value in typed.items():
+        if value is not None:
+            winning.append(name.replace("_", "-"))
+    for text in assignments:
+        winning.append(f"set {text.partition('=')[0]}")
+    for name in swept:
+        winning.append(f"set {name}")
+    from_files = config.arguments(files, options, winning)
     return [*from_files, *command_line.arguments(typed, assignments)]
 
 
 def assigned(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """What was typed as `--grid` or `--random`, by field."""
+    """The values that were typed after `--grid` or `--random`, by field."""
     values_of: dict[str, str] = {}
     for text in texts:
         name, _, values = text.partition("=")
@@ -216,43 +257,54 @@ def assigned(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
-    """The values of each field that are tried, checked against the fields of the task's class.
+    """The values that are tried, by field; checked against the fields of the task's class.
 
     Raises:
         UsageError: there is no such field, or it can't have such a value.
     """
-    set_fields(kind, plan.fixed)
+    set_fields(kind, plan.fixed)  # only to check them: otherwise each trial would fail by itself
     values: dict[str, list[str] | Range] = {}
     for name, text in plan.grid.items():
         values[name] = _choices(kind, "--grid", name, text)
     for name, text in plan.random.items():
+        # Three groups: the two ends, and whether the range is logarithmic.
         span = re.fullmatch(r"(.+?)\.\.(.+?)(:log)?", text)
         values[name] = _range(kind, name, text, span) if span else _choices(kind, "--random", name, text)
     return values
 
 
 def _choices(kind: type, option: str, name: str, text: str) -> list[str]:
-    """The values of a field that are listed, or what stands for them."""
+    """The listed values of a field; see `stand_ins`."""
     texts = split(text)
-    values = [set_fields(kind, [f"{name}={choice}"], option)[name] for choice in texts]
+    values = [_field_value(kind, option, name, choice) for choice in texts]
     for index, value in enumerate(values):
+        # Compared as values: 1e-3 and 0.001 would be the same trial.
         if value in values[:index]:
             twice, given = ("a value", HIDDEN) if is_secret(name) else (texts[index], text)
             raise UsageError(f"{option} {name}={given}: {twice} is there twice: leave one out")
     return stand_ins(name, texts)
 
 
+def _field_value(kind: type, option: str, name: str, text: str) -> Value:
+    """The value of a field, as the task's class reads it."""
+    return set_fields(kind, [f"{name}={text}"], option)[name]
+
+
 def _range(kind: type, name: str, text: str, span: re.Match[str]) -> Range:
     """The range from which a field's values are drawn; `span` has its ends, and whether it is logarithmic."""
     option = f"--random {name}={text}"
-    low, high = (set_fields(kind, [f"{name}={end}"], "--random")[name] for end in span.groups()[:2])
-    if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high)):
-        raise UsageError(f"{option}: the field is no number: give its values, such as {name}=a,b,c")
+    low = _field_value(kind, "--random", name, span[1])
+    high = _field_value(kind, "--random", name, span[2])
+    for end in (low, high):
+        if not isinstance(end, int | float) or isinstance(end, bool):
+            raise UsageError(f"{option}: the field is no number: give its values, such as {name}=a,b,c")
+    # Not as `low >= high or ...`: every comparison with nan is false.
     if not (low < high and abs(low) <= _LARGEST and abs(high) <= _LARGEST):
         raise UsageError(f"{option}: give LOW..HIGH with LOW < HIGH, of {_LARGEST:.0e} at most")
     log = bool(span[3])
     if log and low <= 0:
         raise UsageError(f"{option}: a logarithm needs LOW > 0")
+    # The type decides what is drawn: whole numbers only between two whole numbers.
     if isinstance(low, int) and isinstance(high, int):
         return Range(low, high, log)
     return Range(float(low), float(high), log)

@@ -1,4 +1,4 @@
-"""TrialProcess: a trial that is under way, in a process of its own."""
+"""TrialProcess: a trial that runs, in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class TrialProcess:
-    """A trial that is under way, and what its journal has said so far.
+    """A trial that runs, and what its journal has reported so far.
 
     Attributes:
-        values: all measurements of the metric; steps that were made again count once.
-        reported: how many of them Optuna knows.
+        values: all measurements of the metric. Steps that a resumed run has made again count once.
+        reported: how many of the measurements Optuna knows.
     """
 
     def __init__(self, trial: Trial, sweep_directory: Path, command: list[str], temporary: str) -> None:
@@ -35,6 +35,7 @@ class TrialProcess:
         self.directory = trial_directory(sweep_directory, trial.number)
         make_directory(self.directory)
         self.values: list[float] = []
+        # The journal is read from its beginning, and Optuna has some of a resumed trial's measurements already.
         self.reported = len(trial.storage.get_trial(trial._trial_id).intermediate_values)
         self._names: dict[str, None] = {}
         self._step = 0
@@ -43,6 +44,7 @@ class TrialProcess:
         self._offset = 0  # in the journal
         self._asked_to_stop = False
         self._log = self.directory / "output.log"
+        # An earlier attempt may have written into the same file.
         with appending(self._log) as log:
             self._printed = log.tell()
         # A session of its own: Ctrl-C at the terminal reaches the sweep alone, which hands it on.
@@ -50,7 +52,7 @@ class TrialProcess:
         self.process = warm_start.start(command, environment, self._log, self._log)
 
     def hear(self, metric: str) -> None:
-        """Reads on in the journal.
+        """Reads what is new in the journal.
 
         Raises:
             UsageError: the run has no such metric.
@@ -58,7 +60,9 @@ class TrialProcess:
         of_metric = "eval_end" if metric.startswith("eval_") else "epoch_end"
         for entry, offset in journal.read(self.directory / journal.NAME, self._offset):
             self._offset = offset
-            event, step, metrics = entry.get("event"), entry.get("step", 0), entry.get("metrics", {})
+            event = entry.get("event")
+            step = entry.get("step", 0)
+            metrics = entry.get("metrics", {})
             self._step = max(self._step, step)
             self._total = entry.get("total_steps", self._total)
             if event in ("eval_end", "epoch_end"):
@@ -69,10 +73,13 @@ class TrialProcess:
                 self.values.append(float(metrics[metric]))
 
     def _check_name(self, metric: str, metrics: Mapping[str, object]) -> None:
-        """Refuses a metric that is not among those of its kind, of training or of the evaluation."""
+        """Refuses a metric that is missing among those of its kind: of training, or of the evaluation."""
         self._names |= dict.fromkeys(metrics)
+        if metric in self._names:
+            return
+        # Metrics of the other kind alone refuse nothing: the first evaluation may come after some epochs.
         evaluated = metric.startswith("eval_")
-        if metric not in self._names and any(name.startswith("eval_") == evaluated for name in metrics):
+        if any(name.startswith("eval_") == evaluated for name in metrics):
             raise self.unknown(metric)
 
     def unknown(self, metric: str) -> UsageError:
@@ -80,22 +87,22 @@ class TrialProcess:
         return UsageError(f"--metric {metric}: a trial has no such metric{nearest(metric, self._names)}")
 
     def ended(self) -> bool:
-        """Whether it has ended; if so, all that it has started is killed."""
+        """Whether it has ended. If so, the processes that it has started are killed."""
         if self.process.poll() is None:
             return False
-        self.kill()
+        self.kill()  # what is left of its process group, such as readers of data
         return True
 
     def stop(self, at_once: bool) -> None:
-        """Has it save and end; or kills it."""
+        """Asks it to save and end; with `at_once`, kills it."""
         if at_once:
             self.kill()
-        elif not self._asked_to_stop:
+        elif not self._asked_to_stop:  # a second SIGTERM would end it without saving
             self._asked_to_stop = True
             self.process.terminate()
 
     def kill(self) -> None:
-        """Ends it and all that it has started, at once."""
+        """Kills it, and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -105,7 +112,7 @@ class TrialProcess:
         return str(read_json(self.directory / "run.json").get("status", ""))
 
     def printed(self) -> str:
-        """What it has printed since it was started here."""
+        """What it has printed since this object has started it."""
         with reading(self._log) as log:
             log.seek(self._printed)
             return log.read().decode(errors="replace")
@@ -124,7 +131,7 @@ def in_use(directory: Path) -> bool:
     """Whether a process holds the lock of a run directory."""
     try:
         with os.fdopen(opened(directory / LOCK, os.O_RDWR), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # only a try: closing the file releases the lock
     except BlockingIOError:
         return True
     except OSError:  # there is none, or none can be taken there

@@ -1,4 +1,4 @@
-"""Report: what a sweep has come to."""
+"""Report: the results of a sweep."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from loop.commands.sweep.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A trial, for people and programs.
+    """A trial, as tables and JSON show it.
 
     Attributes:
-        number: from 0.
+        number: its number, from 0.
         state: `complete`, `pruned`, `failed`, `running` or `waiting`.
         params: the values of its fields, as texts for `--set`.
-        value: of the metric, the last one; None where there is none.
-        seconds: from its start to its end.
-        problem: why it has failed, or "".
+        value: the last value of the metric; None: there is none.
+        seconds: the time from its start to its end; None: it has not ended.
+        problem: why it has failed; "": it hasn't.
         run_dir: its run directory.
     """
 
@@ -33,14 +33,19 @@ class Row:
     problem: str
     run_dir: str
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.state not in ("running", "waiting")
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `sweep` has come to.
+    """The results of a sweep, as far as it has come.
 
     Attributes:
-        plan: what was to be tried.
-        directory: the sweep's.
+        plan: the plan of the sweep.
+        directory: the directory of the sweep.
         rows: all trials.
     """
 
@@ -50,35 +55,40 @@ class Report:
 
     @property
     def stopped(self) -> bool:
-        """Whether there are trials that have not come to an end."""
-        return any(row.state in ("running", "waiting") for row in self.rows)
+        """Whether some trials have not ended."""
+        return not all(row.has_ended for row in self.rows)
 
     @property
     def best(self) -> Row | None:
         """The trial with the best value; None if none is complete."""
         sign = 1 if self.plan.direction == "minimize" else -1
         complete = [row for row in self.rows if row.state == "complete" and row.value is not None]
+        # `min` for both directions: of equal values, the earliest trial counts. No value is None here: the `or` is for
+        # the type checker.
         return min(complete, key=lambda row: sign * (row.value or 0.0), default=None)
 
     def command(self, row: Row) -> list[str]:
-        """What trains a trial again."""
+        """The command that trains a trial again."""
         return ["tfloop", "train", self.plan.target, *self.plan.arguments, *set_options(row.params)]
 
     def lines(self) -> Iterator[str]:
-        """The best trial, for people."""
+        """The best trial, in lines for the terminal."""
         if (best := self.best) is None:
             yield "no trial has come to its end" if self.stopped else "no trial has come to an end that counts"
             return
         yield f"best: trial {best.number}, {self.plan.metric} {best.value:.6g}, in {shown_path(Path(best.run_dir))}"
+        # Masked: the plan's own arguments may hold secrets that were typed.
         yield mask(shlex.join(self.command(best)))
 
     def as_json(self) -> dict[str, object]:
-        """The same for programs."""
-        best = self.best
+        """The trials and the best of them, for `--json`."""
+        best = None
+        if self.best is not None:
+            best = dataclasses.asdict(self.best)
+            best["command"] = list(map(mask, self.command(self.best)))
         return {
             "sweep_dir": str(self.directory), "metric": self.plan.metric, "direction": self.plan.direction,
-            "trials": [dataclasses.asdict(row) for row in self.rows],
-            "best": best and dataclasses.asdict(best) | {"command": [mask(word) for word in self.command(best)]},
+            "trials": list(map(dataclasses.asdict, self.rows)), "best": best,
         }  # fmt: skip
 
 
@@ -88,5 +98,5 @@ def set_options(params: Mapping[str, str]) -> list[str]:
 
 
 def shown_path(path: Path) -> Path:
-    """A path as people read it."""
+    """A path as messages show it: relative, if it is below the working directory."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,4 +1,4 @@
-"""Study: the trials of a sweep, as Optuna's storage has them."""
+"""Study: the trials of a sweep in Optuna's storage."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class Study:
-    """The queue of the trials, what they draw, and what has come of them.
+    """The queue of the trials, the values that they draw, and how they have ended.
 
-    The queue is Optuna's, so that no trial is begun twice, whenever a sweep is killed.
+    The queue is Optuna's, so that no trial is begun twice, at whatever moment a sweep is killed.
 
     Args:
-        directory: the sweep's.
-        plan: what is tried.
+        directory: the directory of the sweep.
+        plan: the plan of the sweep.
         fields: the values that each field can have.
-        trials: how many there are to be, with those that were made before.
+        trials: how many trials there are to be, with those that have ended.
 
     Attributes:
-        interrupted: trials that were under way when the sweep last ended, and aren't gone on with yet.
+        interrupted: the numbers of trials that ran when the sweep last ended, and have not been resumed yet.
     """
 
     def __init__(self, directory: Path, plan: Plan, fields: Mapping[str, list[str] | Range], trials: int) -> None:
@@ -40,6 +40,7 @@ class Study:
         self._fields = fields
         self._trials = trials
         self._study = _open(directory, plan)
+        # Only those that the storage doesn't have yet: a killed sweep may have put some into it.
         for number in range(len(self._study.get_trials(deepcopy=False)), trials):
             self._study.enqueue_trial(plan.combination(number))
         self.interrupted = [row.number for row in self.rows() if row.state == "running"]
@@ -49,7 +50,7 @@ class Study:
         return [_row(trial, self._directory) for trial in self._study.get_trials(deepcopy=False)[: self._trials]]
 
     def next(self) -> Trial | None:
-        """The trial to start next: one that was interrupted, or a new one; None if there is none now."""
+        """The trial to start next: an interrupted one, or else a new one; None: there is none now."""
         trial = self._next_interrupted() or self._next_waiting()
         if trial is not None:
             for name, values in self._fields.items():
@@ -57,43 +58,49 @@ class Study:
         return trial
 
     def end(self, number: int, value: float | None, pruned: bool) -> None:
-        """Notes how a trial has ended: with a value, pruned, or failed."""
+        """Stores how a trial has ended: with a value, pruned, or failed."""
         from optuna.trial import TrialState
 
-        state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
+        if pruned:
+            state = TrialState.PRUNED
+        else:
+            state = TrialState.FAIL if value is None else TrialState.COMPLETE
         self._study.tell(number, value, state)
 
     def _next_interrupted(self) -> Trial | None:
         from optuna.trial import Trial
 
-        # What a killed sweep has left under way ends by itself, and saves. Only then it can be gone on with.
+        # A trial that a killed sweep has left running saves and ends by itself. Only then can it be resumed.
         for number in self.interrupted:
             if not in_use(trial_directory(self._directory, number)):
                 self.interrupted.remove(number)
                 self._seed(number)
-                return Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
+                # Not by `ask`, which would begin a new trial.
+                known = self._study.get_trials(deepcopy=False)[number]
+                return Trial(self._study, known._trial_id)
         return None
 
     def _next_waiting(self) -> Trial | None:
         from optuna.trial import TrialState
 
         waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        # An earlier start may have asked for more trials than this one: those stay in the queue.
         if not waiting or waiting[0].number >= self._trials:
             return None
-        self._seed(waiting[0].number)
+        self._seed(waiting[0].number)  # the one that `ask` takes
         return self._study.ask()
 
     def _seed(self, number: int) -> None:
-        """Makes what a trial draws depend on the plan's seed and its number alone, not on when it is begun."""
+        """Makes the values that a trial draws depend on the plan's seed and its number, not on when it begins."""
         from optuna.samplers import RandomSampler, TPESampler
 
         digest = hashlib.sha256(f"{self._plan.seed} {number}".encode()).digest()
         kind = TPESampler if self._plan.sampler == "tpe" else RandomSampler
-        self._study.sampler = kind(seed=int.from_bytes(digest[:4], "big"))
+        self._study.sampler = kind(seed=int.from_bytes(digest[:4], "big"))  # NumPy takes seeds of 32 bits
 
 
 def _open(directory: Path, plan: Plan) -> optuna.Study:
-    """The sweep in Optuna's storage."""
+    """Opens the sweep in Optuna's storage, or creates it."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -109,7 +116,7 @@ def _open(directory: Path, plan: Plan) -> optuna.Study:
 
 
 def _draw(trial: Trial, name: str, values: list[str] | Range) -> None:
-    """Gives a trial the value of a field, if it has none."""
+    """Draws the value of a field for a trial, unless the trial has one."""
     if isinstance(values, list):
         trial.suggest_categorical(name, values)
     else:
@@ -122,6 +129,7 @@ def _row(trial: FrozenTrial, directory: Path) -> Row:
     if state == "complete":
         value = trial.value
     else:
+        # Only a complete trial has a value of its own: of any other, the last measurement is shown.
         values = trial.intermediate_values
         value = values[max(values)] if values else None
     return Row(
@@ -136,5 +144,8 @@ def _row(trial: FrozenTrial, directory: Path) -> Row:
 
 
 def typed_values(params: Mapping[str, object]) -> dict[str, str]:
-    """The values of fields, as they are typed: a float with all its digits."""
-    return {name: value if isinstance(value, str) else repr(value) for name, value in params.items()}
+    """The values of fields as texts for `--set`; a float has all its digits."""
+    typed = {}
+    for name, value in params.items():
+        typed[name] = value if isinstance(value, str) else repr(value)  # `repr` of a float is read back as the same one
+    return typed

@@ -14,11 +14,11 @@ from loop.commands.sweep.report import Row, shown_path
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_LOG_SECONDS = 60.0  # between two lines of a log that say what is under way
+_LOG_SECONDS = 60.0  # between two lines of a log about the trials that run
 
 
 class Table:
-    """Shows each trial in a line when it has ended, and below, on a terminal, what is under way."""
+    """Shows a line for each trial that has ended; on a terminal, also a bar with the trials that run."""
 
     def __init__(self, fields: Sequence[str], metric: str, trials: int, stream: TextIO) -> None:
         self._fields = fields
@@ -30,8 +30,8 @@ class Table:
         self._last = time.monotonic()  # when the last line was shown
 
     def begin(self, directory: Path, rows: Sequence[Row]) -> None:
-        """Shows those that have ended before."""
-        ended = [row for row in rows if row.state not in ("running", "waiting")]
+        """Shows the head of the table, and the trials that had ended before this start of the sweep."""
+        ended = [row for row in rows if row.has_ended]
         self.line(f"directory of the sweep: {shown_path(directory)}")
         if ended or any(row.state == "running" for row in rows):
             self.line(f"going on: {len(ended)} of {self._trials} trials have ended")
@@ -40,32 +40,39 @@ class Table:
 
             form = "{n_fmt}/{total_fmt}|{bar:20}| {desc} [{elapsed}]"
             self._bar = tqdm(total=self._trials, file=self._stream, bar_format=form, dynamic_ncols=True, leave=False)
-        names = "".join(f"{name:>{self._width(name)}}" for name in self._fields)
+        names = ""
+        for name in self._fields:
+            names += f"{name:>{self._width(name)}}"
         self.line(f"trial{names}{self._metric:>{self._width(self._metric)}}   time")
         for row in ended:
             self.row(row)
 
     def row(self, row: Row) -> None:
-        """A trial that has ended."""
+        """Shows a trial that has ended."""
         self._ended += 1
-        values = "".join(f"{_short(row.params.get(name, '')):>{self._width(name)}}" for name in self._fields)
+        values = ""
+        for name in self._fields:
+            values += f"{_short(row.params.get(name, '')):>{self._width(name)}}"
         value = "" if row.value is None else f"{row.value:.4g}"
-        note = "" if row.state == "complete" else f"  {row.state}{': ' if row.problem else ''}{row.problem}"
+        note = ""
+        if row.state != "complete":
+            note = f"  {row.state}: {row.problem}" if row.problem else f"  {row.state}"
         seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
         self.line(f"{row.number:>5}{values}{value:>{self._width(self._metric)}}{seconds:>7}{note}")
         if self._bar is not None:
             self._bar.update()
 
     def doing(self, what: Sequence[object]) -> None:
-        """What is under way; in a log, now and then."""
+        """Shows the trials that run; in a log, every `_LOG_SECONDS`."""
         text = ", ".join(map(str, what))
+        # A bar is drawn over itself; in a log, each state would be one more line.
         if self._bar is not None:
             self._bar.set_description_str(text)
         elif time.monotonic() - self._last >= _LOG_SECONDS:
             self.line(f"{self._ended} of {self._trials} trials have ended; {text}")
 
     def line(self, text: str) -> None:
-        """A line, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         text = shown(text)
         self._last = time.monotonic()
         if self._bar is not None:
@@ -74,14 +81,14 @@ class Table:
             tell(text, self._stream)
 
     def close(self) -> None:
-        """No trial is under way any more."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     @staticmethod
     def _width(name: str) -> int:
-        return max(len(name), 9) + 2
+        return max(len(name), 9) + 2  # 9: the longest number that `_short` leaves as it is
 
 
 def _short(text: str) -> str:

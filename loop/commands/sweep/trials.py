@@ -1,4 +1,4 @@
-"""Makes the trials of a sweep: several at once, and each once."""
+"""Runs the trials of a sweep: several at once, each of them once."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def sweep(
     directory: Path | None = None,
     stream: TextIO | None = None,
 ) -> Report:
-    """Makes the trials that have not been made.
+    """Runs the trials that have not ended.
 
-    SIGTERM and SIGINT have the trials under way save and end, a second one ends all at once.
+    SIGTERM or SIGINT asks the trials that run to save and end. A second one ends them at once.
 
     Args:
-        plan: what to try.
+        plan: the plan of the sweep.
         kind: the task's class.
-        trials: how many there are to be, with those that were made before.
-        jobs: how many are under way at once.
-        directory: the sweep's; None: see `Plan.directory`.
+        trials: how many trials there are to be, with those that have ended.
+        jobs: how many trials run at the same time.
+        directory: the directory of the sweep; None: see `Plan.directory`.
         stream: where to show the trials; None: stderr.
 
     Raises:
         UsageError: the task has no such fields; the directory has another sweep, or is in use; or the trials have no
             such metric.
     """
-    fields = space(kind, plan)
+    fields = space(kind, plan)  # first: a plan that is refused leaves no directory behind
     where = (directory or plan.directory).resolve()
     about = about_sweep(plan, kind, trials)
     try:
@@ -69,12 +69,13 @@ def sweep(
         raise UsageError(f"the directory of the sweep {where} can't be made ({error.strerror})") from None
     with locked(where):
         begin(where, about)
+        # Only now: a directory of another sweep was refused before. The same plan that `run.json` has, for `reopened`.
         trust.note(where, plan.target, redact(about)["sweep"])
         return _Trials(where, plan, about, fields, jobs, stream or sys.stderr).run()
 
 
 class _Trials:
-    """The trials of a sweep, as long as this process makes them."""
+    """The trials of a sweep, while this process runs them."""
 
     def __init__(
         self,
@@ -95,22 +96,29 @@ class _Trials:
         self._table = Table([*fields], plan.metric, about["trials"], stream)
 
     def run(self) -> Report:
-        """Makes all trials, or stops."""
-        options = dict(text.partition("=")[::2] for text in self._plan.arguments)
+        """Runs all trials, or stops when asked to."""
+        options = {}
+        for text in self._plan.arguments:
+            name, _, value = text.partition("=")
+            options[name] = value
         tracker = tracking.tracker(options.get("--track"), float(options.get("--track-wait", 60)))
         run: Any = types.SimpleNamespace(directory=self._directory, info=self._about)  # all that the tracker asks for
         status = "failed"
+        # Trials have their temporary files in here, so that a trial that is killed leaves none behind.
         with self._listening(), signals.temporary_directory("tfloop-sweep-") as self._temporary:
             try:
                 if tracker is not None:
                     tracker.on_fit_start(run)
                 self._note()
                 self._table.begin(self._directory, self._study.rows())
-                self._make_all()
+                self._run_all()
                 report = Report(self._plan, self._directory, self._study.rows())
-                status = "preempted" if report.stopped else "finished" if report.best else "failed"
+                if report.stopped:
+                    status = "preempted"
+                elif report.best:
+                    status = "finished"
             finally:
-                # Whatever has happened: no trial goes on without the sweep, and run.json says how it stands.
+                # Also after an error: no trial goes on without the sweep, and run.json has the status.
                 for process in self._underway:
                     process.kill()
                 self._table.close()
@@ -127,7 +135,7 @@ class _Trials:
         name = Path(best.run_dir).name
         return {"best": {"trial": name, "params": best.params, "metric": self._plan.metric, "value": best.value}}
 
-    def _make_all(self) -> None:
+    def _run_all(self) -> None:
         has_said_stopping = False
         while True:
             self._start_trials()
@@ -138,13 +146,16 @@ class _Trials:
                 self._table.line("stopping: the trials under way save and end; a second signal ends them at once")
             for process in list(self._underway):
                 self._look_at(process)
-            # What a killed sweep has left under way ends by itself; until then there may be nothing to do but wait.
-            waits = [] if self._underway else self._study.interrupted
-            self._table.doing([*self._underway, *(f"waiting for what is left of trial {number}" for number in waits)])
+            # Trials that a killed sweep has left running end by themselves. Until then there may be nothing else to do.
+            doing: list[object] = list(self._underway)
+            if not doing:
+                for number in self._study.interrupted:
+                    doing.append(f"waiting for what is left of trial {number}")
+            self._table.doing(doing)
             time.sleep(0.1)
 
     def _start_trials(self) -> None:
-        """Starts trials until so many are under way as there may be."""
+        """Starts trials until `jobs` of them run."""
         while not self._signals and len(self._underway) < self._jobs:
             trial = self._study.next()
             if trial is None:
@@ -152,7 +163,7 @@ class _Trials:
             self._underway.append(TrialProcess(trial, self._directory, self._command(trial), self._temporary))
 
     def _look_at(self, process: TrialProcess) -> None:
-        """Takes in what a trial has done since it was last looked at."""
+        """Handles what a trial has done since the last look."""
         if self._signals:
             process.stop(at_once=self._signals > 1)
         ended = process.ended()  # before its journal is read: what it wrote last is then there
@@ -161,7 +172,7 @@ class _Trials:
             self._end(process)
 
     def _command(self, trial: Trial) -> list[str]:
-        """What makes a trial, from its beginning or from its last checkpoint."""
+        """The command of a trial, which begins it, or resumes it from its last checkpoint."""
         return [
             *COMMAND,
             self._plan.target,
@@ -173,16 +184,18 @@ class _Trials:
         ]
 
     def _hear(self, process: TrialProcess) -> None:
-        """Reports new measurements of a trial to Optuna, and ends it if it isn't worth going on with."""
+        """Reports new measurements of a trial to Optuna, and asks the trial to end if Optuna prunes it."""
         process.hear(self._plan.metric)
+        # One after the other: the pruner compares trials at the same number of measurements.
         while process.reported < len(process.values):
             process.trial.report(process.values[process.reported], process.reported)
             process.reported += 1
             if process.trial.should_prune():
+                # A file, not a signal: it is still there if the sweep is killed now.
                 (process.directory / pruning.NAME).touch()
 
     def _end(self, process: TrialProcess) -> None:
-        """Notes how a trial has ended."""
+        """Stores how a trial has ended, and shows it."""
         self._underway.remove(process)
         code = process.process.returncode
         number = process.trial.number
@@ -198,12 +211,14 @@ class _Trials:
         problem = "" if pruned else self._problem(process)
         if problem:
             process.trial.set_user_attr("problem", mask(problem))
-        self._study.end(number, None if pruned or problem else process.values[-1], pruned)
+        value = None if pruned or problem else process.values[-1]
+        # First the storage: a kill after this line loses no trial, and `_note` can write its line later.
+        self._study.end(number, value, pruned)
         self._note()
         self._table.row(self._study.rows()[number])
 
     def _problem(self, process: TrialProcess) -> str:
-        """Why a trial that has ended has no value; "" if it has one."""
+        """Why a trial that has ended has no value; "": it has one."""
         if code := process.process.returncode:
             return reason(code, process.printed())
         if not process.values:
@@ -212,11 +227,14 @@ class _Trials:
         return "" if math.isfinite(last) else f"{self._plan.metric} is {last}"
 
     def _note(self) -> None:
-        """Writes how good the best trial is, after how many, into the sweep's journal."""
+        """Writes the best value so far into the sweep's journal; its step is the number of trials that have ended."""
         report = Report(self._plan, self._directory, self._study.rows())
-        ended = sum(row.state not in ("running", "waiting") for row in report.rows)
+        ended = sum(row.has_ended for row in report.rows)
         path = self._directory / journal.NAME
-        noted = max((entry["step"] for entry, _ in journal.read(path)), default=0)
+        # Steps must grow from line to line: the delivery to MLflow passes over all others.
+        noted = 0
+        for entry, _ in journal.read(path):
+            noted = max(noted, entry["step"])
         if report.best is not None and ended > noted:
             line = journal_line(ended, "eval_end", metrics={f"best_{self._plan.metric}": report.best.value})
             with appending(path) as file:
@@ -224,7 +242,7 @@ class _Trials:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Within it, a signal has the trials save and end, a second one kills them, and a third ends the sweep."""
+        """Within it, a signal asks the trials to save and end, a second one kills them, and a third ends the sweep."""
         wishes = signals.Wishes()
 
         def hear(number: int, frame: object) -> None:
