@@ -95,6 +95,7 @@ def main() -> None:
         with contextlib.nullcontext() if own else signals.interrupting(), no_exit():
             code = typer.main.get_command(app).main(standalone_mode=False) or 0
     except KeyboardInterrupt as error:
+        # By the shell's convention: 128 and the signal, which `signals.interrupting` has put into the error.
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
     except Exception as error:
         code = command_line.report_error(error)
@@ -102,9 +103,11 @@ def main() -> None:
         if 1 in CLOSED and "--json" in sys.argv:
             print("note: stdout is closed: the result isn't shown", file=sys.stderr)
         sys.stderr.flush()
+    # Output that could not be written, such as to a full disk, is a failure of the command.
     sys.exit(code if command_line.flushed() else code or FAILED)
 
 
+# All is loaded: from here on, Ctrl-C raises `KeyboardInterrupt`, as in other programs.
 if signal.getsignal(signal.SIGINT) is leave:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if __name__ == "__main__":
