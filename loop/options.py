@@ -72,8 +72,7 @@ class HasDefaults(Protocol):
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    # `True` is an int in Python.
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)  # `True` is an int in Python
 
 
 def _is_int(minimum: int, *others: object) -> Rule:
@@ -368,8 +367,7 @@ def phases_of(task: object) -> list[Phase]:
         return []
     task_name = type(task).__name__
     phases = method()
-    is_list = isinstance(phases, list | tuple)
-    if not is_list or not all(isinstance(phase, Phase) for phase in phases):
+    if not isinstance(phases, list | tuple) or not all(isinstance(phase, Phase) for phase in phases):
         raise UsageError(
             f"{task_name}.phases() returned {phases!r:.99}: return a list of loop.Phase, such as "
             '[Phase("head", epochs=3)]'

@@ -64,6 +64,7 @@ class DataPosition:
                 f"the checkpoint stands at step {progress.step_in_epoch:,} of an epoch, and train_data() has "
                 f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
             )
+
         try:
             self.iterator = source.start(*position, self.stream_state)
         except tf.errors.OpError as error:
@@ -75,6 +76,7 @@ class DataPosition:
             # Another pipeline: its examples up to the position are read and dropped.
             self.iterator = source.start(*position)
 
+        # Only at the start of a run: later, the data can't be replaced.
         if source.steps_per_epoch is None and not any(position):
             _note(
                 run,
