@@ -44,6 +44,7 @@ class PartAttribute(Generic[T]):
     """
 
     def __init__(self, path: str) -> None:
+        # Made once: the loop reads such attributes at each boundary.
         part, _, self._name = path.rpartition(".")
         self._part = attrgetter(part)
 
@@ -132,6 +133,7 @@ class CallbackView:
         """Where the time of this process went, from its first call on to the end of the last one, by part."""
         return dict(self.stopwatch.seconds)
 
+    # Once for each attempt: it looks up the versions of packages, and counts the parameters.
     @functools.cached_property
     def info(self) -> Json:
         """The task, its options, the model's size, the backend, versions and machine, as JSON values."""

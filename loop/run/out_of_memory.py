@@ -25,6 +25,7 @@ def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:
         run: the run.
         error: what ended it.
     """
+    # MemoryError: of the host, for example when arrays are read.
     exhausted = isinstance(error, tf.errors.ResourceExhaustedError) and any(sign in str(error) for sign in _SIGNS)
     if not (exhausted or isinstance(error, MemoryError)):
         return None

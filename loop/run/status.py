@@ -95,6 +95,7 @@ class RunStatus:
         about = {} if self.started else read_json(path)
         if about and about.get("status") != "running":
             return
+        # What is there says "running": the last attempt was killed, and could not write how it ended.
         about = about or {**redact(run.info), "progress": dataclasses.asdict(run.progress)}
         if self.started:
             about["checkpoint"] = run.checkpointing.newest
@@ -135,14 +136,15 @@ def describe(run: Run) -> Json:
 def _fingerprints(run: Run) -> Json:
     """What tells data from other data at no cost: how many examples there are, and the hash of the first ones."""
     data = run.step.data
-    found = {}
+    facts = {}
     sources = {"train": data.train}
     for name, source in data.evaluated.items():
         sources[f"eval_{name}" if name else "eval"] = source
     for name, source in sources.items():
         first = [np.asarray(tensor) for tensor in tf.nest.flatten(source.example)]
-        found[name] = {"examples": getattr(source, "size", None), "sha256": fingerprint(*first)}
-    return found
+        size = getattr(source, "size", None)  # a stream has none
+        facts[name] = {"examples": size, "sha256": fingerprint(*first)}
+    return facts
 
 
 def _versions(backend: str) -> dict[str, str]:
