@@ -8,11 +8,11 @@ import sys
 
 CLOSED = []
 STREAMS = []
-"""What was opened in place of closed ones: `guard_streams` takes their buffers, which would be closed with them."""
+"""The streams that replace closed ones. They are kept, since `guard_streams` uses their buffers."""
 for descriptor in range(3):  # in this order: each takes the lowest number that is free
     try:
         os.fstat(descriptor)
-    except OSError:  # `>&-`: the next file that is opened would get its number, and what is printed
+    except OSError:  # closed by `>&-`: the next file that is opened would get this number, and what is printed
         CLOSED.append(os.open(os.devnull, os.O_RDWR))
         os.set_inheritable(descriptor, True)
         if descriptor:
@@ -21,7 +21,7 @@ for descriptor in range(3):  # in this order: each takes the lowest number that 
 
 
 def leave(number: int, frame: object) -> None:
-    """Ends the process without a word: on Ctrl-C while all is loaded; afterwards `main` minds it."""
+    """Ends the process silently, on Ctrl-C during the imports. Afterwards, `main` handles it."""
     os._exit(130)
 
 

@@ -341,7 +341,7 @@ def whole(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a training, such as that of the head, which that of all layers follows; see `TrainTask.phases`.
+    """One part of a training: for example, first of the head, then of all layers. See `TrainTask.phases`.
 
     Attributes:
         name: its name in the task, the journal and messages.

@@ -102,7 +102,7 @@ def _wait_for_owner(path: Path, deadline: float) -> None:
 
 
 def about_this_process() -> JsonObject:
-    """By what others know the process that holds a lock, or a lease."""
+    """What identifies the process that holds a lock, or a lease, for others."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -66,7 +66,7 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
 
 
 def packed(rows: Rows, backend: Backend | None) -> Arrays:
-    """The tensors of a checkpoint that hold a batch: serialised, uint8 [n].
+    """The tensors of a checkpoint that hold a batch: serialized, uint8 [n].
 
     Args:
         rows: of this worker.

@@ -69,6 +69,7 @@ class CallbackView:
     run_status: status.RunStatus
     stopwatch: Stopwatch
 
+    # What `callbacks.Run` promises, and the part of a run that holds it.
     task = PartAttribute[TrainTask]("session.task")
     backend = PartAttribute[Backend]("session.backend")
     options = PartAttribute[Options]("session.options")
@@ -97,6 +98,7 @@ class CallbackView:
     @property
     def variables(self) -> list[tf.Variable]:
         """All variables of the state of the run that are the same in all replicas: of model, optimizer and step."""
+        # In `on_setup`, there is no step yet.
         return self.built.variables + (self.step.variables if self.session.has_step else [])
 
     @property

@@ -113,7 +113,7 @@ def _step_seconds(run: Run, data: Data) -> tuple[float, float]:
 
 
 def _contender(run: Run, data: Data, way: str) -> _Contender:
-    """A way to make steps, compiled."""
+    """One way to make steps, compiled."""
     run.options["compile"] = way
     contender = _Contender(run.session.make_step(data), run.options["steps_per_call"])
     contender.call()  # the first one traces and compiles, and isn't measured
@@ -121,7 +121,7 @@ def _contender(run: Run, data: Data, way: str) -> _Contender:
 
 
 class _Contender:
-    """A way to make steps, and what they take.
+    """One way to make steps, in the graph or in XLA, and the seconds that they take.
 
     Attributes:
         seconds: of all calls but the first; infinite where there is nothing to measure: a step wasn't finite, or the

@@ -27,7 +27,7 @@ class EpochMetrics:
         ended: whether all its steps have been made.
         evaluating: whether an evaluation is under way.
         evaluated_at: the step of the last evaluation of each set; a single set has the name "".
-        evaluated: the metrics of the evaluation under way: of those of its sets that are complete.
+        evaluated: the metrics of the evaluation under way, of its complete sets.
         eval_metrics: the metrics of the last evaluation; of several sets, those of the last evaluation of each.
         history: a row for each epoch.
         gauges: functions that callbacks have added, by name; their values are metrics, too.

@@ -1,4 +1,4 @@
-"""Out of memory: turns the error of a step that finds none into one that says what takes it, and what saves it."""
+"""Out of memory: converts the error of a step into one that says what takes the memory, and what saves it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from loop.run.run import Run
 
 _SIGNS = ("OOM", "out of memory", "failed to allocate", "allocat")
-"""What TensorFlow's and XLA's messages have; `ResourceExhaustedError` is also raised for a message that is too long."""
+"""Texts in the messages of TensorFlow and XLA. `ResourceExhaustedError` is also raised for a message that is too long."""
 
 
 def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:

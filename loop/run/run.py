@@ -149,7 +149,7 @@ class Run(CallbackView):
     def translate_error(self, error: BaseException) -> BaseException:
         """Converts an error of the machine into one that says what to do.
 
-        A lack of memory: what takes it, and what saves it. A backend's loss of variables: where to resume from.
+        For a lack of memory: what takes it, and what saves it. For lost variables of a backend: where to resume from.
         """
         if (lack := out_of_memory.translated(self, error)) is not None:
             return lack
@@ -190,7 +190,7 @@ class Run(CallbackView):
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether an evaluation is due now, or one that was cut off has to be ended."""
+        """Whether an evaluation is due now, or one that was cut off has to be completed."""
         # A run may have been cut off after the last set, and before the event of the evaluation.
         return bool(self.epoch.evaluated or self.sets_due)
 

@@ -59,22 +59,7 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
     with contextlib.ExitStack() as stack:
         if backend.is_chief:
             try:
-                wait = A_LOOK
-                if backend.member and backend.member.generation:
-                    # A later attempt goes on with the directory of the first one, whatever was asked for.
-                    run_dir = backend.member.run_directory or run_dir
-                    resume = "auto" if resume == "never" else resume
-                    wait = start_timeout()  # a chief whose host was cut off may not know that yet, and hold the lock
-                # The lease of a store first: the directory on this machine belongs to the process that has it.
-                url = _url(run_dir)
-                if url is not None:
-                    run_dir = stack.enter_context(copies.mirrored(url))
-                in_memory = backend.member is not None and backend.member.kept is not None
-                directory = _prepare(task, run_dir, resume, in_memory)
-                stack.enter_context(locked(directory, wait))
-                # Only with the lock: a run that is refused must leave no record.
-                trust.note(directory, target_of(task))
-                answer = ["", str(directory)]
+                answer = ["", str(_taken(stack, task, run_dir, resume, backend))]
             except (UsageError, StoreError) as error:  # raised on all workers below
                 answer = [str(error), ""]
         problem, path = backend.broadcast_json(answer)
@@ -83,6 +68,28 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
         if backend.member:
             backend.member.run_directory = Path(path)
         yield Path(path)
+
+
+def _taken(
+    stack: contextlib.ExitStack, task: TrainTask, run_dir: str | Path | None, resume: str | Path, backend: Backend
+) -> Path:
+    """On the chief: the run directory, made or checked, and locked until the stack is closed."""
+    wait = A_LOOK
+    if backend.member and backend.member.generation:
+        # A later attempt goes on with the directory of the first one, whatever was asked for.
+        run_dir = backend.member.run_directory or run_dir
+        resume = "auto" if resume == "never" else resume
+        wait = start_timeout()  # a chief whose host was cut off may not know that yet, and hold the lock
+    # The lease of a store first: the directory on this machine belongs to the process that has it.
+    url = _url(run_dir)
+    if url is not None:
+        run_dir = stack.enter_context(copies.mirrored(url))
+    in_memory = backend.member is not None and backend.member.kept is not None
+    directory = _prepare(task, run_dir, resume, in_memory)
+    stack.enter_context(locked(directory, wait))
+    # Only with the lock: a run that is refused must leave no record.
+    trust.note(directory, target_of(task))
+    return directory
 
 
 def _url(run_dir: str | Path | None) -> str | None:

@@ -56,6 +56,7 @@ def export_run(run: Run, out: Path) -> tuple[ServedArrays, ServedArrays]:
                 )
             weights[name] = run.backend.snapshot(variable)
     tensors = averaged(arrays(weights))
+
     data = run.step.data
     # In a model of its own: the run's variables may be on several devices or servers, and hold no averages.
     built = run.session.build_again()
@@ -71,7 +72,7 @@ def served_by(task: TrainTask, built: BuiltModel, source: Source) -> Served:
     Args:
         task: the task.
         built: its model.
-        source: the data from whose examples the inputs are found out.
+        source: the data whose examples show what the inputs are.
     """
     args, kwargs = call_of(task, built.model, examples_for(built, source.example))
     return Served(built.model, args, kwargs, _longer_shapes(task, built, source))
@@ -235,6 +236,7 @@ def plain_outputs(outputs: Any) -> Outputs:
     """The outputs of a model: one tensor as it is, several by name; bfloat16, which few programs read, as float32."""
     tensors = named_tensors(outputs, "output")
     for name, tensor in tensors.items():
+        # A new value under the same key: that is safe while the dict is read.
         if tensor.dtype == tf.bfloat16:
             tensors[name] = tf.cast(tensor, tf.float32)
     return tensors["output_0"] if tf.is_tensor(outputs) else tensors
@@ -248,7 +250,7 @@ def named_tensors(structure: Any, kind: str) -> dict[str, tf.Tensor]:
             continue
         keys = [key for key in path if isinstance(key, str)]
         name = re.sub(r"\W", "_", "_".join(keys))  # TensorFlow takes letters, digits and _ alone
-        if not name or name in tensors:
+        if not name or name in tensors:  # keys of different structures may become the same name
             name = f"{name or kind}_{len(tensors)}"
         tensors[name] = leaf
     return tensors

@@ -81,7 +81,7 @@ def gathered(run: Run, keep: bool) -> Arrays:
 
 
 def in_parts(run: Run) -> tuple[dict[str, InParts], dict[str, tf.Tensor | np.ndarray]]:
-    """What takes the place of the variables of which each replica has a slice, and this worker's slices, by name."""
+    """For the variables of which each replica has a slice: their stand-ins, and this worker's slices; by name."""
     places = {}
     part = {}
     for name, variable in named_variables(run).items():

@@ -63,7 +63,7 @@ class RunStatus:
         if run.backend.is_chief:
             file = (target_of(run.task) or "").rpartition(":")[0]
             self._provenance = provenance.collect(run.directory, Path(file) if file else None)
-            self._tell_changes(run)
+            self._tell_changes(run)  # before `run.json` is written anew
         self.write(run, "running")
 
     def _tell_changes(self, run: Run) -> None:
@@ -121,6 +121,7 @@ def describe(run: Run) -> Json:
         "backend": backend.name,
         "workers": backend.workers,
         "replicas": backend.replicas,
+        # What may change the bits of a result: a resumed run tells what is different of it.
         "versions": _versions(backend.name),
         "machine": {
             "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -134,7 +135,7 @@ def describe(run: Run) -> Json:
 
 
 def _fingerprints(run: Run) -> Json:
-    """What tells data from other data at no cost: how many examples there are, and the hash of the first ones."""
+    """What identifies the data at no cost: the number of examples, and the hash of the first ones."""
     data = run.step.data
     facts = {}
     sources = {"train": data.train}

@@ -78,7 +78,7 @@ def fit_in_workers(
 
     printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={directory}"])
     model = _model(task, options, directory)
-    values: dict[str, Any] = {}
+    values: Json = {}
     for field in dataclasses.fields(FitResult):  # the command prints more, and not the model
         if field.name in printed:
             values[field.name] = printed[field.name]
@@ -159,7 +159,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _tracking(callbacks: Iterable[Callback] | None) -> list[str]:
-    """What was asked for by callbacks, as it is typed.
+    """The options of the command that do what the given callbacks ask for.
 
     Raises:
         UsageError: callbacks that can't be handed to other processes.

@@ -80,7 +80,7 @@ class _Statement:
     """A statement at the top level of a cell.
 
     Args:
-        node: it.
+        node: the statement.
         cell: the text of the cell.
     """
 

@@ -38,7 +38,7 @@ class DamagedError(StoreError):
 
 
 class Digest(NamedTuple):
-    """What a file's content is known by.
+    """What identifies the content of a file.
 
     Attributes:
         bytes: how many.

@@ -287,6 +287,7 @@ class Mirror:
         tell(f"warning: {what} confirmed by the store ({why}){fix}")
 
     def _note(self, delivered: bool, ended: bool = False) -> None:
+        """Records, beside the run directory, what the next start on this machine has to know."""
         assert self._lease.state is not None
         nonce = self._lease.state.owner["nonce"]
         about = {"url": self._bucket.url, "nonce": nonce, "delivered": delivered, "ended": ended}
