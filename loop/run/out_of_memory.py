@@ -14,8 +14,8 @@ from loop.task import target_of
 if TYPE_CHECKING:
     from loop.run.run import Run
 
+# `ResourceExhaustedError` is also raised for a message that is too long: its text must have one of these.
 _SIGNS = ("OOM", "out of memory", "failed to allocate", "allocat")
-"""Texts in the messages of TensorFlow and XLA. `ResourceExhaustedError` is also raised for a message that is too long."""
 
 
 def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:

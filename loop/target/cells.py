@@ -56,12 +56,8 @@ def needed_statements(cells: Sequence[str], name: str) -> list[str]:
         statements += _statements(cell)
 
     needed: set[int] = set()
-    # What `from module import *` binds can't be known, so it is always needed.
-    for index, statement in enumerate(statements):
-        if "*" in statement.binds:
-            needed.add(index)
-
-    pending = [name]
+    # "*": what `from module import *` binds can't be known, so such imports are always needed.
+    pending = ["*", name]
     seen = set()
     while pending:
         wanted = pending.pop()
@@ -117,16 +113,16 @@ def _statements(cell: str) -> Iterator[_Statement]:
 
 def _that_make(statements: Sequence[_Statement], name: str) -> Iterator[int]:
     """The statements that bind a name, or change what it is bound to; of definitions, the last one."""
-    last = None
     # A call such as `keras.utils.set_random_seed(0)` changes no variable of the notebook.
     is_variable = any(statement.assigns(name) for statement in statements)
+    definitions = []
     for index, statement in enumerate(statements):
-        if name in statement.binds and statement.defines:
-            last = index
-        elif name in statement.binds or (is_variable and statement.changes == name):
+        is_bound = name in statement.binds
+        if is_bound and statement.defines:
+            definitions.append(index)
+        elif is_bound or (is_variable and statement.changes == name):
             yield index
-    if last is not None:
-        yield last
+    yield from definitions[-1:]
 
 
 def _used(table: symtable.SymbolTable) -> Iterator[str]:
@@ -162,7 +158,7 @@ def _changed(node: ast.stmt) -> str:
             pass
         case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
             pass
-    if not isinstance(target, ast.Attribute | ast.Subscript):
+    if isinstance(target, ast.Name):  # `x = 1` binds it
         return ""
     # Down to the variable at the root: the `x` of `x.a[0].b`.
     while isinstance(target, ast.Attribute | ast.Subscript):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TypeGuard
 
 from callbacks.files import ROOT
 from callbacks.nearest import near_file, nearest
@@ -112,7 +113,7 @@ def find(target: str) -> type[TrainTask]:
     else:
         module = _import_module(origin, target)
     kind = getattr(module, name, None)
-    if inspect.isclass(kind) and issubclass(kind, TrainTask):
+    if _is_task_class(kind):
         return kind
     if kind is not None:
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
@@ -168,10 +169,14 @@ def _import_module(name: str, target: str) -> ModuleType:
 def _tasks_in(module: ModuleType) -> list[str]:
     """The names of the tasks that a module defines itself, not of those that it imports."""
     tasks = []
-    for name, kind in vars(module).items():
-        if inspect.isclass(kind) and issubclass(kind, TrainTask) and kind.__module__ == module.__name__:
+    for name, value in vars(module).items():
+        if _is_task_class(value) and value.__module__ == module.__name__:
             tasks.append(name)
     return tasks
+
+
+def _is_task_class(value: object) -> TypeGuard[type[TrainTask]]:
+    return inspect.isclass(value) and issubclass(value, TrainTask)
 
 
 def absolute(target: str) -> str:
