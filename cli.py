@@ -8,11 +8,11 @@ import sys
 
 CLOSED = []
 STREAMS = []
-"""What was opened in place of closed ones: `guard_streams` takes their buffers, which would be closed with them."""
+"""The streams that replace closed ones. They are kept, since `guard_streams` uses their buffers."""
 for descriptor in range(3):  # in this order: each takes the lowest number that is free
     try:
         os.fstat(descriptor)
-    except OSError:  # `>&-`: the next file that is opened would get its number, and what is printed
+    except OSError:  # closed by `>&-`: the next file that is opened would get this number, and what is printed
         CLOSED.append(os.open(os.devnull, os.O_RDWR))
         os.set_inheritable(descriptor, True)
         if descriptor:
@@ -21,7 +21,7 @@ for descriptor in range(3):  # in this order: each takes the lowest number that 
 
 
 def leave(number: int, frame: object) -> None:
-    """Ends the process without a word: on Ctrl-C while all is loaded; afterwards `main` minds it."""
+    """Ends the process silently, on Ctrl-C during the imports. Afterwards, `main` handles it."""
     os._exit(130)
 
 
@@ -95,6 +95,7 @@ def main() -> None:
         with contextlib.nullcontext() if own else signals.interrupting(), no_exit():
             code = typer.main.get_command(app).main(standalone_mode=False) or 0
     except KeyboardInterrupt as error:
+        # By the shell's convention: 128 and the signal, which `signals.interrupting` has put into the error.
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
     except Exception as error:
         code = command_line.report_error(error)
@@ -102,9 +103,11 @@ def main() -> None:
         if 1 in CLOSED and "--json" in sys.argv:
             print("note: stdout is closed: the result isn't shown", file=sys.stderr)
         sys.stderr.flush()
+    # Output that could not be written, such as to a full disk, is a failure of the command.
     sys.exit(code if command_line.flushed() else code or FAILED)
 
 
+# All is loaded: from here on, Ctrl-C raises `KeyboardInterrupt`, as in other programs.
 if signal.getsignal(signal.SIGINT) is leave:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if __name__ == "__main__":

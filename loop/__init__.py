@@ -60,6 +60,7 @@ __all__ = [
     "unweighted",
 ]
 
+# The module of each public name, which is imported when the name is first used.
 _HOMES = {
     "ArrayData": "data",
     "FitResult": "run.result",
@@ -104,12 +105,13 @@ def __getattr__(name: str) -> Any:
     if "IPython" in sys.modules and "tensorflow" not in sys.modules:
         _load_tensorflow()
     value = getattr(importlib.import_module(f"loop.{_HOMES[name]}"), name)
-    globals()[name] = value
+    globals()[name] = value  # from now on, Python finds it without this function
     return value
 
 
 def _load_tensorflow() -> None:
     """In a notebook, loads TensorFlow without the messages of its start, which would stand behind the cell."""
+    # Not at the top of the file: `import loop` is to load as little as possible.
     from callbacks import notebook
     from loop.launch import stderr
 

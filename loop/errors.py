@@ -54,7 +54,7 @@ def no_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        caller = traceback.extract_tb(error.__traceback__)[-1]
+        caller = traceback.extract_tb(error.__traceback__)[-1]  # the innermost frame: the code that called `sys.exit`
         if "typer" in Path(caller.filename).parts:  # it exits after completing a shell's words, or for a closed pipe
             raise
         raise TrainingError(
@@ -65,15 +65,17 @@ def no_exit() -> Iterator[None]:
 
 def message_of(error: BaseException) -> str:
     """The message of an error in one line, without what TensorFlow, AutoGraph and Keras put around it."""
-    if isinstance(error, KeyError) and error.args:
+    if isinstance(error, KeyError) and error.args:  # its text is the key alone
         return f"no {error.args[0]!r:.{_LONGEST}}"
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
+
     if "in user code:" in text:
         text = _without_autograph(text)
     if "[[{{node" in text or text.startswith("Graph execution error"):
         text = _without_graph(text)
     text = re.sub(r"\{\{function_node [^}]*\}\} ?| ?\[Op:\w+\]( name:)?", "", text)
-    text = text.partition("\nArguments received by")[0]
+    text = text.partition("\nArguments received by")[0]  # behind it, Keras shows the arguments of the layer
+
     lines = _lines(text)
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
         lines = lines[1:]  # the first line names the layer, the second one says what is wrong
@@ -93,6 +95,7 @@ def _without_graph(text: str) -> str:
     """The cause within an error of a compiled function: the last line before the operation's name."""
     causes = []
     for line in _lines(text.partition("[[{{node")[0]):
+        # Above the cause stands where the operation was defined.
         is_frame = line.startswith(("File ", "Detected at", "<stack traces"))
         if not is_frame and line not in ("Graph execution error:", "(most recent call last):"):
             causes.append(line)

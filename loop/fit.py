@@ -165,6 +165,7 @@ def fit(
         UsageError: an argument or the task is wrong; the message says what to do.
         TrainingError: a loss or gradient is not finite; or another worker failed (`PeerError`).
     """
+    # First, while the local variables are the arguments and nothing else.
     given = {name: value for name, value in locals().items() if name in DEFAULTS}
     check_is_task(task)
     remember(hyperparameters(task))  # from here on, the secrets among them are hidden in all output
@@ -201,18 +202,20 @@ def attempt(
     ):
         run = Run(session, directory)
         bus = Bus(callbacks, run)
+        # The last events are within it, too: they may take long, and be stopped or stall.
         with run.stops.handling_signals(run), run.watchdog.watching():
             try:
                 set_up(run, bus)
                 train(run, bus)
                 finish(run, bus)
-            except BaseException as error:
+            except BaseException as error:  # `KeyboardInterrupt` as well: the last events close what callbacks hold
                 translated = end_failed(run, bus, error)
                 if translated is error:
                     raise
                 raise translated from error
             end(run, bus, run.run_status.name)
             backend.exchange(0)  # all workers wait here until the chief's last callbacks have delivered everything
+    # The caller gets a model with the averages. (Sliced ones were settled in `finish`, by a collective.)
     run.step.averages.take()
     return run
 
@@ -222,6 +225,8 @@ def train(run: Run, bus: Bus) -> None:
     epoch_under_way = False
     while not run.at_end:
         bus.fire_profile()
+
+        # Here, and not behind the evaluation: a resumed run may stand at the end of a phase.
         if run.phase_over:
             next_phase(run, bus)
             epoch_under_way = False
@@ -244,6 +249,7 @@ def train(run: Run, bus: Bus) -> None:
                 return
             bus.fire("eval_end", run.epoch.evaluated)
         run.epoch.end_evaluation()  # also of a checkpoint, if the resumed run makes no evaluations
+        # The last step may lie within an epoch, which then has a row, but no epoch after it.
         if closing:
             bus.fire("epoch_end", run.close_epoch())
         if run.epoch.ended:
@@ -284,6 +290,7 @@ def evaluate_set(run: Run, bus: Bus, name: str) -> bool:
         totals = np.zeros(())
     step: int | None = 0
     while step is not None:
+        # Only a signal stops an evaluation here; the stop of a callback waits for its end (`Run._wishes`).
         if between_calls(run, bus, pace.steps):
             return False
         part = "evaluation" if pace.calls else stopwatch.COMPILING
@@ -291,7 +298,7 @@ def evaluate_set(run: Run, bus: Bus, name: str) -> bool:
         with run.watchdog.phase(lambda: f"{run.step.phase_marker.doing()} of the evaluation"), run.stopwatch.at(part):
             step, more = evaluation.steps(iterator, step, run.decision.steps)
         pace.record(run.decision.steps, time.perf_counter() - begun)
-        totals = totals + more
+        totals = totals + more  # not `+=`: the first zero is a scalar, and `more` a vector
     run.epoch.add_evaluation(name, run.progress.step, totals, evaluation)
     return True
 

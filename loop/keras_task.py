@@ -90,6 +90,8 @@ class KerasTask(TrainTask):
                 "loss and metrics are taken too: give an optimizer, or leave out the others"
             )
         self._compiled_optimizer: Optimizer = None  # until a compiled model is built
+
+        # Found out by `_prepare`, with the model and a few examples.
         self._takes_training = True
         self._losses: keras_compile.Losses | None = None
         self._compiled_metrics: Metrics | None = None
@@ -135,7 +137,7 @@ class KerasTask(TrainTask):
         if model.dtype_policy.name == "mixed_float16":  # `compile` has wrapped it in a loss scale; tfloop has its own
             optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._compiled_optimizer = optimizer
-        # Keras has no public way to the arguments of `compile`.
+        # Keras has no public way to the arguments of `compile`. Either is None where `compile` got none.
         losses = model._compile_loss
         metrics = model._compile_metrics
         self._compiled = _Compiled(
@@ -148,7 +150,7 @@ class KerasTask(TrainTask):
     def build_optimizer(self) -> Optimizer:
         if self._optimizer_fn is None:
             if self._compiled_optimizer is None:
-                self.build_model()
+                self.build_model()  # for its optimizer alone: in a later phase, the model itself goes on
             optimizer = self._compiled_optimizer
             self._compiled_optimizer = None  # used once: a later phase needs a new one, without slots
         elif isinstance(self._optimizer_fn, str):
@@ -168,8 +170,8 @@ class KerasTask(TrainTask):
 
     def eval_data(self) -> Dataset | dict[str, Dataset] | None:
         if isinstance(self._eval, Mapping):
-            return {name: None if data is None else _as_data(data) for name, data in self._eval.items()}
-        return None if self._eval is None else _as_data(self._eval)
+            return {name: _as_data(data) for name, data in self._eval.items()}
+        return _as_data(self._eval)
 
     def build_metrics(self) -> dict[str, keras.Metric]:
         return dict(self._built_metrics)
@@ -179,6 +181,7 @@ class KerasTask(TrainTask):
         self._takes_training = "training" in inspect.signature(model.call).parameters
         if not self._takes_training:
             _warn_of_modes(model)
+        # Class weights exist only in training. Of the predictions, only names and shapes count here.
         inputs, labels, weights = self._parts(example, training=True)
         predictions = self._predictions(model, inputs, training=False)
         try:
@@ -217,11 +220,12 @@ class KerasTask(TrainTask):
         # As in `fit`: a model without the argument is called without it, and its layers run in inference mode.
         return model(inputs, training=training) if self._takes_training else model(inputs)
 
+    # Nothing for AutoGraph to convert: all branches depend on the structure alone.
     @tf.autograph.experimental.do_not_convert
     def _values(self, model: Model, labels: Tensors | None, predictions: Tensors, weights: Tensors | None) -> Values:
         """The values that `compute` returns, from the model's predictions."""
         if self._losses is None:
-            values = keras_compile.added(model, predictions)
+            values = keras_compile.added(model, predictions)  # without a loss, what layers add is all that there is
         else:
             losses = self._losses.of(labels, predictions, weights)
             values = keras_compile.combined(losses) | keras_compile.reported(losses)
@@ -243,7 +247,7 @@ class KerasTask(TrainTask):
                 f"KerasTask takes examples of (inputs, labels) or (inputs, labels, weights); these are of {of}: give "
                 "ArrayData(inputs, labels), where the inputs are the labels too ArrayData(inputs, inputs)"
             )
-        inputs, labels, weights = (*batch, None, None)[:3]
+        inputs, labels, weights = (*batch, None, None)[:3]  # None for what is missing
         if self._class_weight and weights is not None:
             raise UsageError("KerasTask(class_weight=...) with examples that have weights: give one of the two")
         if self._class_weight and training:
@@ -277,7 +281,9 @@ def _check_no_own_step(model: Model) -> None:
     # Compared with the class of its own family: Keras 3 and tf_keras have different methods of the same name.
     family = keras.Model if isinstance(model, keras.Model) else keras_models()[-1]
     for name, port in _PORTS.items():
-        if name in vars(model) or getattr(type(model), name, None) is not getattr(family, name, None):
+        # On the object or in its class: `model.train_step = ...` overrides it, too.
+        is_own = getattr(type(model), name, None) is not getattr(family, name, None)
+        if name in vars(model) or is_own:
             raise UsageError(
                 f"{type(model).__name__} has a {name}() of its own, which KerasTask would not call: port the model to "
                 f"{port}; see docs/coming-from/keras-fit.md"
@@ -305,6 +311,7 @@ def _has_modes(layer: keras.Layer) -> bool:
     is_of_keras = type(layer).__module__.startswith(("keras.", "tf_keras."))
     if not is_of_keras or "training" not in inspect.signature(layer.call).parameters:
         return False
+    # By name: many layers take `training` only to pass it on, and have no modes.
     return re.search("Dropout|Normalization|Noise|Random", type(layer).__name__) is not None
 
 
@@ -316,5 +323,5 @@ def _named_optimizer(name: str) -> keras.Optimizer:
 
 
 def _as_data(data: Dataset) -> Dataset:
-    """The data as a task returns it: a tuple or list of arrays, as `fit` takes it, becomes `ArrayData`."""
+    """The data as a task returns it: a tuple or list of arrays, as `fit` takes it, becomes `ArrayData`; None stays."""
     return ArrayData.of(data) if isinstance(data, tuple | list) else data

@@ -72,8 +72,7 @@ class HasDefaults(Protocol):
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    # `True` is an int of Python's.
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)  # `True` is an int in Python
 
 
 def _is_int(minimum: int, *others: object) -> Rule:
@@ -99,8 +98,8 @@ def _is_backend(value: object) -> bool:
 
 
 def plugin_entry_points() -> dict[str, EntryPoint]:
-    """The installed backends of other packages, by their names for `--backend`. None is loaded."""
-    # None is imported: a plug-in may import TensorFlow, and a broken one must not break the others.
+    """The installed backends of other packages, by their names for `--backend`."""
+    # None is loaded: a plug-in may import TensorFlow, and a broken one must not break the others.
     plugins = sorted(entry_points(group=PLUGIN_GROUP), key=lambda plugin: plugin.name)
     return {plugin.name: plugin for plugin in plugins}
 
@@ -126,7 +125,7 @@ def _is_path(value: object) -> bool:
 def _is_span(value: object) -> bool:
     if not isinstance(value, str):
         return value is None
-    span = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", value, re.ASCII)
+    span = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", value, re.ASCII)  # else `\d` matches digits of all scripts
     return span is not None and int(span[1]) <= int(span[2])
 
 
@@ -139,11 +138,11 @@ def size_in_bytes(value: object) -> float | None:
     size = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if size is None:
         return None
-    return float(size[1]) * _UNITS[size[2].lower()] or None
+    return float(size[1]) * _UNITS[size[2].lower()] or None  # None for 0
 
 
 def _is_remat(value: object) -> bool:
-    names = value.split(",") if isinstance(value, str) else value
+    names = value.split(",") if isinstance(value, str) else value  # "full" or a size passes as the name of a layer
     if not isinstance(names, list | tuple):
         return value is None
     return bool(names) and all(map(_is_layer_name, names))
@@ -265,12 +264,13 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
             raise UsageError(
                 f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}"
             )
-    passed: dict[str, object] = {}
+    passed: dict[str, object] = {}  # None counts as not given
     for name, value in given.items():
         if value is not None:
             passed[name] = whole(value)
 
     phases = [] if task is None else phases_of(task)
+    # Before the values are merged: a task's own length is no mistake beside one that the caller gives.
     _refuse_two_lengths(task, phases, own, passed)
     if "epochs" in passed:
         own.pop("steps", None)  # epochs that the caller gives win over steps that the task gives
@@ -320,7 +320,9 @@ def _lengths(phases: list[Phase]) -> Options:
     """The options for the length of a run of these phases: None if it isn't known; {} without phases."""
     if not phases:
         return {}
-    return {"epochs": _sum([phase.epochs for phase in phases]), "steps": _sum([phase.steps for phase in phases])}
+    epochs = [phase.epochs for phase in phases]
+    steps = [phase.steps for phase in phases]
+    return {"epochs": _sum(epochs), "steps": _sum(steps)}
 
 
 def _sum(lengths: list[int | None]) -> int | None:
@@ -339,7 +341,7 @@ def whole(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a training, such as that of the head, which that of all layers follows; see `TrainTask.phases`.
+    """One part of a training: for example, first of the head, then of all layers. See `TrainTask.phases`.
 
     Attributes:
         name: its name in the task, the journal and messages.
@@ -365,8 +367,7 @@ def phases_of(task: object) -> list[Phase]:
         return []
     task_name = type(task).__name__
     phases = method()
-    is_list = isinstance(phases, list | tuple)
-    if not is_list or not all(isinstance(phase, Phase) for phase in phases):
+    if not isinstance(phases, list | tuple) or not all(isinstance(phase, Phase) for phase in phases):
         raise UsageError(
             f"{task_name}.phases() returned {phases!r:.99}: return a list of loop.Phase, such as "
             '[Phase("head", epochs=3)]'
@@ -374,6 +375,7 @@ def phases_of(task: object) -> list[Phase]:
     names = [phase.name for phase in phases]
     for phase in phases:
         _check_phase(task_name, phase, names)
+
     # `fit` sets `task.phase`, so that a hyperparameter of that name would be lost.
     fields = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
     if phases and "phase" in [field.name for field in fields]:

@@ -240,11 +240,11 @@ class ModelCalls:
     def __init__(self, model: Model) -> None:
         self.results: list[Any] = []
         self._model = model
-        self._kind: Any = type(model)
+        self._kind: Any = type(model)  # Python looks up `model(...)` on the class, so that is what is changed
 
     def __enter__(self) -> ModelCalls:
         """Listens, if the model can be called at all."""
-        self._own = "__call__" in vars(self._kind)
+        self._own = "__call__" in vars(self._kind)  # else it is inherited, and must be removed afterwards
         self._listens = callable(self._model)
         if self._listens:
             self._original = self._kind.__call__
@@ -254,7 +254,7 @@ class ModelCalls:
     def _listening(self, original: Any) -> Any:
         def call(model: Model, *args: Any, **kwargs: Any) -> Any:
             result = original(model, *args, **kwargs)
-            if model is self._model:
+            if model is self._model:  # other objects of the class, such as a model within this one, call it too
                 self.results.append(result)
             return result
 
@@ -296,6 +296,7 @@ def changed_fields(task: TrainTask) -> list[str]:
         return []
     changed = []
     for field in dataclasses.fields(task):
+        # A field without a default has `MISSING` here, which no value equals: it is always among the changed ones.
         value = getattr(task, field.name)
         default = field.default
         if field.default_factory is not dataclasses.MISSING:

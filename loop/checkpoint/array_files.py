@@ -81,9 +81,12 @@ def read_arrays(path: Path, entries: Sequence[Json]) -> dict[str, np.ndarray]:
     Raises:
         Exception: of any type; the file is damaged, or not what the manifest says.
     """
+    arrays = {}
     with _opened(path) as stored:
-        whole = [entry for entry in entries if "elements_of_part" not in entry]
-        return {entry["name"]: _array(stored, entry) for entry in whole}
+        for entry in entries:
+            if "elements_of_part" not in entry:
+                arrays[entry["name"]] = _array(stored, entry)
+    return arrays
 
 
 def read_part(path: Path, rank: int, parts: int, entries: Sequence[Json], arrays: dict[str, np.ndarray]) -> None:
@@ -103,6 +106,7 @@ def read_part(path: Path, rank: int, parts: int, entries: Sequence[Json], arrays
             name = entry["name"]
             size = math.prod(entry["shape"])
             elements = entry["elements_of_part"]
+            # Else the rest of the array would be what was in memory before.
             if elements * parts < size:
                 raise ValueError(f"{name!r:.99} is not {parts} parts of {elements:,} elements")
             part = _array(stored, {**entry, "shape": [elements]})
@@ -137,6 +141,7 @@ def _array(stored: zipfile.ZipFile, entry: Json) -> np.ndarray:
     # A few compressed bytes can stand for more numbers than memory holds.
     if member.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name!r:.99} is compressed")
+    # The header is compared with the manifest before `read_array` believes it.
     with stored.open(member) as file:
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -145,13 +150,14 @@ def _array(stored: zipfile.ZipFile, entry: Json) -> np.ndarray:
             raise ValueError(f"{name!r:.99} is {file_dtype}{list(file_shape)}, not {dtype}{list(shape)}")
         if member.file_size - file.tell() != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name!r:.99} has {member.file_size:,} bytes, which is not its size")
-        file.seek(0)
+        file.seek(0)  # `read_array` reads the header again
         return np.lib.format.read_array(file, allow_pickle=False).view(dtype)
 
 
 def dtype_of(name: str) -> np.dtype:
     """The numeric dtype of this name."""
     dtype = np.dtype(name)
+    # One spelling for each, and numbers alone: no objects, texts, dates or structures.
     if dtype.name != name or not (dtype.kind in "biufc" or hasattr(ml_dtypes, name)):
         raise TypeError(f"{name!r:.99} is no type of numbers")
     return dtype

@@ -41,7 +41,7 @@ from loop.errors import UsageError
 from loop.monitor import fault_injection
 
 FORMAT = 2
-FORMAT_WITH_PARTS = 3
+FORMAT_WITH_PARTS = 3  # a number of its own, so that versions which don't know parts refuse it
 MANIFEST = "manifest.json"
 _LONGEST = 1 << 28  # bytes of a manifest: a longer file is none, and could take all memory
 _NAME = re.compile(r"step-[0-9]{8,18}")  # a step of 63 bits has 18 digits
@@ -99,7 +99,7 @@ def removed_on_error(partial: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # after an error between the two renames, the old checkpoint comes back
             mend(partial.parent)
         with naming(partial.with_suffix("")):
             raise error
@@ -211,6 +211,7 @@ def verify(path: Path) -> Json:
             )
         if digest != _digest(manifest):
             raise CheckpointError(f"{path}: {MANIFEST} has changed since it was written")
+        # Also with the right digest, which anyone can compute.
         _check(manifest)
         if path.name != f"step-{manifest['step']:08d}":
             raise CheckpointError(f"{path}: its {MANIFEST} is of step {manifest['step']}")
@@ -261,12 +262,13 @@ def read(path: Path, manifest: Json) -> dict[str, np.ndarray]:
         CheckpointError: they aren't what the manifest says: a file was forged, or has changed since it was verified.
     """
     entries = manifest["tensors"]
-    parts = sorted(filter(PART.fullmatch, manifest["files"]))
-    name = TENSORS
+    parts = sorted(filter(PART.fullmatch, manifest["files"]))  # by rank, which names have with leading zeros
+    name = TENSORS  # the file that an error below is about
     try:
         arrays = read_arrays(path / name, entries)
         for rank, name in enumerate(parts):
             read_part(path / name, rank, len(parts), entries, arrays)
+        # In the order of the manifest: variables are matched by it.
         return {entry["name"]: arrays[entry["name"]] for entry in entries}
     except Exception as error:  # a foreign archive can fail in any way
         raise CheckpointError(f"{path}: {name} can't be read ({type(error).__name__}: {error})") from None

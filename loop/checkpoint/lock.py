@@ -34,6 +34,7 @@ def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
         UsageError: another process holds it; the message says which one, and since when.
     """
     path = directory / NAME
+    # Closed last, which gives the lock back: the file is removed while this process still has it.
     with contextlib.closing(_taken(path, time.monotonic() + wait)) as file:
         try:
             with _writing(directory):
@@ -66,7 +67,7 @@ def _taken(path: Path, deadline: float) -> IO[bytes]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.close()
+            file.close()  # the file may be another one at the next try
             _wait_for_owner(path, deadline)
             continue
         except OSError:  # a file system without locks: nothing can be checked there
@@ -101,7 +102,7 @@ def _wait_for_owner(path: Path, deadline: float) -> None:
 
 
 def about_this_process() -> JsonObject:
-    """By what others know the process that holds a lock, or a lease."""
+    """What identifies the process that holds a lock, or a lease, for others."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -126,9 +127,9 @@ def _namespace() -> str:
 
 def _is_alive(pid: Any) -> bool:
     try:
-        os.kill(int(pid), 0)
+        os.kill(int(pid), 0)  # signal 0 only asks whether there is such a process
     except (ProcessLookupError, TypeError, ValueError):
         return False
-    except PermissionError:
+    except PermissionError:  # of another user
         return True
     return True

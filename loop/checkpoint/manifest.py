@@ -39,13 +39,15 @@ def _problem(manifest: Json) -> str:
         part: object = manifest if where == "" else manifest.get(where)
         if not isinstance(part, dict):
             return _said(where, part, "an object")
-        for name, (test, meant) in rules.items():
-            optional = name.endswith("?")
-            name = name.removesuffix("?")
+        for rule_name, (test, meant) in rules.items():
+            optional = rule_name.endswith("?")
+            name = rule_name.removesuffix("?")
+            full_name = f"{where}.{name}" if where else name
             if name in part and not test(part[name]):
-                return _said(f"{where}.{name}".lstrip("."), part[name], meant)
+                return _said(full_name, part[name], meant)
             if name not in part and not optional:
-                return f"it has no {f'{where}.{name}'.lstrip('.')}"
+                return f"it has no {full_name}"
+    # Last: it relies on the types that are checked above.
     return _inconsistency(manifest)
 
 
@@ -75,6 +77,7 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, str):
         return value in _NOT_FINITE
+    # Finite, though Python's JSON reads NaN and Infinity: tfloop writes those as texts.
     return (type(value) is int or type(value) is float) and abs(value) < math.inf
 
 

@@ -60,7 +60,7 @@ class Writer:
         # One thread: checkpoints are written in order, and a removal never overtakes the write before it.
         self._pool = ThreadPoolExecutor(1, "checkpoint", lower_priority)
         self._under_way: Future[Any] | None = None
-        self._outcomes: deque[Exception | None] = deque()
+        self._outcomes: deque[Exception | None] = deque()  # a deque, to which one thread may add while another pops
 
     def write(self, directory: Path, snapshots: Sequence[Snapshot]) -> None:
         """Starts to write checkpoints, oldest first.
@@ -81,7 +81,7 @@ class Writer:
 
     def begin(self, directory: Path, step: int) -> Path | None:
         """Makes the directory into which all workers write their parts of a checkpoint; None: that has failed."""
-        self.wait()
+        self.wait()  # `begin` removes what isn't complete, which must not be the one before
         try:
             self._check()
             return checkpoint_files.begin(directory, step)
@@ -108,6 +108,7 @@ class Writer:
                 files = array_files.write_arrays(partial / array_files.part_name(rank), arrays(snapshot.part))
                 fault_injection.reached("write-part", rank, step)
                 if rank == 0:
+                    # The chief writes what is whole, beside its own part.
                     self._rely_on_journal(partial.parent, snapshot)
                     files |= array_files.write_arrays(partial / array_files.TENSORS, arrays(snapshot.tensors))
                     fault_injection.reached("write-tensors", rank, step)
@@ -194,6 +195,7 @@ class Writer:
 
 def _make_durable(path: Path) -> None:
     """Flushes a file to the disk, so that a power failure doesn't lose it."""
+    # A link isn't followed, and a pipe of that name doesn't block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)

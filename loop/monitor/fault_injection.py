@@ -57,6 +57,6 @@ def reached(point: str, rank: int = 0, step: int = 0) -> None:
             _faults.remove(fault)  # once only: a run that goes on after the error must not fail again
             if fault.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            while fault.how == "hang":
+            while fault.how == "hang":  # for ever: until another process ends this one
                 time.sleep(60)
             raise PlannedError(f"the fault {':'.join(map(str, fault))} that {VARIABLE} asks for")

@@ -85,6 +85,7 @@ class Stopwatch:
         if is_first and not now["done"]["steps"]:
             return None
         self._has_split = True
+
         _add(self.seconds, now["seconds"])
         if not is_first:
             for name, numbers in now.items():
@@ -134,24 +135,28 @@ def summary(ranks: Sequence[Totals]) -> dict[str, Any]:
         text = "profile: no step after the first call, which is traced and compiled: make more, to see what takes time"
         return {"verdict": "unknown", "slowest": slowest, "seconds": seconds, "text": [text]}
 
-    limit = max(_limits(seconds, slowest))
-    whole = sum(seconds[limit.rank].values())
-    why = (
-        f"{part_name(limit.part)}: {limit.seconds / whole:.0%} of the time, {1e3 * limit.seconds / steps:.3g} ms a step"
-    )
+    limit = max(_limits(seconds, slowest))  # tuples: their seconds are compared first
+    on_rank = seconds[limit.rank]
+    whole = sum(on_rank.values())
+    milliseconds = 1e3 * limit.seconds / steps
+    why = f"{part_name(limit.part)}: {limit.seconds / whole:.0%} of the time, {milliseconds:.3g} ms a step"
+
     part = limit.part
     if limit.verdict == "host-bound":
-        part = max(_HOST_PARTS, key=seconds[limit.rank].__getitem__)
-        why += f", most of it {part}, {seconds[limit.rank][part] / whole:.0%}"
+        # The host's limit is the sum of several parts. The advice is for the greatest of them.
+        part = max(_HOST_PARTS, key=on_rank.__getitem__)
+        why += f", most of it {part}, {on_rank[part] / whole:.0%}"
         if part == "callbacks":
             times = ranks[limit.rank]["callbacks"]
             why += f" (above all {max(times, key=times.__getitem__)})"
+
     where = f" on rank {limit.rank}" if len(ranks) > 1 else ""
     lines = [*_table(seconds, steps), f"{limit.verdict}{where}: {why}", f"-> {_ADVICE[part]}"]
     return {"verdict": limit.verdict, "slowest": slowest, "seconds": seconds, "text": lines}
 
 
 def _by_part(total: Totals) -> dict[str, float]:
+    # Not `total["seconds"][part]`: other ranks' totals came as JSON, and are plain dicts; and compiling is left out.
     return {part: total["seconds"].get(part, 0.0) for part in PARTS}
 
 
@@ -167,6 +172,7 @@ def _limits(seconds: Sequence[Mapping[str, float]], slowest: int) -> Iterator[_L
     ranks = range(len(seconds))
     for verdict, part in (("input-bound", "data"), ("compute-bound", "compute"), ("evaluation-bound", "evaluation")):
         yield _Limit(seconds[slowest][part], verdict, part, slowest)
+    # A rank that comes late waits least: what it spends in the all-reduce is the reduction itself.
     least = min(ranks, key=lambda rank: seconds[rank]["all_reduce"])
     yield _Limit(seconds[least]["all_reduce"], "communication-bound", "all_reduce", least)
     busiest = max(ranks, key=lambda rank: _host_work(seconds[rank]))

@@ -40,6 +40,7 @@ class Watchdog:
 
     def beat(self, step: int, epoch: int) -> None:
         """Notes progress: something has ended."""
+        # No lock: the watchdog sees each assignment whole, and may see an old value once.
         self._beat = time.monotonic()
         self._where = f"step {step}, epoch {epoch + 1}"
 
@@ -60,7 +61,7 @@ class Watchdog:
     def _watch(self, timeout: float) -> None:
         beat = self._beat
         patience = timeout
-        while not self._ended.wait(min(timeout / 4, 5.0)):
+        while not self._ended.wait(min(timeout / 4, 5.0)):  # a short timeout is noticed in time, too
             if beat != self._beat:  # progress since the last look: back to the first patience
                 beat = self._beat
                 patience = timeout
@@ -79,7 +80,7 @@ class Watchdog:
             f"{time.monotonic() - since:.0f} s ({self._where}). Its threads:"
         ]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        for ident, frame in sys._current_frames().items():
+        for ident, frame in sys._current_frames().items():  # there is no public function for other threads' stacks
             if ident == threading.get_ident():  # the watchdog's own
                 continue
             stack = traceback.format_stack(frame)[-12:]

@@ -76,9 +76,9 @@ class Decision:
 
 def exchange(workers: HostCollectives, wishes: Wishes) -> Wishes:
     """The wishes of all workers together. All workers must call it: it is the one collective of a boundary."""
-    table = workers.exchange(*map(int, wishes))
+    table = workers.exchange(*map(int, wishes))  # a row for each worker, a column for each wish
     steps, write_outcome = table[:, :2].sum(axis=0)
-    part_written = bool(table[:, 2].min())
+    part_written = bool(table[:, 2].min())  # a checkpoint is complete only with the parts of all
     flags: list[bool] = (table[:, 3:] != 0).max(axis=0).tolist()
     return Wishes(int(steps), int(write_outcome), part_written, *flags)
 
@@ -92,6 +92,7 @@ def decide(wishes: Wishes, at_end: bool, saved: str) -> Decision:
         saved: the reason of the checkpoint that is now complete, or "".
     """
     stop = wishes.stop or wishes.signalled
+    # A snapshot that is saved takes the place of one that would be held: both are of this boundary.
     save = wishes.save or ((stop or at_end) and wishes.save_on_stop)
     return Decision(
         steps=wishes.steps,

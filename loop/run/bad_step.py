@@ -42,12 +42,14 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     # Without a layout, all workers have read the same batch; else each adds its own rows, in a collective.
     same_batch = run.step.data.train.layout is None
     writes = run.backend.is_chief and len(checkpoint_files.complete(directory)) < MOST_BAD_STEPS
+
+    # Only the chief knows whether it writes, and to gather slices is a collective: all ask it first.
+    whole: Arrays = {}
     if run.sliced_variables:
         if not run.backend.broadcast_json(writes):
             return ""
         whole = state.gathered(run, keep=writes)
-    else:
-        whole = {}
+
     if same_batch and not writes:  # no collective follows, so that only the chief goes on
         return ""
     batch = packed(run.step.bad_batch(progress.epoch, in_epoch), None if same_batch else run.backend)
@@ -64,7 +66,7 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
 
 
 def packed(rows: Rows, backend: Backend | None) -> Arrays:
-    """The tensors of a checkpoint that hold a batch: serialised, uint8 [n].
+    """The tensors of a checkpoint that hold a batch: serialized, uint8 [n].
 
     Args:
         rows: of this worker.
@@ -73,17 +75,21 @@ def packed(rows: Rows, backend: Backend | None) -> Arrays:
     """
     tensors = {}
     for index, leaf in enumerate([*tf.nest.flatten(rows.batch), rows.index]):
+        # Serialized, because a batch may have types that an array file hasn't, such as texts.
         text = np.frombuffer(tf.io.serialize_tensor(leaf).numpy(), np.uint8)
-        for rank, part in enumerate(backend.gather_bytes(text) if backend else [text]):
+        parts = [text] if backend is None else backend.gather_bytes(text)
+        for rank, part in enumerate(parts):
             tensors[f"{BATCH}{index:05d}/{rank:05d}"] = part
     return tensors
 
 
 def unpacked(tensors: Arrays, example: Batch) -> tuple[Batch, tf.Tensor]:
     """The batch that `packed` has made, and the indices of its examples; `example` is a batch of such examples."""
-    dtypes = [leaf.dtype for leaf in tf.nest.flatten(example)] + [tf.int64]
+    dtypes = [leaf.dtype for leaf in tf.nest.flatten(example)] + [tf.int64]  # the indices come last: see `packed`
     leaves = []
     for index, dtype in enumerate(dtypes):
         texts, _ = state.split(tensors, f"{BATCH}{index:05d}/")
-        leaves.append(tf.concat([tf.io.parse_tensor(text.tobytes(), dtype) for text in texts.values()], 0))
+        # By rank, which is the order of a worker's rows in the batch.
+        parts = [tf.io.parse_tensor(text.tobytes(), dtype) for text in texts.values()]
+        leaves.append(tf.concat(parts, 0))
     return tf.nest.pack_sequence_as(example, leaves[:-1]), leaves[-1]

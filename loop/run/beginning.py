@@ -11,15 +11,17 @@ from loop.run.run import Run
 def set_up(run: Run, bus: Bus) -> None:
     """Takes the run to where it starts."""
     # An error of a hook is deferred. All workers end with it at the next `synchronize`, so one follows each event.
-    bus.fire("setup")
+    bus.fire("setup")  # before the step is made: a hook may change options
     data = bus.fire_data(run.session.data)
     compile_choice.settle(run, data)
     run.session.make_step(data)
     bus.check_metrics()
     run.synchronize()
     with run.watchdog.phase("restoring"):
+        # The phases before that of the checkpoint are entered one by one: each fires the event for its data.
         path = run_directory.restore(run, lambda: enter_phase(run, bus))
     bus.fire("restore", path)
+    # Only now: an attempt that was refused above leaves `run.json` as the last one wrote it.
     with run.defer_errors(), run.watchdog.phase("opening the data"):
         run.run_status.start(run)
         run.data.open(run)

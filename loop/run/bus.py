@@ -52,6 +52,7 @@ class Bus:
         self._hooks: dict[str, list[Callback]] = {event: [] for event in EVENTS}
         for callback in run.callbacks.values():
             for event, hooked in self._hooks.items():
+                # Once, here: an event that no callback listens to costs nothing in the loop.
                 if _overrides(callback, f"on_{event}"):
                     hooked.append(callback)
         self._clocks_run = False
@@ -72,6 +73,7 @@ class Bus:
 
     def _check_unknown(self, what: str, metric: str, known: list[str]) -> None:
         """Refuses a metric that the run doesn't have, unless a callback may add it."""
+        # `val_loss` is Keras's name of `eval_loss`: certainly a mistake, and no metric that a callback adds.
         is_keras_name = metric.startswith("val_") and f"eval_{metric.removeprefix('val_')}" in known
         if self._may_be_added(metric) and not is_keras_name:
             return
@@ -116,6 +118,7 @@ class Bus:
         for listener in self._listeners:
             # Not in place: `totals` is shared by all listeners, and by the epoch.
             listener.totals = listener.totals + totals
+            # All zero: no step was made since it was last called, so there are no means.
             if np.any(listener.totals) and listener.schedule.due(self._run.progress.step, now, epoch_ended):
                 metrics = self._run.means(listener.totals)
                 listener.totals = np.zeros(())
@@ -125,6 +128,7 @@ class Bus:
         """Calls the hooks of an event at the end of a run. All are called, also after an error; the first is raised."""
         first: BaseException | None = None
         for callback in self._hooks[event]:
+            # Not by `_call`: after a failure the workers don't agree any more, and a deferred error would be lost.
             try:
                 with no_exit():
                     getattr(callback, f"on_{event}")(self._run, *args)

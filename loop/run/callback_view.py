@@ -44,6 +44,7 @@ class PartAttribute(Generic[T]):
     """
 
     def __init__(self, path: str) -> None:
+        # Made once: the loop reads such attributes at each boundary.
         part, _, self._name = path.rpartition(".")
         self._part = attrgetter(part)
 
@@ -68,6 +69,7 @@ class CallbackView:
     run_status: status.RunStatus
     stopwatch: Stopwatch
 
+    # What `callbacks.Run` promises, and the part of a run that holds it.
     task = PartAttribute[TrainTask]("session.task")
     backend = PartAttribute[Backend]("session.backend")
     options = PartAttribute[Options]("session.options")
@@ -96,6 +98,7 @@ class CallbackView:
     @property
     def variables(self) -> list[tf.Variable]:
         """All variables of the state of the run that are the same in all replicas: of model, optimizer and step."""
+        # In `on_setup`, there is no step yet.
         return self.built.variables + (self.step.variables if self.session.has_step else [])
 
     @property
@@ -132,6 +135,7 @@ class CallbackView:
         """Where the time of this process went, from its first call on to the end of the last one, by part."""
         return dict(self.stopwatch.seconds)
 
+    # Once for each attempt: it looks up the versions of packages, and counts the parameters.
     @functools.cached_property
     def info(self) -> Json:
         """The task, its options, the model's size, the backend, versions and machine, as JSON values."""

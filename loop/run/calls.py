@@ -50,6 +50,7 @@ class Calls:
         part = "other" if self.made else COMPILING
         laps_before = marker.laps()
         begun = time.perf_counter()
+        # "other" here: the marks in the graph say afterwards what of it was data, computing and all-reduce.
         with run.watchdog.phase(doing), run.stopwatch.at(part):
             fault_injection.reached("call", run.backend.rank, run.progress.step)
             position = run.progress.epoch, run.progress.step_in_epoch
@@ -73,7 +74,7 @@ class Calls:
             steps_to_callback: the steps until a callback is due; None: none will be.
         """
         progress = run.progress
-        steps_per_epoch = run.step.data.train.steps_per_epoch
+        steps_per_epoch = run.step.data.train.steps_per_epoch  # None: a stream, which ends the call at its end
         pace = approximations.to_average(self.pace.steps, progress.step_in_epoch, run.options["local_steps"])
         left = [pace]
         if steps_to_callback is not None:

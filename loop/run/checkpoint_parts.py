@@ -29,7 +29,7 @@ class CheckpointParts:
     def __init__(self, run: Run, writer: Writer) -> None:
         self._run = run
         self._writer = writer
-        self._shared_directory: bool | None = None
+        self._shared_directory: bool | None = None  # until the workers have looked
         self._snapshot: Snapshot | None = None
         self._partial = Path()
         self._written: Future[Json] | None = None
@@ -46,6 +46,7 @@ class CheckpointParts:
         return bool(self._shared_directory)
 
     def _is_shared(self, directory: Path) -> bool:
+        # By a file with a random name: the same path may be another directory on another machine.
         backend = self._run.backend
         mark = directory / f".shared-{backend.broadcast_json(secrets.token_hex(8))}"
         if backend.is_chief:
@@ -80,6 +81,7 @@ class CheckpointParts:
         """Waits until all parts are written, and lets the chief complete the checkpoint; does nothing without one."""
         if self._written is None or self._snapshot is None:
             return
+        # An error of a worker comes as text in its part; `finish` on the chief makes it the outcome of the write.
         parts = self._run.backend.gather_json(self._written.result())
         if self._run.backend.is_chief:
             self._writer.finish(self._partial, self._snapshot, parts)

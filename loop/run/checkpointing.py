@@ -64,10 +64,10 @@ class Checkpointing:
         self.saved_path: Path | None = None
         self.newest: str | None = None
         self.best: Json | None = None
-        self._reason = ""
+        self._reason = ""  # of the checkpoint that was asked for; "": none was
         self._hold_reason = ""
         self._at_once = False
-        self._under_way: list[tuple[str, int]] = []
+        self._under_way: list[tuple[str, int]] = []  # reason and step, oldest first; the same on all workers
 
     def request(self, reason: str, later: bool = False, at_once: bool = False) -> None:
         """Asks for a checkpoint at the next boundary.
@@ -116,6 +116,7 @@ class Checkpointing:
         """Notes the outcome, which all workers know now; returns the reason of a checkpoint that is complete, or ""."""
         if outcome == NO_WRITE:
             return ""
+        # By order alone: the outcome that travels is a number, and names no checkpoint.
         reason, step = self._under_way.pop(0)
         if outcome == FAILED:
             return ""
@@ -154,6 +155,7 @@ class Checkpointing:
         if self.parts.are_used():
             self.parts.write(pending[0])  # the only one: none is held
         elif self._run.backend.is_chief:
+            # Without its content, a snapshot could not be taken: that error ends the run.
             self.writer.write(self._directory, [snapshot for snapshot in pending if snapshot.state])
 
     def hold(self) -> None:
@@ -203,6 +205,7 @@ class Checkpointing:
 
     def close(self) -> None:
         """Writes the held snapshot, waits for all writes, and ends the thread."""
+        # Without agreement, since other workers may be gone. What is held is complete, and newer than those on disk.
         held = self.held
         self.held = None
         if held is not None and held.state and self._run.backend.is_chief:

@@ -45,9 +45,11 @@ def settle(run: Run, data: Data) -> None:
     before = read_json(run.directory / "run.json").get("options")
     choice = before.get("compile") if isinstance(before, dict) else None  # a file that anyone may have changed
     if run.options["compile"] != AUTO:
+        # Only for a new run, which can still choose.
         if choice is None and run.options["compile"] == GRAPH and run.backend.name == "single":
             _tell_of_gpu()
         return
+
     if choice not in (GRAPH, XLA):
         choice = _faster(run, data) if run.backend.name == "single" else _untried(run)
     run.options["compile"] = choice
@@ -72,6 +74,7 @@ def _untried(run: Run) -> str:
 
 def _faster(run: Run, data: Data) -> str:
     """Makes steps in both ways, takes them back, and returns the faster way."""
+    # All that steps change is put back, so that the run has the bits of one that has measured nothing.
     variables = [*run.session.built.variables, *run.session.built.sliced_variables]
     generators = random_state()
     try:
@@ -110,15 +113,15 @@ def _step_seconds(run: Run, data: Data) -> tuple[float, float]:
 
 
 def _contender(run: Run, data: Data, way: str) -> _Contender:
-    """A way to make steps, compiled."""
+    """One way to make steps, compiled."""
     run.options["compile"] = way
     contender = _Contender(run.session.make_step(data), run.options["steps_per_call"])
-    contender.call()
+    contender.call()  # the first one traces and compiles, and isn't measured
     return contender
 
 
 class _Contender:
-    """A way to make steps, and what they take.
+    """One way to make steps, in the graph or in XLA, and the seconds that they take.
 
     Attributes:
         seconds: of all calls but the first; infinite where there is nothing to measure: a step wasn't finite, or the
@@ -153,7 +156,7 @@ class _Contender:
 
         self._position += made
         if ending == NOT_FINITE or not self._position:
-            self.seconds = float("inf")
+            self.seconds = float("inf")  # no measure: it ends the loop in `_step_seconds`
         if ending == EPOCH_ENDED or self._position == self._source.steps_per_epoch:
             self._restart()
 

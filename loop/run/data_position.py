@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.array_files import Json
+from loop.data import Source
 from loop.data.host_random import set_random_state
 from loop.errors import UsageError
 
@@ -64,17 +65,9 @@ class DataPosition:
                 f"the checkpoint stands at step {progress.step_in_epoch:,} of an epoch, and train_data() has "
                 f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
             )
-        try:
-            self.iterator = source.start(*position, self.stream_state)
-        except tf.errors.OpError as error:
-            if not run.options["accept_changes"]:
-                raise UsageError(
-                    f"train_data() isn't the pipeline whose position the checkpoint has ({error.message}): give the "
-                    "old one, or read up to the position in the new one with accept_changes=True (--accept-changes)"
-                ) from None
-            # Another pipeline: its examples up to the position are read and dropped.
-            self.iterator = source.start(*position)
+        self.iterator = self._started(source, position, run.options["accept_changes"])
 
+        # Only at the start of a run: later, the data can't be replaced.
         if source.steps_per_epoch is None and not any(position):
             _note(
                 run,
@@ -91,6 +84,19 @@ class DataPosition:
                 f"the data pipeline's position can't be saved ({reason.rstrip('.')}): a resumed run will read up to "
                 "where it was",
             )
+
+    def _started(self, source: Source, position: tuple[int, int], accepts_changes: bool) -> DataIterator:
+        """The iterator of the data from a position on: by its state in the checkpoint, if there is one."""
+        try:
+            return source.start(*position, self.stream_state)
+        except tf.errors.OpError as error:
+            if not accepts_changes:
+                raise UsageError(
+                    f"train_data() isn't the pipeline whose position the checkpoint has ({error.message}): give the "
+                    "old one, or read up to the position in the new one with accept_changes=True (--accept-changes)"
+                ) from None
+            # Another pipeline: its examples up to the position are read and dropped.
+            return source.start(*position)
 
     def next_epoch(self, run: Run) -> None:
         """Takes the iterator to the next epoch."""

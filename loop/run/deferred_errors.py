@@ -45,6 +45,7 @@ class DeferredErrors:
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.
         """
         text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        # As text: the class of an error may not be known to the other workers.
         reports = self._workers.gather_json([text, isinstance(self._error, UsageError)])
         if self._error is not None:
             raise self._error

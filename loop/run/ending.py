@@ -12,6 +12,7 @@ from loop.run.run import Run
 
 def wait_for_checkpoints(run: Run, bus: Bus) -> None:
     """Waits for the checkpoints that are being written. All workers must call it."""
+    # One checkpoint a turn: a boundary tells the outcome of one write.
     while run.checkpointing.under_way:
         run.checkpointing.wait()
         decision = run.synchronize(run.decision.steps)
@@ -21,6 +22,7 @@ def wait_for_checkpoints(run: Run, bus: Bus) -> None:
 
 def finish(run: Run, bus: Bus) -> None:
     """Completes what training has begun, and gives the model its final weights. All workers must call it."""
+    # First: the best checkpoint, which `take_best` reads, may be one of them.
     wait_for_checkpoints(run, bus)
     run.step.average_statistics()
     bus.fire_profile()

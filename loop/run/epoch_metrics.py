@@ -27,7 +27,7 @@ class EpochMetrics:
         ended: whether all its steps have been made.
         evaluating: whether an evaluation is under way.
         evaluated_at: the step of the last evaluation of each set; a single set has the name "".
-        evaluated: the metrics of the evaluation under way: of those of its sets that are complete.
+        evaluated: the metrics of the evaluation under way, of its complete sets.
         eval_metrics: the metrics of the last evaluation; of several sets, those of the last evaluation of each.
         history: a row for each epoch.
         gauges: functions that callbacks have added, by name; their values are metrics, too.
@@ -61,7 +61,10 @@ class EpochMetrics:
             "evaluated_at": self.evaluated_at.get("", -1),
             "evaluating": self.evaluating,
         }
-        if sets := {name: step for name, step in self.evaluated_at.items() if name}:
+        # A single set has the name "", and the entry above, as in versions that knew one set alone.
+        sets = dict(self.evaluated_at)
+        sets.pop("", None)
+        if sets:
             stored |= {"evaluated_sets": sets, "evaluated": jsonable(self.evaluated)}
         return stored
 
@@ -88,7 +91,8 @@ class EpochMetrics:
         """Notes that no evaluation is under way, and takes the metrics of the one that has ended."""
         self.evaluating = False
         if self.evaluated:
-            # Sets may have been evaluated at different steps: each keeps its last metrics.
+            # Of several sets, each keeps its last metrics: they may be due at different steps. A single set has the
+            # name "", and `any` looks at the names.
             kept = self.eval_metrics if any(self.evaluated_at) else {}
             self.eval_metrics = kept | self.evaluated
             self.evaluated = {}

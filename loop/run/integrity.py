@@ -39,9 +39,10 @@ def check_files(directory: Path) -> None:
         for name in ("bad", "samples", provenance.FOLDER, evaluate_beside.FOLDER):
             if os.path.lexists(directory / name):
                 files.make_directory(directory / name)
+        # Opened for a moment, so that a journal that can't be written is known before the training.
         if os.path.lexists(directory / journal.NAME):
             os.close(files.opened(directory / journal.NAME, os.O_RDWR))
-    except files.FileError as error:
+    except files.FileError as error:  # an OSError whose message is complete
         raise UsageError(str(error)) from None
     except OSError as error:
         raise UsageError(f"{error.filename} can't be written ({error.strerror}): give another run directory") from None
@@ -126,7 +127,7 @@ def put_aside(directory: Path) -> None:
     if not os.path.lexists(checkpoints):
         return
     try:
-        next(checkpoints.iterdir(), None)
+        next(checkpoints.iterdir(), None)  # opens it: only that shows whether it can be read
     except OSError as error:
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         aside = checkpoints.with_name(f"{checkpoints.name}.{stamp}")

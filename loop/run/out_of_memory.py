@@ -1,4 +1,4 @@
-"""Out of memory: turns the error of a step that finds none into one that says what takes it, and what saves it."""
+"""Out of memory: converts the error of a step into one that says what takes the memory, and what saves it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from loop.task import target_of
 if TYPE_CHECKING:
     from loop.run.run import Run
 
+# `ResourceExhaustedError` is also raised for a message that is too long: its text must have one of these.
 _SIGNS = ("OOM", "out of memory", "failed to allocate", "allocat")
-"""What TensorFlow's and XLA's messages have; `ResourceExhaustedError` is also raised for a message that is too long."""
 
 
 def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:
@@ -25,6 +25,7 @@ def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:
         run: the run.
         error: what ended it.
     """
+    # MemoryError: of the host, for example when arrays are read.
     exhausted = isinstance(error, tf.errors.ResourceExhaustedError) and any(sign in str(error) for sign in _SIGNS)
     if not (exhausted or isinstance(error, MemoryError)):
         return None

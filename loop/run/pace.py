@@ -32,7 +32,7 @@ class Pace:
         self.calls += 1
         if not self._auto or self.calls == 1 or not steps:
             return
-        rate = steps / max(seconds, 1e-9)
+        rate = steps / max(seconds, 1e-9)  # a coarse clock may show no time at all
         fitting = max(int(CALL_SECONDS * rate), min(FEW_STEPS, int(LONGEST_SECONDS * rate)))
         # Grows carefully: a single step may have been lucky, or the clock coarse.
         self.steps = max(1, min(fitting, 16 * steps, MOST_STEPS))

@@ -9,7 +9,7 @@ from loop.run.run import Run
 def enter_phase(run: Run, bus: Bus) -> None:
     """Goes to the task's next phase: the model goes on; data, optimizer and compiled step are made anew."""
     run.enter_phase()
-    bus.forget()
+    bus.forget()  # before the new step counts anything: its totals may have another layout
     run.session.make_step(bus.fire_data(run.session.data))
 
 
@@ -24,6 +24,7 @@ def next_phase(run: Run, bus: Bus) -> None:
         with run.defer_errors():
             enter_phase(run, bus)
         run.synchronize()
+        # Variables that the phase has made have values of each worker's own until here.
         run.backend.broadcast_variables(run.variables)
         run.step.averages.restart()
         with run.defer_errors():

@@ -44,7 +44,7 @@ class Plan:
     """
 
     def __init__(self, phases: list[Phase], options: Options, progress: Progress) -> None:
-        epochs = options["epochs"] if options["steps"] is None else None
+        epochs = options["epochs"] if options["steps"] is None else None  # steps win: `epochs` has a default
         self.named = phases
         self.phases = phases or [Phase("", epochs, options["steps"])]
         self.place = Place()
@@ -52,6 +52,7 @@ class Plan:
 
     def restore(self, stored: Json) -> None:
         """Takes the place within the phase from a checkpoint. The phase itself must have been entered before."""
+        # Not the index: the phases are entered one by one, and the task may have fewer of them now.
         self.place = Place(**{**stored, "index": self.place.index})
 
     @property
@@ -119,6 +120,6 @@ def as_json(phases: list[Phase]) -> list[Json]:
 
 def options_of(options: Options, index: int, phase: Phase) -> Options:
     """The options of `fit` in a phase: with its length, its batch, and random numbers of its own."""
-    length = {"steps": phase.steps, "epochs": phase.epochs or options["epochs"]}
+    length = {"steps": phase.steps, "epochs": phase.epochs or options["epochs"]}  # `steps` wins where it is given
     seed = (options["seed"] + index * _SEED_STRIDE) % 2**31
     return {**options, **length, "seed": seed, "batch_size": phase.batch_size or options["batch_size"]}

@@ -21,6 +21,7 @@ def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], loca
     """
     for index, name in enumerate(names):
         hashes = [of_replica[index] for of_replica in fingerprints.values()]
+        # What most have is taken for right, so that the message names the few that differ.
         expected = _most_common(hashes)
         differing = []
         for replica, value in enumerate(hashes):

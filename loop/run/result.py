@@ -69,6 +69,7 @@ def take_best(run: Run) -> None:
 
     The optimizer's variables and others stay as they are: nothing is trained or saved after this.
     """
+    # The chief alone knows the best step, by the metrics that its callbacks have seen.
     step = run.backend.broadcast_json(run.best and run.best["step"])
     if step is None or step == run.progress.step:
         return
@@ -80,7 +81,7 @@ def take_best(run: Run) -> None:
     run.synchronize()
     if not run.backend.broadcast_json(taken):
         return
-    run.step.averages.forget()
+    run.step.averages.forget()  # else `take` would write the last averages over these weights
     run.backend.broadcast_variables(run.session.model_variables[-1])
     run.run_status.take_best(step)
     if run.backend.is_chief and run.best is not None:
@@ -115,6 +116,7 @@ def read_weights(path: Path) -> tuple[Arrays, Json]:
 
 def weights_sha256(run: Run) -> str:
     """The hash of the model's variables, in order; see `fingerprint`."""
+    # Of one replica: all have the same values.
     values = [run.backend.local_values(variable)[0] for variable in model_variables(run.model)]
     return fingerprint(*values)
 
@@ -126,6 +128,7 @@ def result(run: Run) -> FitResult:
     for row in run.history:
         if row["step"] == best_step:
             metrics = dict(row)
+    # Position, not metrics: the result has it in fields of its own.
     for name in COUNTERS:
         metrics.pop(name, None)
     return FitResult(

@@ -107,6 +107,7 @@ class Run(CallbackView):
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.
         """
         fault_injection.reached("agree", self.backend.rank, self.progress.step)
+        # At each boundary: a chief that has lost its directory or its lease must not write into another run's.
         with self.defer_errors():
             self.check_directory()
         # Before the wishes are made: a checkpoint that could not be written may be an error of this worker.
@@ -148,14 +149,14 @@ class Run(CallbackView):
     def translate_error(self, error: BaseException) -> BaseException:
         """Converts an error of the machine into one that says what to do.
 
-        A lack of memory: what takes it, and what saves it. A backend's loss of variables: where to resume from.
+        For a lack of memory: what takes it, and what saves it. For lost variables of a backend: where to resume from.
         """
         if (lack := out_of_memory.translated(self, error)) is not None:
             return lack
         lost = self.backend.lost(error)
         if not lost:
             return error
-        self.checkpointing.writer.wait()
+        self.checkpointing.writer.wait()  # the checkpoint that is being written is the one to resume from
         checkpoints = self.checkpoints()
         what = f"to go on from {checkpoints[-1]}" if checkpoints else "anew: there is no checkpoint yet"
         return TrainingError(f"{lost}; start again with run_dir={str(self.directory)!r} (--run-dir) {what}")
@@ -170,6 +171,7 @@ class Run(CallbackView):
         """
         steps, ending, totals = self.calls.make(self)
         self.progress.add(steps, int(totals[EXAMPLES]))
+        # A stream says that it has ended; of arrays, the number of steps is known.
         whole_epoch = self.progress.step_in_epoch == self.step.data.train.steps_per_epoch
         self.epoch.add(totals, ended=ending == EPOCH_ENDED or whole_epoch)
         return ending, totals
@@ -188,7 +190,8 @@ class Run(CallbackView):
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether an evaluation is due now, or one that was cut off has to be ended."""
+        """Whether an evaluation is due now, or one that was cut off has to be completed."""
+        # A run may have been cut off after the last set, and before the event of the evaluation.
         return bool(self.epoch.evaluated or self.sets_due)
 
     @property
@@ -199,11 +202,15 @@ class Run(CallbackView):
     def _is_due(self, name: str) -> bool:
         every = evaluation_sets.pace(self.options, name)
         step = self.progress.step
+        # A set that was evaluated at this step isn't due again, which tells a resumed evaluation where to go on.
         if every == "never" or self.epoch.evaluated_at.get(name) == step:
             return False
+        # The end of the training, or of a phase, is always evaluated.
         if self.at_last_step or (self.epoch.ended and self.plan.in_last_epoch):
             return True
-        return step % every == 0 if isinstance(every, int) else self.epoch.ended
+        if isinstance(every, int):
+            return step % every == 0
+        return self.epoch.ended
 
     def close_epoch(self) -> dict[str, float]:
         """Adds the epoch's row to the history; returns its metrics and those of the last evaluation."""

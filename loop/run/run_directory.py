@@ -55,25 +55,11 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
         UsageError: it can't be written, is in use, belongs to another task, or holds a run that `resume="never"` would
             overwrite.
     """
-    answer: list[str] = []
+    answer: list[str] = []  # the problem, and the directory: one of them is ""
     with contextlib.ExitStack() as stack:
         if backend.is_chief:
             try:
-                wait = A_LOOK
-                if backend.member and backend.member.generation:
-                    # A later attempt goes on with the directory of the first one, whatever was asked for.
-                    run_dir = backend.member.run_directory or run_dir
-                    resume = "auto" if resume == "never" else resume
-                    wait = start_timeout()  # a chief whose host was cut off may not know that yet, and hold the lock
-                url = _url(run_dir)
-                if url is not None:
-                    run_dir = stack.enter_context(copies.mirrored(url))
-                in_memory = backend.member is not None and backend.member.kept is not None
-                directory = _prepare(task, run_dir, resume, in_memory)
-                stack.enter_context(locked(directory, wait))
-                # Only with the lock: a run that is refused must leave no record.
-                trust.note(directory, target_of(task))
-                answer = ["", str(directory)]
+                answer = ["", str(_taken(stack, task, run_dir, resume, backend))]
             except (UsageError, StoreError) as error:  # raised on all workers below
                 answer = [str(error), ""]
         problem, path = backend.broadcast_json(answer)
@@ -82,6 +68,28 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
         if backend.member:
             backend.member.run_directory = Path(path)
         yield Path(path)
+
+
+def _taken(
+    stack: contextlib.ExitStack, task: TrainTask, run_dir: str | Path | None, resume: str | Path, backend: Backend
+) -> Path:
+    """On the chief: the run directory, made or checked, and locked until the stack is closed."""
+    wait = A_LOOK
+    if backend.member and backend.member.generation:
+        # A later attempt goes on with the directory of the first one, whatever was asked for.
+        run_dir = backend.member.run_directory or run_dir
+        resume = "auto" if resume == "never" else resume
+        wait = start_timeout()  # a chief whose host was cut off may not know that yet, and hold the lock
+    # The lease of a store first: the directory on this machine belongs to the process that has it.
+    url = _url(run_dir)
+    if url is not None:
+        run_dir = stack.enter_context(copies.mirrored(url))
+    in_memory = backend.member is not None and backend.member.kept is not None
+    directory = _prepare(task, run_dir, resume, in_memory)
+    stack.enter_context(locked(directory, wait))
+    # Only with the lock: a run that is refused must leave no record.
+    trust.note(directory, target_of(task))
+    return directory
 
 
 def _url(run_dir: str | Path | None) -> str | None:
@@ -103,7 +111,7 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in
     name = type(task).__name__
     directory = launch_path(run_dir or new_name(name)).resolve()
     _make_writable(directory)
-    integrity.check_files(directory)
+    integrity.check_files(directory)  # before any file of the run is opened
     about = read_json(directory / "run.json")
     if not about and (directory / "run.json").exists():
         tell(f"warning: {directory / 'run.json'} can't be read: it is written anew")
@@ -180,6 +188,7 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
         with run.defer_errors():
             read = _read(run)
     run.synchronize()
+
     answer = None if read is None else [str(read.path), read.state, read.adopted]
     answer = run.backend.broadcast_json(answer)
     if answer is None:
@@ -192,6 +201,8 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
             enter_phase()
         restore_state(run, tensors, state, adopted)
     run.synchronize()
+
+    # From here on collectives alone: all workers have come this far without an error.
     run.backend.broadcast_variables(run.variables)
     scatter(run, tensors)
     stream_state = stream_of(run, tensors)  # on all workers, because it holds collectives
@@ -230,7 +241,7 @@ def of_a_run(path: Path | str) -> Iterator[None]:
 
 def _find(run: Run) -> Located | None:
     """The checkpoint to go on from, and its manifest."""
-    checkpoint_files.mend(run.directory / "checkpoints")
+    checkpoint_files.mend(run.directory / "checkpoints")  # first, so that a checkpoint put aside is among them
     own = run.checkpoints()
     resume = run.options["resume"]
     # Once the run has checkpoints of its own, it goes on from them, not from where it started again.
@@ -248,6 +259,7 @@ def locate_weights(path: Path) -> Located:
     """The checkpoint whose weights are the result of a run: the best if the run keeps it, else as `locate`."""
     last, last_state = locate(path)
     step = last_state["best"]["step"] if "best" in last_state else last_state["step"]
+    # A checkpoint that was named itself is taken as it is.
     if last == path or step == last_state["step"]:
         return last, last_state
     best = last.parent / f"step-{step:08d}"
@@ -312,6 +324,7 @@ def _compare(run: Run, path: Path, state: Json) -> list[str]:
     now = redact(run.info)
     if before["task"] != now["task"]:
         raise UsageError(f"{path} is of the task {before['task']!r}, not {now['task']!r}: give another run directory")
+    # What decides the result: options, fields and phases.
     pairs: Pairs = {}
     for name in KEPT:
         if name in before["options"]:  # an older version of tfloop may not have had it
@@ -319,9 +332,10 @@ def _compare(run: Run, path: Path, state: Json) -> list[str]:
     pairs["the stream's split over workers"] = (state["layout"], run.step.data.train.layout)
     old_fields = before["hyperparameters"]
     new_fields = now["hyperparameters"]
-    for name in dict.fromkeys([*old_fields, *new_fields]):
+    for name in dict.fromkeys([*old_fields, *new_fields]):  # a field of either, once
         pairs[f"the field {name}"] = (old_fields.get(name), new_fields.get(name))
     pairs |= _phases(before.get("phases"), now.get("phases"), index_of(state, run.task))
+
     changed = differences(pairs)
     if changed and not run.options["accept_changes"]:
         raise UsageError(

@@ -56,6 +56,7 @@ def export_run(run: Run, out: Path) -> tuple[ServedArrays, ServedArrays]:
                 )
             weights[name] = run.backend.snapshot(variable)
     tensors = averaged(arrays(weights))
+
     data = run.step.data
     # In a model of its own: the run's variables may be on several devices or servers, and hold no averages.
     built = run.session.build_again()
@@ -71,7 +72,7 @@ def served_by(task: TrainTask, built: BuiltModel, source: Source) -> Served:
     Args:
         task: the task.
         built: its model.
-        source: the data from whose examples the inputs are found out.
+        source: the data whose examples show what the inputs are.
     """
     args, kwargs = call_of(task, built.model, examples_for(built, source.example))
     return Served(built.model, args, kwargs, _longer_shapes(task, built, source))
@@ -105,6 +106,7 @@ def call_of(task: TrainTask, model: Model, batch: Batch) -> Arguments:
         own = "__call__" in vars(kind)
         kind.__call__ = listening
         try:
+            # What the call changes in the model, such as a counter of seeds, is put back.
             state = [*model_variables(model), *carried_variables(model)]
             with probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])), put_back(state):
                 task.compute(model, batch, training=False)
@@ -143,7 +145,7 @@ class Served(tf.Module):
         inputs = named_tensors((args, kwargs), "input")
         if not inputs:
             raise UsageError("compute() calls the model without a tensor: there is nothing to serve")
-        if list(inputs) == ["input_0"]:
+        if list(inputs) == ["input_0"]:  # the name that servers and clients expect of a single input
             inputs = {"inputs": inputs["input_0"]}
         self._call = Hidden((args, kwargs))
         self._inputs = Hidden(inputs)
@@ -156,7 +158,7 @@ class Served(tf.Module):
     def _spec(self, index: int, leaf: tf.Tensor, name: str) -> tf.TensorSpec:
         """The shape of an input: any number of examples, and open axes where the model leaves them open."""
         known = [symbol.shape for symbol in getattr(self.model, "inputs", None) or ()]
-        shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])
+        shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])  # a scalar has no axis of examples
         others = self._other_shapes.value
         if len(others) == len(self._inputs.value) and others[index].rank == shape.rank:
             shape = _common_shape(shape, others[index])
@@ -166,10 +168,13 @@ class Served(tf.Module):
         return tf.TensorSpec(shape, leaf.dtype, name)
 
     def _serve(self, inputs: Outputs) -> Outputs:
-        return self.call(inputs if isinstance(inputs, dict) else {next(iter(self._inputs.value)): inputs})
+        if not isinstance(inputs, dict):
+            inputs = {next(iter(self._inputs.value)): inputs}
+        return self.call(inputs)
 
     def call(self, inputs: dict[str, tf.Tensor]) -> Outputs:
         """The model's outputs."""
+        # In the order of the names, which is that of the tensors in the arguments.
         tensors = iter([inputs[name] for name in self._inputs.value])
         args, kwargs = keras.tree.map_structure(
             lambda leaf: next(tensors) if tf.is_tensor(leaf) else leaf, self._call.value
@@ -231,6 +236,7 @@ def plain_outputs(outputs: Any) -> Outputs:
     """The outputs of a model: one tensor as it is, several by name; bfloat16, which few programs read, as float32."""
     tensors = named_tensors(outputs, "output")
     for name, tensor in tensors.items():
+        # A new value under the same key: that is safe while the dict is read.
         if tensor.dtype == tf.bfloat16:
             tensors[name] = tf.cast(tensor, tf.float32)
     return tensors["output_0"] if tf.is_tensor(outputs) else tensors
@@ -243,8 +249,8 @@ def named_tensors(structure: Any, kind: str) -> dict[str, tf.Tensor]:
         if not tf.is_tensor(leaf):
             continue
         keys = [key for key in path if isinstance(key, str)]
-        name = re.sub(r"\W", "_", "_".join(keys))
-        if not name or name in tensors:
+        name = re.sub(r"\W", "_", "_".join(keys))  # TensorFlow takes letters, digits and _ alone
+        if not name or name in tensors:  # keys of different structures may become the same name
             name = f"{name or kind}_{len(tensors)}"
         tensors[name] = leaf
     return tensors

@@ -89,6 +89,8 @@ class Session:
         self.index = index
         self.phase_options = enter(self.task, self.options, index)
         self.data = open_data(self.task, self.phase_options, self._changed)
+
+        # The data first: the model is built with its examples.
         precision = self.options["precision"]
         sharded = sharding.is_on(self.options, self.backend)
         example = self.data.train.example
@@ -102,7 +104,7 @@ class Session:
 
     def _changed(self, data: Dataset, options: Options) -> Dataset:
         """What the task has returned, changed; and arrays in memory that the workers of a machine share."""
-        data = self._change(data, options)
+        data = self._change(data, options)  # first, so that only the part that is used is shared
         several = self.backend.workers > 1 and not self.backend.asynchronous
         return shared(data, self.backend) if several and isinstance(data, ArrayData) else data
 
@@ -163,6 +165,7 @@ class Session:
         before = random_state()
         replicas = self.backend.replicas
         try:
+            # A later phase needs those before it: what they freeze and add is part of its model.
             if self.index:
                 return Session(self.task, Backend(), self.options, self.index, trained_on=replicas).built
             # The data isn't opened again, which may take long.
@@ -185,6 +188,7 @@ def options_and_backend(task: TrainTask, given: Mapping[str, object]) -> tuple[O
         options = with_defaults(task, {**given, "backend": None})
     else:
         options = with_defaults(task, given)
+        # After the options are checked: creating a backend starts TensorFlow, and may wait for other workers.
         backend = backends.create(choose_backend(options["backend"])[0])
     options["backend"] = backend.name
     return options, backend
@@ -196,6 +200,7 @@ def enter(task: TrainTask, options: Options, index: int) -> Options:
     if phases:
         object.__setattr__(task, "phase", phases[index])  # a frozen dataclass would refuse `task.phase = ...`
         options = options_of(options, index, phases[index])
+    # Before data and model of the phase are made, so that they don't depend on what was drawn before.
     seed_generators(options["seed"])
     return options
 

@@ -81,7 +81,7 @@ def gathered(run: Run, keep: bool) -> Arrays:
 
 
 def in_parts(run: Run) -> tuple[dict[str, InParts], dict[str, tf.Tensor | np.ndarray]]:
-    """What takes the place of the variables of which each replica has a slice, and this worker's slices, by name."""
+    """For the variables of which each replica has a slice: their stand-ins, and this worker's slices; by name."""
     places = {}
     part = {}
     for name, variable in named_variables(run).items():
@@ -131,7 +131,7 @@ def stored_history(path: Path, state: Json) -> list[history.Row]:
     if "history" in state:  # of a run without a journal, or of an older version
         return list(map(history.as_numbers, state["history"]))
     source = path.absolute().parent.parent / journal.NAME
-    done = Progress(**state["progress"])
+    done = Progress(**state["progress"])  # lines behind the checkpoint may come from steps that are made again
     rows = history.until(journal.read_history(source, state["journal"]), done.step)
     if lost := history.missing(rows, done.epoch):
         tell(
@@ -248,7 +248,7 @@ def scatter(run: Run, tensors: Arrays | None) -> None:
     stored = list(values.values())
     for index, variable in enumerate(named_variables(run).values()):
         if isinstance(variable, SlicedVariable):
-            variable.scatter(run.backend, stored[index] if stored else None)
+            variable.scatter(run.backend, stored[index] if stored else None)  # a collective
 
 
 def adopt(run: Run, state: Json, adopted: Sequence[str]) -> None:
@@ -305,7 +305,7 @@ def named_variables_of(built: BuiltModel) -> dict[str, Variable]:
     named = numbered("model", all_variables(built.model)) | numbered("optimizer", optimizer_variables(built.optimizer))
     if built.shards is not None:
         for name, variable in named.items():
-            named[name] = built.shards.whole(variable)
+            named[name] = built.shards.whole(variable)  # unchanged, if it isn't sliced
     return named
 
 

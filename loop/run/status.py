@@ -63,7 +63,7 @@ class RunStatus:
         if run.backend.is_chief:
             file = (target_of(run.task) or "").rpartition(":")[0]
             self._provenance = provenance.collect(run.directory, Path(file) if file else None)
-            self._tell_changes(run)
+            self._tell_changes(run)  # before `run.json` is written anew
         self.write(run, "running")
 
     def _tell_changes(self, run: Run) -> None:
@@ -95,6 +95,7 @@ class RunStatus:
         about = {} if self.started else read_json(path)
         if about and about.get("status") != "running":
             return
+        # What is there says "running": the last attempt was killed, and could not write how it ended.
         about = about or {**redact(run.info), "progress": dataclasses.asdict(run.progress)}
         if self.started:
             about["checkpoint"] = run.checkpointing.newest
@@ -120,6 +121,7 @@ def describe(run: Run) -> Json:
         "backend": backend.name,
         "workers": backend.workers,
         "replicas": backend.replicas,
+        # What may change the bits of a result: a resumed run tells what is different of it.
         "versions": _versions(backend.name),
         "machine": {
             "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -133,16 +135,17 @@ def describe(run: Run) -> Json:
 
 
 def _fingerprints(run: Run) -> Json:
-    """What tells data from other data at no cost: how many examples there are, and the hash of the first ones."""
+    """What identifies the data at no cost: the number of examples, and the hash of the first ones."""
     data = run.step.data
-    found = {}
+    facts = {}
     sources = {"train": data.train}
     for name, source in data.evaluated.items():
         sources[f"eval_{name}" if name else "eval"] = source
     for name, source in sources.items():
         first = [np.asarray(tensor) for tensor in tf.nest.flatten(source.example)]
-        found[name] = {"examples": getattr(source, "size", None), "sha256": fingerprint(*first)}
-    return found
+        size = getattr(source, "size", None)  # a stream has none
+        facts[name] = {"examples": size, "sha256": fingerprint(*first)}
+    return facts
 
 
 def _versions(backend: str) -> dict[str, str]:

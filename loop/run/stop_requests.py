@@ -53,6 +53,7 @@ class StopRequests:
         stops = signals.stops()
         wishes = signals.Wishes()
 
+        # Both only set flags, which the next boundary reads: a handler may run between any two lines.
         def save(number: int, frame: FrameType | None) -> None:
             run.checkpointing.request("SIGUSR1", at_once=True)
 
@@ -77,6 +78,7 @@ class StopRequests:
             signal.SIGUSR1: save,
         }
         with signals.handled(handlers), signals.watched(announce):
+            # Last, because it says that a signal has the run save from now on.
             mark_state("trains", str(run.directory))
             yield
 

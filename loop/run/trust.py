@@ -37,6 +37,7 @@ def note(directory: Path, target: str | None, plan: object = None) -> None:
         if not _is_private(records):
             return
         if target is None:
+            # The entry of an earlier task would name other code than that of this run.
             _entry(records, directory).unlink(missing_ok=True)
             return
         _write(records, directory, {"target": target, "plan": _digest(plan)})
@@ -138,7 +139,7 @@ def _entry(records: Path, directory: Path) -> Path:
 
 def _is_private(records: Path) -> bool:
     """Whether no other user can write there."""
-    status = records.lstat()
+    status = records.lstat()  # not `stat`: a link may be made to lead elsewhere later
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
@@ -154,6 +155,8 @@ def _remove_old(records: Path) -> None:
     for path in entries:
         if not Path(str(files.read_json(path).get("path"))).is_dir():
             path.unlink(missing_ok=True)
+
+    # Some are removed by now; another process may remove others at the same time.
     left = sorted(filter(Path.exists, entries), key=lambda path: path.stat().st_mtime)
     for path in left[: max(len(left) - MOST * 9 // 10, 0)]:
         path.unlink(missing_ok=True)

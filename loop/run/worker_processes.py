@@ -65,6 +65,7 @@ def fit_in_workers(
             f"fit(workers={workers}) in a worker of a job: in a script, call fit below "
             '`if __name__ == "__main__":`, since workers import the file; under a launcher, leave workers out'
         )
+    # All that can be refused is refused here, before processes are started, which takes seconds.
     options = with_defaults(task, {**given, "backend": _backend(given["backend"])})
     arguments = [*_typed_options(given), *_typed_fields(task), *_tracking(callbacks)]
     directory = launch_path(run_dir or new_name(type(task).__name__)).resolve()
@@ -74,11 +75,15 @@ def fit_in_workers(
         directory.mkdir(parents=True, exist_ok=True)
         write_text(directory / SOURCE, source)
         target = f"{directory / SOURCE}:{type(task).__name__}"
-    fields = _train([target, *arguments, f"--workers={workers}", f"--run-dir={directory}"])
+
+    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={directory}"])
     model = _model(task, options, directory)
-    names = {field.name for field in dataclasses.fields(FitResult)}
-    about = {name: value for name, value in fields.items() if name in names}
-    return FitResult(**{**about, "run_dir": directory, "model": model})
+    values: Json = {}
+    for field in dataclasses.fields(FitResult):  # the command prints more, and not the model
+        if field.name in printed:
+            values[field.name] = printed[field.name]
+    values |= {"run_dir": directory, "model": model}
+    return FitResult(**values)
 
 
 def _backend(backend: object) -> str | None:
@@ -101,7 +106,9 @@ def _typed_options(given: Mapping[str, object]) -> list[str]:
             continue
         if isinstance(value, dict):
             value = [f"{key}={pace}" for key, pace in value.items()]
-        typed.append(f"{flag}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}")
+        if isinstance(value, list | tuple):
+            value = ",".join(map(str, value))
+        typed.append(f"{flag}={value}")
     return typed
 
 
@@ -138,17 +145,21 @@ def _typed_fields(task: TrainTask) -> list[str]:
 def _has_defaults(task: TrainTask) -> bool:
     fields: Any = dataclasses.fields(task)  # type: ignore[arg-type]
     missing = dataclasses.MISSING
-    return all(field.default is not missing or field.default_factory is not missing for field in fields if field.init)
+    for field in fields:
+        has_default = field.default is not missing or field.default_factory is not missing
+        if field.init and not has_default:
+            return False
+    return True
 
 
 def _equal(one: object, other: object) -> bool:
     with contextlib.suppress(Exception):  # of arrays, say, which have no single answer
-        return bool(type(one) is type(other) and one == other)
+        return bool(type(one) is type(other) and one == other)  # the type too: True equals 1, and is typed otherwise
     return False
 
 
 def _tracking(callbacks: Iterable[Callback] | None) -> list[str]:
-    """What was asked for by callbacks, as it is typed.
+    """The options of the command that do what the given callbacks ask for.
 
     Raises:
         UsageError: callbacks that can't be handed to other processes.
@@ -176,6 +187,7 @@ def _train(arguments: list[str]) -> Json:
     process = start_worker(worker_command(["train", *arguments, attached, "--json"]), dict(os.environ))
     results: list[str] = []
     assert process.stdout is not None
+    # Both pipes are read at the same time: a full one would stop the process.
     reader = Thread(target=lambda: results.extend(printed_lines(process, process.stdout)), daemon=True)  # type: ignore[arg-type]
     reader.start()
     problem = ""
@@ -184,13 +196,14 @@ def _train(arguments: list[str]) -> Json:
         code = process.wait()
         reader.join()
     finally:
-        process.kill()
+        process.kill()  # only after an error here: else it has ended
         process.wait()
+
     if code in (0, PREEMPTED) and results:
         fields: Json = json.loads(results[-1])
         return fields
-    problem = problem or f"the training has ended with exit code {code}: see above"
-    raise (UsageError if code == BAD_INPUT else TrainingError)(problem)
+    error = UsageError if code == BAD_INPUT else TrainingError
+    raise error(problem or f"the training has ended with exit code {code}: see above")
 
 
 def _shown(process: WorkerProcess) -> str:
@@ -215,6 +228,7 @@ def _shown(process: WorkerProcess) -> str:
 def _model(task: TrainTask, options: Mapping[str, Any], directory: Path) -> Model:
     """The model with the weights that are the result of a run, on one device of this process."""
     weights, manifest = read_weights(directory)
+    # The model is only built here: options that need several replicas, or a training, are off.
     options = {**options, **approximations.OFF, "eval_every": "never", "steps": 1, "ema": None, "overfit": None}
     options |= {"shard_optimizer": False, "drop_remainder": False}
     index = index_of(manifest, task)

@@ -35,11 +35,13 @@ def source_of(kind: type) -> str:
             f"fit(workers=...): the class {name} is in no file, so that no other process can make it: move it from the "
             "function or prompt into a file, or to the top level of a notebook's cell"
         )
+    # The cells hold the newest definition alone: an older class can't be made again from them.
     shell = sys.modules["IPython"].get_ipython()
     if shell.user_ns.get(name) is not kind:
         raise UsageError(f"fit(workers=...): {name} was defined anew since this task was made: make the task again")
     needed = needed_statements(shell.history_manager.input_hist_parsed, name)
-    return _HEADER.format(paths=[path for path in sys.path if path]) + "\n\n".join(needed) + "\n"
+    header = _HEADER.format(paths=list(filter(None, sys.path)))
+    return header + "\n\n".join(needed) + "\n"
 
 
 def needed_statements(cells: Sequence[str], name: str) -> list[str]:
@@ -49,42 +51,52 @@ def needed_statements(cells: Sequence[str], name: str) -> list[str]:
         cells: in the order in which they were executed. Those that can't be parsed are left out.
         name: of a class.
     """
-    statements = [statement for cell in cells for statement in _statements(cell)]
+    statements: list[_Statement] = []
+    for cell in cells:
+        statements += _statements(cell)
+
     needed: set[int] = set()
-    names = [name]
+    # "*": what `from module import *` binds can't be known, so such imports are always needed.
+    pending = ["*", name]
     seen = set()
-    while names:
-        wanted = names.pop()
+    while pending:
+        wanted = pending.pop()
+        # A name of a builtin is taken for the builtin, also where a cell binds it; but the class may have such a name.
         if wanted in seen or (hasattr(builtins, wanted) and wanted != name):
             continue
         seen.add(wanted)
         for index in _that_make(statements, wanted):
             if index not in needed:
                 needed.add(index)
-                names += statements[index].uses
-    # What `from module import *` binds can't be known.
-    stars = {index for index, statement in enumerate(statements) if "*" in statement.binds}
-    return [statements[index].text for index in sorted(needed | stars)]
+                pending += statements[index].uses
+    return [statements[index].text for index in sorted(needed)]
 
 
 class _Statement:
     """A statement at the top level of a cell.
 
     Args:
-        node: it.
+        node: the statement.
         cell: the text of the cell.
     """
 
     def __init__(self, node: ast.stmt, cell: str) -> None:
         decorators = getattr(node, "decorator_list", [])
-        first = decorators[0].lineno if decorators else node.lineno
-        lines = cell.splitlines()[first - 1 : node.end_lineno]
-        self.text = "\n".join(lines) if decorators else ast.get_source_segment(cell, node) or ""
+        if decorators:
+            # The position of a definition begins behind its decorators.
+            lines = cell.splitlines()[decorators[0].lineno - 1 : node.end_lineno]
+            self.text = "\n".join(lines)
+        else:
+            self.text = ast.get_source_segment(cell, node) or ""
         self.defines = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         self.imports = isinstance(node, ast.Import | ast.ImportFrom)
         self.binds = set(_bound(node))
         self.changes = _changed(node)
         self.uses = set(_used(symtable.symtable(self.text, "cell", "exec")))
+
+    def assigns(self, name: str) -> bool:
+        """Whether it binds a name to a value, rather than to a definition or a module."""
+        return name in self.binds and not self.defines and not self.imports
 
 
 def _statements(cell: str) -> Iterator[_Statement]:
@@ -94,27 +106,29 @@ def _statements(cell: str) -> Iterator[_Statement]:
         return
     for node in tree.body:
         statement = _Statement(node, cell)
-        if "get_ipython" not in statement.uses:  # a magic
+        # IPython turns `%magic` and `!command` into such calls, which a worker can't make.
+        if "get_ipython" not in statement.uses:
             yield statement
 
 
 def _that_make(statements: Sequence[_Statement], name: str) -> Iterator[int]:
     """The statements that bind a name, or change what it is bound to; of definitions, the last one."""
-    last = None
     # A call such as `keras.utils.set_random_seed(0)` changes no variable of the notebook.
-    is_variable = any(name in each.binds and not each.defines and not each.imports for each in statements)
+    is_variable = any(statement.assigns(name) for statement in statements)
+    definitions = []
     for index, statement in enumerate(statements):
-        if name in statement.binds and statement.defines:
-            last = index
-        elif name in statement.binds or (is_variable and statement.changes == name):
+        is_bound = name in statement.binds
+        if is_bound and statement.defines:
+            definitions.append(index)
+        elif is_bound or (is_variable and statement.changes == name):
             yield index
-    if last is not None:
-        yield last
+    yield from definitions[-1:]
 
 
 def _used(table: symtable.SymbolTable) -> Iterator[str]:
     """The names of the module that a statement uses, also in functions and classes within it."""
     for symbol in table.get_symbols():
+        # Within a function, a name of the module is one that the function doesn't bind itself.
         if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
             yield symbol.get_name()
     for inner in table.get_children():
@@ -138,13 +152,15 @@ def _bound(node: ast.stmt) -> Iterator[str]:
 def _changed(node: ast.stmt) -> str:
     """The variable that a statement changes without binding it: `x.append(1)`, `x[0] = 1`, `x.y = 1`; "" if none."""
     target: ast.AST | None = None
+    # The patterns bind `target` itself. For a call it is the method, such as `x.append`.
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute() as target)):
             pass
         case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
             pass
-    if not isinstance(target, ast.Attribute | ast.Subscript):
+    if isinstance(target, ast.Name):  # `x = 1` binds it
         return ""
+    # Down to the variable at the root: the `x` of `x.a[0].b`.
     while isinstance(target, ast.Attribute | ast.Subscript):
         target = target.value
     return target.id if isinstance(target, ast.Name) else ""

@@ -49,7 +49,7 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
         if name not in fields:
             hint = nearest(name, fields) if fields else "; it has no dataclass fields"
             raise UsageError(f"{option} {text}: {kind.__name__} has no field {name!r}{hint}")
-        remember(value, name)
+        remember(value, name)  # first, so that errors about a secret don't show it
         values[name] = _parse(typing.get_type_hints(kind)[name], name, value, option)
     return values
 
@@ -72,6 +72,7 @@ def split(text: str) -> list[str]:
     for character in text:
         at_start = not part.strip()
         if quote:
+            # Within quotes only the closing quote counts: brackets and commas are text.
             if character == quote and not part.endswith("\\"):
                 quote = ""
         elif character == "," and not closing:
@@ -79,6 +80,7 @@ def split(text: str) -> list[str]:
             part = ""
             continue
         elif closing or at_start:
+            # Elsewhere, brackets and quotes are text, as in `it's`.
             if character in "\"'":
                 quote = character
             elif character in _CLOSING:
@@ -91,7 +93,9 @@ def split(text: str) -> list[str]:
 
 def _names(kind: type) -> list[str]:
     """The names of a task's fields."""
-    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    if not dataclasses.is_dataclass(kind):
+        return []
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def _parse(hint: Hint, name: str, text: str, option: str) -> Value:
@@ -100,8 +104,9 @@ def _parse(hint: Hint, name: str, text: str, option: str) -> Value:
         return _value(hint, text)
     except ValueError:
         pass
+    # Outside of `except`: an error of `int` or `float` quotes the text, which may be a secret.
     shown = HIDDEN if is_secret(name) else text
-    if not any(map(_can_be_typed, _alternatives(hint))):
+    if not _can_be_typed(hint):
         raise UsageError(
             f"{option} {name}={shown}: the field is of type {_described(hint)}, which can't be typed on a command line"
         )
@@ -110,7 +115,7 @@ def _parse(hint: Hint, name: str, text: str, option: str) -> Value:
     raise UsageError(f"{option} {name}={shown}: {shown!r} is no {_described(hint)}{form}")
 
 
-def _origin(hint: Any) -> Any:
+def _origin(hint: Hint) -> Any:
     """The type without its arguments, such as list for list[int]; None for a type that takes none."""
     return typing.get_origin(hint)
 
@@ -129,13 +134,14 @@ def _value(hint: Hint, text: str) -> Value:
     """
     has_brackets = text.strip()[:1] in _CLOSING
     # A text with brackets is a list rather than a str; one without is a list only if it is no other type.
-    kinds = tuple(sorted(_alternatives(hint), key=lambda kind: _is_sequence(kind) != has_brackets))
+    # The sort is stable: among equals, the order of the annotation decides, so `int | str` reads 1 as a number.
+    kinds = sorted(_alternatives(hint), key=lambda kind: _is_sequence(kind) != has_brackets)
     if type(None) in kinds and text.lower() == "none":
         return None
     for kind in kinds:
         try:
             return _one(kind, text)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError):  # KeyError: of `_BOOLS`
             continue
     raise ValueError
 
@@ -157,7 +163,7 @@ def _one(kind: Hint, text: str) -> Value:
         return kind(text)
     if _is_class(kind, enum.Enum):
         return _member(kind, text)
-    if _is_class(kind, PurePath) and text:
+    if _is_class(kind, PurePath) and text:  # an empty text would become the path "."
         return kind(text)
     raise ValueError
 
@@ -167,13 +173,14 @@ def _sequence(kind: Hint, text: str) -> list[Value] | tuple[Value, ...]:
     text = text.strip()
     if not text:
         raise ValueError
-    if text[:1] in _CLOSING and len(split(text)) == 1:
-        if text[-1:] != _CLOSING[text[0]]:
+    parts = split(text)
+    # One part in brackets is the whole list; several parts, as in `[1,2],[3]`, are a list of lists without brackets.
+    if len(parts) == 1 and text[0] in _CLOSING:
+        if text[-1] != _CLOSING[text[0]]:
             raise ValueError
-        text = text[1:-1].strip().removesuffix(",")
-        parts = split(text) if text else []
-    else:
-        parts = split(text)
+        content = text[1:-1].strip().removesuffix(",")  # Python writes a tuple of one as (64,)
+        parts = split(content) if content else []
+
     values = []
     for element_type, part in zip(_types(kind, len(parts)), parts, strict=True):
         values.append(_element(element_type, _unquoted(part.strip())))
@@ -203,15 +210,18 @@ def _types(kind: Hint, count: int) -> list[Hint]:
 
 def _unquoted(text: str) -> str:
     """A text without the quotes around it."""
-    if len(text) > 1 and text[0] == text[-1] == '"':
-        return str(json.loads(text))
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "'" else text
+    if len(text) < 2 or text[0] != text[-1]:
+        return text
+    if text[0] == '"':
+        return str(json.loads(text))  # as JSON, so that the text may hold escaped quotes
+    return text[1:-1] if text[0] == "'" else text
 
 
 def _literal(allowed: Iterable[Value], text: str) -> Value:
     """The value of a `Literal` that a text means."""
     for value in allowed:
-        if str(value) == text or (isinstance(value, bool) and str(value).lower() == text.lower()):
+        ignores_case = isinstance(value, bool)  # `true`, as for a field of type bool
+        if str(value) == text or (ignores_case and str(value).lower() == text.lower()):
             return value
     raise ValueError
 
@@ -236,8 +246,9 @@ def _can_be_typed(kind: Hint) -> bool:
     origin = _origin(kind)
     if _is_sequence(kind):
         return all(_can_be_typed(element) for element in typing.get_args(kind) if element is not ...)
-    if isinstance(kind, types.UnionType) or origin is typing.Union:
-        return any(map(_can_be_typed, typing.get_args(kind)))
+    kinds = _alternatives(kind)
+    if len(kinds) > 1:
+        return any(map(_can_be_typed, kinds))
     return origin is typing.Literal or kind in (bool, int, float, str) or _is_class(kind, enum.Enum, PurePath)
 
 
@@ -248,10 +259,12 @@ def _described(hint: Hint) -> str:
         return " or ".join(map(_described, kinds))
     if hint is type(None):
         return "None"
+    if hint is ...:  # the second argument of `tuple[int, ...]`
+        return "..."
     if _origin(hint) is typing.Literal:
         return f"Literal (one of {', '.join(map(str, typing.get_args(hint)))})"
     if _is_sequence(hint):
-        elements = ", ".join("..." if element is ... else _described(element) for element in typing.get_args(hint))
+        elements = ", ".join(map(_described, typing.get_args(hint)))
         return f"{_origin(hint).__name__.lower()}[{elements}]"
     if _is_class(hint, enum.Enum):
         return f"{hint.__name__} (one of {', '.join(member.name for member in hint)})"
@@ -262,6 +275,7 @@ def _restored(hint: Hint, value: Value) -> Value:
     """A recorded value as the field's type: JSON has no paths, enum members, tuples, or floats that aren't finite."""
     kinds = _alternatives(hint)
     for kind in kinds:
+        # A value that fits no alternative stays as it is: the task's own checks are to refuse it.
         try:
             if isinstance(value, list) and _is_sequence(kind):
                 return _restored_sequence(kind, value)

@@ -21,6 +21,7 @@ _DYNAMIC = ("exec", "globals", "setattr", "vars", "__getattr__")
 
 def classes(path: Path) -> list[str]:
     """The names of the classes in a Python file that may be tasks; [] for any other file."""
+    # By a pattern rather than `ast`: it also lists the classes of a file with a mistake in it, for a hint or a shell.
     with contextlib.suppress(OSError, ValueError):
         if path.suffix == ".py" and path.is_file():
             return re.findall(r"^class ([^\W_]\w*)\(", path.read_text(errors="replace"), re.M)
@@ -40,15 +41,25 @@ def check(target: str) -> None:
     if path is None:
         return
     tree = _parsed(path, origin, target)
-    nodes = None if tree is None else _bindings(tree)
-    if nodes is None:
+    if tree is None:
         return
-    if name not in nodes:
-        tasks = classes(path)
-        raise UsageError(f"TARGET {target!r}: {origin} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
-    node = nodes[name]
+    bindings = _bindings(tree)
+    if bindings is None:
+        return
+    if name not in bindings:
+        raise missing_class(target, classes(path))
+
+    # With a base, a metaclass or a decorator, only the import shows what the class is.
+    node = bindings[name]
     if isinstance(node, ast.ClassDef) and not (node.bases or node.keywords or node.decorator_list):
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
+
+
+def missing_class(target: str, tasks: list[str]) -> UsageError:
+    """The error for a target whose file or module has no such class, with a hint at the tasks that it has."""
+    origin, _, name = target.rpartition(":")
+    hint = nearest(name, tasks) if tasks else ""
+    return UsageError(f"TARGET {target!r}: {origin} has no class {name!r}{hint}")
 
 
 def _module_file(name: str, target: str) -> Path | None:
@@ -58,14 +69,17 @@ def _module_file(name: str, target: str) -> Path | None:
     for path in (directory.with_suffix(".py"), directory / "__init__.py"):
         if path.is_file():
             return path
-    if Path(parts[0]).exists() or Path(f"{parts[0]}.py").exists() or parts[0] in sys.modules:
+
+    # The package is here, but not the file: a package may make its submodules in other ways.
+    package = parts[0]
+    if Path(package).exists() or Path(f"{package}.py").exists() or package in sys.modules:
         return None
     try:
-        missing = importlib.util.find_spec(parts[0]) is None  # the name of a submodule would import its package
+        missing = importlib.util.find_spec(package) is None  # the name of a submodule would import its package
     except (ValueError, ImportError):
         return None
     if missing:
-        raise UsageError(f"TARGET {target!r}: there is no module {parts[0]!r} here or on the path")
+        raise UsageError(f"TARGET {target!r}: there is no module {package!r} here or on the path")
     return None
 
 
@@ -78,11 +92,10 @@ def _parsed(path: Path, origin: str, target: str) -> ast.Module | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the import shows them
             return ast.parse(content)
-    except SyntaxError as error:
-        if b"\0" in content:
-            raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file") from None
-        raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
-    except ValueError:
+    except (SyntaxError, ValueError) as error:
+        # For a NUL byte, Python raises one or the other, by its version.
+        if isinstance(error, SyntaxError) and b"\0" not in content:
+            raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
         raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file") from None
     except (OSError, RecursionError, MemoryError):
         return None
@@ -98,7 +111,7 @@ def _defines_names(node: ast.AST) -> bool:
         case ast.FunctionDef():
             return node.name in _DYNAMIC
         case ast.Attribute():
-            return node.attr in ("modules", *_DYNAMIC)
+            return node.attr in ("modules", *_DYNAMIC)  # a module can replace itself in `sys.modules`
     return isinstance(node, ast.Global)
 
 
@@ -129,6 +142,7 @@ def _bound_by(node: ast.AST) -> Iterator[str]:
             yield node.id
         case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
             yield name
+    # Assignments stand anywhere in a statement: in `if`, `try` and `with`, and as `:=`. A lambda's are its own.
     if not isinstance(node, ast.Lambda):
         for child in ast.iter_child_nodes(node):
             yield from _bound_by(child)

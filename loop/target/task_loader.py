@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TypeGuard
 
 from callbacks.files import ROOT
 from callbacks.nearest import near_file, nearest
@@ -84,8 +85,12 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, obje
     try:
         task = kind(**values)
     except TypeError as error:
-        how = "its defaults" if fields is None else "the fields of the run"
-        fix = "give its fields by --set" if fields is None else "give the task that the run is of"
+        if fields is None:
+            how = "its defaults"
+            fix = "give its fields by --set"
+        else:
+            how = "the fields of the run"
+            fix = "give the task that the run is of"
         raise UsageError(f"TARGET {target!r}: {kind.__name__} can't be made from {how} ({error}): {fix}") from None
     remember(hyperparameters(task))
     return task
@@ -97,9 +102,10 @@ def find(target: str) -> type[TrainTask]:
     Raises:
         UsageError: no such file, module or class; a class that is no `TrainTask`.
     """
-    check(target)
-    shipped = target if target in SHIPPED else None
-    if shipped is not None:
+    check(target)  # first: a typing error is reported before TensorFlow is imported, which takes seconds
+    shipped = None
+    if target in SHIPPED:
+        shipped = target
         target = f"{shipped_path(target)}:{SHIPPED[target]}"
     origin, _, name = target.rpartition(":")
     if origin.endswith(".py"):
@@ -107,12 +113,11 @@ def find(target: str) -> type[TrainTask]:
     else:
         module = _import_module(origin, target)
     kind = getattr(module, name, None)
-    if inspect.isclass(kind) and issubclass(kind, TrainTask):
+    if _is_task_class(kind):
         return kind
     if kind is not None:
         raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
-    tasks = _tasks_in(module)
-    raise UsageError(f"TARGET {target!r}: {origin} has no class {name!r}{nearest(name, tasks) if tasks else ''}")
+    raise task_file.missing_class(target, _tasks_in(module))
 
 
 class _FromSource(importlib.machinery.SourceFileLoader):
@@ -126,7 +131,7 @@ class _FromSource(importlib.machinery.SourceFileLoader):
 def _import_file(path: Path, target: str, shipped: str | None) -> ModuleType:
     """Runs a Python file as a module; `shipped` is its name if it is a shipped example."""
     origin = target.rpartition(":")[0]
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, str(path.parent))  # as for `python file.py`: modules beside the task can be imported
     spec = importlib.util.spec_from_file_location(path.stem, path, loader=_FromSource(path.stem, str(path)))
     assert spec is not None
     assert spec.loader is not None
@@ -135,6 +140,7 @@ def _import_file(path: Path, target: str, shipped: str | None) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (SyntaxError, ValueError) as error:
+        # A mistake in a module that the file imports keeps its own traceback.
         if isinstance(error, SyntaxError) and error.filename == str(path):
             raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
         if "\0" in path.read_text(errors="replace"):
@@ -143,13 +149,14 @@ def _import_file(path: Path, target: str, shipped: str | None) -> ModuleType:
     except ModuleNotFoundError as error:
         if shipped is None:
             raise
+        # On PyPI, names have dashes where Python has underscores, as tf-keras.
         package = (error.name or "").replace("_", "-")
         raise UsageError(f"the example {shipped!r} needs {package}: install it, with pip install {package}") from None
     return module
 
 
 def _import_module(name: str, target: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.insert(0, str(Path.cwd()))  # as for `python -m`; a command's own path lacks it
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -162,10 +169,14 @@ def _import_module(name: str, target: str) -> ModuleType:
 def _tasks_in(module: ModuleType) -> list[str]:
     """The names of the tasks that a module defines itself, not of those that it imports."""
     tasks = []
-    for name, kind in vars(module).items():
-        if inspect.isclass(kind) and issubclass(kind, TrainTask) and kind.__module__ == module.__name__:
+    for name, value in vars(module).items():
+        if _is_task_class(value) and value.__module__ == module.__name__:
             tasks.append(name)
     return tasks
+
+
+def _is_task_class(value: object) -> TypeGuard[type[TrainTask]]:
+    return inspect.isclass(value) and issubclass(value, TrainTask)
 
 
 def absolute(target: str) -> str:

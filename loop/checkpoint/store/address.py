@@ -40,15 +40,15 @@ def read_url(text: str) -> str:
     if not is_url(text):
         kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise UsageError(f"{mask(text)}: this is no URL of a store: give one that begins with {kinds}")
-    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without the parts that may hold secrets
     if parts.username is not None or parts.query or parts.fragment:
         raise UsageError(
             f"{shown}: give a URL without user, query and fragment; credentials come from the environment, or from "
             "the machine's role"
         )
-    path = re.sub(r"/+", "/", parts.path).strip("/")
+    path = re.sub(r"/+", "/", parts.path).strip("/")  # one spelling for one run: its directory here is a hash of it
     names = path.split("/") if path else []
-    if {".", ".."} & set(names):
+    if {".", ".."} & set(names):  # they would lead out of what the rest names
         raise UsageError(f"{shown}: give a URL without . and .. in its path")
     if bool(parts.netloc) == (parts.scheme == "file") or len(names) < _LEAST.get(parts.scheme, 1):
         raise UsageError(f"{shown}: give {_FORMS.get(parts.scheme, f'{parts.scheme}://bucket/path of its own')}")

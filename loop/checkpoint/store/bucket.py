@@ -18,6 +18,7 @@ from callbacks.files import fsync_directory, reading, replacing
 from callbacks.run_record.redaction import mask
 from loop.errors import TrainingError, UsageError
 
+# An ETag depends on the size of the parts: what is sent and what is hashed must be cut in the same way.
 PART = 8 << 20
 """Bytes of a part of a large object."""
 _TRIES = 5
@@ -37,7 +38,7 @@ class DamagedError(StoreError):
 
 
 class Digest(NamedTuple):
-    """What a file's content is known by.
+    """What identifies the content of a file.
 
     Attributes:
         bytes: how many.
@@ -52,6 +53,7 @@ class Digest(NamedTuple):
 
 def digest_of(chunks: Iterator[bytes]) -> Digest:
     """The digest of a content, in chunks of `PART` bytes."""
+    # The ETag of one part is the hash of its content; that of several, the hash of their hashes, and their number.
     size = 0
     sha256 = hashlib.sha256()
     part = hashlib.md5(usedforsecurity=False)
@@ -97,7 +99,8 @@ class Bucket:
         except FileNotFoundError:
             raise MissingError(f"{self.url}: {key} isn't there") from None
         except Exception as error:
-            if type(error).__module__.split(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
+            is_of_library = type(error).__module__.split(".")[0] == "obstore"
+            if not is_of_library and not isinstance(error, OSError | ValueError):
                 raise
             text = mask(str(error).strip().partition("\n")[0])
             raise StoreError(f"{self.url}: {text:.300}") from None
@@ -143,7 +146,7 @@ class Bucket:
         digest = digest_of_file(path)
         with reading(path, shared=True) as file, self._errors(key):
             large = digest.bytes > PART
-            content = file if large else file.read()
+            content = file if large else file.read()  # a large one is read as it is sent, a part after the other
             self._obstore.put(self._store, key, content, use_multipart=large, chunk_size=PART)
         self._confirm(key, digest)
         return digest
@@ -204,7 +207,7 @@ class Bucket:
                 with replacing(path, durable=True) as file:  # after an error, nothing of it is left
                     self._write(key, file, size, sha256, meanwhile)
                 return
-            except MissingError:
+            except MissingError:  # asking again doesn't bring it
                 raise
             except StoreError as error:
                 problem = error
@@ -232,8 +235,10 @@ class Bucket:
     def keys(self, prefix: str) -> list[str]:
         """The names of all objects below a prefix, sorted."""
         with self._errors(prefix):
-            pages = self._obstore.list(self._store, prefix)
-            return sorted(entry["path"] for page in pages for entry in page)
+            keys: list[str] = []
+            for page in self._obstore.list(self._store, prefix):
+                keys += [entry["path"] for entry in page]
+            return sorted(keys)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects; those that aren't there are passed over."""
@@ -260,15 +265,17 @@ def _open(url: str) -> Any:
     parts = urlsplit(url)
     if parts.scheme == "file":
         directory = Path(parts.path)
-        made = not directory.exists()
+        is_new = not directory.exists()
         store = stores.LocalStore(directory, mkdir=True)
-        if made:
-            fsync_directory(directory.parent)
+        if is_new:
+            fsync_directory(directory.parent)  # a power failure must not take the directory with what is in it
         return store
+    # Few and short retries: callers try again by themselves, and tell the user.
     options: dict[str, Any] = {
         "client_options": {"timeout": "60s", "connect_timeout": "5s", "allow_http": True},
         "retry_config": {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=5)},
     }
+    # A server of S3's kind, such as MinIO: the bucket is in the path, and not in the host's name as with Amazon.
     if parts.scheme in ("http", "https"):
         bucket, _, prefix = parts.path.strip("/").partition("/")
         endpoint = f"{parts.scheme}://{parts.netloc}"

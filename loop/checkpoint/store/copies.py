@@ -43,11 +43,13 @@ def mirrored(url: str) -> Iterator[Path]:
     """
     directory = address.directory_of(url, address.SPOOLS)
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # The lock of the spool, for processes of this machine; then the lease, for those of all.
     with lock.locked(directory.parent):
         bucket = Bucket(url)
         about = read_json(directory.parent / address.ABOUT)
         lease = _taken(bucket, about.get("nonce") if about.get("ended") else None)
         assert lease.state is not None
+        # Another process had the lease in between: what is here may not be the beginning of what the store has.
         if directory.exists() and about.get("nonce", "") != lease.taken_from:
             aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
             directory.rename(aside)
@@ -82,22 +84,23 @@ def _taken(bucket: Bucket, ended: str | None = None) -> Lease:
 
     while True:
         try:
-            found = lease.try_take(is_gone)
+            newest = lease.try_take(is_gone)
         except StoreError as error:
             if time.monotonic() >= deadline:
                 raise
             tell(f"warning: {error}: trying again")
             time.sleep(_PAUSE)
             continue
-        if found is None:
+        if newest is None:
             return lease
-        if first is None and found.owner:
-            first = found
-            who = f"process {found.owner.get('pid')} on {found.owner.get('host')}"
-            tell(f"{bucket.url} is in use by {who}: waiting up to {found.ttl:g} s for a sign of it")
-        elif first is not None and found.owner and found.position != first.position:
-            who = f"process {found.owner.get('pid')} on {found.owner.get('host')} since {found.owner.get('time')}"
-            raise UsageError(f"the run {bucket.url} is in use by {who}: wait for it, or give another URL")
+        if newest.owner:  # else the state has changed while it was read
+            who = f"process {newest.owner.get('pid')} on {newest.owner.get('host')}"
+            if first is None:
+                first = newest
+                tell(f"{bucket.url} is in use by {who}: waiting up to {newest.ttl:g} s for a sign of it")
+            elif newest.position != first.position:  # it has written another state, so it lives
+                who += f" since {newest.owner.get('time')}"
+                raise UsageError(f"the run {bucket.url} is in use by {who}: wait for it, or give another URL")
         time.sleep(_LOOK)
 
 
@@ -109,12 +112,12 @@ def _bring_as_owner(bucket: Bucket, lease: Lease, directory: Path) -> None:
         LeaseLostError: another process has taken the lease.
     """
     assert lease.state is not None
-    deadline = float("inf")
+    deadline = float("inf")  # until the first failure: a large run may take any time to bring
     while True:
         try:
             bring(bucket, lease.state, directory, lease.renew)
             return
-        except (MissingError, DamagedError):
+        except (MissingError, DamagedError):  # the store has answered: waiting doesn't help
             raise
         except StoreError as error:
             now = time.monotonic()
@@ -154,6 +157,7 @@ def bring(bucket: Bucket, state: State, directory: Path, meanwhile: Callable[[],
         elif not (directory / name).exists():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             bucket.download(about["key"], directory / name, about["bytes"], about["sha256"], meanwhile)
+    # Before the checkpoints, which rely on it.
     _bring_journal(bucket, state, directory, meanwhile)
     checkpoints = directory / "checkpoints"
     for step in sorted(by_checkpoint):
@@ -248,6 +252,7 @@ def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -
     had = read_json(index).get("files", {})
     directory.mkdir(exist_ok=True)
     files: JsonObject = {}
+    # First what has changed since the last copy is removed: `bring` leaves alone what is there.
     for name in had:
         if had[name] == state.files.get(name):
             files[name] = had[name]
@@ -258,13 +263,14 @@ def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -
             shutil.rmtree(directory / "checkpoints" / parts[1], ignore_errors=True)
         else:
             (directory / name).unlink(missing_ok=True)
+    # What is longer here than in the store isn't the beginning of it.
     if sum(segment["bytes"] for segment in state.journal) < _size(directory / JOURNAL):
         (directory / JOURNAL).unlink()
     for name in state.files:
         if checkpoints or not name.startswith("checkpoints/"):
             files[name] = state.files[name]
     bring(bucket, dataclasses.replace(state, files=files), directory)
-    write_json(index, {"url": bucket.url, "files": files})
+    write_json(index, {"url": bucket.url, "files": files})  # last: it names only what is there
 
 
 def _size(path: Path) -> int:
@@ -275,7 +281,7 @@ def runs_below(url: str) -> list[str]:
     """The names of the runs right below a URL."""
     names = set()
     for key in Bucket(url).keys(""):
-        parts = key.split("/")
+        parts = key.split("/")  # of a state: run, "state", counter, number
         if len(parts) == 4 and parts[1] == "state":
             names.add(parts[0])
     return sorted(names)

@@ -80,11 +80,11 @@ class State:
 
 def positions(bucket: Bucket) -> list[Position]:
     """Where there are states, the one that counts last."""
-    found = []
+    all_positions = []
     for match in map(_KEY.fullmatch, bucket.keys(_FOLDER)):
         if match is not None:
-            found.append((int(match[1]), int(match[2])))
-    return sorted(found)
+            all_positions.append((int(match[1]), int(match[2])))
+    return sorted(all_positions)
 
 
 def read(bucket: Bucket, position: Position) -> State:
@@ -110,6 +110,7 @@ def believed(bucket: Bucket) -> State | None:
     """The state that says what a run is; None: there is no run."""
     for _ in range(20):
         try:
+            # The newest may be of an owner that has only taken the lease: then the one before it is believed.
             for position in reversed(positions(bucket)):
                 state = read(bucket, position)
                 if state.sealed:
@@ -164,16 +165,15 @@ class Lease:
                 newest = read(self._bucket, there[-1])
             except MissingError:
                 return State(there[-1], {})  # it has just changed
-            if there[-1] != self._watched:
-                self._watched = there[-1]
-                self._since = self._clock()
-            silent = self._clock() - self._since >= newest.ttl
-            own = newest.owner == self._owner  # an answer of the store was lost
-            if not (newest.released or silent or own or is_dead(newest.owner)):
+            if not self._is_free(newest, is_dead):
                 return newest
+
+        # Of all processes that create this object, the store lets one do it: that one has the lease.
         first = State((counter + 1, 0), self._owner, self._ttl)
         if not self._bucket.create(first.key, first.encoded()):
             return read(self._bucket, first.position)
+
+        # Some stores ignore the condition. Such a one is found out here: it creates the object once more.
         if not self._bucket.creates_once(first.key, first.encoded()):
             self._bucket.delete([first.key])
             there = positions(self._bucket)
@@ -186,8 +186,19 @@ class Lease:
         self._seal(first)
         return None
 
+    def _is_free(self, newest: State, is_dead: Callable[[JsonObject], bool]) -> bool:
+        """Whether the lease can be taken from the owner of the newest state."""
+        # Silence counts from when this process first saw that state, by its own clock.
+        if newest.position != self._watched:
+            self._watched = newest.position
+            self._since = self._clock()
+        is_silent = self._clock() - self._since >= newest.ttl
+        is_own = newest.owner == self._owner  # an answer of the store was lost
+        return newest.released or is_silent or is_own or is_dead(newest.owner)
+
     def _seal(self, first: State) -> None:
         """Writes the first state that is to be believed: what the last owner has written."""
+        # The time before the store is asked, here and below: others may count from any moment after it.
         begun = self._clock()
         before = believed(self._bucket)
         self.taken_from = str(before.owner.get("nonce")) if before else ""
@@ -207,7 +218,7 @@ class Lease:
     @property
     def is_due(self) -> bool:
         """Whether it is time to renew it."""
-        return self._clock() - self._renewed >= self._ttl / 3
+        return self._clock() - self._renewed >= self._ttl / 3  # early enough for a second try
 
     def renew(self) -> None:
         """Renews it if it is time, while there is nothing new to write.
@@ -225,7 +236,7 @@ class Lease:
         Raises:
             LeaseLostError: another one has it.
         """
-        if self._clock() - self._renewed >= self._ttl / 2:
+        if self._clock() - self._renewed >= self._ttl / 2:  # before that, no other process can have taken it
             self._look(positions(self._bucket))
 
     def publish(self, files: JsonObject, journal: list[JsonObject], released: bool = False) -> None:
@@ -240,26 +251,30 @@ class Lease:
         # A number is used once: what a failed call has sent may arrive later.
         self.state = State((counter, number + 1), self._owner, self._ttl, True, released, dict(files), list(journal))
         self._bucket.put(self.state.key, self.state.encoded())
+
+        # After the write: a greater counter that isn't there now will find this state, and go on from it.
         there = positions(self._bucket)
         self._look(there)
         self._renewed = begun
-        older = [State(position, {}).key for position in there if position < self.state.position]
+
+        older = []
+        for position in there:
+            if position < self.state.position:
+                older.append(State(position, {}).key)
         self._bucket.delete(older)
 
     def _look(self, there: list[Position]) -> None:
         """Raises a `LeaseLostError` if another process has the lease."""
         if there and there[-1][0] == self.counter:
             return
-        who = ""
+        who = ": it was removed"
         if there:
             try:
                 owner = read(self._bucket, there[-1]).owner
                 who = f" by process {owner.get('pid')} on {owner.get('host')}"
             except StoreError:
                 who = " by another process"
-        raise LeaseLostError(
-            f"{self._bucket.url} was taken over{who or ': it was removed'}: this process writes no more"
-        )
+        raise LeaseLostError(f"{self._bucket.url} was taken over{who}: this process writes no more")
 
 
 def _digest(body: JsonObject) -> str:

@@ -32,6 +32,7 @@ _MOST_SEGMENTS = 40
 _OUTAGE_PAUSE = 5.0
 """Seconds between two tries, while the store doesn't answer."""
 
+# By run directory: a run asks whether it still has its lease, and doesn't know its mirror.
 _active: dict[Path, Mirror] = {}
 
 
@@ -54,12 +55,12 @@ class Mirror:
         self._directory = directory
         self._files: JsonObject = dict(lease.state.files)
         self._journal = list(lease.state.journal)
-        self._believed = (lease.state.files, lease.state.journal)
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._believed = (lease.state.files, lease.state.journal)  # what the last state says
+        self._seen: dict[str, tuple[int, int]] = {}  # time and size of what was delivered, to skip what hasn't changed
         self._others_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._outage = ""
+        self._outage = ""  # why the last try has failed: the user is told once for each outage
         self.lost: LeaseLostError | None = None
 
     def start(self) -> None:
@@ -127,9 +128,14 @@ class Mirror:
         self._lease.publish(self._files, self._journal, released)
         files, journal = self._believed
         self._believed = (dict(self._files), list(self._journal))
+
+        # Removed only now: until the new state was written, the old one named these objects.
         kept = self._keys()
-        old = [about["key"] for about in [*files.values(), *journal]]
-        self._bucket.delete([key for key in old if key not in kept])
+        unnamed = []
+        for about in [*files.values(), *journal]:
+            if about["key"] not in kept:
+                unnamed.append(about["key"])
+        self._bucket.delete(unnamed)
 
     def _keys(self) -> set[str]:
         """The names of all objects that the state has."""
@@ -145,38 +151,50 @@ class Mirror:
                 if self._seen.get(name) == stamp:
                     continue
                 if self._files.get(name, {}).get("sha256") != digest_of_file(manifest).sha256:
-                    # Its data first: what has a manifest is whole.
-                    delivered = {}
-                    for file in sorted(read_json(manifest).get("files", {})):
-                        delivered[self._name(path / file)] = self._upload(path / file)
-                    delivered[name] = self._upload(manifest)
-                    self._deliver_journal()  # a checkpoint relies on it
-                    self._files |= delivered
-                    self._publish()
+                    self._deliver_checkpoint(path)
                 self._seen[name] = stamp
+
+    def _deliver_checkpoint(self, path: Path) -> None:
+        """Delivers one checkpoint, and publishes it."""
+        manifest = path / checkpoint_files.MANIFEST
+        # Its data first: what has a manifest is whole.
+        delivered = {}
+        for file in sorted(read_json(manifest).get("files", {})):
+            delivered[self._name(path / file)] = self._upload(path / file)
+        delivered[self._name(manifest)] = self._upload(manifest)
+        self._deliver_journal()  # a checkpoint relies on it
+        # All at once, at the end: a checkpoint that was removed in the meantime is in no state.
+        self._files |= delivered
+        self._publish()
 
     def _deliver_journal(self) -> None:
         """Delivers the lines of the journal that the store hasn't, as a new segment."""
         path = self._directory / JOURNAL
-        begun = sum(segment["bytes"] for segment in self._journal)
+        delivered = sum(segment["bytes"] for segment in self._journal)
         try:
             size = path.stat().st_size
         except FileNotFoundError:
             return
-        if size < begun:
+        if size < delivered:
             raise StoreError(f"{path} is shorter than what was delivered of it: it was changed by hand")
-        merged = len(self._journal) >= _MOST_SEGMENTS
-        start = 0 if merged else begun
+
+        # The new lines alone; or all lines, as one segment in place of many.
+        earlier = self._journal
+        start = delivered
+        if len(self._journal) >= _MOST_SEGMENTS:
+            earlier = []
+            start = 0
         with path.open("rb") as file:
             file.seek(start)
             content = file.read(size - start)
-        content = content[: content.rfind(b"\n") + 1]
-        if start + len(content) <= begun:
+        content = content[: content.rfind(b"\n") + 1]  # whole lines: the last one may be being written
+        end = start + len(content)
+        if end <= delivered:
             return
         self._lease.check()
-        key = f"data/{self._lease.counter:08d}/{JOURNAL}.{start:012d}-{start + len(content):012d}"
+        key = f"data/{self._lease.counter:08d}/{JOURNAL}.{start:012d}-{end:012d}"
         digest = self._bucket.put(key, content)
-        self._journal = [*([] if merged else self._journal), _about(key, digest)]
+        self._journal = [*earlier, _about(key, digest)]
 
     def _deliver_others(self, at_once: bool) -> None:
         """Delivers the other files that have changed."""
@@ -186,7 +204,7 @@ class Mirror:
         self._others_at = now
         for path in others(self._directory):
             name = self._name(path)
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # the run has removed it in the meantime
                 stamp = _stamp(path)
                 if self._seen.get(name) == stamp:
                     continue
@@ -204,8 +222,8 @@ class Mirror:
         # A checkpoint that was removed one file after the other is gone as a whole.
         folders = {name.rpartition("/")[0] for name in gone if name.startswith("checkpoints/")}
         for name in list(self._files):
-            is_checkpoint = name.startswith("checkpoints/")
-            if (name in gone or name.rpartition("/")[0] in folders) and (may_forget or not is_checkpoint):
+            is_gone = name in gone or name.rpartition("/")[0] in folders
+            if is_gone and (may_forget or not name.startswith("checkpoints/")):
                 del self._files[name]
                 self._seen.pop(name, None)
 
@@ -239,6 +257,7 @@ class Mirror:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
+        # From the end of the thread on, which may be in the middle of a large file.
         deadline = time.monotonic() + wait_at_end()
         try:
             while self.lost is None:
@@ -257,8 +276,10 @@ class Mirror:
             _active.pop(self._directory, None)
 
     def _tell_what_is_left(self) -> None:
-        paths = checkpoint_files.complete(self._directory / "checkpoints")
-        left = [path.name for path in paths if self._name(path / checkpoint_files.MANIFEST) not in self._believed[0]]
+        left = []
+        for path in checkpoint_files.complete(self._directory / "checkpoints"):
+            if self._name(path / checkpoint_files.MANIFEST) not in self._believed[0]:
+                left.append(path.name)
         what = f"the checkpoints {', '.join(left)} aren't" if left else "the end of the run isn't"
         why = self.lost or self._outage
         # After another process has taken the run over, nothing is delivered any more.
@@ -266,6 +287,7 @@ class Mirror:
         tell(f"warning: {what} confirmed by the store ({why}){fix}")
 
     def _note(self, delivered: bool, ended: bool = False) -> None:
+        """Records, beside the run directory, what the next start on this machine has to know."""
         assert self._lease.state is not None
         nonce = self._lease.state.owner["nonce"]
         about = {"url": self._bucket.url, "nonce": nonce, "delivered": delivered, "ended": ended}
@@ -276,11 +298,15 @@ def others(directory: Path) -> Iterator[Path]:
     """The files of a run directory that are neither checkpoints, nor the journal, nor of this machine alone."""
     for folder, folders, names in os.walk(directory):
         is_top = Path(folder) == directory
-        folders[:] = [name for name in folders if not name.endswith(".tmp") and not (is_top and name == "checkpoints")]
+        skipped = ("checkpoints",) if is_top else ()
+        # In place: `os.walk` goes into what is left of it.
+        folders[:] = [name for name in folders if not name.endswith(".tmp") and name not in skipped]
         for name in names:
             of_machine = is_top and (name in (LOCK, JOURNAL) or name.startswith(".probe"))
+            if of_machine or name.endswith(".tmp"):
+                continue
             path = Path(folder) / name
-            if not of_machine and not name.endswith(".tmp") and path.is_file() and not path.is_symlink():
+            if path.is_file() and not path.is_symlink():
                 yield path
 
 
