@@ -182,6 +182,13 @@ def test_what_a_class_needs_of_other_cells_is_taken_in_order_and_no_more():
     assert needed == [*imports, "data = [1]", cells[5], "data.append(2)", "data[0] = 5", *cells[7:9], cells[10]]
 
 
+def test_what_stands_within_a_statement_of_a_cell_is_found():
+    optional = "try:\n    import numpy as np\nexcept ImportError as error:\n    np = error"
+    chosen = "if True:\n    def helper():\n        return 1\nelse:\n    class helper:\n        pass"
+    cells = [optional, chosen, "other = 1", "class Task:\n    size = np.ones(helper())"]
+    assert cells_.needed_statements(cells, "Task") == [optional, chosen, cells[-1]]
+
+
 def test_what_a_notebook_shows_is_safe_and_complete():
     history = [{"epoch": n, "step": n, "examples": n, "<b>": float(n), "loss": 1 / n, "flat": 2.0} for n in (1, 2, 3)]
     history[1]["loss"] = float("nan")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from callbacks import notebook
 from loop.errors import UsageError
+from loop.target.task_file import bound_by
 
 _HEADER = '''"""The cells of a notebook that the task needs. `fit(workers=...)` has written this file."""
 
@@ -90,7 +91,7 @@ class _Statement:
             self.text = ast.get_source_segment(cell, node) or ""
         self.defines = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         self.imports = isinstance(node, ast.Import | ast.ImportFrom)
-        self.binds = set(_bound(node))
+        self.binds = set(bound_by(node))
         self.changes = _changed(node)
         self.uses = set(_used(symtable.symtable(self.text, "cell", "exec")))
 
@@ -133,20 +134,6 @@ def _used(table: symtable.SymbolTable) -> Iterator[str]:
             yield symbol.get_name()
     for inner in table.get_children():
         yield from _used(inner)
-
-
-def _bound(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement binds."""
-    match node:
-        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
-            yield node.name
-        case ast.Import() | ast.ImportFrom():
-            for alias in node.names:
-                yield (alias.asname or alias.name).split(".")[0]
-        case _:
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    yield part.id
 
 
 def _changed(node: ast.stmt) -> str:

@@ -122,14 +122,14 @@ def _bindings(tree: ast.Module) -> dict[str, ast.stmt] | None:
     nodes = {}
     try:
         for node in tree.body:
-            for name in _bound_by(node):
+            for name in bound_by(node):
                 nodes[name] = node
     except RecursionError:
         return None
     return nodes
 
 
-def _bound_by(node: ast.AST) -> Iterator[str]:
+def bound_by(node: ast.AST) -> Iterator[str]:
     """The names that a statement of a module may define, also in statements within it."""
     match node:
         case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -145,4 +145,4 @@ def _bound_by(node: ast.AST) -> Iterator[str]:
     # Assignments stand anywhere in a statement: in `if`, `try` and `with`, and as `:=`. A lambda's are its own.
     if not isinstance(node, ast.Lambda):
         for child in ast.iter_child_nodes(node):
-            yield from _bound_by(child)
+            yield from bound_by(child)
