@@ -131,7 +131,8 @@ def in_use(directory: Path) -> bool:
     """Whether a process holds the lock of a run directory."""
     try:
         with os.fdopen(opened(directory / LOCK, os.O_RDWR), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # only a try: closing the file releases the lock
+            # Shared, so that a command that looks at the same moment doesn't take this for the run. Closing releases it.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # there is none, or none can be taken there
