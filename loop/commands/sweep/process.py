@@ -131,7 +131,7 @@ def in_use(directory: Path) -> bool:
     """Whether a process holds the lock of a run directory."""
     try:
         with os.fdopen(opened(directory / LOCK, os.O_RDWR), "r+b") as file:
-            # Shared, so that a command that looks at the same moment doesn't take this for the run. Closing releases it.
+            # Shared: a command that looks at the same moment must not take this for the run. Closing releases it.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
