@@ -79,7 +79,9 @@ def courier_for(uri: str) -> CourierProcess:
     Raises:
         OSError: no process can be started.
     """
-    for courier in [courier for courier in _idle if courier.is_ours]:
+    for courier in list(_idle):  # a copy, since couriers are removed
+        if not courier.is_ours:
+            continue
         _idle.remove(courier)
         if courier.fits(uri):
             return courier

@@ -34,8 +34,8 @@ def of_entries(entries: Iterable[tuple[JsonObject, int]], end: int | None = None
                 rows = _restored(rows, entry)
             elif entry["event"] == "epoch_end":
                 row = _row(entry)
-                # An epoch that was interrupted and continued has one row, the last. It is removed first, so that the new
-                # row stands at the end.
+                # An epoch that was interrupted and continued has one row, the last. The old one is removed, so that the
+                # new one stands at the end.
                 rows.pop(row["epoch"], None)
                 rows[row["epoch"]] = row
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
