@@ -109,10 +109,7 @@ class Delivery:
         from mlflow import MlflowClient
 
         if path := sqlite_path(self.uri):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # MLflow would try for minutes to open a file that can't be opened.
-            with contextlib.closing(sqlite3.connect(path)) as database:
-                database.execute("PRAGMA schema_version")
+            _open_once(path)
         client = MlflowClient(self.uri)
         mlflow_run = MLflowRun(self.directory, self.uri, self._experiment, self._names)
         parent_id = None
@@ -148,7 +145,7 @@ class Delivery:
     def pending(self) -> int:
         """The number of points in the journal that the store doesn't have."""
         self.connect()
-        # Of a copy, which `_due` moves: counting must not make `deliver` skip these points.
+        # A copy, since `_due` moves the position: counting must not make `deliver` skip these points.
         return sum(1 for _ in self._due(copy.deepcopy(self._position)))
 
     def deliver(self, progress: Callable[[int], object] = lambda count: None) -> None:
@@ -273,6 +270,13 @@ class Delivery:
             # Only now: after an error within the line, all of it is looked at again.
             position.offset = offset
             position.time = milliseconds(entry) or position.time
+
+
+def _open_once(path: Path) -> None:
+    """Opens a sqlite file, which may not exist yet. MLflow would try for minutes to open one that can't be opened."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA schema_version")
 
 
 def _remove_escaped_directory(uri: str) -> None:

@@ -75,7 +75,7 @@ def note(about: JsonObject, of: Record, status: str) -> str:
     if isinstance(command, str):
         lines.append(f"`{command.replace('`', '')}`")
     lines.append(f"`{str(of.path).replace('`', '')}`")
-    # Masked before it is cut: half of a secret would no longer be found. An older MLflow takes 5000 characters of a tag.
+    # Masked before it is cut: half of a secret would no longer be found. Older MLflow takes 5000 characters of a tag.
     return mask("\n\n".join(lines))[:5000]
 
 

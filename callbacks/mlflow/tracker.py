@@ -159,7 +159,8 @@ class MLflowTracker(Callback):
             try:
                 journal.artifact(run, logged_model.write(run), register=self.register)
             except Exception as error:  # it must not fail a run that is trained and saved
-                text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                lines = str(error).strip().splitlines()
+                text = lines[0] if lines else type(error).__name__
                 _warn(f"the model isn't logged ({text})")
         self.close()  # if the run ended before `on_fit_start`
         outcome: JsonObject = {"error": self._error, "warnings": []}
