@@ -140,9 +140,10 @@ class FromKeras(Callback):
         try:
             if run.backend.is_chief:
                 has_logs = bool(arguments) and isinstance(arguments[-1], dict)
-                # Every hook of Keras ends in `logs`, which a callback may change: hence a new dict.
-                logs = () if has_logs else ({},)
-                getattr(self.callback, hook)(*arguments, *logs)
+                if not has_logs:
+                    # Every hook of Keras ends in `logs`, which a callback may change: hence a new dict.
+                    arguments = (*arguments, {})
+                getattr(self.callback, hook)(*arguments)
         finally:
             # Also after an error: the other ranks wait in this collective.
             _share_rates(run)

@@ -97,7 +97,7 @@ def _end_idle() -> None:
 
 
 def _circumstances() -> tuple[int, str, dict[str, str]]:
-    """What a process inherits from the one that starts it. MLflow reads passwords and much else from the environment."""
+    """What a process inherits from the one that starts it. MLflow reads passwords and more from the environment."""
     directory = ""
     with contextlib.suppress(OSError):  # it was removed
         directory = str(Path.cwd())
