@@ -32,8 +32,8 @@ class Checkpoint(Callback):
         keep_last: how many of the newest checkpoints are kept, >= 1.
         best: the metric by which the best checkpoint is also kept; None keeps only the last ones. The default,
             `eval_loss`, is that of the first set if there are several evaluation sets, and has no effect in a run
-            without an evaluation; another metric must exist. A best checkpoint that
-            comes too soon after another one stays in memory until the next checkpoint is written.
+            without an evaluation; another metric must exist. A best checkpoint that comes too soon after another one
+            stays in memory until the next checkpoint is written.
         mode: `"min"` or `"max"`: which value of `best` is better; or `"auto"`: by the metric's name.
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
         on_error: `"stop"`: the run fails when a checkpoint can't be written, because the disk is full, say; `"warn"`:
@@ -147,9 +147,13 @@ class Checkpoint(Callback):
             if step_of(path) <= step:  # later ones are of an earlier attempt and damaged: they don't count
                 paths[step_of(path)] = path
         kept = retained(map(self._saved, paths.values()), self.policy, pinned)
-        run.discard([path for saved_step, path in paths.items() if saved_step not in kept])
-        # Training may have gone on meanwhile: what was judged after this step isn't on disk yet.
-        self._known = {saved: about for saved, about in self._known.items() if saved in kept or saved > step}
+        run.discard([path for step_on_disk, path in paths.items() if step_on_disk not in kept])
+        known = {}
+        for known_step, saved in self._known.items():
+            # Training may have gone on meanwhile: what was judged after this step isn't on disk yet.
+            if known_step in kept or known_step > step:
+                known[known_step] = saved
+        self._known = known
 
     def _saved(self, path: Path) -> Saved:
         """What is known of a checkpoint on disk; no more is looked up than the policy needs."""

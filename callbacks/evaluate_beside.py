@@ -73,11 +73,11 @@ class EvaluateBeside(Callback):
             if entry.get("beside"):
                 known.add(entry.get("step"))
         self._pending = []
-        for left in sorted(folder.iterdir()):
-            if is_checkpoint(left) and step_of(left) not in known and step_of(left) <= run.progress.step:
-                self._pending.append(left)
+        for leftover in sorted(folder.iterdir()):
+            if is_checkpoint(leftover) and step_of(leftover) not in known and step_of(leftover) <= run.progress.step:
+                self._pending.append(leftover)
             else:  # of a later step, which is made again; or evaluated, or never complete
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(leftover, ignore_errors=True)
         # A kill may have come between the checkpoint and its copy in the folder.
         if path is not None and step_of(path) not in known and path.parent == run.directory / "checkpoints":
             self._keep(run, path)

@@ -142,14 +142,14 @@ def is_plain(path: Path, shared: bool = False) -> bool:
         return False
 
 
-def _problem(about: os.stat_result, shared: bool) -> str:
+def _problem(status: os.stat_result, shared: bool) -> str:
     """Why `opened` refuses a file; "" if it doesn't."""
     kinds = {stat.S_IFLNK: "it is a symbolic link", stat.S_IFDIR: "it is a directory", stat.S_IFIFO: "it is a pipe"}
-    kind = stat.S_IFMT(about.st_mode)
+    kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
         return kinds.get(kind, "it is a device or a socket")
-    if about.st_nlink > 1 and not shared:
-        return f"it has {about.st_nlink} names (hard links)"
+    if status.st_nlink > 1 and not shared:
+        return f"it has {status.st_nlink} names (hard links)"
     return ""
 
 

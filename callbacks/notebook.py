@@ -100,5 +100,5 @@ class Line:
 
     def _data(self) -> dict[str, str]:
         share = f"{self.n / self._total:4.0%} " if self._total else ""
-        of = f"/{self._total:,}" if self._total else ""
-        return {"text/plain": f"{self._before}{share}step {self.n:,}{of}  {self._behind}".rstrip()}
+        total = f"/{self._total:,}" if self._total else ""
+        return {"text/plain": f"{self._before}{share}step {self.n:,}{total}  {self._behind}".rstrip()}

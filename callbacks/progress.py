@@ -143,8 +143,8 @@ class Display:
             self._tell_bar(state)
             self._bar.update(state["step"] - self._bar.n)
         elif time.monotonic() - self._last_line >= self.log_seconds:
-            of = f"/{state['total']:,}" if state["total"] else ""
-            self.line(f"step {state['step']:,}{of}  {numbers(state['metrics'])}  {state['speed']:,.0f} examples/s")
+            total = f"/{state['total']:,}" if state["total"] else ""
+            self.line(f"step {state['step']:,}{total}  {numbers(state['metrics'])}  {state['speed']:,.0f} examples/s")
 
     def _epoch(self, state: State) -> None:
         if self._bar is not None:

@@ -110,6 +110,6 @@ def _store(uri: str) -> object:
     if path is None:
         return uri
     with contextlib.suppress(OSError):
-        about = path.stat()
-        return uri, about.st_dev, about.st_ino
+        status = path.stat()
+        return uri, status.st_dev, status.st_ino
     return None

@@ -261,10 +261,13 @@ def _forms(secret: str) -> set[str]:
     """A secret as it stands in plain texts, Python literals, JSON, URIs and HTML."""
     plain = secret.encode(errors="replace").decode()  # surrogates can't be quoted
     backslashes = secret.replace("\\", "\\\\")
+    # In a text with both quotes, `repr` escapes the single ones. They are added for that, and cut off again.
+    single_quotes_escaped = repr(secret + "'\"")[1:-4]
+    in_shell = secret.replace("'", "'\"'\"'")  # as `shlex.quote` writes it
     forms = [
-        secret, backslashes, backslashes.replace("'", "\\'"), repr(secret)[1:-1], repr(secret + "'\"")[1:-4],
+        secret, backslashes, backslashes.replace("'", "\\'"), repr(secret)[1:-1], single_quotes_escaped, in_shell,
         json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], quote(plain), quote(plain, safe=""),
-        quote_plus(plain), html.escape(secret), printable(secret), secret.replace("'", "'\"'\"'"),
+        quote_plus(plain), html.escape(secret), printable(secret),
     ]  # fmt: skip
     return set(filter(None, forms))
 
