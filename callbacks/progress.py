@@ -182,7 +182,7 @@ class Display:
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
-        # Any line counts: where epochs are short, a log has no lines within them.
+        # Every line counts: where epochs are short, a log has no lines within them.
         self._last_line = time.monotonic()
         text = mask(text)
         if self._bar is not None:

@@ -130,8 +130,7 @@ class MLflowRun:
         for start in range(0, len(tags), _PARAMS_AT_ONCE):
             client.log_batch(run.info.run_id, tags=tags[start : start + _PARAMS_AT_ONCE])
         # A run that goes on is shown as running again. One that the user has begun is the user's to start and end.
-        is_running = self._about["status"] == "running"
-        if self.is_ours(run.info.run_id) and is_running and run.info.status != "RUNNING":
+        if self.is_ours(run.info.run_id) and self._about["status"] == "running" and run.info.status != "RUNNING":
             client.update_run(run.info.run_id, status="RUNNING")
 
     def name_data(self, client: Foreign, run: Foreign) -> None:
