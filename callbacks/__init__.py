@@ -89,6 +89,7 @@ def standard(**changes: Callback | None) -> StandardSet:
     Raises:
         TypeError: for another name.
     """
+    # Hooks are called in this order: the report reads the journal's last line, and MLflow delivers the report.
     kinds: dict[str, Callable[[], Callback | None]] = {
         "broadcast": BroadcastVariables,
         "shard": ShardData,
@@ -117,9 +118,10 @@ def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ())
 
     None is the standard set, and a `StandardSet` is used unchanged. Other callbacks are added to the standard set, in
     which each replaces the callback of its own class. The task's own do the same, in either set; a callback given to
-    `fit` wins. MLflow comes last, so that what the others write at the end is delivered; and before all others what
-    waits for results, since the journal's last line is the end of the run.
+    `fit` wins. `MLflowTracker` comes last, since it delivers what the others write at the end. `EvaluateBeside` comes
+    first: at the end it waits for results, which must be in the journal before its last line.
     """
+    # `sorted` keeps the order of those for which `_order` is the same.
     if isinstance(callbacks, StandardSet):
         return sorted(_with(callbacks, own), key=_order)
     return sorted(_with(_with(standard(), own), callbacks or ()), key=_order)
@@ -131,6 +133,7 @@ def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callba
     standard_classes = tuple(map(type, standard()))
     callbacks: list[Callback] = []
     for callback in present:
+        # In its place, since the order of the standard set matters.
         _add(callbacks, _replacements(callback, added, standard_classes) or [callback])
     _add(callbacks, added)
     return callbacks
@@ -150,4 +153,7 @@ def _add(callbacks: list[Callback], more: Iterable[Callback]) -> None:
 
 
 def _order(callback: Callback) -> int:
-    return isinstance(callback, MLflowTracker) - isinstance(callback, EvaluateBeside)
+    """-1: before the others; 1: after them."""
+    if isinstance(callback, EvaluateBeside):
+        return -1
+    return 1 if isinstance(callback, MLflowTracker) else 0

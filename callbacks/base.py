@@ -45,6 +45,7 @@ Metrics = Mapping[str, float]
 Every = int | str | tuple[int, ...]
 
 
+# A protocol, since callbacks import nothing of `loop/`, where the class is.
 class Run(Protocol):
     """The run as callbacks see it; every hook receives it. `loop.run.callback_view.CallbackView` is the real one.
 
@@ -221,6 +222,7 @@ class Schedule:
         self.call = every == "call"
         self.epoch = every == "epoch"
         self.at = every if isinstance(every, tuple) else ()
+        # `True` is an int to Python, but no number of steps.
         if isinstance(every, int) and not isinstance(every, bool) and every >= 1:
             self.steps = every
         elif isinstance(every, str) and (time := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", every)):
@@ -244,9 +246,10 @@ class Schedule:
 
     def due(self, step: int, now: float, epoch_ended: bool) -> bool:
         """Whether the callback is called now, after `step` steps, at `now` seconds."""
+        # Asked at each call of the loop, which ends its calls where `steps_left` says; so no step is passed over.
         # Only a schedule by time has state. The others depend on the step alone, so a resumed run makes the same calls.
         if self.seconds is not None and now - self._last >= self.seconds:
-            self._last = now
+            self._last = now  # not `_last + seconds`: after a long evaluation there is one call, not several
             return True
         if self.steps is not None:
             return step % self.steps == 0

@@ -32,8 +32,8 @@ class Checkpoint(Callback):
         keep_last: how many of the newest checkpoints are kept, >= 1.
         best: the metric by which the best checkpoint is also kept; None keeps only the last ones. The default,
             `eval_loss`, is that of the first set if there are several evaluation sets, and has no effect in a run
-            without an evaluation; another metric must exist. A best checkpoint that
-            comes too soon after another one stays in memory until the next checkpoint is written.
+            without an evaluation; another metric must exist. A best checkpoint that comes too soon after another one
+            stays in memory until the next checkpoint is written.
         mode: `"min"` or `"max"`: which value of `best` is better; or `"auto"`: by the metric's name.
         background: whether training goes on while a checkpoint is written, from a copy of the variables.
         on_error: `"stop"`: the run fails when a checkpoint can't be written, because the disk is full, say; `"warn"`:
@@ -73,6 +73,7 @@ class Checkpoint(Callback):
         check(self, isinstance(keep_hourly, bool), "give True or False", keep_hourly=keep_hourly)
         self.every: Every = "epoch" if every == "auto" else every
         self.pause = 0.0 if every == "epoch" else PAUSE
+        # What was asked for, and what this run has: `on_data` decides, and a callback may serve several runs.
         self.best = self._asked = best
         self.watches = {"best": best} if best not in (None, DEFAULT) else {}
         self.sign = metric_direction.sign(self, "best", best or "loss", mode)
@@ -97,8 +98,9 @@ class Checkpoint(Callback):
         self._known = {}
 
     def on_data(self, run: Run, data: Data) -> Data:
-        keeps_best = run.options["keep"] == "best"
-        if (keeps_best and self._asked in (None, DEFAULT)) or (self._asked == DEFAULT and data.evaluated):
+        # `keep="best"` needs a metric, and takes the training's loss where there is no evaluation.
+        needs_metric = run.options["keep"] == "best" and self._asked in (None, DEFAULT)
+        if needs_metric or (self._asked == DEFAULT and data.evaluated):
             self.best = _default(data)
         return data
 
@@ -115,6 +117,7 @@ class Checkpoint(Callback):
             self._save(run, "epoch")
 
     def on_restore(self, run: Run, path: Path | None) -> None:
+        # `load_state_dict` has set the best value and step of the checkpoint that is restored.
         steps_on_disk = list(map(step_of, run.checkpoints()))
         if self.best_step in steps_on_disk:
             self._best_saved = self.best_step
@@ -139,11 +142,18 @@ class Checkpoint(Callback):
             self._result_saved = step
         # The previous best one is kept until the new one is on disk.
         pinned = (self.best_step, self._best_saved, result, self._result_saved)
-        # Later checkpoints are of an earlier attempt and damaged: they don't count.
-        paths = {step_of(path): path for path in run.checkpoints() if step_of(path) <= step}
-        kept = retained([self._saved(path) for path in paths.values()], self.policy, pinned)
-        run.discard([paths[saved] for saved in paths if saved not in kept])
-        self._known = {saved: about for saved, about in self._known.items() if saved in kept or saved > step}
+        paths = {}
+        for path in run.checkpoints():
+            if step_of(path) <= step:  # later ones are of an earlier attempt and damaged: they don't count
+                paths[step_of(path)] = path
+        kept = retained(map(self._saved, paths.values()), self.policy, pinned)
+        run.discard([path for step_on_disk, path in paths.items() if step_on_disk not in kept])
+        known = {}
+        for known_step, saved in self._known.items():
+            # Training may have gone on meanwhile: what was judged after this step isn't on disk yet.
+            if known_step in kept or known_step > step:
+                known[known_step] = saved
+        self._known = known
 
     def _saved(self, path: Path) -> Saved:
         """What is known of a checkpoint on disk; no more is looked up than the policy needs."""
@@ -161,6 +171,7 @@ class Checkpoint(Callback):
         step = run.progress.step
         if not math.isfinite(value):
             return
+        # Asked before this state is one of those that it is compared with.
         is_among_best = self._is_among_best(step, value)
         self._known[step] = Saved(step, value)
         if self.best_value is None or self.sign * (value - self.best_value) < 0:
@@ -170,6 +181,7 @@ class Checkpoint(Callback):
                 run.keep_best(self.best, value, step)
             if self._is_due():
                 self._save(run, "best")
+            # Too soon for a file: a copy in memory is written before the next checkpoint.
             elif not run.best_is_judged:  # memory holds only one: that of the callback that judges
                 run.save("best", later=True)
         elif is_among_best and self._is_due():
@@ -198,8 +210,9 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: JsonObject) -> None:
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
-        # Older versions don't have it.
-        self._known = {step: Saved(step, value, saved_at) for step, value, saved_at in state.get("known", [])}
+        self._known = {}
+        for step, value, saved_at in state.get("known", ()):  # checkpoints of older versions don't have it
+            self._known[step] = Saved(step, value, saved_at)
         if self.best_step is not None and self.best_value is not None:
             self._known.setdefault(self.best_step, Saved(self.best_step, self.best_value))
 

@@ -26,7 +26,7 @@ class CSVLogger(Callback):
         self.path = Path(path)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        history = redact(run.history)
+        history = redact(run.history)  # the task names its metrics, and a name may hold a secret
         columns: dict[str, None] = {}  # a set in the order of the first occurrence
         for row in history:
             columns |= dict.fromkeys(row)

@@ -57,6 +57,7 @@ class EarlyStopping(Patience):
     def on_restore(self, run: Run, path: Path | None) -> None:
         if not self.restore_best or self.best is None or self.best_step is None:
             return
+        # A resumed run goes on with the best of the attempts before, if its checkpoint is still here.
         if self.best_step in map(step_of, run.checkpoints()):
             run.keep_best(self.metric, self.best, self.best_step)
             return

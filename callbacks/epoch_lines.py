@@ -54,7 +54,7 @@ class EpochLines:
             self._last = now
             self._held = None
             return state
-        self._held = state
+        self._held = state  # in place of an older one: if the run ends now, only the last epoch has a line
         return None
 
     def held(self) -> State | None:
@@ -70,10 +70,12 @@ class EpochLines:
             state: of the run at the end of the epoch.
             columns: the width of the terminal, into which the line has to fit; None: all metrics.
         """
+        # As wide as they will be in the last line, so that the columns stay where they are.
         epoch = self._padded("epoch", epoch_of(state), epoch_of(state | {"epoch": state["epochs"] or 0}))
         step = self._padded("step", f"step {state['step']:,}", f"step {state['total'] or 0:,}")
         cells = []
         for name, value in by_importance(state["metrics"]).items():
+            # The prefix sets a metric named `step` apart from the column of steps.
             cells.append(f"{name} {self._padded(f'metric {name}', number(value))}")
         line = "  ".join([epoch, step, *cells]).rstrip()
         if columns is None or len(line) <= columns:
@@ -93,7 +95,9 @@ def _fitted(epoch: str, cells: list[str], columns: int) -> str:
     for index, cell in enumerate(cells):
         remaining = len(cells) - index - 1
         longer_line = f"{line}  {cell}"
-        if len(f"{longer_line}  +{remaining} more" if remaining else longer_line.rstrip()) > columns:
+        # The cell needs room for the remark behind it, too, unless it is the last one.
+        whole = f"{longer_line}  +{remaining} more" if remaining else longer_line.rstrip()
+        if len(whole) > columns:
             return f"{line}  +{len(cells) - index} more"
         line = longer_line
     return line.rstrip()
@@ -101,7 +105,7 @@ def _fitted(epoch: str, cells: list[str], columns: int) -> str:
 
 def by_importance(metrics: Mapping[str, float]) -> dict[str, float]:
     """The losses first, then the other metrics, each one of the evaluation before the same one of the training."""
-    order: dict[str, None] = {}
+    order: dict[str, None] = {}  # a set in order; it may name metrics that there aren't
     for name in metrics:
         if name.endswith("loss"):
             order.setdefault(name)
@@ -110,7 +114,7 @@ def by_importance(metrics: Mapping[str, float]) -> dict[str, float]:
         if not name.startswith("eval_"):
             order.setdefault(f"eval_{name}")
             order.setdefault(name)
-    order |= dict.fromkeys(metrics)
+    order |= dict.fromkeys(metrics)  # those of the evaluation alone
     return {name: metrics[name] for name in order if name in metrics}
 
 

@@ -32,8 +32,9 @@ class EvaluateBeside(Callback):
     """Evaluates each checkpoint on the whole evaluation data in a process of its own, while training goes on.
 
     The results stand in the journal, the report and MLflow at the step of the checkpoint, and are printed as they come.
-    The end of the run waits for those that are missing; a run that ends otherwise has them made when it goes on. So
-    `Checkpoint` says how often. Other callbacks don't see them: what decides by an evaluation needs one in the run.
+    A run that has finished waits for those that are missing; one that ends otherwise makes them when it goes on.
+    `Checkpoint` says how often there is one. Other callbacks don't see the results: one that decides by an evaluation
+    needs it in the run itself.
 
     The run itself is to make none: give `eval_every="never"`, as `tfloop train --eval-beside` does. The task must be
     in a file, since the process loads it anew. It has the lowest priority; on a machine without a free core or device,
@@ -65,16 +66,19 @@ class EvaluateBeside(Callback):
             )
 
     def on_restore(self, run: Run, path: Path | None) -> None:
+        # The journal says what has been evaluated, and the folder what an earlier attempt has left to do.
         folder = files.make_directory(run.directory / FOLDER)
         known = set()
         for entry, _ in journal.read(run.directory / journal.NAME, events=("eval_end",)):
-            known.add(entry.get("step") if entry.get("beside") else None)
+            if entry.get("beside"):
+                known.add(entry.get("step"))
         self._pending = []
-        for left in sorted(folder.iterdir()):
-            if is_checkpoint(left) and step_of(left) not in known and step_of(left) <= run.progress.step:
-                self._pending.append(left)
+        for leftover in sorted(folder.iterdir()):
+            if is_checkpoint(leftover) and step_of(leftover) not in known and step_of(leftover) <= run.progress.step:
+                self._pending.append(leftover)
             else:  # of a later step, which is made again; or evaluated, or never complete
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(leftover, ignore_errors=True)
+        # A kill may have come between the checkpoint and its copy in the folder.
         if path is not None and step_of(path) not in known and path.parent == run.directory / "checkpoints":
             self._keep(run, path)
 
@@ -103,6 +107,7 @@ class EvaluateBeside(Callback):
             self._take_answers(run, 0.0)
             if self._pending and self._process is not None:
                 tell(f"waiting for {plural(len(self._pending), 'evaluation')} ...")
+            # A signal ends the waiting: what is missing is evaluated when the run goes on.
             while self._pending and self._process is not None and not run.signalled:
                 self._take_answers(run, 1.0)
             self._say(every=0.0)
@@ -115,6 +120,7 @@ class EvaluateBeside(Callback):
             shutil.rmtree(run.directory / FOLDER, ignore_errors=True)
 
     def _start(self, run: Run) -> None:
+        # The process is no worker of the job, and must not take this one's place in it, nor its device.
         horovod = [name for name in os.environ if name.startswith("HOROVOD_")]
         environment = dict.fromkeys([*_PLACES, *horovod]) | {"CUDA_VISIBLE_DEVICES": _visible(self._device)}
         try:
@@ -126,7 +132,7 @@ class EvaluateBeside(Callback):
         # By stdin, since fields may be secrets.
         task = {"target": run.info["target"], "fields": run.info["hyperparameters"]}
         self._process.order({**task, "device": self._device, "options": options})
-        self._ordered.clear()
+        self._ordered.clear()  # a new process has heard of nothing
 
     def _order(self) -> None:
         """Tells the process what it doesn't know yet."""
@@ -140,6 +146,7 @@ class EvaluateBeside(Callback):
         kept = run.directory / FOLDER / path.name
         if kept in self._pending:
             return
+        # Renamed when it is complete: `on_restore` takes each folder named like a checkpoint for a whole one.
         partial = kept.with_name(f"partial-{path.name}")
         try:
             shutil.copytree(path, partial, copy_function=_link)
@@ -154,7 +161,7 @@ class EvaluateBeside(Callback):
         try:
             while self._process is not None and (answer := self._process.answer(seconds)) is not None:
                 self._take(run, answer)
-                seconds = 0.0
+                seconds = 0.0  # only the first answer is waited for
         except EOFError as error:
             tell(f"warning: checkpoints aren't evaluated any more: {error}; `tfloop evaluate` does it")
             assert self._process is not None
@@ -186,10 +193,10 @@ class EvaluateBeside(Callback):
         step = answer["step"]
         metrics = {name: float(value) for name, value in answer["metrics"].items()}  # nan is a text in JSON
         self._metrics[step] = metrics
-        place: JsonObject = {"step": step, "epoch": answer["epoch"]}
+        position: JsonObject = {"step": step, "epoch": answer["epoch"]}  # of the checkpoint, not of the run by now
         if answer["phase"]:
-            place["phase"] = answer["phase"]
-        journal.append(run, "eval_end", **place, beside=True, metrics=metrics)
+            position["phase"] = answer["phase"]
+        journal.append(run, "eval_end", **position, beside=True, metrics=metrics)
         self._unsaid = f"step {step:,}: {numbers(metrics)}"
 
 

@@ -46,6 +46,7 @@ class ExampleLog(Callback):
 
     def on_data(self, run: Run, data: Data) -> Data:
         self.directory.mkdir(parents=True, exist_ok=True)
+        # The greatest number of all workers: each may see its own files alone.
         newest = max((int(path.name[:6]) for path in self.directory.glob("*-*.jsonl")), default=-1)
         attempt = 1 + int(run.backend.exchange(newest).max())
         path = self.directory / f"{attempt:06d}-{run.backend.rank}.jsonl"
@@ -59,6 +60,7 @@ class ExampleLog(Callback):
             import tensorflow as tf
 
             rows = replica_rows(*arguments)
+            # In the graph, as the batch is read; a Python function runs on the host alone.
             with tf.device("CPU:0"):
                 tf.numpy_function(self._write, [*rows[1:], *tf.nest.flatten(rows.batch)], [])
             return rows
@@ -78,7 +80,7 @@ class ExampleLog(Callback):
         self._file = -1
 
     def _write(self, first: int, epoch: int, number: int, index: np.ndarray, *parts: np.ndarray) -> None:
-        if len(index):
+        if len(index):  # a replica may have no row of the last batch of an epoch
             contents = [_hash(parts, row) for row in range(len(index))]
             self._line(int(epoch), int(number), int(first), index.tolist(), contents)
 
@@ -96,6 +98,7 @@ def _hash(parts: Sequence[np.ndarray], row: int) -> str:
             texts = [value]
         else:
             texts = value.ravel().tolist() if value.dtype.kind == "O" else [value.tobytes()]
+        # With its length, so that no two examples are the same bytes cut up differently.
         for text in texts:
             digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()
@@ -111,6 +114,7 @@ def used(directory: Path) -> dict[int, list[Example]]:
     Steps of an attempt after the position from which the next attempt continues are lost, and don't count.
     """
     batches: dict[_BatchKey, list[Example]] = {}
+    # A file's name begins with the number of its attempt.
     for _, paths in itertools.groupby(sorted(directory.glob("*.jsonl")), lambda path: path.name[:6]):
         _add_attempt(batches, list(paths))
     epochs: dict[int, list[Example]] = {}
@@ -124,7 +128,7 @@ def _add_attempt(batches: dict[_BatchKey, list[Example]], paths: Sequence[Path])
     added: dict[_BatchKey, list[Example]] = {}
     for path in paths:
         for line in _lines(path):
-            if len(line) == 2:
+            if len(line) == 2:  # a position, from which the attempt continues; the others are batches
                 _remove_from(batches, line)
             else:
                 epoch, number, first, addresses, contents = line
@@ -178,7 +182,7 @@ def _other_order(expected: list[Example], found: list[Example]) -> Iterator[str]
     order = list(map(attrgetter("address"), found))
     if sorted(order) != sorted(expected_order):
         return
-    for place, (one, other) in enumerate(zip(expected_order, order, strict=True)):
+    for index, (one, other) in enumerate(zip(expected_order, order, strict=True)):
         if one != other:
-            yield f"another order from place {place} on"
+            yield f"another order from place {index} on"
             return

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SQLITE = "sqlite:///"
 """The start of the URI of a store in a sqlite file."""
 LAUNCH_DIRECTORY = "TFLOOP_DIRECTORY"
-"""Environment variable: the directory in which the command was typed, of whose files this process has a copy only."""
+"""Environment variable: the directory in which the command was typed. This process has only a copy of its files."""
 LONGEST = 1 << 26
 """The most bytes of a JSON file, or of a line of a journal: a longer one is not read."""
 
@@ -74,6 +74,7 @@ class Anchor:
 def is_same(path: Path, descriptor: int) -> bool:
     """Whether the open file or directory still has this path."""
     try:
+        # `lstat`, so that a link in its place counts as another file.
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
@@ -141,14 +142,14 @@ def is_plain(path: Path, shared: bool = False) -> bool:
         return False
 
 
-def _problem(about: os.stat_result, shared: bool) -> str:
+def _problem(status: os.stat_result, shared: bool) -> str:
     """Why `opened` refuses a file; "" if it doesn't."""
     kinds = {stat.S_IFLNK: "it is a symbolic link", stat.S_IFDIR: "it is a directory", stat.S_IFIFO: "it is a pipe"}
-    kind = stat.S_IFMT(about.st_mode)
+    kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
         return kinds.get(kind, "it is a device or a socket")
-    if about.st_nlink > 1 and not shared:
-        return f"it has {about.st_nlink} names (hard links)"
+    if status.st_nlink > 1 and not shared:
+        return f"it has {status.st_nlink} names (hard links)"
     return ""
 
 
@@ -162,7 +163,7 @@ def read(path: Path, most: int = LONGEST, shared: bool = False) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most:  # a sparse file of any size costs an attacker nothing
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {most:,} are read", str(path))
-        return file.read(most)
+        return file.read(most)  # not more, even if the file has grown since
 
 
 def read_json(path: Path) -> JsonObject:
@@ -188,6 +189,7 @@ def created(path: Path) -> IO[bytes]:
     Raises:
         FileExistsError: the name exists, if only as a link.
     """
+    # O_EXCL refuses any name that exists, also a link that leads to nothing.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
@@ -224,8 +226,8 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
             if durable:  # before the rename: after a power failure, the new name must not stand for an empty file
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
+    except BaseException:  # an interrupt, too
+        with contextlib.suppress(OSError):  # best effort: must not hide the error
             partial.unlink()
         raise
     if durable:
@@ -311,4 +313,6 @@ def _path_and_query(uri: str) -> tuple[Path, str]:
     """The path and the query of a URI. A ? without options after it belongs to the path."""
     text = uri.removeprefix(SQLITE)
     query = re.search(r"\?\w+=[^/?]*$", text)
-    return Path(unquote(text[: query.start()] if query else text)), query[0] if query else ""
+    if query is None:
+        return Path(unquote(text)), ""
+    return Path(unquote(text[: query.start()])), query[0]

@@ -13,6 +13,7 @@ def number(value: float | None) -> str:
 def round_number(value: float) -> str:
     """A round number, as a label of an axis."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        # Four digits are short enough without a unit; from 1e13 on, an exponent is shorter.
         if max(size, 1e4) <= abs(value) < 1e13:
             return f"{value / size:.6g}{unit}"
     return f"{value:.6g}"
@@ -38,7 +39,7 @@ def lasting(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
-    while not parts[0][0]:
+    while not parts[0][0]:  # ends at the minutes at the latest: there is at least one
         parts.pop(0)
     texts = []
     for count, unit in parts[:2]:

@@ -65,6 +65,7 @@ class FromKeras(Callback):
         self._restored: JsonObject = {}
 
     def on_setup(self, run: Run) -> None:
+        # The object may serve several runs, and several attempts of an elastic job.
         self._view = None
         self._begun = -1
         self._restored = {}
@@ -76,7 +77,7 @@ class FromKeras(Callback):
 
     def on_restore(self, run: Run, path: Path | None) -> None:
         if path is not None and "CSVLogger" in self._kinds:
-            self.callback.append = True
+            self.callback.append = True  # else it would empty the file that the earlier attempt has written
 
     def on_fit_start(self, run: Run) -> None:
         self._view = _ModelView(run)
@@ -85,12 +86,13 @@ class FromKeras(Callback):
             self.callback.set_params(params)
             self.callback.set_model(self._view)
         self._call(run, "on_train_begin")
+        # What differs from this is state, for `state_dict`. Restored afterwards: `on_train_begin` resets a callback.
         self._at_begin = _plain_attributes(self.callback)
         for attribute, value in self._restored.items():
             setattr(self.callback, attribute, value)
 
     def on_epoch_start(self, run: Run) -> None:
-        if self._begun < run.progress.epoch:
+        if self._begun < run.progress.epoch:  # not again where a resumed run continues within the epoch
             self._begun = run.progress.epoch
             self._call(run, "on_epoch_begin", run.progress.epoch)
         self._begin_batch(run)
@@ -102,8 +104,10 @@ class FromKeras(Callback):
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
         self._call(run, "on_test_begin")
-        logs = self._logs(metrics)
-        self._call(run, "on_test_end", {name.removeprefix("val_"): value for name, value in logs.items()})
+        logs = {}
+        for name, value in self._logs(metrics).items():
+            logs[name.removeprefix("val_")] = value  # as Keras has them within an evaluation
+        self._call(run, "on_test_end", logs)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         self._call(run, "on_epoch_end", run.progress.epoch, self._logs(metrics))
@@ -113,12 +117,13 @@ class FromKeras(Callback):
             self.callback.on_train_end({})
 
     def _begin_batch(self, run: Run) -> None:
+        # After the last step of an epoch none begins: `on_epoch_start` of the next one does it.
         if self._batches and run.progress.step_in_epoch != self._steps_per_epoch:
             self._call(run, "on_train_batch_begin", run.progress.step_in_epoch)
 
     def _logs(self, metrics: Metrics) -> dict[str, float]:
         """Metrics by the names of Keras."""
-        of_single_set = "" in self._sets
+        of_single_set = "" in self._sets  # of several, each has a name, which the metric's name begins with
         logs = {}
         for name, value in as_floats(metrics).items():
             if name.startswith("eval_"):
@@ -135,11 +140,14 @@ class FromKeras(Callback):
         try:
             if run.backend.is_chief:
                 has_logs = bool(arguments) and isinstance(arguments[-1], dict)
-                getattr(self.callback, hook)(*arguments, *([] if has_logs else [{}]))
+                if not has_logs:
+                    # Every hook of Keras ends in `logs`, which a callback may change: hence a new dict.
+                    arguments = (*arguments, {})
+                getattr(self.callback, hook)(*arguments)
         finally:
             # Also after an error: the other ranks wait in this collective.
             _share_rates(run)
-        if self._view.stop_training:
+        if self._view.stop_training:  # on the chief alone, whose wish all ranks hear of
             self._view.stop_training = False
             run.stop(f"{self._name} has set model.stop_training")
 
@@ -149,7 +157,7 @@ class FromKeras(Callback):
         return _overrides(self.callback, hook) or (alias != hook and _overrides(self.callback, alias))
 
     def state_dict(self) -> JsonObject:
-        changed = {}
+        changed = {}  # the others are the same after `on_train_begin`
         for name, value in _plain_attributes(self.callback).items():
             if name not in self._at_begin or self._at_begin[name] != value:
                 changed[name] = value
@@ -181,6 +189,8 @@ class _ModelView:
 
 
 class _Optimizers:
+    """Several optimizers in place of one."""
+
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self.optimizers = optimizers
 
@@ -189,14 +199,17 @@ def _share_rates(run: Run) -> None:
     """Gives the optimizers of all ranks the learning rates of the chief's. All ranks must call it."""
     if run.backend.workers == 1:
         return
+    # A schedule is a function of the step, and so the same on all ranks; it can't be set either.
     optimizers = [optimizer for optimizer in optimizers_of(run).values() if not _has_schedule(optimizer)]
-    rates = [rate_of(optimizer) for optimizer in optimizers]
-    for optimizer, own, rate in zip(optimizers, rates, run.backend.broadcast_json(rates), strict=True):
+    own_rates = list(map(rate_of, optimizers))
+    rates = run.backend.broadcast_json(own_rates)
+    for optimizer, own, rate in zip(optimizers, own_rates, rates, strict=True):
         if rate != own:
             optimizer.learning_rate = rate
 
 
 def _has_schedule(optimizer: Optimizer) -> bool:
+    # Both families have the schedule itself in `_learning_rate`; `learning_rate` of Keras 3 is its value.
     return callable(getattr(optimizer, "_learning_rate", optimizer.learning_rate))
 
 
@@ -217,27 +230,31 @@ def _check(callback: Foreign) -> None:
     for kind in kinds:
         if kind in _REPLACEMENTS:
             raise ValueError(f"FromKeras({name}): {_REPLACEMENTS[kind]}")
-    within = [hook for hook in _WITHIN_EVALUATION if _overrides(callback, hook)]
-    if within:
-        raise ValueError(
-            f"FromKeras({name}): it overrides {within[0]}, but an evaluation is made in compiled calls of many "
-            "batches: use on_test_end, or on_eval_end of a callback of tfloop"
-        )
+    for hook in _WITHIN_EVALUATION:
+        if _overrides(callback, hook):
+            raise ValueError(
+                f"FromKeras({name}): it overrides {hook}, but an evaluation is made in compiled calls of many "
+                "batches: use on_test_end, or on_eval_end of a callback of tfloop"
+            )
 
 
 def _overrides(callback: Foreign, hook: str) -> bool:
     """Whether a callback has a hook of its own: of its class, or a function that was set on the object."""
     if hook in vars(callback):
         return True
-    owner = next((kind for kind in type(callback).__mro__ if hook in vars(kind)), None)
-    return owner is not None and not (owner.__name__ == "Callback" and owner.__module__.startswith(_PACKAGES))
+    for kind in type(callback).__mro__:
+        if hook in vars(kind):
+            # The base class of Keras has all hooks, and they do nothing.
+            is_base = kind.__name__ == "Callback" and kind.__module__.startswith(_PACKAGES)
+            return not is_base
+    return False
 
 
 def _plain_attributes(callback: Foreign) -> dict[str, Json]:
     """The attributes of a callback that JSON can hold and that are no settings, as copies."""
     # Settings may be changed at the first use, as `min_delta` of ReduceLROnPlateau, and would be so a second time.
-    skipped = {"params", "_model", "model", "validation_data"}
-    for kind in type(callback).__mro__[:-1]:
+    skipped = {"params", "_model", "model", "validation_data"}  # what Keras sets on every callback
+    for kind in type(callback).__mro__[:-1]:  # without `object`
         skipped |= inspect.signature(vars(kind).get("__init__", object.__init__)).parameters.keys()
     attributes = {}
     for name, value in vars(callback).items():
@@ -250,6 +267,7 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):
+        # Another kind of mapping, and keys that aren't texts, would come back from JSON as something else.
         return type(value) is dict and all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     return value is None or isinstance(value, bool | int | float | str)
 

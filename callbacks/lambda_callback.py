@@ -25,6 +25,7 @@ class LambdaCallback(Callback):
     def __init__(self, *, runs_on: str = "chief", every: Every = "epoch", **hooks: Callable[..., object]) -> None:
         if runs_on not in ("chief", "all"):
             raise ValueError(f"LambdaCallback(runs_on={runs_on!r}): give chief or all")
+        # Refused here: the run makes a schedule of it only when it starts.
         try:
             Schedule(every)
         except ValueError as error:

@@ -34,6 +34,7 @@ class LearningRateMonitor(Callback):
         self._watch(run)
 
     def _watch(self, run: Run) -> None:
+        # Those of the phase before: its optimizers are gone, and may have had other names.
         for name in self._names:
             del run.gauges[name]
         optimizers = optimizers_of(run)

@@ -57,6 +57,7 @@ class _Count:
 
 def summary(run: Run) -> str:
     """The table, with the totals in a line below it."""
+    # The totals are those of floating-point weights; seeds and counters are no parameters.
     total = _Count()
     weights = {}  # by identity: names need not be unique, and variables can't be compared
     floats = {}
@@ -79,6 +80,7 @@ def summary(run: Run) -> str:
                 count.add(*floats[key][1:])
                 in_layers.add(key)
         rows.append((name, _output(layer), *count.cells()))
+    # The weights outside of all layers, and those of a `tf.Module`, which has none.
     for key, (name, variable, is_trained) in floats.items():
         if key not in in_layers:
             count = _Count()

@@ -17,7 +17,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def near_file(path: Path) -> str:
     """The file in the same directory that was probably meant by a path without a file; "" if none is near."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # a name may be too long for a file, or hold a null character
         if path.exists():
             return ""
         names = sorted(file.name for file in path.parent.iterdir())

@@ -20,6 +20,7 @@ class Interrupted(KeyboardInterrupt):
 
 def active() -> bool:
     """Whether this process is the kernel of a notebook. A shell of IPython on a terminal is none."""
+    # Asked without importing IPython, which would take long: a notebook has imported it.
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return hasattr(shell, "kernel")
@@ -38,6 +39,7 @@ def short_interrupt() -> Iterator[None]:
     except KeyboardInterrupt:
         if not active():
             raise
+        # A kernel prints the traceback of any error, unless the error has one of its own.
         raise Interrupted("interrupted before training began: nothing is lost") from None
 
 
@@ -73,6 +75,7 @@ class Line:
         self._total = total
         self._before = ""
         self._behind = ""
+        # With an id, so that `update` replaces the output and adds none.
         self._handle = display(self._data(), raw=True, display_id=True)
 
     def set_description_str(self, text: str, refresh: bool = True) -> None:
@@ -97,5 +100,5 @@ class Line:
 
     def _data(self) -> dict[str, str]:
         share = f"{self.n / self._total:4.0%} " if self._total else ""
-        of = f"/{self._total:,}" if self._total else ""
-        return {"text/plain": f"{self._before}{share}step {self.n:,}{of}  {self._behind}".rstrip()}
+        total = f"/{self._total:,}" if self._total else ""
+        return {"text/plain": f"{self._before}{share}step {self.n:,}{total}  {self._behind}".rstrip()}

@@ -50,6 +50,7 @@ class Posting(Callback):
         self.timeout = timeout
         self.server = _server(url)
         self._what = what
+        # Credentials go into a header: `urllib` takes them for a part of the host's name.
         parts = urlsplit(url)
         user, at, host = parts.netloc.rpartition("@")
         self._url = parts._replace(netloc=host).geturl()
@@ -83,7 +84,7 @@ class Posting(Callback):
             request = urllib.request.Request(self._url, body, self._all_headers())  # noqa: S310 - http or https
             with _opener(self._tls()).open(request, timeout=self.timeout):
                 pass
-        except urllib.error.HTTPError as error:
+        except urllib.error.HTTPError as error:  # before OSError, of which it is one
             error.close()
             is_redirect = 300 <= error.code < 400
             self._warn(f"it answered {error.code}" + ", a redirect, which is never followed" * is_redirect)
@@ -144,10 +145,11 @@ class Notify(Posting):
         self._tell(run, "failure", "failed", f"{type(error).__name__}: {error}")
 
     def on_fit_end(self, run: Run, status: str) -> None:
-        if status != "failed":
+        if status != "failed":  # `on_exception` has told of it
             self._tell(run, "end", status, run.stop_reason)
 
     def _tell(self, run: Run, kind: str, status: str, why: str) -> None:
+        # Only messages about checkpoints can pile up; the one about the end is always sent.
         if kind not in self.on or (kind == "checkpoint" and len(_under_way) >= MOST):
             return
         metrics = run.history[-1] if run.history else {}

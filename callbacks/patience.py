@@ -43,6 +43,7 @@ class Patience(Callback):
         """Called at each measurement that is better than all before."""
 
     def on_setup(self, run: Run) -> None:
+        # The callback may serve several runs; `load_state_dict` comes afterwards.
         self.best = None
         self.waited = 0
 
@@ -57,6 +58,7 @@ class Patience(Callback):
 
     def judge(self, run: Run, metrics: Metrics) -> None:
         """Compares a measurement with the best one so far."""
+        # A run without the metric is refused earlier, unless a callback might have added it.
         if self.metric not in metrics:
             raise ValueError(f"{type(self).__name__}(metric={self.metric!r}): this run has only {', '.join(metrics)}")
         value = metrics[self.metric]

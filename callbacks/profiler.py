@@ -29,7 +29,7 @@ class Profiler(Callback):
         check(self, is_range, "give the first and the last step, from 1", first=first, last=last)
         self.first = first
         self.last = last
-        self.every = (first - 1, last)
+        self.every = (first - 1, last)  # a trace starts after the step before `first`
         self._first_traced = 0
         self._last_traced = 0
         self._lines: list[str] = []
@@ -41,7 +41,7 @@ class Profiler(Callback):
             self._say(run, f"the run goes on from step {step}, past {self.last}: nothing is traced")
         elif end is not None and end < self.first:
             self._say(run, f"the run ends at step {end}, before {self.first}: nothing will be traced")
-        elif step >= self.first - 1:
+        elif step >= self.first - 1:  # also with `first` 1, before which no step ends
             self._start(run)
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
@@ -51,7 +51,7 @@ class Profiler(Callback):
             self._start(run)
 
     def on_profile(self, run: Run, kind: str, entry: JsonObject) -> None:
-        self._lines = entry.get("text", [])
+        self._lines = entry.get("text", [])  # the summary has them, and comes last
 
     def on_fit_end(self, run: Run, status: str) -> None:
         # TensorFlow has one profiler in a process: one left running would refuse the next run's.

@@ -72,6 +72,7 @@ class Progress(Callback):
             "step": run.progress.step,
             "total": run.total_steps,
             "epoch": run.progress.epoch + 1,
+            # `steps` ends the run wherever its epoch is, so the number of epochs isn't known.
             "epochs": None if run.options["steps"] else run.options["epochs"],
             "speed": run.examples_per_second,
             "run": {name: run.info[name] for name in _SHOWN},
@@ -105,7 +106,9 @@ class Display:
         self._last_line = time.monotonic()
 
     def update(self, state: State) -> None:
+        # The task names its metrics: a name may hold what controls a terminal.
         metrics = {shown(name): value for name, value in state["metrics"].items()}
+        # The kinds are those that `Progress` gives: start, steps, epoch, end.
         getattr(self, f"_{state['kind']}")({**state, "metrics": metrics})
 
     def _start(self, state: State) -> None:
@@ -120,17 +123,19 @@ class Display:
         self.line(f"run directory: {shown(state['directory'])}")
         if state["step"]:
             self.line(f"going on from step {state['step']:,}")
-        if state["step"] == state["total"]:
+        if state["step"] == state["total"]:  # nothing is left to do, so there is no bar
             return
         if self.notebook:
             self._bar = notebook.bar(state["total"], state["step"])
         elif self.terminal:
             from tqdm import tqdm
 
+            form = None  # tqdm's own, where there is no total
+            if state["total"]:
+                form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
             self._bar = tqdm(
                 total=state["total"], initial=state["step"], unit="step", file=self.stream, dynamic_ncols=True,
-                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-                if state["total"] else None,
+                bar_format=form,
             )  # fmt: skip
 
     def _steps(self, state: State) -> None:
@@ -138,8 +143,8 @@ class Display:
             self._tell_bar(state)
             self._bar.update(state["step"] - self._bar.n)
         elif time.monotonic() - self._last_line >= self.log_seconds:
-            of = f"/{state['total']:,}" if state["total"] else ""
-            self.line(f"step {state['step']:,}{of}  {numbers(state['metrics'])}  {state['speed']:,.0f} examples/s")
+            total = f"/{state['total']:,}" if state["total"] else ""
+            self.line(f"step {state['step']:,}{total}  {numbers(state['metrics'])}  {state['speed']:,.0f} examples/s")
 
     def _epoch(self, state: State) -> None:
         if self._bar is not None:
@@ -148,6 +153,7 @@ class Display:
         self._epoch_line(self._epochs.take(state, time.monotonic()))
 
     def _end(self, state: State) -> None:
+        # First, so that the last epoch has its line, however fast it was.
         self._epoch_line(self._epochs.held())
         if self._bar is not None:
             self._tell_bar(state)
@@ -176,6 +182,7 @@ class Display:
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
+        # Every line counts: where epochs are short, a log has no lines within them.
         self._last_line = time.monotonic()
         text = mask(text)
         if self._bar is not None:
@@ -193,6 +200,7 @@ def _beside_bar(state: State, room: int) -> str:
     first, *others = texts[:2]
     text = first
     speed = f", {state['speed']:,.0f} examples/s"
+    # The speed gets room before the second metric, but stands behind it.
     if len(text + speed) <= room:
         text += speed
     if others and len(f"{text}  {others[0]}") <= room:
@@ -224,7 +232,7 @@ class Stages:
         if self._bar is None:
             print(text, file=self._stream, flush=True)
             return
-        if self._begun:
+        if self._begun:  # the stage before has ended
             self._bar.update()
         self._begun = True
         self._bar.set_description_str(text)

@@ -59,16 +59,18 @@ def retained(checkpoints: Iterable[Saved], policy: Policy, pinned: Collection[in
     """
     in_order = sorted(checkpoints, key=lambda saved: saved.step)
     best = ranked(in_order, policy.sign)[: policy.best]
+    # `last` is at least 1: [-0:] would be all of them.
     kept = {saved.step: saved for saved in [*in_order[-policy.last :], *best]}
     hours = set()
     for saved in in_order:
         hour = saved.time // _HOUR
         is_first = policy.hourly and hour not in hours
-        hours.add(hour)
+        hours.add(hour)  # by its first checkpoint alone, whether a later one is better or not
         is_nth = policy.every is not None and saved.step % policy.every == 0
         if is_first or is_nth or saved.step in pinned:
             kept[saved.step] = saved
     if policy.max_bytes is not None:
+        # The limit wins over all other rules but these.
         safe = {saved.step for saved in [*in_order[-1:], *best[:1]]} | set(pinned)
         _fit(kept, safe, policy.max_bytes)
     return set(kept)
@@ -83,7 +85,7 @@ def ranked(checkpoints: Iterable[Saved], sign: int) -> list[Saved]:
 def _fit(kept: dict[int, Saved], safe: Collection[int | None], max_bytes: int) -> None:
     """Takes out the oldest ones until the rest fits."""
     total = sum(saved.bytes for saved in kept.values())
-    for step in sorted(kept):
+    for step in sorted(kept):  # a list of its own: `kept` shrinks
         if total <= max_bytes:
             break
         if step not in safe:

@@ -77,7 +77,7 @@ class SamplePredictions(Callback):
                     captions[name] = value
                 elif value.ndim <= 4:
                     pictures.append(value)
-            if pictures:
+            if pictures:  # the first ones alone: a sheet shows one picture for each example
                 self._write(run, "png", grid(pictures[0], captions.get("label"), captions.get("prediction")))
                 return
             shown = _lines(captions)
@@ -127,9 +127,13 @@ def grid(pictures: np.ndarray, labels: np.ndarray | None = None, predictions: np
     import numpy as np
     import tensorflow as tf
 
+    # Small pictures are enlarged by whole pixels, so that their captions fit and nothing is smoothed. -(-a // b) is
+    # a / b, rounded up.
     tiles = _as_rgb(pictures)
     factor = max(1, -(-_SMALLEST // tiles.shape[2]))
     tiles = tiles.repeat(factor, 1).repeat(factor, 2)
+
+    # A dark sheet, about as many columns as rows.
     count, height, width, _ = tiles.shape
     caption_height = (5 + 3) * _SCALE
     row_height = height + caption_height + _BORDER
@@ -137,13 +141,14 @@ def grid(pictures: np.ndarray, labels: np.ndarray | None = None, predictions: np
     columns = max(1, round(count**0.5))
     rows = -(-count // columns)
     sheet = np.full((rows * row_height, columns * column_width, 3), 24, np.uint8)
+
     for index, tile in enumerate(tiles):
         row, column = divmod(index, columns)
         top = row * row_height + 2
         left = column * column_width + 2
         sheet[top : top + height, left : left + width] = tile
         text, color = _caption(labels, predictions, index)
-        letters = _letters(text)[:, :width]
+        letters = _letters(text)[:, :width]  # a longer caption is cut
         below = top + height + 3
         # A view of the sheet: what is written to it is written to the sheet.
         area = sheet[below : below + len(letters), left : left + letters.shape[1]]
@@ -156,6 +161,7 @@ def _as_rgb(pictures: np.ndarray) -> np.ndarray:
     import numpy as np
 
     tiles = pictures[..., None] if pictures.ndim == 3 else pictures
+    # Of one or two channels the first is the brightness; of more than three the first are the colors.
     tiles = np.repeat(tiles[..., :1], 3, -1) if tiles.shape[-1] < 3 else tiles[..., :3]
     if tiles.dtype == np.uint8:
         return tiles

@@ -87,7 +87,7 @@ class TensorBoard(Callback):
         import tensorflow as tf
 
         # This is what `tf.summary.scalar` and `histogram` do, but these need TensorBoard to be installed.
-        about = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": plugin})
+        metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": plugin})
         step = run.progress.step
         with self._writer.as_default(step):
             for tag, value in values.items():
@@ -95,7 +95,7 @@ class TensorBoard(Callback):
                     self._written[tag] = step
                     # The types that `tf.summary.scalar` and `histogram` write.
                     dtype = tf.float32 if plugin == "scalars" else tf.float64
-                    tf.summary.write(tag, tf.constant(value, dtype), metadata=about)
+                    tf.summary.write(tag, tf.constant(value, dtype), metadata=metadata)
         self._writer.flush()
 
     def _write_graph(self, run: Run) -> None:

@@ -51,6 +51,7 @@ class ThroughputProbe(Callback):
         # A stop by the chief ends all workers at the same step; their own clocks would disagree.
         if not run.backend.is_chief:
             return
+        # Three stages, by the clock: warm-up, measuring, and then the stop, which takes effect at a later call.
         now = time.monotonic()
         self._calls += 1
         if self._calls == 1:
@@ -74,6 +75,7 @@ def peak_memory() -> tuple[int, int]:
     import tensorflow as tf
 
     gpu_peak = 0
+    # The fullest one, not the sum: each GPU has to hold its part.
     for device in tf.config.list_logical_devices("GPU"):
         memory = tf.config.experimental.get_memory_info(device.name.removeprefix("/device:"))
         gpu_peak = max(gpu_peak, memory["peak"])

@@ -8,6 +8,7 @@ import time
 from callbacks.base import Callback, Metrics, Run
 from callbacks.types import JsonObject
 
+# Each number may be left out. So the empty text matches, too; it has no seconds, and is refused.
 _SPAN = re.compile("".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms"), re.ASCII)
 
 

@@ -31,7 +31,7 @@ class TrainerStatus(Posting):
     """Posts percentage, remaining seconds and metrics, which `kubectl get trainjob -o yaml` then shows.
 
     A server that is slow, down or refuses a message is reported once on stderr, and neither delays the run nor fails
-    it. It is in the standard set of a run in a TrainJob whose status can be told; elsewhere there is none.
+    it. The standard set has it in a TrainJob whose server takes a status, and nowhere else.
 
     Args:
         url: where to post.
@@ -49,7 +49,7 @@ class TrainerStatus(Posting):
         self._ca_file = Path(ca_file)
         self._token_file = Path(token_file)
         self._metrics: dict[str, float] = {}
-        self._sending = threading.Lock()  # or an older message might arrive last
+        self._sending = threading.Lock()  # one message at a time: an older one must not arrive last
 
     @classmethod
     def injected(cls) -> TrainerStatus | None:

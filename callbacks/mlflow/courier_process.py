@@ -79,7 +79,9 @@ def courier_for(uri: str) -> CourierProcess:
     Raises:
         OSError: no process can be started.
     """
-    for courier in [courier for courier in _idle if courier.is_ours]:
+    for courier in list(_idle):  # a copy, since couriers are removed
+        if not courier.is_ours:
+            continue
         _idle.remove(courier)
         if courier.fits(uri):
             return courier
@@ -95,7 +97,7 @@ def _end_idle() -> None:
 
 
 def _circumstances() -> tuple[int, str, dict[str, str]]:
-    """What a process takes from the one that starts it. MLflow reads passwords and much else from the environment."""
+    """What a process inherits from the one that starts it. MLflow reads passwords and more from the environment."""
     directory = ""
     with contextlib.suppress(OSError):  # it was removed
         directory = str(Path.cwd())
@@ -108,6 +110,6 @@ def _store(uri: str) -> object:
     if path is None:
         return uri
     with contextlib.suppress(OSError):
-        about = path.stat()
-        return uri, about.st_dev, about.st_ino
+        status = path.stat()
+        return uri, status.st_dev, status.st_ino
     return None

@@ -109,10 +109,7 @@ class Delivery:
         from mlflow import MlflowClient
 
         if path := sqlite_path(self.uri):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # MLflow would try for minutes to open a file that can't be opened.
-            with contextlib.closing(sqlite3.connect(path)) as database:
-                database.execute("PRAGMA schema_version")
+            _open_once(path)
         client = MlflowClient(self.uri)
         mlflow_run = MLflowRun(self.directory, self.uri, self._experiment, self._names)
         parent_id = None
@@ -138,7 +135,7 @@ class Delivery:
         sent = run.data.tags.get(SENT, "")
         self._position = _Position(last_steps, int(sent) if sent.isdecimal() else 0)
         self._problem = ""
-        self._client = client
+        self._client = client  # last: after an error before it, the next call connects anew
         _remove_escaped_directory(self.uri)
 
     def disconnect(self) -> None:
@@ -148,7 +145,7 @@ class Delivery:
     def pending(self) -> int:
         """The number of points in the journal that the store doesn't have."""
         self.connect()
-        # Of a copy, which `_due` moves: counting must not make `deliver` skip these points.
+        # A copy, since `_due` moves the position: counting must not make `deliver` skip these points.
         return sum(1 for _ in self._due(copy.deepcopy(self._position)))
 
     def deliver(self, progress: Callable[[int], object] = lambda count: None) -> None:
@@ -174,13 +171,14 @@ class Delivery:
                 to = entry.get("to", name if local.is_dir() else posixpath.dirname(name))
                 send = self._client.log_artifacts if local.is_dir() else self._client.log_artifact
                 if not self._sends(name, send, local, to):
-                    return
+                    return  # without counting it: `close` tries once more
                 if entry.get("register"):
                     self._register(str(entry["register"]), to)
                 self.artifacts += 1
             else:
                 self._missing[name] = None
             position.sent_artifacts += 1
+            # After each one, so that a kill leaves at most one to be sent again.
             self._client.set_tag(self.run_id, SENT, position.sent_artifacts)
 
     def _register(self, name: str, path: str) -> None:
@@ -217,7 +215,7 @@ class Delivery:
 
     def close(self) -> None:
         """Records how the run ended, and stores the files of the run directory."""
-        self._problem = ""
+        self._problem = ""  # `deliver` sends no artifacts after a problem; at the end they get another chance
         self._upload()
         self._summarize()
         status = _STATUS.get(read_json(self.directory / "run.json").get("status", ""), "KILLED")
@@ -231,20 +229,27 @@ class Delivery:
         """Sends what is known at the end: best values, speed, the description, and a model for each checkpoint."""
         from mlflow.entities import Metric
 
+        # Best values and speed, as metrics.
         of = record.read(self.directory)
-        time = self._position.time
-        summary = {BEST + name: point for name, point in best_values(of).items()}
+        summary = {}
+        for name, point in best_values(of).items():
+            summary[BEST + name] = point
         if of.speed:
             summary[SPEED] = of.speed[-1]
-        metrics = [Metric(self._names.key(name), value, time, step) for name, (step, value) in summary.items()]
-        last = self._position.last_steps
-        # A run that goes on may have found better ones; a point that is there already isn't sent again.
-        self._send_metrics([metric for metric in metrics if metric.step > last.get(metric.key, -1)])
+        metrics = []
+        for name, (step, value) in summary.items():
+            key = self._names.key(name)
+            # A run that goes on may have found better ones; a point that is there already isn't sent again.
+            if step > self._position.last_steps.get(key, -1):
+                metrics.append(Metric(key, value, self._position.time, step))
+        self._send_metrics(metrics)
+
+        # The description, and what only newer servers take: data and models.
         about = read_json(self.directory / "run.json")
         run = self._client.get_run(self.run_id)
         self._mlflow_run.write_note(self._client, run, note(about, of, str(about.get("status", ""))))
         self._tries("data", lambda: self._mlflow_run.name_data(self._client, run))
-        if "sweep" not in about:
+        if "sweep" not in about:  # a sweep has no checkpoints of its own
             params = self._mlflow_run.hyperparameters()
             self._tries("models", lambda: kept_models.update(self._client, run, of, params))
 
@@ -265,6 +270,13 @@ class Delivery:
             # Only now: after an error within the line, all of it is looked at again.
             position.offset = offset
             position.time = milliseconds(entry) or position.time
+
+
+def _open_once(path: Path) -> None:
+    """Opens a sqlite file, which may not exist yet. MLflow would try for minutes to open one that can't be opened."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA schema_version")
 
 
 def _remove_escaped_directory(uri: str) -> None:
@@ -299,8 +311,8 @@ def reason(error: BaseException) -> str:
 def load(uri: str) -> None:
     """Imports what a store of this kind needs, which takes seconds. A second caller waits for the first."""
     with _loading:
-        # The courier tries again, and looks at the store first; the client must not retry by itself. Telemetry would
-        # delay the exit.
+        # Set before the import. The courier tries again, and looks at the store first; the client must not retry by
+        # itself. Telemetry would delay the exit.
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")

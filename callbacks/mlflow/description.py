@@ -18,6 +18,8 @@ BEST = "best/"
 SPEED = "examples_per_second"
 _LONGEST_NAME = 100  # characters of a run's name
 _LONGEST_VALUE = 24  # characters of a value in it
+_ESCAPES = str.maketrans({character: "\\" + character for character in "\\`*_[]<>#|~"})
+"""What makes characters plain that mean something in Markdown."""
 
 
 def run_name(directory: Path, about: JsonObject) -> str:
@@ -32,10 +34,13 @@ def run_name(directory: Path, about: JsonObject) -> str:
     elif "sweep" in sweep:
         names = list(sweep.get("hyperparameters", {}))
     else:
-        names = [str(name) for name in changed] if isinstance(changed, list) else []
+        names = list(map(str, changed)) if isinstance(changed, list) else []
     fields = about.get("hyperparameters")
-    text = values(redact({name: fields[name] for name in names if name in fields}) if isinstance(fields, dict) else {})
-    return text[:_LONGEST_NAME] or mask(directory.name)
+    shown = {}
+    if isinstance(fields, dict):
+        shown = {name: fields[name] for name in names if name in fields}
+    # Redacted as a dict: the name of a field says whether its value is a secret.
+    return values(redact(shown))[:_LONGEST_NAME] or mask(directory.name)
 
 
 def values(fields: Mapping[str, Json]) -> str:
@@ -70,17 +75,20 @@ def note(about: JsonObject, of: Record, status: str) -> str:
     if isinstance(command, str):
         lines.append(f"`{command.replace('`', '')}`")
     lines.append(f"`{str(of.path).replace('`', '')}`")
+    # Masked before it is cut: half of a secret would no longer be found. Older MLflow takes 5000 characters of a tag.
     return mask("\n\n".join(lines))[:5000]
 
 
 def best_values(of: Record) -> dict[str, tuple[int, float]]:
     """The best value of each metric of epochs and evaluations whose name says what is best, with its step."""
-    found = {}
+    bests = {}
     for name in of.curves:
-        best = None if name.startswith(("step/", "system/", "best_")) else of.best(name)
+        if name.startswith(("step/", "system/", "best_")):  # none of these is a result
+            continue
+        best = of.best(name)
         if best is not None and math.isfinite(best[1]):
-            found[name] = best
-    return found
+            bests[name] = best
+    return bests
 
 
 def _facts(of: Record) -> list[str]:
@@ -92,7 +100,7 @@ def _facts(of: Record) -> list[str]:
         facts.append(f"{of.parameters:,} parameters")
     if of.steps:
         facts += [plural(of.steps, "step"), lasting(of.seconds)]
-    return [fact for fact in facts if fact]
+    return list(filter(None, facts))
 
 
 def _best_trial(about: JsonObject) -> list[str]:
@@ -100,13 +108,15 @@ def _best_trial(about: JsonObject) -> list[str]:
     best = about.get("best")
     if not isinstance(best, dict):
         return []
+    # `run.json` may be damaged or a stranger's, so each entry is checked.
     tried = values(best["params"]) if isinstance(best.get("params"), dict) else ""
     value = best.get("value")
     shown = f": {best.get('metric')} {number(value)}" if isinstance(value, int | float) else ""
-    return [f"best: **{_plain(str(best.get('trial')))}** ({_plain(tried)}){_plain(shown)}"]
+    trial = _plain(str(best.get("trial")))
+    return [f"best: **{trial}** ({_plain(tried)}){_plain(shown)}"]
 
 
 def _plain(text: str) -> str:
     """A text that Markdown shows as it is, in one line."""
     one_line = " ".join(text.split())
-    return "".join("\\" + character if character in "\\`*_[]<>#|~" else character for character in one_line)
+    return one_line.translate(_ESCAPES)

@@ -27,15 +27,18 @@ def update(client: Foreign, run: Foreign, of: Record, params: Mapping[str, str])
         of: the record of the run, with its checkpoints.
         params: the hyperparameters, as MLflow takes them.
     """
-    present = {}
+    present = {}  # by the checkpoint's name
     for model in _models(client, run):
-        if CHECKPOINT in model.tags:
-            present[model.tags[CHECKPOINT].rpartition("/")[2]] = model
-    kept = {saved.name: saved for saved in of.checkpoints}
+        if CHECKPOINT in model.tags:  # the others are the user's
+            name = model.tags[CHECKPOINT].rpartition("/")[2]
+            present[name] = model
+    kept_names = {saved.name for saved in of.checkpoints}
     for name, model in present.items():
-        if name not in kept:
+        if name not in kept_names:
             client.delete_logged_model(model.model_id)
-    new = [saved for name, saved in kept.items() if name not in present]
+
+    # A checkpoint never changes, so one that has its model needs nothing more.
+    new = [saved for saved in of.checkpoints if saved.name not in present]
     measured = _measured(of, {saved.step for saved in new})
     for saved in new:
         _create(client, run, of, saved, params, measured[saved.step])
@@ -44,24 +47,27 @@ def update(client: Foreign, run: Foreign, of: Record, params: Mapping[str, str])
 def _models(client: Foreign, run: Foreign) -> list[Foreign]:
     """The models of a run."""
     condition = f"source_run_id = '{run.info.run_id}'"
-    found: list[Foreign] = []
+    models: list[Foreign] = []
     token = None
     while True:
         page = client.search_logged_models([run.info.experiment_id], condition, page_token=token)
-        found += page
-        token = page.token
+        models += page
+        token = page.token  # of the next page; none after the last one
         if not token:
-            return found
+            return models
 
 
 def _measured(of: Record, steps: Collection[int]) -> dict[int, dict[str, Point]]:
     """The metrics of these steps by name, as the run has them, with the same times."""
-    found: dict[int, dict[str, Point]] = {step: {} for step in steps}
+    measured: dict[int, dict[str, Point]] = {step: {} for step in steps}
     for entry, _ in journal.read(of.path / journal.NAME, events=("eval_end", "epoch_end")):
-        if entry.get("step") in found:
-            for point in points(entry):
-                found[point[3]].setdefault(point[0], point)  # a resumed run has made some steps again
-    return found
+        if entry.get("step") not in measured:
+            continue
+        for point in points(entry):
+            name, _, _, step = point
+            # The first one counts, as in `Delivery`: a resumed run has made some steps again.
+            measured[step].setdefault(name, point)
+    return measured
 
 
 def _create(
@@ -81,18 +87,19 @@ def _create(
         "tfloop.saved_for": saved.reason,
         "tfloop.best": " ".join(bests),
     }
+    tags = {name: value for name, value in tags.items() if value}
     model = client.create_logged_model(
         run.info.experiment_id,
         name=saved.name,
         source_run_id=run.info.run_id,
-        tags={name: value for name, value in tags.items() if value},
+        tags=tags,
         params=dict(params),
         model_type="tfloop checkpoint",
     )
     # The same points as those of the run, which an SQL store keeps once.
-    metrics = [
-        Metric(key(name), value, time, step, model_id=model.model_id) for name, value, time, step in measured.values()
-    ]
+    metrics = []
+    for name, value, time, step in measured.values():
+        metrics.append(Metric(key(name), value, time, step, model_id=model.model_id))
     if metrics:
         client.log_batch(run.info.run_id, metrics=metrics)
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)

@@ -44,6 +44,7 @@ def write(run: Run) -> Path:
             signature=infer_signature(inputs, outputs),
             input_example=inputs,
         )
+    # Whole or not there: what is written under another name is moved here when it is complete.
     shutil.rmtree(path, ignore_errors=True)
     (partial / NAME).replace(path)
     shutil.rmtree(partial)

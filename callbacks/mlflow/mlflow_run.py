@@ -59,6 +59,7 @@ class MLflowRun:
             client: MLflow's client.
             parent_id: the MLflow run of the sweep of which this run is a trial; None if it is none.
         """
+        # In this order: the run that the user has given, the one that was noted, one with our tag, a new one.
         state = self._state_of_store()
         own_id = self._own_id()
         parent_id = parent_id or state.get("parent")
@@ -72,9 +73,11 @@ class MLflowRun:
             if run is not None and not self._is_of_original(run):
                 return run
             if run is not None:
+                # The original of this copy has the same journal and may have the same name; the path tells them apart.
                 own_id = self._own_id(self.directory)
         if parent_id:
             parent = client.get_run(parent_id)
+        # MLflow shows a run within another one only in the same experiment.
         experiment = parent.info.experiment_id if parent else self._experiment_id(client)
         runs = client.search_runs([experiment], f"tags.`{ID}` = '{own_id}'", max_results=1)
         if runs:
@@ -113,6 +116,7 @@ class MLflowRun:
         """Sends the parameters and tags that the run doesn't have. A parameter never changes: MLflow's rule."""
         from mlflow.entities import Param, RunTag
 
+        # What the store has already isn't sent again: a changed value of a parameter would be an error.
         params = []
         for name, value in self._names.texts(self._params()):
             if name not in run.data.params:
@@ -125,6 +129,7 @@ class MLflowRun:
             client.log_batch(run.info.run_id, params=params[start : start + _PARAMS_AT_ONCE])
         for start in range(0, len(tags), _PARAMS_AT_ONCE):
             client.log_batch(run.info.run_id, tags=tags[start : start + _PARAMS_AT_ONCE])
+        # A run that goes on is shown as running again. One that the user has begun is the user's to start and end.
         if self.is_ours(run.info.run_id) and self._about["status"] == "running" and run.info.status != "RUNNING":
             client.update_run(run.info.run_id, status="RUNNING")
 
@@ -136,24 +141,27 @@ class MLflowRun:
         present = run.inputs.dataset_inputs if run.inputs else []
         if present or not isinstance(data, dict):
             return
-        source = json.dumps({"task": self._about.get("target")})
+        source = mask(json.dumps({"task": self._about.get("target")}))
         inputs = []
         for name, facts in data.items():
-            if isinstance(facts, dict) and facts.get("sha256"):
-                profile = json.dumps({"num_rows": facts.get("examples")})
-                digest = str(facts["sha256"])[:36]  # the most that MLflow takes
-                dataset = Dataset(
-                    f"{self._about['task']}.{name}", digest, "code", mask(source), schema="{}", profile=profile
-                )
-                inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", name)]))
+            if not isinstance(facts, dict) or not facts.get("sha256"):
+                continue
+            label = f"{self._about['task']}.{name}"
+            digest = str(facts["sha256"])[:36]  # the most that MLflow takes
+            profile = json.dumps({"num_rows": facts.get("examples")})
+            dataset = Dataset(label, digest, "code", source, schema="{}", profile=profile)
+            inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", name)]))
         if inputs:
             client.log_inputs(run.info.run_id, inputs)
 
     def write_note(self, client: Foreign, run: Foreign, text: str) -> None:
         """Gives the run a description, unless the user has given it one."""
+        if not self.is_ours(run.info.run_id) or NOTE in self._state.get("tags", {}):
+            return
         present = run.data.tags.get(NOTE)
-        is_others = present is not None and run.data.tags.get(_OUR_NOTE) != _digest(present)
-        if is_others or not self.is_ours(run.info.run_id) or NOTE in self._state.get("tags", {}) or present == text:
+        # Our own description has its hash in a tag; one with another hash was written or edited by the user.
+        is_edited = present is not None and run.data.tags.get(_OUR_NOTE) != _digest(present)
+        if is_edited or present == text:
             return
         from mlflow.entities import RunTag
 
@@ -196,6 +204,7 @@ class MLflowRun:
         experiment = client.get_experiment_by_name(self._experiment)
         if experiment is not None:
             return str(experiment.experiment_id)
+        # Beside the database: MLflow's default is `mlruns` in the current directory, wherever that is.
         location = None
         if path := sqlite_path(self.uri):
             location = (path.parent / "mlartifacts").resolve().as_uri()
@@ -225,7 +234,7 @@ def _existing_run(client: Foreign, run_id: str) -> Foreign:
     try:
         return client.get_run(run_id)
     except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # the store can't be used: a new run would be a second one
             raise
         return None
 

@@ -26,13 +26,15 @@ def points(entry: JsonObject) -> list[Point]:
     step = entry.get("step")
     if not isinstance(metrics, dict) or not isinstance(step, int):
         return []
+    # Set apart by name: means within an epoch and those of epochs can have the same step.
     prefix = "step/" if event == "steps_end" else ""
     if event == "epoch_end":
         metrics = of_training(metrics)  # those of the evaluation had a line of their own
     elif event not in ("steps_end", "eval_end", "system"):
         return []
+    time = milliseconds(entry)
     try:
-        return [(prefix + name, float(value), milliseconds(entry), step) for name, value in metrics.items()]
+        return [(prefix + name, float(value), time, step) for name, value in metrics.items()]
     except (TypeError, ValueError, OverflowError):
         return []
 
@@ -44,6 +46,7 @@ def key(name: str) -> str:
         text = text.replace("/", "_").lstrip(".") or "_"
     if text == name and len(name) <= _KEY_LENGTH:
         return name
+    # A name from JSON may have lone surrogates, which UTF-8 refuses.
     digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
     return f"{text[: _KEY_LENGTH - 9]}-{digest}"
 
@@ -72,11 +75,13 @@ class Names:
     def texts(self, values: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
         """Names with their values as texts, without secrets."""
         for name, value in redact(values).items():
-            text = mask(str(value))
+            text = mask(str(value))  # again: `redact` leaves values of other types than text as they are
             if len(text) > _VALUE_LENGTH:
                 self._cut[name] = None
             yield self.key(name), text[:_VALUE_LENGTH]
 
     def changed(self) -> list[str]:
         """The names that had to be changed, or whose values were cut. Another thread may add names meanwhile."""
-        return [name for name, key in list(self._keys.items()) if name != key] + list(self._cut)
+        # Copied in one step before it is walked through: a dict must not grow meanwhile.
+        keys = list(self._keys.items())
+        return [name for name, key in keys if name != key] + list(self._cut)

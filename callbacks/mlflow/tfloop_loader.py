@@ -15,6 +15,7 @@ class Model:
 
         self._loaded = tf.saved_model.load(path)
         self._serve = self._loaded.signatures["serving_default"]
+        # By the name of the input. The inputs of a signature are all keyword arguments: [0] is empty.
         self._specs = self._serve.structured_input_signature[1]
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
@@ -25,10 +26,14 @@ class Model:
             data = {name: np.stack(data[name].to_list()) for name in self._specs}
         elif hasattr(data, "to_numpy"):
             data = data.to_numpy()
-        if not isinstance(data, dict):
+        if not isinstance(data, dict):  # a single array is that of the only input
             data = dict.fromkeys(self._specs, data)
-        outputs = self._serve(**{name: tf.constant(data[name], spec.dtype) for name, spec in self._specs.items()})
+        inputs = {}
+        for name, spec in self._specs.items():
+            inputs[name] = tf.constant(data[name], spec.dtype)
+        outputs = self._serve(**inputs)
         arrays = {name: tensor.numpy() for name, tensor in outputs.items()}
+        # A SavedModel gives this name to an output that has none.
         return arrays["output_0"] if list(arrays) == ["output_0"] else arrays
 
 

@@ -37,10 +37,12 @@ def _is_store(uri: object) -> bool:
     if not isinstance(uri, str) or uri.strip() in ("", "http://", "https://"):
         return False
     scheme, colon, _ = uri.partition(":")
+    # A plain path is a file store, which MLflow refuses unless this variable is set.
     if not colon:
         return uri == "databricks" or "MLFLOW_ALLOW_FILE_STORE" in os.environ
-    plugins = {plugin.name for plugin in entry_points(group="mlflow.tracking_store")}
-    return scheme.partition("+")[0] in _SCHEMES or scheme in plugins
+    database = scheme.partition("+")[0]  # postgresql of postgresql+psycopg2
+    plugins = entry_points(group="mlflow.tracking_store").names
+    return database in _SCHEMES or scheme in plugins
 
 
 def store(uri: str | None) -> str:
@@ -84,8 +86,7 @@ class MLflowTracker(Callback):
         check(self, is_number(wait, 0, 1e6), "give seconds, from 0 to 1000000", wait=wait)
         is_name = register is None or _is_model_name(register)
         check(self, is_name, "give a name without / : and quotes", register=register)
-        have_names = isinstance(tags or {}, Mapping) and all(isinstance(name, str) and name for name in tags or ())
-        check(self, have_names, "each tag needs a name, a text", tags=tags)
+        check(self, _are_tags(tags or {}), "each tag needs a name, a text", tags=tags)
         self.uri = uri
         self.experiment = experiment
         self.wait = wait
@@ -107,7 +108,7 @@ class MLflowTracker(Callback):
             return
         try:
             self._courier = courier_for(self._store_and_run()[0])
-        except OSError as error:
+        except OSError as error:  # told at the end of the run, with all that MLflow didn't get
             self._error = f"no process can be started: {error.strerror}"
 
     def close(self) -> None:
@@ -125,6 +126,7 @@ class MLflowTracker(Callback):
         if self._delivers:  # the workers of an elastic job have formed anew
             return
         parent = self.parent or os.environ.get("MLFLOW_PARENT_RUN_ID") or None
+        # Asked again: when the process was started, the task's code had not begun its run of MLflow yet.
         self._store, given = self._store_and_run()
         experiment = self.experiment or run.info["task"]
         relation: dict[str, str | None] = {}
@@ -132,6 +134,7 @@ class MLflowTracker(Callback):
             relation = {"parent": parent, "given": None}
         elif given:
             relation = {"given": given}
+        # Before the order: the courier finds tags and relation in this file, as `tfloop sync` does.
         write_state(run.directory, self._store, experiment, tags=redact(self.tags), **relation)
         self.warm()
         if self._courier is None:
@@ -145,6 +148,7 @@ class MLflowTracker(Callback):
         mlflow = sys.modules.get("mlflow")  # if the user has imported it; the import is slow
         active = mlflow.active_run() if mlflow else None
         if mlflow and active:
+            # A run of another store can't hold this one.
             active_store = store(mlflow.get_tracking_uri())
             if self.uri is None or store(self.uri) == active_store:
                 return active_store, active.info.run_id
@@ -155,7 +159,8 @@ class MLflowTracker(Callback):
             try:
                 journal.artifact(run, logged_model.write(run), register=self.register)
             except Exception as error:  # it must not fail a run that is trained and saved
-                text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                lines = str(error).strip().splitlines()
+                text = lines[0] if lines else type(error).__name__
                 _warn(f"the model isn't logged ({text})")
         self.close()  # if the run ended before `on_fit_start`
         outcome: JsonObject = {"error": self._error, "warnings": []}
@@ -176,6 +181,12 @@ def _warn(text: str) -> None:
     tell(f"warning: {text}")
 
 
+def _are_tags(tags: object) -> bool:
+    if not isinstance(tags, Mapping):
+        return False
+    return all(isinstance(name, str) and name for name in tags)
+
+
 def _is_model_name(name: object) -> bool:
     return isinstance(name, str) and name.strip() != "" and not set("/:'\"") & set(name)
 
@@ -183,7 +194,7 @@ def _is_model_name(name: object) -> bool:
 def write_state(directory: Path, uri: str, experiment: str, **more: Json) -> None:
     """Notes in `mlflow.json` where the run is delivered to. Other entries stay; for another store, only the tags do."""
     old = read_json(directory / STATE)
-    uri = redact(uri)
+    uri = redact(uri)  # as the file has it: without a password
     kept = old
     if old.get("uri") != uri:
         kept = {"tags": old["tags"]} if "tags" in old else {}

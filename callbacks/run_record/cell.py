@@ -39,11 +39,15 @@ def html(facts: Iterable[str], history: Sequence[Mapping[str, float]]) -> str:
         facts: short texts, such as the status and the number of steps.
         history: a row for each epoch, as in `FitResult.history`.
     """
-    names = [name for name in dict.fromkeys(name for row in history for name in row) if name not in COUNTERS]
+    names: dict[str, None] = {}  # a set in the order of the first occurrence: a metric may begin in a later epoch
+    for row in history:
+        names |= dict.fromkeys(row)
+    for counter in COUNTERS:
+        names.pop(counter, None)
     line = escape(mask(" · ".join(facts)))
-    rows = [_row(name, history) for name in names[:_MOST_METRICS]]
+    rows = [_row(name, history) for name in list(names)[:_MOST_METRICS]]
     table = _table(("metric", "last", "best", "by epoch"), rows)
-    return f"<div><div>{line}</div>{table}{_more(names)}</div>"
+    return f"<div><div>{line}</div>{table}{_more(len(names))}</div>"
 
 
 def comparison(
@@ -60,30 +64,44 @@ def comparison(
         curves: by metric, the points (step, value) of each run.
         differences: a row for each setting that isn't the same in all runs: its name, and the value of each run.
     """
-    heads = [
-        f'<span style="color:{color}">&#9632;</span> {escape(mask(name))}'
-        for name, color in zip(names, COLORS, strict=False)
-    ]
+    heads = list(map(_head, names, COLORS))  # not more than there are colors
     rows = []
-    for name, *values in results[:_MOST_METRICS]:
-        rows.append([*map(_text, (name, *values)), _picture(curves.get(name, ()), COLORS, _COMPARED_HEIGHT)])
+    for result in results[:_MOST_METRICS]:
+        picture = _picture(curves.get(result[0], ()), COLORS, _COMPARED_HEIGHT)
+        rows.append([*map(_text, result), picture])
     outcome = _table(("metric", *heads, "by step"), rows)
     settings = _table(("differs", *heads), [list(map(_text, row)) for row in differences])
-    return f"<div>{outcome}{_more(results)}{settings}</div>"
+    return f"<div>{outcome}{_more(len(results))}{settings}</div>"
+
+
+def _head(name: str, color: str) -> str:
+    """The head of a run's column: a square in the color of its curves, and its name."""
+    return f'<span style="color:{color}">&#9632;</span> {escape(mask(name))}'
 
 
 def _row(name: str, history: Sequence[Mapping[str, float]]) -> list[str]:
     """The row of one metric: its name, its last and its best value, its curve."""
-    points = [(row["epoch"], row[name]) for row in history if name in row]
-    finite = [value for _, value in points if math.isfinite(value)]
+    points = []
+    finite = []
+    for row in history:
+        if name not in row:  # an epoch without an evaluation
+            continue
+        value = row[name]
+        points.append((row["epoch"], value))
+        if math.isfinite(value):
+            finite.append(value)
+
     less = lower_is_better(name)
     best = ""
     if less is not None and finite:
-        best = f"{(min if less else max)(finite):.4g}"
-    return [escape(mask(name)), f"{points[-1][1]:.4g}", best, _picture([points], ("#2a78d6",), HEIGHT)]
+        best_of = min if less else max
+        best = f"{best_of(finite):.4g}"
+    last = points[-1][1]
+    return [escape(mask(name)), f"{last:.4g}", best, _picture([points], ("#2a78d6",), HEIGHT)]
 
 
 def _text(cell: str) -> str:
+    # Masked before it is escaped: the secret stands in the text as it is, not as HTML has it.
     return escape(mask(cell)).replace("\n", "<br>")
 
 
@@ -91,16 +109,21 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of cells that are HTML; "" without rows."""
     if not rows:
         return ""
-    head = "".join(f'<th style="{_CELL}">{title}</th>' for title in heads)
     body = ""
     for row in rows:
-        body += "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) + "</tr>"
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        body += _table_row("td", row)
+    return f"<table><thead>{_table_row('th', heads)}</thead><tbody>{body}</tbody></table>"
 
 
-def _more(rows: Sequence[object]) -> str:
-    """The line that says how many metrics are left out."""
-    return f"<div>and {len(rows) - _MOST_METRICS} more</div>" if len(rows) > _MOST_METRICS else ""
+def _table_row(tag: str, cells: Iterable[str]) -> str:
+    """A row whose cells are all heads, `th`, or all values, `td`."""
+    content = "".join(f'<{tag} style="{_CELL}">{cell}</{tag}>' for cell in cells)
+    return f"<tr>{content}</tr>"
+
+
+def _more(count: int) -> str:
+    """The line that says how many of so many metrics are left out."""
+    return f"<div>and {count - _MOST_METRICS} more</div>" if count > _MOST_METRICS else ""
 
 
 def _picture(curves: Iterable[Points], colors: Sequence[str], height: int) -> str:
@@ -114,15 +137,23 @@ def _picture(curves: Iterable[Points], colors: Sequence[str], height: int) -> st
         return ""
     steps, values = zip(*itertools.chain.from_iterable(drawn.values()), strict=True)
     first = min(steps)
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
+
     # A constant value would divide by zero; it is drawn at the bottom.
     across = WIDTH / ((max(steps) - first) or 1)
     up = (height - 4) / ((high - low) or 1)
     lines = ""
     for color, points in drawn.items():
-        path = " ".join(
-            f"{(step - first) * across:.1f},{height - 2 - (value - low) * up:.1f}" for step, value in points
-        )
+        positions = []
+        for step, value in points:
+            x = (step - first) * across
+            y = height - 2 - (value - low) * up  # pixels count downward; 2 of them are a margin
+            positions.append(f"{x:.1f},{y:.1f}")
+        path = " ".join(positions)
         lines += f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{path}"/>'
-    label = f"from {values[0]:.4g} to {values[-1]:.4g}" if len(drawn) == 1 else f"from {low:.4g} to {high:.4g}"
+
+    # What a screen reader says: how one curve went, or the range of several.
+    start, end = (values[0], values[-1]) if len(drawn) == 1 else (low, high)
+    label = f"from {start:.4g} to {end:.4g}"
     return f'<svg width="{WIDTH}" height="{height}" role="img" aria-label="{label}">{lines}</svg>'

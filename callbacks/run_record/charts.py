@@ -123,19 +123,20 @@ class _Axes:
                 steps.append(step)
                 if _is_drawn(value):
                     values.append(value)
-        values = values or [0.0]
+        values = values or [0.0]  # a chart of gaps alone still has axes
         self.first = min(steps, default=0)
         self.last = max(steps, default=0)
         self.log = _looks_flat(values)
         self._low, self._high = _range(list(map(math.log10, values)) if self.log else values)
 
     def x(self, step: float) -> float:
-        if self.first == self.last:
+        if self.first == self.last:  # one step: in the middle, and no division by zero
             return 50.0
         return 100 * (step - self.first) / (self.last - self.first)
 
     def y(self, value: float) -> float:
         height = math.log10(value) if self.log else value
+        # Pixels count downward, so the lowest value is at BOTTOM.
         return BOTTOM - (BOTTOM - TOP) * (height - self._low) / (self._high - self._low)
 
     def value_ticks(self) -> list[Tick]:
@@ -144,12 +145,20 @@ class _Axes:
 
     def step_ticks(self) -> list[Tick]:
         steps = [self.first] if self.first == self.last else _ticks(self.first, self.last)
-        return [Tick(self.x(step), f"{step:,.0f}", _anchor(self.x(step))) for step in steps]
+        ticks = []
+        for step in steps:
+            x = self.x(step)
+            ticks.append(Tick(x, f"{step:,.0f}", _anchor(x)))
+        return ticks
 
 
 def charts(titles: Mapping[str, Sequence[Line]], marks: Sequence[int] = ()) -> list[Chart]:
     """The charts of a page, by title; see `chart`. The more lines there are, the fewer points each of them has."""
-    count = sum(len(line.points) > 0 for lines in titles.values() for line in lines)
+    count = 0
+    for lines in titles.values():
+        for line in lines:
+            if line.points:  # `chart` leaves out the others
+                count += 1
     most = min(_ZOOMED, _ON_A_PAGE // (count or 1))
     dotted = min(_DOTTED, _DOTS_ON_A_PAGE // (count or 1))
     return [chart(title, lines, marks, most, dotted) for title, lines in titles.items()]
@@ -167,11 +176,18 @@ def chart(
         most: how many points of a line the script has.
         dotted: how many points a line may have that has a dot at each of them.
     """
-    detailed = []
+    detailed = []  # what the script has
+    drawn = []  # what the page shows without it
+    keys = []
     for line in lines:
-        if line.points:
-            detailed.append(dataclasses.replace(line, points=thinned(line.points, most)))
-    drawn = [dataclasses.replace(line, points=thinned(line.points, min(most, _POINTS))) for line in detailed]
+        if not line.points:
+            continue
+        points = thinned(line.points, most)
+        detailed.append(dataclasses.replace(line, points=points))
+        drawn.append(dataclasses.replace(line, points=thinned(points, min(most, _POINTS))))
+        keys.append(Key(line.name, line.kind, points[-1][1]))  # thinning keeps the last point
+
+    # The axes fit the points that are drawn: thinning keeps the extremes of each stretch.
     axes = _Axes(drawn)
     # The line within epochs is pale and has the most points, so the others are drawn over it.
     in_drawing_order = sorted(drawn, key=lambda line: line.kind != "within")
@@ -180,27 +196,31 @@ def chart(
         title=title,
         log=axes.log,
         last_step=axes.last,
-        keys=[Key(line.name, line.kind, line.points[-1][1]) for line in drawn],
+        keys=keys,
         value_ticks=axes.value_ticks(),
         step_ticks=axes.step_ticks(),
-        marks=[axes.x(step) for step in shown_marks],
+        marks=list(map(axes.x, shown_marks)),
         curves=[_curve(line, axes, dotted) for line in in_drawing_order],
-        data={"lines": [_data(line) for line in detailed], "marks": shown_marks, "log": axes.log},
+        data={"lines": list(map(_data, detailed)), "marks": shown_marks, "log": axes.log},
     )
 
 
 def _data(line: Line) -> JsonObject:
     """A line for the script: steps, and values of five digits; a value that isn't drawn is a text."""
+    steps = []
     values: list[Json] = []
-    for _, value in line.points:
+    for step, value in line.points:
+        steps.append(step)
+        # JSON has no nan and no infinity; the script skips what isn't a number.
         values.append(float(f"{value:.5g}") if _is_drawn(value) else str(value))
-    return {"kind": line.kind, "steps": [step for step, _ in line.points], "values": values}
+    return {"kind": line.kind, "steps": steps, "values": values}
 
 
 def pace(clock: Sequence[Point]) -> Iterator[tuple[int, float]]:
     """Steps per second between points (step, seconds), each over at least a hundredth of the time."""
     if not clock:
         return
+    # The speed over a shorter stretch is mostly noise.
     shortest = max((clock[-1][1] - clock[0][1]) / 100, 0.05)
     last_step, last_time = clock[0]
     for step, time_ in clock[1:]:
@@ -223,7 +243,7 @@ def _curve(line: Line, axes: _Axes, dotted: int) -> Curve:
             path_points.append((10 * x, axes.y(value)))  # the picture is 1000 units wide
             dots.append((x, axes.y(value)))
         else:
-            path_points.append((10 * x, math.nan))
+            path_points.append((10 * x, math.nan))  # interrupts the path
             gaps.append(Gap(x, f"{line.name}: {value} at step {step:,}"))
     has_dots = len(line.points) <= dotted
     is_dense = len(line.points) > _POINTS // 2
@@ -232,12 +252,16 @@ def _curve(line: Line, axes: _Axes, dotted: int) -> Curve:
 
 def _looks_flat(values: Sequence[float]) -> bool:
     """Whether most of these values would be flat at the bottom of a linear scale."""
-    low, *_, high = values = sorted([*values, values[0]])
+    values = sorted([*values, values[0]])  # at least two, so that they have a lowest and a highest one
+    low = values[0]
+    high = values[-1]
+    # Over at least a decade, with the median in the lowest 15% of the scale. A logarithm needs positive values.
     return low > _TINY and high / low >= 10 and values[len(values) // 2] - low < 0.15 * (high - low)
 
 
 def _is_drawn(value: float) -> bool:
     """Whether a value is drawn: it is neither nan nor huge."""
+    # A comparison with nan is False, so this excludes nan, too.
     return abs(value) < _HUGE
 
 
@@ -248,7 +272,7 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
     """
     if len(points) <= most:
         return points
-    width = math.ceil(3 * len(points) / most)
+    width = math.ceil(3 * len(points) / most)  # each stretch leaves up to three points
     kept = [points[0]]
     for start in range(1, len(points) - 1, width):
         stretch = points[start : min(start + width, len(points) - 1)]
@@ -266,6 +290,7 @@ def _range(values: Sequence[float]) -> Point:
     """The lowest and the highest value, with a margin."""
     low = min(values)
     high = max(values)
+    # Never 0, also where all values are the same: `_Axes.y` divides by the range.
     room = max(0.04 * (high - low), 5e-4 * max(abs(low), abs(high)), 1e-12)
     return low - room, high + room
 
@@ -282,11 +307,12 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _powers(low: float, high: float) -> list[float]:
     """Round numbers whose logarithms are between two numbers."""
-    every = max(1, math.ceil((high - low) / 4))
+    every = max(1, math.ceil((high - low) / 4))  # decades between two labels
     # Multiples of `every`, wherever the range begins: charts of similar ranges get the same labels.
     first = every * math.ceil(math.floor(low) / every)
     decades = range(first, math.ceil(high) + 1, every)
     values: list[float] = []
+    # The fewest digits that give three labels: within one decade, powers of ten alone give one or none.
     for digits in ((1,), (1, 3), (1, 2, 5)):
         values = []
         for decade, digit in itertools.product(decades, digits):
@@ -313,6 +339,7 @@ def _path(points: Iterable[Point]) -> str:
         if math.isnan(y):
             pen = "M"
             continue
+        # A line of no length, `h0`, shows as a dot if the next point is missing.
         parts.append(f"{pen}{x:.1f} {y:.1f}" + ("h0" if pen == "M" else ""))
         pen = "L"
     return "".join(parts)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from callbacks.base import shown_status
 from callbacks.formats import lasting, moment, number
@@ -53,15 +54,15 @@ def html(records: Sequence[Record], live: bool = False) -> str:
 
 def differences(records: Sequence[Record]) -> list[list[str]]:
     """A row for each value that isn't the same in all runs: its name, and what each run has."""
-    rows = _differing("", [_facts(record) for record in records])
+    rows = _differing("", list(map(_facts, records)))
     for group, label in _LABELS.items():
-        rows += _differing(label, [getattr(record, group) for record in records])
+        rows += _differing(label, list(map(attrgetter(group), records)))
     return rows
 
 
 def metrics(records: Iterable[Record]) -> list[str]:
     """The metrics that these runs have, each once."""
-    known: dict[str, None] = {}
+    known: dict[str, None] = {}  # a set in the order of the first occurrence
     for record in records:
         known |= dict.fromkeys(record.curves)
     return list(known)
@@ -76,31 +77,41 @@ def best_or_last(record: Record, metric: str) -> float | None:
 def best_of_all(metric: str, values: Iterable[float | None]) -> float | None:
     """The best of these values; None where the metric's name doesn't say what that is."""
     less = lower_is_better(metric)
+    if less is None:
+        return None
     finite = [value for value in values if value is not None and math.isfinite(value)]
-    return None if less is None else (min if less else max)(finite, default=None)
+    best_of = min if less else max
+    return best_of(finite, default=None)
 
 
 def _facts(record: Record) -> dict[str, object]:
-    facts = {name: getattr(record, name) for name in _COMPARED}
-    facts["status"] = shown_status(record.status)
-    known = {name: value for name, value in facts.items() if value not in (None, "")}
-    return known | {"time": lasting(record.seconds)}
+    facts: dict[str, object] = {}
+    for name in _COMPARED:
+        value = shown_status(record.status) if name == "status" else getattr(record, name)
+        if value not in (None, ""):  # unknown: the cell is "-"
+            facts[name] = value
+    return facts | {"time": lasting(record.seconds)}
 
 
 def _differing(label: str, runs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """The rows of one group of values, of which `runs` has those of each run."""
-    names: dict[str, None] = {}
+    names: dict[str, None] = {}  # a set in the order of the first occurrence
     for values in runs:
         names |= dict.fromkeys(values)
     rows = []
     for name in names:
-        cells = [_cut(f"{values[name]}") if name in values else "-" for values in runs]
+        # Compared as they are shown: no row has cells that all look the same.
+        cells = [_cell(values, name) for values in runs]
         if len(set(cells)) > 1:
             rows.append([label + name, *cells])
     return rows
 
 
-def _cut(text: str) -> str:
+def _cell(values: Mapping[str, object], name: str) -> str:
+    """A value as a text that isn't too long; "-" if the run doesn't have it."""
+    if name not in values:
+        return "-"
+    text = f"{values[name]}"
     return text if len(text) <= _LONGEST else text[: _LONGEST - 2] + ".."
 
 
@@ -118,14 +129,18 @@ def _curves(records: Sequence[Record]) -> list[Chart]:
     names = []
     known = metrics(records)
     for name in known:
+        # Means within epochs have a chart only where there is none over epochs.
         if not name.startswith(STEP) or name.removeprefix(STEP) not in known:
             names.append(name)
     names.sort(key=lambda name: (name.removeprefix("eval_") != "loss", not name.startswith("eval_")))
-    titles = {name: [_line(record, index, name) for index, record in enumerate(records)] for name in names[:_CHARTS]}
+    titles = {}
+    for name in names[:_CHARTS]:
+        titles[name] = [_line(record, index, name) for index, record in enumerate(records)]
     return charts(titles)
 
 
 def _line(record: Record, index: int, name: str) -> Line:
+    # By its index, not its name: the style sheet has a color for each of run0 to run11.
     return Line(record.name, f"run{index}", record.curves.get(name, []))
 
 
@@ -133,9 +148,13 @@ def results(records: Sequence[Record]) -> list[list[str]]:
     """A row for each metric: the best value of each run with its step, the best of all with a star."""
     rows = []
     for name in metrics(records):
-        if not name.startswith(STEP):
-            top = best_of_all(name, [best_or_last(record, name) for record in records])
-            rows.append([name, *(_result(record, name, top) for record in records)])
+        if name.startswith(STEP):  # means within epochs are no results
+            continue
+        top = best_of_all(name, [best_or_last(record, name) for record in records])
+        row = [name]
+        for record in records:
+            row.append(_result(record, name, top))
+        rows.append(row)
     return rows
 
 
@@ -143,6 +162,7 @@ def _result(record: Record, metric: str, top: float | None) -> str:
     value = best_or_last(record, metric)
     if value is None:
         return "-"
-    star = " *" if value == top else ""
+    star = " *" if value == top else ""  # several runs have one if their values are equal
     best = record.best(metric)
-    return f"{number(value)}{star}" + (f"\nat step {best[0]:,}" if best else "")
+    when = f"\nat step {best[0]:,}" if best else ""
+    return f"{number(value)}{star}{when}"

@@ -25,7 +25,7 @@ def of_entries(entries: Iterable[tuple[JsonObject, int]], end: int | None = None
         entries: the lines, each with the offset of its end; see `journal.read`.
         end: bytes of the journal that count; None: all.
     """
-    rows: dict[float, Row] = {}
+    rows: dict[float, Row] = {}  # by epoch, in the order in which the epochs ended
     for entry, offset in entries:
         if end is not None and offset > end:
             break
@@ -34,7 +34,9 @@ def of_entries(entries: Iterable[tuple[JsonObject, int]], end: int | None = None
                 rows = _restored(rows, entry)
             elif entry["event"] == "epoch_end":
                 row = _row(entry)
-                rows.pop(row["epoch"], None)  # an epoch that was interrupted and continued has one row, the last
+                # An epoch that was interrupted and continued has one row, the last. The old one is removed, so that the
+                # new one stands at the end.
+                rows.pop(row["epoch"], None)
                 rows[row["epoch"]] = row
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             continue
@@ -54,17 +56,25 @@ def missing(rows: Sequence[Row], epochs: int) -> int:
 
 def as_numbers(row: Mapping[str, Json]) -> Row:
     """A row from JSON, with all values as numbers: nan and infinities are texts in JSON."""
-    return {name: value if isinstance(value, int) else float(value) for name, value in row.items()}
+    numbers = {}
+    for name, value in row.items():
+        # Counters stay whole: as floats, they would be shown and saved as 3.0.
+        numbers[name] = value if isinstance(value, int) else float(value)
+    return numbers
 
 
 def _restored(rows: dict[float, Row], entry: Mapping[str, Json]) -> dict[float, Row]:
     """The rows that remain when a run goes on from an earlier step."""
-    given = list(map(as_numbers, entry["history"])) if "history" in entry else list(rows.values())
+    if "history" in entry:  # the lines before don't give it: see `Journal.on_restore`
+        given = list(map(as_numbers, entry["history"]))
+    else:
+        given = list(rows.values())
     return {row["epoch"]: row for row in until(given, entry["step"])}
 
 
 def _row(entry: Mapping[str, Json]) -> Row:
     """The row that an `epoch_end` line stands for."""
+    # The line has the index of the epoch, from 0; a row counts the epochs that have ended.
     counters = {"epoch": entry["epoch"] + 1, "step": entry["step"]}
     if "examples" in entry:  # older journals don't have it
         counters["examples"] = entry["examples"]

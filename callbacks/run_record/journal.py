@@ -53,6 +53,7 @@ class Journal(Callback):
         self._is_silent = False
         for event in run.backend.member.events if run.backend.member else ():
             self._write(run, event["event"], worker=event["worker"], how=event.get("how", ""))
+        # Compared as JSON, in which nan is a text: as a float, nan equals nothing, not even itself.
         recorded = jsonable(history.until(read_history(run.directory / NAME), run.progress.step))
         rows = jsonable(run.history)
         # They differ where the run goes on from another directory, an older version, or an attempt without a journal.
@@ -117,7 +118,7 @@ class Journal(Callback):
             while line:  # a disk that is nearly full takes a part of it
                 line = line[self._file.write(line) :]
         except OSError as error:
-            error.filename = str(path)
+            error.filename = str(path)  # the system's error names no file, and the user must know which disk is full
             raise
         self._is_torn = False
 
@@ -126,6 +127,7 @@ def append(run: Run, event: str, **more: Json) -> None:
     """Adds a line to the journal of a run, if it has one. Any thread of the chief may call it."""
     path = run.directory / NAME
     if path.exists():
+        # A descriptor of its own, and one unbuffered write: the line can't mix with one that `Journal` writes.
         with files.appending(path) as file:
             file.write(_line(run, event, more))
 
@@ -189,7 +191,7 @@ def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tu
         offset: where to start, in bytes.
         events: the events whose lines are wanted; empty: all.
     """
-    wanted = [f'"event": "{event}"'.encode() for event in events]
+    wanted = [f'"event": "{event}"'.encode() for event in events]  # as `_line` writes it
     if not path.exists():
         return
     with files.reading(path) as file:
@@ -202,7 +204,7 @@ def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tu
                 continue
             try:
                 entry = json.loads(line)
-            except (ValueError, RecursionError):
+            except (ValueError, RecursionError):  # no JSON, or nested too deeply
                 continue
             if isinstance(entry, dict):
                 yield entry, offset

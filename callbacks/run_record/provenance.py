@@ -48,12 +48,14 @@ def collect(run_dir: Path, task_file: Path | None) -> dict[str, object]:
         `diff_copy`. Copies are paths in the run directory.
     """
     facts: dict[str, object] = {"command": mask(" ".join(sys.argv)), "host": platform.node()}
-    image = next((os.environ[name] for name in IMAGES if os.environ.get(name)), "")
-    if image:
-        facts["image"] = mask(image)
+    for name in IMAGES:
+        if image := os.environ.get(name):
+            facts["image"] = mask(image)
+            break
     if task_file is None:
         return facts
 
+    # The hash is that of the file itself, also where the copy has its secrets hidden, or is too long to be kept.
     content = _content(task_file)
     if content is not None:
         facts |= {"task_file": str(task_file), **_kept(run_dir, "task", task_file.suffix, content)}
@@ -72,6 +74,7 @@ def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
         what: `task` or `diff`.
     """
     name = provenance.get(f"{what}_copy")
+    # A name alone: with a path, a stranger's `run.json` could show any file of this machine.
     if not isinstance(name, str) or Path(name).name != name:
         return None
     try:
@@ -112,10 +115,13 @@ def changes_of_data(before: object, now: dict[str, dict[str, object]]) -> list[s
         # A stream, whose size isn't known, may be shuffled: its first examples may be others each time.
         if not isinstance(was, dict) or about["examples"] is None:
             continue
-        if any(was.get(key) != about[key] for key in ("examples", "sha256")):
-            sides = [f"{_short(side.get('examples'))} examples ({_short(side.get('sha256'))})" for side in (was, about)]
-            texts.append(f"{name} data was {sides[0]}, now {sides[1]}")
+        if was.get("examples") != about["examples"] or was.get("sha256") != about["sha256"]:
+            texts.append(f"{name} data was {_data_text(was)}, now {_data_text(about)}")
     return texts
+
+
+def _data_text(facts: dict[str, object]) -> str:
+    return f"{_short(facts.get('examples'))} examples ({_short(facts.get('sha256'))})"
 
 
 def _short(value: object) -> str:
@@ -128,6 +134,7 @@ def _commit(run_dir: Path, folder: Path) -> dict[str, object]:
     status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
         return {}
+    # Lines that begin with # are about the branch; each of the others is a changed file.
     facts: dict[str, object] = {}
     changed = 0
     for line in status.decode(errors="replace").splitlines():
@@ -139,11 +146,14 @@ def _commit(run_dir: Path, folder: Path) -> dict[str, object]:
             changed += 1
     facts["changed"] = changed
     diff = _git(folder, *_DIFF) if changed else None
-    return facts | (_kept(run_dir, "diff", ".diff", diff) if diff else {})
+    if diff:
+        facts |= _kept(run_dir, "diff", ".diff", diff)
+    return facts
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
     """What git prints about a folder; None if there is no git or no repository, or if it takes too long."""
+    # Git must not write to the user's repository: `status` would update its index, under a lock.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
@@ -164,7 +174,7 @@ def _kept(run_dir: Path, what: str, suffix: str, content: bytes) -> dict[str, ob
     name = f"{what}-{digest[:12]}{suffix}"
     try:
         folder = files.make_directory(run_dir / FOLDER)
-        if not files.is_plain(folder / name):
+        if not files.is_plain(folder / name):  # by its hash: a file that is there has the same text
             files.write_text(folder / name, _masked(content.decode(errors="replace")))
     except (OSError, files.FileError):
         return facts
@@ -187,7 +197,7 @@ def _lock_file(folder: Path) -> Path | None:
         for name in LOCKS:
             if (parent / name).is_file():
                 return parent / name
-        if (parent / ".git").exists():
+        if (parent / ".git").exists():  # a lock file above the repository is of another project
             break
     return None
 

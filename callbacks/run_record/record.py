@@ -125,10 +125,13 @@ class Record:
         less = lower_is_better(metric)
         if less is None:
             return None
+        sign = 1 if less else -1
         best = None
         for step, value in self.curves.get(metric, ()):
-            # Of equal values, the first one counts.
-            if math.isfinite(value) and (best is None or (value < best[1] if less else value > best[1])):
+            if not math.isfinite(value):
+                continue
+            # Strictly better: of equal values, the first one counts.
+            if best is None or sign * value < sign * best[1]:
                 best = (step, value)
         return best
 
@@ -165,7 +168,7 @@ def under_way(path: Path) -> bool:
     except OSError:  # a file system without locks: its owner has left the file, or not yet removed it
         return True
     finally:
-        os.close(file)
+        os.close(file)  # which gives up this look's own lock, too
     return False
 
 
@@ -193,7 +196,7 @@ class Reader:
         self._read_lines()
         path = self._path
         story = self._story
-        # An older version may have written secrets down.
+        # `run.json` wins: it is written again at the end. An older version may have written secrets down.
         about = redact({**story.about, **read_about(path)})
         status = _status(path, as_text(about.get("status")) or story.status, story)
         started = story.timeline.started
@@ -211,6 +214,7 @@ class Reader:
             started=as_stamp(about.get("updated")) if started is None else started,
             seconds=story.timeline.seconds,
             lives=story.timeline.attempts,
+            # Either may be behind: `run.json` while the run trains, the journal where the run has none.
             steps=max(story.step, as_count(progress.get("step")) or 0),
             epochs=max(story.epoch, as_count(progress.get("epoch")) or 0),
             examples=as_count(progress.get("examples")) or 0,
@@ -237,6 +241,7 @@ class Reader:
         for line, end in _lines(self._path / journal.NAME, self._offset):
             self._offset = end
             if not self._whole and _SKIPPED.match(line):
+                # Only the last of them matters: it tells how far the attempt came, and when.
                 self._story.skipped = line
                 continue
             self._story.take(line)
@@ -245,7 +250,7 @@ class Reader:
 
 def _status(path: Path, recorded: str, story: Story) -> str:
     """The status of a run, one of `STATUSES` or "": a killed run could not record its own."""
-    if under_way(path):
+    if under_way(path):  # first: what is recorded may be the end of the attempt before
         return "running"
     if recorded == "running" or (not recorded and story.timeline.attempts):
         return "killed"
@@ -270,6 +275,7 @@ def begun(path: Path) -> float:
     for entry, _ in entries(path):
         if (time := as_number(entry.get("time"))) is not None:
             return time
+    # A run that has just started has no line yet, but a lock.
     with contextlib.suppress(OSError):
         return (path / LOCK).lstat().st_mtime
     return as_stamp(read_about(path).get("updated")) or 0.0
@@ -277,10 +283,9 @@ def begun(path: Path) -> float:
 
 def read_about(path: Path) -> JsonObject:
     """The `run.json` of a run directory, fit to be printed; an empty one where there is none that can be read."""
-    file = path / ABOUT
     try:
-        return as_dict(clean(files.read_json(file)))
-    except RecursionError:
+        return as_dict(clean(files.read_json(path / ABOUT)))
+    except RecursionError:  # nested too deeply: it isn't a run's
         return {}
 
 
@@ -290,6 +295,7 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
         with files.reading(path) as file:
             file.seek(offset)
             for line in files.lines(file):
+                # A line without an end is still being written, or was torn by a kill.
                 if line.endswith(b"\n"):
                     offset += len(line)
                     yield line, offset
@@ -307,6 +313,7 @@ def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Ite
         try:
             with os.scandir(path) as content:
                 size = sum(file.stat(follow_symlinks=False).st_size for file in content)
+            # The journal's time first: after a copy, that of the directory is the time of the copy.
             reason, time = saved.get(path.name) or ("", path.stat().st_mtime)
         except OSError:  # it is being removed
             continue
@@ -315,4 +322,5 @@ def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Ite
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is that of a checkpoint's directory."""
+    # One that is still being written has another name. A link could lead anywhere.
     return re.fullmatch(r"step-[0-9]{8,15}", path.name) is not None and path.is_dir() and not path.is_symlink()

@@ -91,13 +91,18 @@ def is_secret(name: str, number: bool = False) -> bool:
     Names are read word by word, in snake_case and camelCase alike: `path`, `author`, `max_tokens` are no secrets.
     """
     words = list(map(str.lower, _WORD.findall(name[:500])))
+    # Asked before plurals are removed: a `token` is mostly a secret, `tokens` are mostly parts of a text.
     ends_in_tokens = bool(words) and words[-1].endswith("tokens")
-    words = [word.removesuffix("s") if word in _PLURALS else word for word in words]
+    words = list(map(_singular, words))
     if words and words[-1] == "value":
         words.pop()
     if not words or words[-1] in _ABOUT:
         return False
     return _is_password(words) or (not number and _is_key_or_token(words, ends_in_tokens))
+
+
+def _singular(word: str) -> str:
+    return word.removesuffix("s") if word in _PLURALS else word
 
 
 def _word_before(words: Sequence[str]) -> str:
@@ -108,6 +113,7 @@ def _word_before(words: Sequence[str]) -> str:
 def _is_password(words: Sequence[str]) -> bool:
     last = words[-1]
     before = _word_before(words)
+    # Two words may be one: `pass_word`, `passWord`.
     if _PASSWORDS & {*words, before + last} or last.endswith(_PASSWORD_ENDINGS):
         return True
     return last == "pass" and before not in _OF_PASSES
@@ -147,13 +153,14 @@ def remember(value: object, name: str = "") -> None:
 def _secrets(value: object, name: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
+            # All that lies within a value of a secret name is secret, whatever its own name is.
             yield from _secrets(item, name if is_secret(name) else str(key))
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
             yield from _secrets(item, name)
     elif value is not None and not isinstance(value, bool):
         text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-        if is_secret(name, isinstance(value, int | float)):
+        if is_secret(name, isinstance(value, int | float)):  # a number of a `token` or `key` is most often a count
             yield text
         if "://" in text:
             yield from _in_uri(text)
@@ -198,9 +205,11 @@ def _outside(second: int, variables: int, words: tuple[str, ...]) -> frozenset[s
 
 def _given(words: Iterable[str]) -> Iterator[str]:
     for name, value in os.environ.items():
+        # `pwd` means a password elsewhere.
         if name not in ("PWD", "OLDPWD"):  # the working directories
             yield from _secrets(value, name)
     for argument in words:
+        # `--set=NAME=value` and `NAME=value` are read alike.
         name, _, value = re.sub(r"^--[a-z][a-z-]*=", "", argument).partition("=")
         yield from _secrets(value, name)
         yield from _secrets(argument)
@@ -208,6 +217,7 @@ def _given(words: Iterable[str]) -> Iterator[str]:
 
 def _pattern() -> re.Pattern[str] | None:
     """What finds all secrets that this process knows."""
+    # The arguments are the cache's key: it looks again after a second, or when there are other variables or arguments.
     given = _outside(int(time.monotonic()), len(os.environ), (*sys.argv, *as_typed))
     return _compiled(frozenset(hidden) | given)
 
@@ -217,6 +227,7 @@ def _compiled(secrets: frozenset[str]) -> re.Pattern[str] | None:
     """What finds these secrets in a text, also as other texts escape them."""
     forms: set[str] = set()
     for secret in secrets:
+        # A secret of several lines, such as a private key, may be shown line by line.
         for part in (secret, secret.strip(), *secret.splitlines()):
             if _is_hidden_anywhere(part):
                 forms |= _forms(part)
@@ -226,6 +237,7 @@ def _compiled(secrets: frozenset[str]) -> re.Pattern[str] | None:
     patterns = []
     for form in sorted(forms, key=len, reverse=True):  # the longest first: a part of it must not match before it
         pattern = re.escape(form)
+        # A number is hidden as a whole number only, not as the digits of another one.
         patterns.append(rf"(?<![\w.]){pattern}(?![\w.])" if _is_number(form) else pattern)
     return re.compile("|".join(patterns))
 
@@ -249,10 +261,13 @@ def _forms(secret: str) -> set[str]:
     """A secret as it stands in plain texts, Python literals, JSON, URIs and HTML."""
     plain = secret.encode(errors="replace").decode()  # surrogates can't be quoted
     backslashes = secret.replace("\\", "\\\\")
+    # In a text with both quotes, `repr` escapes the single ones. They are added for that, and cut off again.
+    single_quotes_escaped = repr(secret + "'\"")[1:-4]
+    in_shell = secret.replace("'", "'\"'\"'")  # as `shlex.quote` writes it
     forms = [
-        secret, backslashes, backslashes.replace("'", "\\'"), repr(secret)[1:-1], repr(secret + "'\"")[1:-4],
+        secret, backslashes, backslashes.replace("'", "\\'"), repr(secret)[1:-1], single_quotes_escaped, in_shell,
         json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], quote(plain), quote(plain, safe=""),
-        quote_plus(plain), html.escape(secret), printable(secret), secret.replace("'", "'\"'\"'"),
+        quote_plus(plain), html.escape(secret), printable(secret),
     ]  # fmt: skip
     return set(filter(None, forms))
 

@@ -41,11 +41,13 @@ class Report(Callback):
 
     def on_fit_end(self, run: Run, status: str) -> None:
         try:
-            run.check_directory()
+            run.check_directory()  # another run may have its path by now, whose report this must not replace
             # If this attempt failed before training started, `run.json` has the status of the attempt before.
             written = record.read_about(run.directory).get("status")
             status = status if written == "running" else written or status
-            page.write(run.directory / NAME, html(dataclasses.replace(record.read(run.directory), status=status)))
+            # The lock is still held, so `record` takes the run for a running one.
+            ended = dataclasses.replace(record.read(run.directory), status=status)
+            page.write(run.directory / NAME, html(ended))
         except files.MovedError:  # the run itself has reported that its directory is gone
             return
         except Exception as error:  # a report that can't be made must not fail the run
@@ -173,19 +175,28 @@ def _metric_tile(of: Record, name: str) -> _Tile:
 
 def _curves(of: Record) -> list[Chart]:
     """A chart for each metric: in training, within epochs and over them, and in evaluations."""
-    bases = list(dict.fromkeys(name.removeprefix(STEP).removeprefix("eval_") for name in of.curves))
-    bases.sort(key=lambda base: base != "loss")
-    return charts({base: _lines(of, base) for base in bases[:_CHARTS]}, _marks(of))
+    bases: dict[str, None] = {}  # a set in the order of the first occurrence
+    for name in of.curves:
+        bases.setdefault(name.removeprefix(STEP).removeprefix("eval_"))
+    loss_first = sorted(bases, key=lambda base: base != "loss")
+    titles = {base: _lines(of, base) for base in loss_first[:_CHARTS]}
+    return charts(titles, _marks(of))
 
 
 def _metric_rows(of: Record) -> Iterator[tuple[str, ...]]:
     """A row for each metric: its first, last and best value. Those within epochs count where there are no others."""
+    # Sorted so that a metric of the evaluation stands beside the same one of the training.
     for name, points in sorted(of.curves.items(), key=lambda item: item[0].removeprefix("eval_")):
         if not points or (name.startswith(STEP) and name.removeprefix(STEP) in of.curves):
             continue
+        first = number(points[0][1])
+        last = number(points[-1][1])
         best = of.best(name)
-        values = [number(points[0][1]), number(points[-1][1]), number(best[1]) if best else ""]
-        yield name, *values, f"{best[0]:,}" if best else ""
+        if best is None:
+            yield name, first, last, "", ""
+        else:
+            step, value = best
+            yield name, first, last, number(value), f"{step:,}"
 
 
 def _lines(of: Record, base: str) -> list[Line]:
@@ -214,7 +225,11 @@ def _speeds(of: Record) -> list[Chart]:
         "examples per second, while training": Line("mean since its process began", "train", of.speed),
         "steps per second, by the clock": Line("evaluation and all else included", "train", list(pace(of.clock))),
     }
-    return charts({title: [line] for title, line in lines.items() if len(line.points) > 1}, _marks(of))
+    titles = {}
+    for title, line in lines.items():
+        if len(line.points) > 1:
+            titles[title] = [line]
+    return charts(titles, _marks(of))
 
 
 def _times(of: Record) -> _Times:
@@ -229,10 +244,13 @@ def _times(of: Record) -> _Times:
 
     used: set[str] = set()
     for seconds in (of.split, *of.ranks):
-        used |= {part for part, duration in seconds.items() if duration > 0}
+        for part, duration in seconds.items():
+            if duration > 0:
+                used.add(part)
+    # The lines before the last two are a table of the times, which the bars show.
     has_verdict = len(of.verdict) > 2
     return _Times(
-        parts=[part for part in _PARTS if part in used],
+        parts=[part for part in _PARTS if part in used],  # in the order of the bars
         bars=bars,
         verdict=list(map(mask, of.verdict[-2:])) if has_verdict else [],
         can_be_split="training" in of.split and not of.ranks,
@@ -258,7 +276,10 @@ def _bar(title: str, seconds: Mapping[str, float]) -> _Bar:
 
 
 def _fault_rows(of: Record) -> list[tuple[str, ...]]:
-    return [(moment(fault.time), f"{fault.step:,}", mask(fault.text)) for fault in of.faults]
+    rows: list[tuple[str, ...]] = []
+    for fault in of.faults:
+        rows.append((moment(fault.time), f"{fault.step:,}", mask(fault.text)))
+    return rows
 
 
 def _checkpoint_rows(of: Record) -> list[tuple[str, ...]]:

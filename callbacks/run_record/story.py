@@ -54,6 +54,7 @@ class Timeline:
 
     def begin_attempt(self, time: float) -> None:
         """Takes in that another attempt began at `time`."""
+        # Before `now` moves: the pause between two attempts is no time of the run.
         self._earlier_attempts = self.seconds
         self._attempt_began = time
         self.now = time
@@ -83,7 +84,7 @@ class Curves:
         """Takes in the metrics of a line."""
         prefix = STEP if event == "steps_end" else ""
         for name, value in values.items():
-            number = as_number(value, finite=False)
+            number = as_number(value, finite=False)  # nan and infinities are shown as gaps
             if number is None:
                 continue
             if name == SPEED:
@@ -92,6 +93,7 @@ class Curves:
             # An evaluation has a line of its own, which names the step at which it was made.
             repeated = event == "epoch_end" and name.startswith("eval_") and name in self.metrics
             if not repeated:
+                # By step: an attempt that makes steps again replaces their values.
                 self.metrics.setdefault(prefix + name, {})[step] = number
 
 
@@ -162,7 +164,7 @@ class Story:
         self.curves = Curves()
         self.split = TimeSplit()
         stall_timeout = as_number(as_dict(options).get("stall_timeout")) if whole else None
-        self._patience = stall_timeout or math.inf
+        self._patience = stall_timeout or math.inf  # without a time-out, no silence is a stall
         self._end_is_known = True  # of the attempt before: a kill leaves no line
 
     def take(self, line: bytes) -> None:
@@ -183,9 +185,10 @@ class Story:
     def pass_time(self, time: float) -> None:
         """Takes in that something happened at `time`."""
         silence = time - self.timeline.now
+        # Before the first line `now` is 0, which is no time.
         if self.timeline.now and silence >= self._patience:
             self.fault(f"nothing ended for {silence:.0f} s")
-        self.timeline.now = max(self.timeline.now, time)
+        self.timeline.now = max(self.timeline.now, time)  # a clock may be set back
 
     def _read_skipped(self) -> None:
         if self.skipped:  # its time and step are those at which the attempt ended
@@ -200,6 +203,7 @@ class Story:
             return
         if event == "system":  # written by a thread: it says neither that training moves, nor where it is
             return
+        # First, so that the pause before the attempt is no stall.
         if event == "restore":
             self._begin_attempt(time)
         self.pass_time(time)
@@ -215,6 +219,7 @@ class Story:
             _READERS[event](self, entry)
 
     def _begin_attempt(self, time: float) -> None:
+        # Noted at the time and the step of the attempt before, at which it was last seen.
         if not self._end_is_known:
             self.fault(f"killed at step {self.step:,}")
         self.timeline.begin_attempt(time)
@@ -229,6 +234,8 @@ class Story:
         if event == "epoch_end" and skipped_steps > 0:
             self.fault(f"{skipped_steps:g} steps of the epoch were skipped: a loss or gradient not finite")
 
+    # What the lines of each event add. A line may be damaged or a stranger's, so each value is checked.
+
     def _restore(self, entry: JsonObject) -> None:
         checkpoint = as_text(entry.get("checkpoint"))
         if self.timeline.attempts > 1 or checkpoint:
@@ -237,6 +244,7 @@ class Story:
     def _fit_start(self, entry: JsonObject) -> None:
         self.about = as_dict(entry.get("about"))
         self.total_steps = as_count(entry.get("total_steps"))
+        # From the `restore` line, the first one of an attempt, to this one.
         self.split.add({"starting": self.timeline.seconds_of_attempt})
 
     def _phase_start(self, entry: JsonObject) -> None:
@@ -248,8 +256,10 @@ class Story:
 
     def _summary(self, entry: JsonObject) -> None:
         ranks = entry.get("seconds")
+        self.split.ranks = []
+        for seconds in ranks if isinstance(ranks, list) else ():
+            self.split.ranks.append(as_seconds(as_dict(seconds)))
         lines = entry.get("text")
-        self.split.ranks = [as_seconds(as_dict(seconds)) for seconds in ranks] if isinstance(ranks, list) else []
         self.split.verdict = list(map(as_text, lines)) if isinstance(lines, list) else []
 
     def _checkpoint(self, entry: JsonObject) -> None:
@@ -260,7 +270,7 @@ class Story:
 
     def _worker_gone(self, entry: JsonObject) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} gone: {as_text(entry.get('how'))}")
-        self._end_is_known = True
+        self._end_is_known = True  # the `restore` line of the next attempt follows: the run was not killed
 
     def _worker_joined(self, entry: JsonObject) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} joined")

@@ -19,6 +19,7 @@ _PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # can be printed as it is: no escapes, 
 
 def parsed(line: bytes) -> JsonObject:
     """A line of a journal, whose texts can be printed; {} if it is no JSON object."""
+    # With so few brackets it can't be nested too deeply.
     flat = line.count(b"{") + line.count(b"[") < _DEEPEST
     try:
         value = json.loads(line)
@@ -57,13 +58,14 @@ def as_text(value: object) -> str:
 
 def as_number(value: object, finite: bool = True) -> float | None:
     """A number as the journal writes it: nan and infinities are texts there. None if it is no number."""
+    # A bool is an int to Python, but no measurement.
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
         return None
     try:
         number = float(value)
-    except OverflowError:
+    except OverflowError:  # JSON may have a whole number of any length
         return None
     return number if math.isfinite(number) or not finite else None
 
