@@ -31,9 +31,10 @@ def plural(count: int, noun: str) -> str:
 
 def lasting(seconds: float) -> str:
     """A duration, in its two largest units."""
-    if seconds < 1:
+    # Rounded first: not "1000 ms" or "60.0 s".
+    if round(1000 * seconds) < 1000:
         return f"{1000 * seconds:.0f} ms"
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

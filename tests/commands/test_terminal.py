@@ -12,13 +12,24 @@ import termios
 
 import pytest
 
-from callbacks import progress
+from callbacks import formats, progress
 from callbacks.files import naming
 from callbacks.run_record import redaction
 from callbacks.run_record.record import Record
 from loop.commands import runs, terminal, verify
 from loop.commands.verify import Comparison, Report
 from tests.conftest import ROOT, TFLOOP
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.9994, "999 ms"), (0.9996, "1.0 s"), (59.94, "59.9 s"), (59.96, "1 min"), (3599.4, "59 min 59 s"),
+        (3599.7, "1 h"), (90_000, "1 d 1 h"),
+    ],
+)  # fmt: skip
+def test_durations_are_rounded_before_their_unit_is_chosen(seconds, text):
+    assert formats.lasting(seconds) == text
 
 
 def in_terminal(command, columns=80):
