@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 
 import tensorflow as tf
 
+from loop.data.example_parts import flatten, structure_of
 from loop.data.examples import as_array
-from loop.data.random_access import flatten, structure_of
 
 
 def is_graph(function: object) -> TypeGuard[Callable[..., Any]]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import DataFile, cached
-from loop.data.random_access import Columns
+from loop.data.example_parts import Columns
 from loop.errors import UsageError
 
 TFReader: TypeAlias = Any
