@@ -107,7 +107,7 @@ class ArrayData:
 def _as_arrays(structure: Structure) -> Structure:
     """Dicts, lists and tuples of arrays as dicts and tuples of NumPy arrays."""
     if isinstance(structure, dict):
-        return dict(zip(structure, map(_as_arrays, structure.values()), strict=True))
+        return {name: _as_arrays(value) for name, value in structure.items()}
     if _holds_arrays(structure):
         return tuple(map(_as_arrays, structure))
     return np.asarray(structure)

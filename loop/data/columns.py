@@ -71,7 +71,7 @@ def lengths_of(column: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype) -
         return None
     if set(map(_axes_of, column)) != {len(shape)}:
         return None
-    if len(shape) > 1 and {array.shape[1:] for array in column} != {shape[1:]}:  # the first axis may differ
+    if len(shape) > 1 and {array.shape[1:] for array in column} != {shape[1:]}:
         return None
     return np.fromiter(map(len, column), np.int64, len(column))
 

@@ -18,6 +18,7 @@ def named(made: Any) -> dict[str, Any]:
     Raises:
         UsageError: a name that can't be part of a metric's.
     """
+    # What isn't a dict is one set, and what is wrong with it is told when it is opened.
     if made is None:
         return {}
     if not isinstance(made, Mapping):
@@ -28,7 +29,7 @@ def named(made: Any) -> dict[str, Any]:
                 f"eval_data() has a set of the name {name!r}: give names of letters, digits, _, - and ., such as "
                 '{"val": ..., "test": ...}'
             )
-    return {name: held_out for name, held_out in made.items() if held_out is not None}
+    return {name: held_out for name, held_out in made.items() if held_out is not None}  # None: left out by the task
 
 
 def described(name: str) -> str:

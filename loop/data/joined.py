@@ -32,6 +32,7 @@ class JoinedSequences:
 
     def read(self, indices: np.ndarray) -> SequenceColumn:
         """The sequences of these indices, int64 [n]."""
+        # As many array operations as arrays, and none for each sequence: that is what makes reading them fast.
         lengths = self.lengths.take(indices)
         ends = self._ends.take(indices)
         return SequenceColumn(self._values.stretches(ends - lengths, ends), lengths)
@@ -56,6 +57,7 @@ class SequenceColumn:
         end = self._ends[row]
         return self.values[end - self.lengths[row] : end]
 
+    # Only when one example is asked for: a column that fills a batch at once needs no ends.
     @functools.cached_property
     def _ends(self) -> np.ndarray:
         return np.cumsum(self.lengths)

@@ -32,6 +32,7 @@ class RowShares:
 
     def extent(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Where the global batch at `step` begins in the order of the epoch, and how many rows it has."""
+        # Also behind the end of the data a batch has a row: a compiled call reads one batch more than it uses.
         start = tf.minimum(step * self.batch_size, self.size - 1)
         return start, tf.minimum(tf.constant(self.batch_size, tf.int64), self.size - start)
 
@@ -49,6 +50,7 @@ class RowShares:
 
     def on_host(self, n: int, parts: int) -> np.ndarray:
         """The worker's rows of a global batch of n rows: int64 [own rows], one micro-batch after the other."""
+        # The same arithmetic as in `places`, by Python's integers.
         ranges = []
         for part in range(parts):
             low, high = rows(n, part, parts)

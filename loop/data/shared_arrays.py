@@ -60,7 +60,7 @@ def as_tensor(array: np.ndarray) -> tf.Tensor | None:
     Returns:
         The tensor; None if the array isn't in shared memory, or is a part of one that TensorFlow must copy.
     """
-    # What `np.frombuffer` made is a view of a view of the mapping.
+    # Views of views lead to the buffer that `np.frombuffer` was given.
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base
