@@ -16,7 +16,7 @@ from loop.data.examples import ArraySpec, BadExampleError, specs_of
 from loop.data.indexed import IndexedData
 from loop.data.joined import SequenceColumn
 from loop.data.own_arrays import array_of_own, array_of_own_of
-from loop.data.padding import Padding, Scalar
+from loop.data.padding import Padding, Scalar, in_order
 from loop.data.pending_batches import PendingBatches
 from loop.task import Batch
 
@@ -76,11 +76,14 @@ class BatchLayout:
         self.wide = data.wide
         self.specs: list[ArraySpec] = []
         self._gaps: list[Scalar] = []  # what fills the gaps of each array
+        self._copies_all = True
         # Three lists of one order, that of `tf.nest.flatten`: specs, gaps, and the leaves of each `PendingBatches`.
         for spec in specs:
             is_padded = spec.name in padded
             self.specs.append(dataclasses.replace(spec, padded=int(is_padded)))
             self._gaps.append(self._padding.value(spec.name, spec.dtype) if is_padded else None)
+            # Texts, and numbers that are to be widened, can't be copied as they are.
+            self._copies_all &= not spec.dtype.hasobject and self.dtype(spec) == spec.dtype
 
     @property
     def padded(self) -> list[str | int]:
@@ -137,13 +140,14 @@ class BatchLayout:
         """
         padded = []
         for spec, column in zip(self.specs, columns, strict=True):
-            if spec.padded:
-                padded.append(column)
+            if not spec.padded:
+                continue
+            if not isinstance(column, SequenceColumn):
+                return False
+            padded.append(column)
         if padded:
             # A padded array holds all rows of the batches, and can't be filled by stretches.
             if len(columns[0]) < len(batches.index):
-                return False
-            if not all(isinstance(column, SequenceColumn) for column in padded):
                 return False
             lengths = np.stack([column.lengths for column in padded], 1)
             # Filled one by one, the example that is too long is found and named.
@@ -166,8 +170,7 @@ class BatchLayout:
             examples: as they were read and mapped.
         """
         columns = columns_of(examples, self.specs)
-        # Texts and numbers that are to be widened aren't copied as they are.
-        if columns is None or any(spec.dtype.hasobject or self.dtype(spec) != spec.dtype for spec in self.specs):
+        if columns is None or not self._copies_all:
             return False
 
         # Rows that were written before an array was found unlike the others are written once more, one by one.
@@ -306,7 +309,7 @@ class BatchLayout:
     def _with_masks(self, arrays: Sequence[Any], masks: dict[str | int, Any]) -> Batch:
         """The batch with its masks, in the structure of an example."""
         batch = tf.nest.pack_sequence_as(self._structure, list(arrays))
-        return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
+        return self._padding.with_masks(batch, in_order(masks, self._masked))
 
     def tensor_specs(self) -> list[tf.TensorSpec]:
         """The specs of a batch's arrays; padded axes are open."""

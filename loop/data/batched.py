@@ -37,7 +37,7 @@ def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:
         what: the method that returned it, for the error.
         padded: whether its examples are said to differ in length.
     """
-    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+    shapes = _shapes_of(dataset)
     batching = _last_batching(dataset)
     if batching is None or not _share_first_axis(shapes, batching.size):
         return
@@ -63,7 +63,7 @@ def warn_of_equal_sizes(dataset: tf.data.Dataset, examples: Batch, what: str) ->
     """
     if not _made_by_generator(dataset):
         return
-    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+    shapes = _shapes_of(dataset)
     leaves = tf.nest.flatten(examples)
     # Such as inputs [?, 28, 28] and labels [?]: batches have several ranks, and one first axis in all examples.
     unknown = all(shape.rank and shape[0] is None for shape in shapes)
@@ -78,6 +78,11 @@ def warn_of_equal_sizes(dataset: tf.data.Dataset, examples: Batch, what: str) ->
             "loop.StreamData(dataset, check_batched=False)",
             stacklevel=2,
         )
+
+
+def _shapes_of(dataset: tf.data.Dataset) -> list[tf.TensorShape]:
+    """The shapes of the tensors of an example."""
+    return [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
 
 
 def _share_first_axis(shapes: list[tf.TensorShape], size: int | None) -> bool:

@@ -40,6 +40,11 @@ class ArraySpec:
         return f"array {self.name!r}: "
 
 
+def names_of(specs: Sequence[ArraySpec]) -> list[str | int]:
+    """The names of the arrays of an example, in order."""
+    return [spec.name for spec in specs]
+
+
 class BadExampleError(UsageError):
     """An example can't be used; the message names it."""
 
@@ -238,6 +243,16 @@ def name_of(path: PartPath) -> str | int:
     return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
 
 
+def named_parts(example: Example) -> tuple[list[str | int], list[Part]]:
+    """The names of the arrays of an example, and its parts, both in the order of `tf.nest.flatten`."""
+    names = []
+    parts = []
+    for path, part in flatten(example):
+        names.append(name_of(path))
+        parts.append(part)
+    return names, parts
+
+
 def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
     """A part of an example as an array.
 
@@ -313,13 +328,12 @@ def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.n
         return arrays
 
     # All other examples are checked in full: for parts that aren't arrays yet, and for an error that names the part.
-    parts = list(flatten(example))
-    names = [name_of(path) for path, _ in parts]
-    expected = [spec.name for spec in specs]
+    names, parts = named_parts(example)
+    expected = names_of(specs)
     if names != expected:
         raise BadExampleError(f"example {index} has the arrays {names}, the first example {expected}: return the same")
     leaves = []
-    for spec, (_, part) in zip(specs, parts, strict=True):
+    for spec, part in zip(specs, parts, strict=True):
         array = array_of(part, spec.name, index)
         if _batch_dtype(array) != spec.dtype:
             raise BadExampleError(

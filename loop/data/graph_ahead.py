@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout, tensor_dtype
-from loop.data.example_parts import flatten, structure_of
-from loop.data.examples import ExampleReader, example_seeds, name_of, specs_of, stacked
+from loop.data.example_parts import structure_of
+from loop.data.examples import ExampleReader, example_seeds, named_parts, names_of, specs_of, stacked
 from loop.data.indexed import IndexedData
 from loop.data.pending_batches import PendingBatches, Position
 from loop.launch.machine import usable_cpus
@@ -179,12 +179,11 @@ class GraphReadAhead:
         Raises:
             ValueError: they are not.
         """
-        parts = list(flatten(made))
-        names = [name_of(path) for path, _ in parts]
-        if names != [spec.name for spec in self._layout.specs]:
+        names, parts = named_parts(made)
+        if names != names_of(self._layout.specs):
             raise ValueError("other arrays than those of the first example")
         tensors = []
-        for spec, (_, part) in zip(self._layout.specs, parts, strict=True):
+        for spec, part in zip(self._layout.specs, parts, strict=True):
             tensor = tf.convert_to_tensor(part)
             if tensor.dtype != tensor_dtype(spec.dtype):
                 raise ValueError(f"{spec.label}dtype {tensor.dtype.name} instead of {spec.dtype}")

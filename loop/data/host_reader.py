@@ -216,7 +216,8 @@ class HostReader:
             return wholes
         order = self._block(epoch, block)
         size = self._options.batch_size
-        return [order[(place + number) * size : (place + number + 1) * size] for number in range(count)]
+        starts = range(place * size, (place + count) * size, size)
+        return [order[start : start + size] for start in starts]
 
     def _order_of_block(self, epoch: int, block: int) -> np.ndarray:
         """The indices of the examples of `_block_steps` global batches: int64 [n]."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from loop.data.example_parts import Example, flatten
-from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, example_seeds, name_of
+from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, example_seeds, name_of, names_of
 from loop.data.graph_map import is_graph, on_tensors
 from loop.data.joined import known_lengths
 from loop.data.padding import FillValues, Padding, as_padding
@@ -147,7 +147,7 @@ class IndexedData:
         if key is None:
             scattered = _scattered(np.arange(self.size, dtype=np.uint64))
         else:
-            scattered = np.fromiter((_hash(key(index)) for index in range(self.size)), np.uint64, self.size)
+            scattered = np.fromiter(map(_hash, map(key, range(self.size))), np.uint64, self.size)
         # Each example's own hash decides, and no count of all: so that it stays in its part when others are added.
         held_out = scattered < np.uint64(share * 2.0**64)
         return self.filter(~held_out), self.filter(held_out)
@@ -180,7 +180,7 @@ class IndexedData:
                 )
             given = given[name]
         if callable(given):
-            return np.array([given(index) for index in ids.tolist()], np.int64)
+            return np.array(list(map(given, ids.tolist())), np.int64)
         known = np.asarray(given)
         if known.ndim != 1 or len(known) != len(self.reader) or known.dtype.kind not in "iu":
             raise UsageError(
@@ -200,7 +200,7 @@ class IndexedData:
         """
         if self.padding is None:
             return []
-        names = [spec.name for spec in specs]
+        names = names_of(specs)
         # Lengths by name say which arrays are padded; a single list of lengths has to be compared to the shapes.
         if isinstance(self._lengths, Mapping):
             for name in self._lengths:

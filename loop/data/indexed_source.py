@@ -167,7 +167,8 @@ class IndexedSource(ArraySource):
             position = Position(int(epoch), int(step) + number)
             batches = self._reader.batches(self._shares, 1, position)
             rows = batches.rows_at(position)
-            read.append([batches.index[rows], *(leaf[rows] for leaf in batches.leaves)])
+            arrays_of_batches = [batches.index, *batches.leaves]
+            read.append([array[rows] for array in arrays_of_batches])
 
         # Filled up at the end of the data: the graph gives a block the shape [steps, batch size, ...].
         rows_of_block = steps * self.options.batch_size
@@ -202,7 +203,9 @@ def _in_thread_of_its_own(
     """
     scalar = tf.TensorSpec([], tf.int64)
     # Raw operations, since `tf.data.Dataset.map` doesn't let `use_inter_op_parallelism` be set.
-    outputs = {"output_types": [spec.dtype for spec in specs], "output_shapes": [spec.shape for spec in specs]}
+    dtypes = [spec.dtype for spec in specs]
+    shapes = [spec.shape for spec in specs]
+    outputs = {"output_types": dtypes, "output_shapes": shapes}
     positions = tf.raw_ops.TensorDataset(components=position, output_shapes=[scalar.shape, scalar.shape])
     called = tf.raw_ops.MapDataset(
         input_dataset=positions,

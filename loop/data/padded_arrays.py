@@ -11,7 +11,7 @@ from loop.data.array_source import ArraySource, constant
 from loop.data.arrays import ArrayData, Structure
 from loop.data.batch import BatchOptions, ReadBatch
 from loop.data.buckets import LengthBuckets
-from loop.data.padding import Padding, along_axis, call_with, leaf_names, lengthened
+from loop.data.padding import Padding, along_axis, call_with, in_order, leaf_names, lengthened
 from loop.data.sequence_arrays import Sequences
 from loop.errors import UsageError
 from loop.task import Batch
@@ -121,7 +121,7 @@ class PaddedArraySource(ArraySource):
 
     def _with_masks(self, batch: Structure, masks: dict[str | int, Structure]) -> Structure:
         """A batch, or its specs, with the masks that the padding asks for, in the order in which it names them."""
-        return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
+        return self._padding.with_masks(batch, in_order(masks, self._masked))
 
     def _gathered(self, array: _Padded, index: tf.Tensor, whole: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Some examples of a padded array, [n, lengths..., ...]; and where there is data, bool [n, lengths...]."""

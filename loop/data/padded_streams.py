@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from loop.data.padding import Padding, Scalar, Structure, along_axis, call_with, leaf_names
+from loop.data.padding import Padding, Scalar, Structure, along_axis, call_with, in_order, leaf_names
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -86,7 +86,10 @@ class PaddedBatches:
         """An example with its sizes, and the length by which it is sorted."""
         structure = example if isinstance(self._spec, tuple) else example[0]
         leaves = tf.nest.flatten(structure)
-        shapes = [tf.shape(leaf, tf.int64)[:axes] for leaf, axes in zip(leaves, self.axes, strict=True) if axes]
+        shapes = []
+        for leaf, axes in zip(leaves, self.axes, strict=True):
+            if axes:
+                shapes.append(tf.shape(leaf, tf.int64)[:axes])
         checks = []
         if self._padding.mask is True:
             checks = [_same_lengths(shapes[0], shape) for shape in shapes[1:]]
@@ -134,7 +137,7 @@ class PaddedBatches:
                     masks[name] = _mask(own, padded, axes)
             tensors.append(leaf)
         batch = tf.nest.pack_sequence_as(self._spec, tensors)
-        return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
+        return self._padding.with_masks(batch, in_order(masks, self._masked))
 
 
 def open_axes(spec: tf.TensorSpec) -> int:

@@ -127,13 +127,20 @@ class Padding:
         if not masks:
             return batch
         if isinstance(batch, Mapping):
-            named = {"mask" if self.mask is True else f"{name}_mask": mask for name, mask in masks.items()}
+            named = {}
+            for name, mask in masks.items():
+                named["mask" if self.mask is True else f"{name}_mask"] = mask
             for name in sorted(named):
                 if name in batch:
                     raise UsageError(f"Padding(mask=...) adds {name!r}, but the examples have a {name!r}: rename it")
             return {**batch, **named}
         parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         return (*parts, *masks.values())
+
+
+def in_order(masks: Mapping[str | int, T], names: Sequence[str | int]) -> dict[str | int, T]:
+    """The masks of these arrays, in this order, which is that in which they stand behind a batch."""
+    return {name: masks[name] for name in names}
 
 
 def as_padding(padding: Padding | FillValues) -> Padding | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -96,7 +95,9 @@ def one_order(dataset: tf.data.Dataset) -> bool:
         graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=policy).numpy())
     except tf.errors.OpError:  # a part can't be written as a graph: nothing shows that the order isn't fixed
         return True
-    nodes = itertools.chain(graph.node, *(function.node_def for function in graph.library.function))
+    nodes = list(graph.node)
+    for function in graph.library.function:
+        nodes += function.node_def
     return all(node.attr["deterministic"].s != b"false" for node in nodes)
 
 

@@ -195,8 +195,8 @@ def _is_users(module: Any) -> bool:
         return False
     if module.__name__.split(".")[0] in ("loop", "callbacks", "cli"):
         return False
-    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not any(Path(file).is_relative_to(path) for path in installed if path)
+    installed = filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+    return not any(map(Path(file).is_relative_to, installed))
 
 
 def _shared_file() -> int:

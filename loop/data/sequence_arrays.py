@@ -103,7 +103,7 @@ def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequ
     """The examples of one array, one after the other."""
     # An empty list has a dtype and a shape that NumPy has made up.
     filled = [example for example in examples if example.size]
-    ranks = {example.ndim for example in filled}
+    ranks = set(map(np.ndim, filled))
     if len(ranks) > 1 or ranks == {0}:
         raise UsageError(
             f"ArrayData: array {name!r} has examples of {', '.join(map(str, sorted(ranks)))} dimensions: give all the "

@@ -45,9 +45,9 @@ class RecordSource:
     def __init__(self, paths: Sequence[Path], features: Mapping[str, tf.io.FixedLenFeature] | None) -> None:
         self.by_column = features is not None
         self._features = features
-        self._files = [DataFile(path) for path in paths]
+        self._files = list(map(DataFile, paths))
         self._offsets = _offsets_of_all(paths)
-        self._ends = np.cumsum([len(offsets) for offsets in self._offsets])
+        self._ends = np.cumsum(list(map(len, self._offsets)))
         self._local = threading.local()  # two threads must not share a reader of TensorFlow's
 
     def __len__(self) -> int:
