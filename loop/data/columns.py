@@ -1,4 +1,4 @@
-"""Many examples put into the arrays of a batch at once, where all are as most are: a few calls for a whole batch."""
+"""Puts many examples into the arrays of a batch by a few calls of NumPy, where all examples are alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _axes_of = operator.attrgetter("ndim")
 
 
 def columns_of(examples: Sequence[Any], specs: Sequence[ArraySpec]) -> list[Sequence[Any]] | None:
-    """The values of each array, one for each example; None: the examples have to be looked at one by one.
+    """The values of each array, one for each example; None: the examples must be checked one by one.
 
     Args:
         examples: as they were read and mapped.

@@ -30,7 +30,7 @@ _NOWHERE = Position(-1, 0)
 class GraphReadAhead:
     """Batches, in order, whose examples tf.data maps before they are asked for: on all cores, without Python.
 
-    What tf.data raises names no example. So any error ends this one, and `ReadAhead` finds the example.
+    An error of tf.data names no example. So after any error `ReadAhead` takes over, and finds the example.
 
     Args:
         data: the data, whose map is a `tf.function`.

@@ -31,7 +31,7 @@ _AT_ONCE = 32
 """How many batches are handed over to a graph at once, at most."""
 
 _AT_ONCE_BYTES = 1 << 21
-"""How large they may be together: a graph holds them while it computes, in the cache that it needs itself."""
+"""How many bytes they may have together: while a graph computes, they take a part of the cache that it needs itself."""
 
 
 class HostReader:
@@ -95,7 +95,7 @@ class HostReader:
             raise
 
     def batches_if_ready(self, shares: RowShares, parts: int, position: Position) -> PendingBatches | None:
-        """See `batches`; None: they aren't filled yet, or have to be waited for."""
+        """See `batches`. None: they aren't filled yet."""
         if position.step >= self._steps_per_epoch:
             return self.nothing(position)
         ahead = self._reader(shares, parts)
@@ -203,9 +203,9 @@ class HostReader:
                 "it as it is while a run reads it"
             )
         epoch, step = position
-        block, place = divmod(step, self._block_steps)
+        block, step_in_block = divmod(step, self._block_steps)
         # Not beyond the block, nor the epoch.
-        count = min(at_once, self._block_steps - place, self._steps_per_epoch - step)
+        count = min(at_once, self._block_steps - step_in_block, self._steps_per_epoch - step)
         if self._buckets is not None:
             wholes = []
             with tf.device("CPU:0"):
@@ -216,20 +216,20 @@ class HostReader:
             return wholes
         order = self._block(epoch, block)
         size = self._options.batch_size
-        starts = range(place * size, (place + count) * size, size)
+        starts = range(step_in_block * size, (step_in_block + count) * size, size)
         return [order[start : start + size] for start in starts]
 
     def _order_of_block(self, epoch: int, block: int) -> np.ndarray:
         """The indices of the examples of `_block_steps` global batches: int64 [n]."""
         size = self._data.size
         count = self._block_steps * self._options.batch_size
-        places = np.arange(block * count, min((block + 1) * count, size), dtype=np.int64)
+        positions = np.arange(block * count, min((block + 1) * count, size), dtype=np.int64)
         if not self._options.shuffle:
-            return places
+            return positions
         with tf.device("CPU:0"):
             # The permutation of `ArraySource`, with the same seed: both kinds of data come in one order.
             seed = np.array([self._options.seed, epoch], np.int64)
-            return np.asarray(tf.random.experimental.index_shuffle(places, seed=seed, max_index=size - 1))
+            return np.asarray(tf.random.experimental.index_shuffle(positions, seed=seed, max_index=size - 1))
 
     def _widths(self, wholes: list[np.ndarray], epoch: int) -> np.ndarray:
         """The lengths that the arrays of some global batches are padded to: int64 [batches, padded arrays]."""

@@ -24,7 +24,7 @@ Lengths: TypeAlias = Sequence[int] | np.ndarray | Callable[[int], int]
 """The length of each example: an array [examples], or a function of the index."""
 
 _SEARCHED = 64
-"""The number of first examples among which one of another length than the first is searched."""
+"""The number of examples, from the first one on, among which one of another length is searched."""
 
 
 class IndexedData:
@@ -181,13 +181,13 @@ class IndexedData:
             given = given[name]
         if callable(given):
             return np.array(list(map(given, ids.tolist())), np.int64)
-        known = np.asarray(given)
-        if known.ndim != 1 or len(known) != len(self.reader) or known.dtype.kind not in "iu":
+        counts = np.asarray(given)
+        if counts.ndim != 1 or len(counts) != len(self.reader) or counts.dtype.kind not in "iu":
             raise UsageError(
-                f"IndexedData(lengths=...): {known.dtype}{list(known.shape)} instead of an integer for each of "
+                f"IndexedData(lengths=...): {counts.dtype}{list(counts.shape)} instead of an integer for each of "
                 f"{len(self.reader)} examples"
             )
-        return known.take(ids).astype(np.int64)
+        return counts.take(ids).astype(np.int64)
 
     def padded_names(self, specs: Sequence[ArraySpec]) -> list[str | int]:
         """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.

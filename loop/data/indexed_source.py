@@ -139,13 +139,13 @@ class IndexedSource(ArraySource):
         return self.data.skips or super().leaves_some_without(parts)
 
     def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
-        own = super().replica_rows(feed, replica, part, parts)
+        rows = super().replica_rows(feed, replica, part, parts)
         if not self.data.skips:
-            return own
+            return rows
         # Rows are taken out after they were shared out: the others stay where they are on any number of replicas.
-        kept = own.index != SKIPPED
-        batch = tf.nest.map_structure(lambda tensor: tf.boolean_mask(tensor, kept), own.batch)
-        return own._replace(batch=batch, index=tf.boolean_mask(own.index, kept))
+        kept = rows.index != SKIPPED
+        batch = tf.nest.map_structure(lambda tensor: tf.boolean_mask(tensor, kept), rows.batch)
+        return rows._replace(batch=batch, index=tf.boolean_mask(rows.index, kept))
 
     def _fetch(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
         """On the host: the worker's rows of a global batch and of others around it, as they are handed over."""

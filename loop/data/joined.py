@@ -83,21 +83,21 @@ def sequences(values: np.ndarray | str | os.PathLike[str], lengths: Sequence[int
             f"loop.sequences({type(values).__name__}): give one array with all sequences behind each other, a memory "
             "map, or the path of an .npy file"
         )
-    known = np.asarray(lengths)
-    if known.ndim != 1 or known.dtype.kind not in "iu":
+    counts = np.asarray(lengths)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
         raise UsageError(
-            f"loop.sequences(lengths=...): {known.dtype}{list(known.shape)}: give the number of elements of each "
+            f"loop.sequences(lengths=...): {counts.dtype}{list(counts.shape)}: give the number of elements of each "
             "sequence, integers [examples]"
         )
-    if (known < 0).any():
-        index = int(np.argmax(known < 0))
-        raise UsageError(f"loop.sequences(lengths=...): {known[index]} for sequence {index}: give numbers from 0 on")
-    if known.sum() != len(reader):
+    if (counts < 0).any():
+        index = int(np.argmax(counts < 0))
+        raise UsageError(f"loop.sequences(lengths=...): {counts[index]} for sequence {index}: give numbers from 0 on")
+    if counts.sum() != len(reader):
         raise UsageError(
-            f"loop.sequences: {len(known):,} lengths add up to {known.sum():,}, and there are {len(reader):,} "
+            f"loop.sequences: {len(counts):,} lengths add up to {counts.sum():,}, and there are {len(reader):,} "
             "elements: give the length of each sequence, in the order in which they lie in the array"
         )
-    return JoinedSequences(reader, known.astype(np.int64))
+    return JoinedSequences(reader, counts.astype(np.int64))
 
 
 def known_lengths(reader: Reader) -> np.ndarray | dict[str | int, np.ndarray] | None:

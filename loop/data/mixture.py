@@ -1,4 +1,4 @@
-"""Mixtures: several indexed sources as one, each with a share of the examples of every batch, to the example."""
+"""Mixtures: several indexed sources as one, each with an exact share of the examples."""
 
 from __future__ import annotations
 
@@ -140,8 +140,9 @@ class _Mixture:
             # An order for each of the source's epochs; a stream of its own, so that no two sources are shuffled alike.
             for own_epoch in np.unique(own_epochs).tolist():
                 same = own_epochs == own_epoch
-                own = _shuffled(own_positions[same], seed, own_epoch + (number + 1) * STREAM, part.size)
-                ids[rows[same]] = self._firsts[number] + part.resolve(own, own_epoch, seed)
+                stream = own_epoch + (number + 1) * STREAM
+                shuffled = _shuffled(own_positions[same], seed, stream, part.size)
+                ids[rows[same]] = self._firsts[number] + part.resolve(shuffled, own_epoch, seed)
         return ids
 
     def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:

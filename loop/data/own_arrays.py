@@ -26,7 +26,7 @@ def array_of_own(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 
 def array_of_own_of(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """An array as `array_of_own` makes them: itself, if it is one and of this dtype, else a copy."""
+    """The array itself, if it has this dtype and is as `array_of_own` makes them; else such a copy."""
     # One that doesn't own its memory may be a view of the source's.
     if array.dtype == dtype and array.flags.c_contiguous and array.flags.owndata and array.ctypes.data % _ALIGNMENT:
         return array

@@ -64,8 +64,8 @@ class PaddedBatches:
 
             @tf.autograph.experimental.do_not_convert
             def batch(position: tf.Tensor) -> Batch:
-                own = order[position * size : (position + 1) * size]
-                rows = tf.nest.map_structure(lambda tensor: tf.gather(tensor, own), window)
+                indices = order[position * size : (position + 1) * size]
+                rows = tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), window)
                 return self._finished(*rows)
 
             count = examples // size if drop_remainder else -(-examples // size)
@@ -129,12 +129,12 @@ class PaddedBatches:
         leaves = zip(self._names, tf.nest.flatten(structure), self.axes, self._values, strict=True)
         for name, leaf, axes, value in leaves:
             if axes:
-                own = next(shapes_left)
-                padded = self._padding.length(own)
+                sizes = next(shapes_left)
+                padded = self._padding.length(sizes)
                 for axis in range(axes):
                     leaf = _of_size(leaf, axis + 1, padded[axis], value)
                 if name in self._masked:
-                    masks[name] = _mask(own, padded, axes)
+                    masks[name] = _mask(sizes, padded, axes)
             tensors.append(leaf)
         batch = tf.nest.pack_sequence_as(self._spec, tensors)
         return self._padding.with_masks(batch, in_order(masks, self._masked))

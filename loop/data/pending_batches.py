@@ -60,7 +60,7 @@ class PendingBatches:
 
     @property
     def count(self) -> int:
-        """How many batches they are."""
+        """The number of batches."""
         return len(self.starts) - 1
 
     @property

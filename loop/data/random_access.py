@@ -116,11 +116,11 @@ class ArrayRows:
         return self._in_parts(self._taken, indices)
 
     def stretches(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Several stretches of rows, one behind the other; where each begins, and where it ends: int64 [n] both."""
+        """Several stretches of rows, joined: each from its start up to its end, int64 [n] both."""
         return self._in_parts(self._joined, starts, ends)
 
     def _in_parts(self, read: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:
-        """What a function reads at some places; of a large map in parts, so that few of its pages are in memory."""
+        """Reads some places by a function. A large map is read in parts, so that few of its pages are in memory."""
         if self._file is not None:
             self._file.check()  # the system kills a process that reads past the end of a mapped file
         if not self._is_large:
@@ -145,14 +145,16 @@ class ArrayRows:
 
         # As bytes, whose slices take less time than those of an array; see `_bytes_of`.
         rows = np.empty([int((ends - starts).sum()), *self._rows.shape[1:]], self._rows.dtype)
-        written = _bytes_of(rows)
-        place = 0
+        out = _bytes_of(rows)
+        filled = 0
         for first in range(0, len(starts), _JOINED_AT_ONCE):
-            own = slice(first, first + _JOINED_AT_ONCE)
-            bounds = zip((starts[own] * self._row_bytes).tolist(), (ends[own] * self._row_bytes).tolist(), strict=True)
+            chunk = slice(first, first + _JOINED_AT_ONCE)
+            first_bytes = (starts[chunk] * self._row_bytes).tolist()
+            end_bytes = (ends[chunk] * self._row_bytes).tolist()
+            bounds = zip(first_bytes, end_bytes, strict=True)
             joined = b"".join([self._bytes[start:end] for start, end in bounds])
-            written[place : place + len(joined)] = joined
-            place += len(joined)
+            out[filled : filled + len(joined)] = joined
+            filled += len(joined)
         return rows
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Reading ahead: threads of the host fill the batches that the next steps will ask for, unless that takes longer."""
+"""Reading ahead: threads fill the batches of the next steps, unless it is faster to read each when it is asked for."""
 
 from __future__ import annotations
 

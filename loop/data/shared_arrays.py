@@ -1,4 +1,4 @@
-"""Arrays that all workers of a machine read in the same memory: there once, however many workers there are."""
+"""Arrays in memory that all workers of a machine share: each is there once, however many workers there are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loop.data.arrays import ArrayData
 _LEAST = 1 << 20
 """Arrays of fewer bytes stay as they are."""
 _ALIGNMENT = 64
-"""Bytes: TensorFlow takes an array at a multiple of this as it is."""
+"""Bytes. TensorFlow uses an array whose address is a multiple of this without a copy."""
 _AT_ONCE = 1 << 24
 """How many bytes are compared at once."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -133,8 +133,8 @@ class StreamSource:
         if again is not None:
 
             def split_again() -> StreamSource | None:
-                made = again()
-                return None if made is None else made.sharded(backend, policy)
+                remade = again()
+                return None if remade is None else remade.sharded(backend, policy)
 
             split._again = split_again
         return split
