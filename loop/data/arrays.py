@@ -160,7 +160,7 @@ def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str |
 
 def _array_or_sequences(given: Given, name: str | int) -> Array:
     """One array, if NumPy can make one; else examples of different lengths."""
-    # Of these, NumPy would make an array of objects, or none.
+    # Of these, NumPy would make an array of objects, or fail.
     one_by_one = isinstance(given, tf.RaggedTensor)
     if isinstance(given, np.ndarray) and given.dtype == object:
         one_by_one = is_list_of_examples(given)

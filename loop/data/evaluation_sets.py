@@ -29,7 +29,7 @@ def named(made: Any) -> dict[str, Any]:
                 f"eval_data() has a set of the name {name!r}: give names of letters, digits, _, - and ., such as "
                 '{"val": ..., "test": ...}'
             )
-    return {name: held_out for name, held_out in made.items() if held_out is not None}  # None: left out by the task
+    return {name: held_out for name, held_out in made.items() if held_out is not None}
 
 
 def described(name: str) -> str:

@@ -76,8 +76,6 @@ class IndexedData:
         if map is None and lengths is None:
             lengths = known_lengths(reader)
         _check_lengths(self.padding, has_lengths=lengths is not None)
-
-        # All that can be refused is refused here, before a run starts or a process is made.
         self.maps_in_graph = is_graph(map)
         called_map = on_tensors(map) if is_graph(map) else map
         self.reader: ExampleReader | MixedReader = ExampleReader(reader, called_map)
@@ -171,6 +169,7 @@ class IndexedData:
         """The lengths of an array in examples of the source, by their numbers there: int64 [n]."""
         if self._lengths_of is not None:  # of a mixture, each of whose sources has its own
             return self._lengths_of(ids, name)
+
         given = self._lengths
         if isinstance(given, Mapping):
             if name not in given:

@@ -32,7 +32,7 @@ class JoinedSequences:
 
     def read(self, indices: np.ndarray) -> SequenceColumn:
         """The sequences of these indices, int64 [n]."""
-        # As many array operations as arrays, and none for each sequence: that is what makes reading them fast.
+        # A few array operations for all sequences, and none for each one: that makes reading them fast.
         lengths = self.lengths.take(indices)
         ends = self._ends.take(indices)
         return SequenceColumn(self._values.stretches(ends - lengths, ends), lengths)
