@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# For type checkers and editors, which don't see what `__getattr__` loads.
 if TYPE_CHECKING:
     from loop.data.array_source import ArraySource
     from loop.data.arrays import ArrayData
@@ -117,5 +118,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'loop.data' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"loop.data.{_HOMES[name]}"), name)
-    globals()[name] = value
+    globals()[name] = value  # from now on it is found without `__getattr__`
     return value

@@ -74,6 +74,7 @@ class ArraySource(PositionSource):
         self._shares = RowShares(size, batch, options.drop_remainder)
         self._device = ""
 
+        # In this order: `head` reads what `_open` has made ready.
         self.batch_bytes = max(1, self._open(data) * batch // size)
         self.example = self.head(3)
 
@@ -132,11 +133,13 @@ class ArraySource(PositionSource):
         Rows past the end of the data are undefined; callers discard them.
         """
         batch = self.options.batch_size
+
+        def in_batches(tensor: tf.Tensor) -> tf.Tensor:
+            return tf.reshape(tensor, [steps, batch, *tensor.shape[1:]])
+
         with tf.device("CPU:0"):
             positions = tf.minimum(step * batch + tf.range(steps * batch, dtype=tf.int64), self.size - 1)
-            read = tf.nest.map_structure(
-                lambda tensor: tf.reshape(tensor, [steps, batch, *tensor.shape[1:]]), self._read(epoch, positions)
-            )
+            read = tf.nest.map_structure(in_batches, self._read(epoch, positions))
         return self._copied(read)
 
     def _copied(self, read: ReadBatch) -> ReadBatch:
@@ -173,6 +176,7 @@ class ArraySource(PositionSource):
 
     def whole(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
         """The whole global batch at `step` of `epoch`."""
+        # As one replica that has all rows. What `read_batch` returned to this worker are its own rows alone.
         alone = self._for_replicas(0, 1, 1)
         return alone.replica_rows((epoch, step, alone.read_batch((), epoch, step)), 0)
 
@@ -196,6 +200,7 @@ class ArraySource(PositionSource):
         """The rows of a replica in micro-batch `part` of `parts`, from what `read_batch` returned."""
         epoch, step, (index, batch) = feed
         number = step * parts + part
+        # One replica with one part has all that was read: no operation cuts it.
         if parts == 1 and self._shares.replicas == 1:
             first = tf.constant(0, tf.int64)
         else:

@@ -39,6 +39,7 @@ class ArrayData:
     def __init__(self, *arrays: Given, padding: Padding | FillValues = None) -> None:
         if not arrays:
             raise UsageError("ArrayData() without arrays: give at least one")
+        # Positions stand for names, so that all that follows is the same for dicts and tuples.
         is_dict = len(arrays) == 1 and isinstance(arrays[0], dict)
         named: dict[str | int, Given] = dict(arrays[0]) if is_dict else dict(enumerate(arrays))
         if any(isinstance(array, dict) for array in named.values()):
@@ -60,13 +61,13 @@ class ArrayData:
                 is an array itself.
         """
         if isinstance(data, list | tuple):  # the parts of an example, even if they are lists of numbers
-            return cls.of_structure(tuple(_as_arrays(part) for part in data))
+            return cls.of_structure(tuple(map(_as_arrays, data)))
         return cls.of_structure(_as_arrays(data))
 
     @classmethod
     def of_structure(cls, arrays: Structure, padding: Padding | None = None) -> ArrayData:
         """Arrays and `Sequences` in any structure of dicts and tuples."""
-        data = cls.__new__(cls)
+        data = cls.__new__(cls)  # past `__init__`, which takes no nested structures, and would convert the arrays
         data.arrays = arrays
         data.padding = padding
         data.size = data._checked_size()
@@ -76,9 +77,9 @@ class ArrayData:
         """The number of examples, which must be the same in all arrays."""
         arrays = tf.nest.flatten(self.arrays)
         shapes = [array.shape for array in arrays if isinstance(array, np.ndarray)]
-        if any(not shape for shape in shapes):
+        if () in shapes:
             raise UsageError("ArrayData: a scalar has no examples: give arrays of shape [n, ...]")
-        sizes = [len(array) for array in arrays]
+        sizes = list(map(len, arrays))
         if len(set(sizes)) != 1:
             raise UsageError(
                 f"ArrayData: arrays of unequal length ({', '.join(map(str, sizes))} examples; shapes "
@@ -108,7 +109,7 @@ def _as_arrays(structure: Structure) -> Structure:
     if isinstance(structure, dict):
         return {name: _as_arrays(value) for name, value in structure.items()}
     if _holds_arrays(structure):
-        return tuple(_as_arrays(value) for value in structure)
+        return tuple(map(_as_arrays, structure))
     return np.asarray(structure)
 
 
@@ -116,9 +117,12 @@ def _holds_arrays(structure: Structure) -> bool:
     """Whether a list or tuple has arrays or dicts in it. A list of numbers is an array itself."""
     if not isinstance(structure, list | tuple):
         return False
-    return all(
-        isinstance(value, dict) or bool(getattr(value, "shape", ())) or _holds_arrays(value) for value in structure
-    )
+    return all(map(_is_array_or_holds_some, structure))
+
+
+def _is_array_or_holds_some(value: Structure) -> bool:
+    # A NumPy scalar has the shape (), and is a number of a list of numbers.
+    return isinstance(value, dict) or bool(getattr(value, "shape", ())) or _holds_arrays(value)
 
 
 def _converted(arrays: Mapping[str | int, Given], padding: Padding | None) -> dict[str | int, Array]:
@@ -128,7 +132,7 @@ def _converted(arrays: Mapping[str | int, Given], padding: Padding | None) -> di
         if not isinstance(array, Sequences):
             continue
         if padding is not None:
-            return converted
+            return converted  # lists of one length stay arrays here: another array has examples of different lengths
         which = f"array {name!r}: " if len(converted) > 1 else ""
         raise UsageError(
             f"ArrayData: {which}examples of different lengths ({lengths_of(array)}): give "
@@ -156,6 +160,7 @@ def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str |
 
 def _array_or_sequences(given: Given, name: str | int) -> Array:
     """One array, if NumPy can make one; else examples of different lengths."""
+    # Of these, NumPy would make an array of objects, or fail.
     one_by_one = isinstance(given, tf.RaggedTensor)
     if isinstance(given, np.ndarray) and given.dtype == object:
         one_by_one = is_list_of_examples(given)
@@ -165,6 +170,7 @@ def _array_or_sequences(given: Given, name: str | int) -> Array:
         except ValueError:  # a list of lists of different lengths
             pass
     examples = as_sequences(given, name)
+    # One shape after all, as of a ragged tensor with rows of one length: a plain array, which is read faster.
     if len(examples) and (examples.shapes == examples.shapes[0]).all():
         return examples.rows.reshape([len(examples), *examples.shapes[0], *examples.rows.shape[1:]])
     return examples
@@ -176,6 +182,7 @@ def _check_one_mask(arrays: Mapping[str | int, Array], padding: Padding | None) 
     first = next(iter(padded.values()), None)
     if first is None or padding is None or padding.mask is not True:
         return
+    # With one mask for all, data of the longer array would be taken for padding.
     if any(not np.array_equal(first.shapes, array.shapes) for array in padded.values()):
         names = list(padded)
         raise UsageError(

@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
     def of_count(self, count: int | None) -> Rows:
         """The same rows, as tensors whose static shapes say how many rows there are; None: as they are."""
-        if count is None or self.index.shape[0] == count:
+        if count is None or self.index.shape[0] == count:  # no operation where the shape is known already
             return self
         index, batch = tf.nest.map_structure(
             lambda tensor: tf.ensure_shape(tensor, [count, *tensor.shape[1:]]), (self.index, self.batch)
@@ -105,12 +105,14 @@ def likely_rows(options: Options, replicas: int, others: int = 1) -> RowCounts:
         replicas: the number of replicas that it is trained on.
         others: the number of replicas that it is used on here.
     """
+    # One replica's share of a micro-batch, which is what the model sees in training.
     share = max(1, options["batch_size"] // (replicas * (options["accumulate"] or 1)))
     return RowCounts(share, others, 1, [], [])
 
 
 def _shares(n: int, replicas: int, parts: int) -> list[int]:
     """The different numbers of rows, without 0, in the replicas' shares of the micro-batches of n rows."""
+    # In the order in which a batch is cut: first into micro-batches, and each of these into replicas' shares.
     sizes = set()
     for part in range(parts):
         low, high = rows(n, part, parts)
@@ -122,6 +124,7 @@ def _shares(n: int, replicas: int, parts: int) -> list[int]:
 
 def rows(n: Number, part: Number | int, parts: int) -> tuple[Number, Number]:
     """Where part number `part` of n rows begins and ends. Parts are contiguous and differ by one row at most."""
+    # By integers alone, so that Python and the graph come to the same; neighbors share a border, whatever n is.
     return part * n // parts, (part + 1) * n // parts
 
 

@@ -33,6 +33,7 @@ class BatchFiller:
         self._data = data
         self._layout = layout
         self._seed = seed
+        # Rows that are read by column are a batch as they come, without another copy.
         self.whole_batches = data.reader.by_column and not data.readers and not layout.padded
         self._processes = ReaderProcesses(pickled(data.reader, layout.specs), data.readers) if data.readers else None
 
@@ -48,6 +49,7 @@ class BatchFiller:
             BadExampleError: an example has other arrays than the first, if it isn't to be skipped.
             TrainingError: an example can't be read, if it isn't to be skipped; a reader process has ended.
         """
+        # Seeds are made of the order's indices, ids are the source's numbers: a part of the data has other ids.
         indices = batches.index[stretch]
         epoch = batches.first.epoch
         ids = self._data.resolve(indices, epoch, self._seed)
@@ -57,6 +59,8 @@ class BatchFiller:
             assert isinstance(columns, tuple)  # of a reader by column
             batches.leaves = self._layout.leaves_of(columns)
             return
+
+        # From the fastest way to the slowest: filled while they were read, by whole columns, and one by one.
         read = self._read_examples(ids, seeds, thread, batches, stretch)
         if isinstance(read, tuple) and self._layout.fill_columns(batches, stretch, read):
             return
@@ -70,6 +74,7 @@ class BatchFiller:
                 if not self._data.skips:
                     raise
                 warnings.warn(f"{error}; it is left out (on_bad_example='skip')", stacklevel=2)
+                # The row stays, so that all others stay where they are; the graph takes it out.
                 self._layout.clear(batches, row)
                 batches.index[row] = SKIPPED
 
@@ -84,9 +89,11 @@ class BatchFiller:
         """See `arrays_of`; by the process of this thread, once it is ready. Empty: the rows are filled already."""
         reader = self._data.reader
         process = self._processes and self._processes.of_thread(thread)
-        if process:
+        if process:  # else there is none, or it is still starting, and this thread reads
             return process.read(ids, seeds)
         if reader.by_column:
             return arrays_of(reader, self._layout.specs, ids, seeds)
         examples = reader.read(ids, seeds)
-        return [] if self._layout.fill_all(batches, stretch, examples) else checked(examples, self._layout.specs, ids)
+        if self._layout.fill_all(batches, stretch, examples):
+            return []
+        return checked(examples, self._layout.specs, ids)

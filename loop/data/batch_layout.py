@@ -11,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.columns import columns_of, fill_column, lengths_of
+from loop.data.example_parts import Example, structure_of
 from loop.data.examples import ArraySpec, BadExampleError, specs_of
 from loop.data.indexed import IndexedData
 from loop.data.joined import SequenceColumn
 from loop.data.own_arrays import array_of_own, array_of_own_of
-from loop.data.padding import Padding, Scalar
+from loop.data.padding import Padding, Scalar, in_order
 from loop.data.pending_batches import PendingBatches
-from loop.data.random_access import Example, structure_of
 from loop.task import Batch
 
 
@@ -76,10 +76,14 @@ class BatchLayout:
         self.wide = data.wide
         self.specs: list[ArraySpec] = []
         self._gaps: list[Scalar] = []  # what fills the gaps of each array
+        self._copies_all = True
+        # Three lists of one order, that of `tf.nest.flatten`: specs, gaps, and the leaves of each `PendingBatches`.
         for spec in specs:
             is_padded = spec.name in padded
             self.specs.append(dataclasses.replace(spec, padded=int(is_padded)))
             self._gaps.append(self._padding.value(spec.name, spec.dtype) if is_padded else None)
+            # Texts, and numbers that are to be widened, can't be copied as they are.
+            self._copies_all &= not spec.dtype.hasobject and self.dtype(spec) == spec.dtype
 
     @property
     def padded(self) -> list[str | int]:
@@ -89,7 +93,10 @@ class BatchLayout:
     @property
     def example_bytes(self) -> int:
         """About how many bytes an example has."""
-        return sum(int(np.prod(spec.shape)) * spec.dtype.itemsize for spec in self.specs)
+        bytes_ = 0
+        for spec in self.specs:
+            bytes_ += int(np.prod(spec.shape)) * spec.dtype.itemsize
+        return bytes_
 
     def bytes_of_rows(self, widths: np.ndarray) -> np.ndarray:
         """How many bytes a row of a batch has: int64 [batches].
@@ -98,7 +105,7 @@ class BatchLayout:
             widths: the lengths that its arrays are padded to: int64 [batches, padded arrays].
         """
         bytes_ = np.zeros([len(widths)], np.int64)
-        padded = 0
+        padded = 0  # the column of `widths`, which has padded arrays alone
         for spec in self.specs:
             if spec.padded:
                 bytes_ += widths[:, padded] * (math.prod(spec.shape[1:]) * spec.dtype.itemsize)
@@ -124,7 +131,7 @@ class BatchLayout:
         return [array_of_own_of(column, self.dtype(spec)) for column, spec in zip(columns, self.specs, strict=True)]
 
     def fill_columns(self, batches: PendingBatches, stretch: slice, columns: Sequence[Any]) -> bool:
-        """Writes stacked arrays into some rows; False: the examples have to be looked at one by one.
+        """Writes stacked arrays into some rows; False: the examples must be checked one by one.
 
         Args:
             batches: the batches.
@@ -133,13 +140,17 @@ class BatchLayout:
         """
         padded = []
         for spec, column in zip(self.specs, columns, strict=True):
-            if spec.padded:
-                padded.append(column)
+            if not spec.padded:
+                continue
+            if not isinstance(column, SequenceColumn):
+                return False
+            padded.append(column)
         if padded:
-            # The array holds all rows. Looking at them one by one finds the one that is too long.
-            if len(columns[0]) < len(batches.index) or not all(isinstance(column, SequenceColumn) for column in padded):
+            # A padded array holds all rows of the batches, and can't be filled by stretches.
+            if len(columns[0]) < len(batches.index):
                 return False
             lengths = np.stack([column.lengths for column in padded], 1)
+            # Filled one by one, the example that is too long is found and named.
             if (lengths > batches.widths_of(stretch)).any():
                 return False
             batches.lengths = lengths
@@ -151,7 +162,7 @@ class BatchLayout:
         return True
 
     def fill_all(self, batches: PendingBatches, stretch: slice, examples: Sequence[Any]) -> bool:
-        """Writes examples into some rows at once; False: they have to be looked at one by one.
+        """Writes examples into some rows at once; False: they must be checked one by one.
 
         Args:
             batches: the batches.
@@ -159,8 +170,10 @@ class BatchLayout:
             examples: as they were read and mapped.
         """
         columns = columns_of(examples, self.specs)
-        if columns is None or any(spec.dtype.hasobject or self.dtype(spec) != spec.dtype for spec in self.specs):
+        if columns is None or not self._copies_all:
             return False
+
+        # Rows that were written before an array was found unlike the others are written once more, one by one.
         widths = batches.widths_of(stretch)
         padded = 0
         for leaf, spec, column in zip(batches.leaves, self.specs, columns, strict=True):
@@ -174,6 +187,7 @@ class BatchLayout:
             leaf[stretch] = column
             batches.lengths[stretch, padded] = lengths
             padded += 1
+        # Only the thread that has filled all rows may join them: of several threads, none knows that it is the last.
         if len(examples) == len(batches.index):
             _join(batches, self.specs)
         return True
@@ -222,13 +236,14 @@ class BatchLayout:
                 leaf[row] = self._joined(spec, [])
             else:
                 leaf[row] = "" if leaf.dtype == object else np.zeros([], leaf.dtype)
-        batches.lengths[row] = 0
+        batches.lengths[row] = 0  # of padded arrays, no element belongs to the row
 
     # How batches are handed over to a graph: which rows each of them has, the indices, and the arrays. A graph cuts a
     # batch out, and pads it: Python would take longer.
 
     def handed_over(self, batches: PendingBatches) -> list[Any]:
         """The arrays, or tensors, that a graph gets of some batches; see `handed_over_specs`."""
+        # The order is that of `handed_over_specs` and `from_host`.
         first = batches.first.step
         steps = np.array([first, first + batches.count], np.int64)
         leaves = []
@@ -248,13 +263,16 @@ class BatchLayout:
         for spec in self.specs:
             shape = spec.shape[1:] if spec.padded else spec.shape
             leaves.append(tf.TensorSpec([None, *shape], tensor_dtype(self.dtype(spec))))
-        steps, starts = tf.TensorSpec([2], tf.int64), tf.TensorSpec([None, 1], tf.int64)
-        lengths = tf.TensorSpec([None, len(self.padded)], tf.int64)
-        return [steps, starts, tf.TensorSpec([None], tf.int64), *leaves, lengths, lengths]
+        steps = tf.TensorSpec([2], tf.int64)
+        starts = tf.TensorSpec([None, 1], tf.int64)
+        index = tf.TensorSpec([None], tf.int64)
+        lengths = tf.TensorSpec([None, len(self.padded)], tf.int64)  # widths and lengths are alike
+        return [steps, starts, index, *leaves, lengths, lengths]
 
     def from_host(self, tensors: Sequence[tf.Tensor]) -> HandedOver:
         """In a graph: some batches, of which `batch_at` cuts out one, from the tensors of `handed_over`."""
         steps, starts, index, *leaves, widths, lengths = tensors
+        # Computed once for all these batches; `batch_at` then only cuts.
         padded: list[_Padded] = []
         for number in range(len(self.padded)):
             offsets = tf.pad(tf.cumsum(lengths[:, number]), [[1, 0]])
@@ -264,7 +282,8 @@ class BatchLayout:
     def batch_at(self, held: HandedOver, step: tf.Tensor) -> tuple[tf.Tensor, Batch]:
         """In a graph: the indices and the arrays of the batch at a step, padded to its own longest example."""
         number = step - held.first
-        begin, end = tf.gather(held.starts, number), tf.gather(held.starts, number + 1)
+        begin = tf.gather(held.starts, number)
+        end = tf.gather(held.starts, number + 1)
         padded = iter(held.padded)
         arrays: list[tf.Tensor] = []
         masks: dict[str | int, tf.Tensor] = {}
@@ -273,7 +292,9 @@ class BatchLayout:
                 arrays.append(_cut(column, begin, end))
                 continue
             how = next(padded)
-            start, width = tf.gather(how.starts, number), tf.gather(how.widths, number)
+            start = tf.gather(how.starts, number)
+            width = tf.gather(how.widths, number)
+            # The offsets of the batch's own examples, counted from the batch's first row.
             offsets = _cut(how.offsets, begin, end + 1) - start
             rows = _cut(column, start, tf.gather(how.starts, number + 1))
             arrays.append(_filled_up(rows, offsets, width, gap))
@@ -288,12 +309,13 @@ class BatchLayout:
     def _with_masks(self, arrays: Sequence[Any], masks: dict[str | int, Any]) -> Batch:
         """The batch with its masks, in the structure of an example."""
         batch = tf.nest.pack_sequence_as(self._structure, list(arrays))
-        return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
+        return self._padding.with_masks(batch, in_order(masks, self._masked))
 
     def tensor_specs(self) -> list[tf.TensorSpec]:
         """The specs of a batch's arrays; padded axes are open."""
         specs = []
         for spec in self.specs:
+            # One axis of an example may differ in size: `padded` is 0 or 1 here.
             shape = (None, *spec.shape[1:]) if spec.padded else spec.shape
             specs.append(tf.TensorSpec([None, *shape], tensor_dtype(self.dtype(spec))))
         return specs
@@ -326,6 +348,7 @@ def _filled_up(rows: tf.Tensor, offsets: tf.Tensor, width: tf.Tensor, gap: Scala
         width: the length to pad to: int64 [].
         gap: what fills the gaps.
     """
+    # The raw operation: `RaggedTensor.to_tensor` adds others around it.
     return tf.raw_ops.RaggedTensorToTensor(
         shape=tf.stack([-1, width, *rows.shape[1:]]),
         values=rows,

@@ -37,10 +37,11 @@ def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:
         what: the method that returned it, for the error.
         padded: whether its examples are said to differ in length.
     """
-    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+    shapes = _shapes_of(dataset)
     batching = _last_batching(dataset)
     if batching is None or not _share_first_axis(shapes, batching.size):
         return
+    # Groups of single numbers: examples to be padded, if the user says so, or windows cut without a remainder.
     of_numbers = all(shape.rank == 1 for shape in shapes)
     if of_numbers and (padded or (len(shapes) == 1 and batching.drops_remainder)):
         return
@@ -62,20 +63,26 @@ def warn_of_equal_sizes(dataset: tf.data.Dataset, examples: Batch, what: str) ->
     """
     if not _made_by_generator(dataset):
         return
-    specs = tf.nest.flatten(dataset.element_spec)
+    shapes = _shapes_of(dataset)
     leaves = tf.nest.flatten(examples)
-    unknown = all(spec.shape.rank and spec.shape[0] is None for spec in specs)
-    several = len({spec.shape.rank for spec in specs}) > 1
+    # Such as inputs [?, 28, 28] and labels [?]: batches have several ranks, and one first axis in all examples.
+    unknown = all(shape.rank and shape[0] is None for shape in shapes)
+    several = len({shape.rank for shape in shapes}) > 1
     sizes = {leaf.shape[1] for leaf in leaves if leaf.shape.rank > 1}
     if unknown and several and len(sizes) == 1 and sizes != {1} and leaves[0].shape[0] > 1:
         [size] = sizes
         warnings.warn(
             f"{what} yields examples whose tensors all have a first axis of {size}, which the pipeline calls unknown "
-            f"(shapes {_shown([spec.shape for spec in specs])}): if these are batches, add .unbatch(); if they are "
+            f"(shapes {_shown(shapes)}): if these are batches, add .unbatch(); if they are "
             "examples, say so with their size, as by tf.ensure_shape or output_signature, or with "
             "loop.StreamData(dataset, check_batched=False)",
             stacklevel=2,
         )
+
+
+def _shapes_of(dataset: tf.data.Dataset) -> list[tf.TensorShape]:
+    """The shapes of the tensors of an example."""
+    return [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
 
 
 def _share_first_axis(shapes: list[tf.TensorShape], size: int | None) -> bool:
@@ -83,7 +90,10 @@ def _share_first_axis(shapes: list[tf.TensorShape], size: int | None) -> bool:
     if not all(shape.rank for shape in shapes):
         return False
     first_axes = {shape[0] for shape in shapes}
-    return len(first_axes) == 1 and (first_axes == {None} or size is None or first_axes == {size})
+    if len(first_axes) != 1:
+        return False
+    # An axis of unknown size may have any: a batch whose remainder isn't dropped has such a one.
+    return size is None or first_axes in ({None}, {size})
 
 
 def _shown(shapes: list[tf.TensorShape]) -> str:
@@ -96,16 +106,18 @@ def _last_batching(dataset: tf.data.Dataset) -> _Batching | None:
     # By names of private classes, since a pipeline doesn't tell in another way what it is made of.
     name = type(dataset).__name__
     inputs = dataset._inputs()
+    # These make a pipeline of each element, which may have the batching in it.
     if name in ("_FlatMapDataset", "_GroupByWindowDataset") or ("Interleave" in name and len(inputs) == 1):
         return None if _comes_from_windows(dataset) else _batching_in_functions(dataset)
-    if "Unbatch" in name:
+    if "Unbatch" in name:  # what batches below it have made is taken apart again
         return None
     if "Batch" in name:
         drops = tf.get_static_value(getattr(dataset, "_drop_remainder", None))
         return _Batching(_static_size(getattr(dataset, "_batch_size", None)), bool(drops))
     if "DirectedInterleave" in name:
         inputs = inputs[1:]  # the first input chooses among the others
-    of_inputs = [_last_batching(part) for part in inputs]
+    # Any other part hands on what its inputs yield; of several inputs, all must be batched.
+    of_inputs = list(map(_last_batching, inputs))
     return of_inputs[0] if of_inputs and all(of_inputs) else None
 
 
@@ -124,6 +136,7 @@ def _batching_in_functions(dataset: tf.data.Dataset) -> _Batching | None:
     """The batching in the pipeline that a function makes of each element, such as `interleave` of each file."""
     for function in dataset._functions():
         for output in function.function.graph.outputs:
+            # Back along the first inputs of the graph, through all that doesn't make batches.
             operation = output.op
             while operation.type == "Identity" or ("Dataset" in operation.type and "Batch" not in operation.type):
                 if not operation.inputs:

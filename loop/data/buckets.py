@@ -33,6 +33,7 @@ class LengthBuckets:
         self._full, self._left = divmod(self._size, options.batch_size)
         # Each class has at least four batches, so that a batch isn't made of the same examples in each epoch.
         self._buckets = max(1, min(buckets, self._full // 4))
+        # Stable, so that the order of equally long examples is the same on every machine.
         with tf.device("CPU:0"):
             self._by_length = tf.constant(np.argsort(lengths, kind="stable").astype(np.int64))
 
@@ -42,6 +43,7 @@ class LengthBuckets:
         if not self._options.shuffle:
             start = tf.minimum(step * size, self._size - 1)
             return self._by_length[start : start + size]
+        # A branch of the graph is made only where there are batches of both kinds.
         if not self._left:
             return self._whole_batch(epoch, tf.minimum(step, self._full - 1))
         if not self._full:
@@ -50,6 +52,7 @@ class LengthBuckets:
 
     def _whole_batch(self, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The examples of a whole batch."""
+        # Purpose 0 shuffles what is set aside, 1 the batches, and 2 and above the examples of each class.
         size = self._options.batch_size
         number = self._shuffled(step, epoch, 1, self._full)
         # The class of the batch: `bucket` is the only one with first <= number < end.

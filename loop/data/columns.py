@@ -1,4 +1,4 @@
-"""Many examples put into the arrays of a batch at once, where all are as most are: a few calls for a whole batch."""
+"""Puts many examples into the arrays of a batch by a few calls of NumPy, where all examples are alike."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ _axes_of = operator.attrgetter("ndim")
 
 
 def columns_of(examples: Sequence[Any], specs: Sequence[ArraySpec]) -> list[Sequence[Any]] | None:
-    """The values of each array, one for each example; None: the examples have to be looked at one by one.
+    """The values of each array, one for each example; None: the examples must be checked one by one.
 
     Args:
         examples: as they were read and mapped.
         specs: what the arrays of an example are like.
     """
+    # Sets of maps throughout: one pass in C over all examples takes less than a look at each in Python.
     names = [spec.name for spec in specs]
     kinds = set(map(type, examples))
     if kinds not in ({tuple}, {dict}):
         # A bare array or number; what is anything else is no value of an array, which filling finds.
         return [examples] if names == [0] else None
-    if set(map(len, examples)) != {len(specs)}:
+    if set(map(len, examples)) != {len(specs)}:  # together with the names below: no part is left over
         return None
     if kinds == {tuple}:
         return list(zip(*examples, strict=True)) if names == list(range(len(specs))) else None
     try:
         return [list(map(operator.itemgetter(name), examples)) for name in names]
-    except KeyError:
+    except KeyError:  # another part, or a name that is the path of a part in a dict of dicts
         return None
 
 
@@ -51,7 +52,7 @@ def fill_column(column: Sequence[Any], out: np.ndarray) -> bool:
     try:
         # Behind each other along their first axis, which is where they lie in the batch.
         same = set(map(len, column)) == {size}
-        if same:
+        if same:  # `casting` refuses another dtype, and the shape of `out` another shape
             np.concatenate(column, out=out.reshape(count * size, *rest), casting="no")
     except (TypeError, ValueError):
         return False
@@ -76,6 +77,7 @@ def lengths_of(column: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _fill_numbers(column: Sequence[Any], out: np.ndarray) -> bool:
+    # Of several types, NumPy would find a common one, which not all of them have.
     kinds = set(map(type, column))
     if len(kinds) != 1 or not issubclass(kinds.pop(), int | float | np.number | np.bool_):
         return False

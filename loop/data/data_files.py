@@ -36,11 +36,13 @@ class DataFile:
 
 def cached(kind: str, path: Path) -> Path:
     """The file in the cache that is derived from a data file as it is now: by its path, size and time."""
+    # A file that changes gets another name in the cache, so that nothing there has to be checked or replaced.
     status = path.stat()
     known = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode()
     return cache_directory() / kind / hashlib.blake2b(known, digest_size=16).hexdigest()
 
 
 def _state(path: Path) -> tuple[int, int]:
+    # Not a hash of the content, for which the whole file would have to be read.
     status = path.stat()
     return status.st_size, status.st_mtime_ns

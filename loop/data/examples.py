@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from loop.data.random_access import Columns, Example, Part, PartPath, Reader, flatten
+from loop.data.example_parts import Example, Part, PartPath, flatten, row_of
+from loop.data.random_access import Reader
 from loop.errors import TrainingError, UsageError, message_of
 
 Read: TypeAlias = Example | Exception
@@ -37,6 +38,11 @@ class ArraySpec:
     def label(self) -> str:
         """The name of the array, for messages."""
         return f"array {self.name!r}: "
+
+
+def names_of(specs: Sequence[ArraySpec]) -> list[str | int]:
+    """The names of the arrays of an example, in order."""
+    return [spec.name for spec in specs]
 
 
 class BadExampleError(UsageError):
@@ -68,7 +74,9 @@ class ExampleReader:
     def unmapped(self, ids: np.ndarray) -> list[Example]:
         """These examples as the source gives them."""
         read = self._reader.read(ids)
-        return [row_of(read, row) for row in range(len(ids))] if self._reader.by_column else list(read)
+        if self._reader.by_column:
+            return [row_of(read, row) for row in range(len(ids))]
+        return list(read)  # a copy: `read` below puts what the map makes in place of each example
 
     def mapped(self, example: Example, seed: np.ndarray) -> Example:
         """What the map makes of an example; only with a map."""
@@ -87,7 +95,11 @@ class ExampleReader:
         except Exception:  # one by one, to find which of them can't be read
             if len(ids) == 1:
                 raise
-            return [self._attempt(ids[row : row + 1], seeds[row : row + 1]) for row in range(len(ids))]
+            attempts = []
+            for row in range(len(ids)):
+                own = slice(row, row + 1)
+                attempts.append(self._attempt(ids[own], seeds[own]))
+            return attempts
         if self._map is None:
             return examples
         for row, example in enumerate(examples):
@@ -117,7 +129,7 @@ class MixedReader:
 
     def __init__(self, readers: Sequence[ExampleReader | MixedReader]) -> None:
         self._readers = readers
-        self._ends = np.cumsum([len(reader) for reader in readers])
+        self._ends = np.cumsum(list(map(len, readers)))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -125,7 +137,9 @@ class MixedReader:
     def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
         """See `ExampleReader.read`."""
         examples: list[Read] = [None] * len(ids)
+        # "right": the first number behind a source belongs to the next one.
         sources = np.searchsorted(self._ends, ids, "right")
+        # One call for each source: a source may read many examples faster at once.
         for number in np.unique(sources):
             rows = np.flatnonzero(sources == number)
             first = self._ends[number - 1] if number else 0
@@ -146,6 +160,7 @@ def _takes_seed(function: Callable[..., Example]) -> bool:
     except (TypeError, ValueError):  # a function of C has no signature
         return False
     draws = "seed" in signature.parameters
+    # Bound here, so that a map with other arguments is refused when the data is made, and not in a thread of the run.
     try:
         signature.bind(None, seed=None) if draws else signature.bind(None)
     except TypeError as error:
@@ -180,6 +195,7 @@ def arrays_of(
 
 def checked(examples: Sequence[Read], specs: list[ArraySpec], ids: np.ndarray) -> list[Leaves]:
     """Of each example, as it was read, a list of its arrays, or why it can't be used."""
+    # Errors are handed on as values: the caller stops at the first one, or leaves these examples out.
     return [_checked(example, specs, index) for example, index in zip(examples, ids.tolist(), strict=True)]
 
 
@@ -196,19 +212,10 @@ def _checked(example: Read, specs: list[ArraySpec], index: int) -> Leaves:
 def unusable(index: int, error: Exception) -> Exception:
     """The error for an example that can't be read or mapped."""
     if isinstance(error, UsageError):
-        return BadExampleError(str(error))
+        return BadExampleError(str(error))  # its text is complete: it names what is wrong, and what to do
     failed = TrainingError(f"example {index} can't be read: {type(error).__name__}: {message_of(error)}")
     failed.__cause__ = error
     return failed
-
-
-def row_of(columns: Columns, row: int) -> Example:
-    """One example of stacked arrays."""
-    if isinstance(columns, Mapping):
-        return {name: row_of(column, row) for name, column in columns.items()}
-    if isinstance(columns, tuple):
-        return tuple(row_of(column, row) for column in columns)
-    return columns[row]
 
 
 def specs_of(example: Example, index: int) -> list[ArraySpec]:
@@ -231,7 +238,19 @@ def specs_of(example: Example, index: int) -> list[ArraySpec]:
 
 def name_of(path: PartPath) -> str | int:
     """The name of the array at the end of a path; see `padding.leaf_names`."""
-    return path[0] if len(path) == 1 else "/".join(map(str, path)) or 0
+    if len(path) == 1:
+        return path[0]
+    return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
+
+
+def named_parts(example: Example) -> tuple[list[str | int], list[Part]]:
+    """The names of the arrays of an example, and its parts, both in the order of `tf.nest.flatten`."""
+    names = []
+    parts = []
+    for path, part in flatten(example):
+        names.append(name_of(path))
+        parts.append(part)
+    return names, parts
 
 
 def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
@@ -248,6 +267,7 @@ def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
     except ValueError as error:
         raise BadExampleError(f"example {index}: {label}it is no array ({error})") from None
     kind = array.dtype.kind
+    # An array of objects may hold anything: each of its values must be looked at.
     is_text = kind in "SUO" and all(isinstance(value, str | bytes) for value in array.reshape(-1).tolist())
     if kind in "biufc" or is_text or kind == "V":  # V: types of other packages, such as bfloat16
         return array
@@ -292,6 +312,7 @@ def _plain_arrays(example: Example, specs: list[ArraySpec]) -> list[np.ndarray] 
 
 def _is_like(part: Part, spec: ArraySpec) -> bool:
     """Whether a part is a NumPy array of numbers, as the spec says."""
+    # Objects are texts, whose values have to be looked at one by one.
     if not isinstance(part, np.ndarray | np.generic) or part.dtype != spec.dtype or part.dtype.hasobject:
         return False
     return part.ndim == len(spec.shape) and part.shape[spec.padded :] == spec.shape[spec.padded :]
@@ -305,13 +326,14 @@ def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.n
     """
     if (arrays := _plain_arrays(example, specs)) is not None:
         return arrays
-    parts = list(flatten(example))
-    names = [name_of(path) for path, _ in parts]
-    expected = [spec.name for spec in specs]
+
+    # All other examples are checked in full: for parts that aren't arrays yet, and for an error that names the part.
+    names, parts = named_parts(example)
+    expected = names_of(specs)
     if names != expected:
         raise BadExampleError(f"example {index} has the arrays {names}, the first example {expected}: return the same")
     leaves = []
-    for spec, (_, part) in zip(specs, parts, strict=True):
+    for spec, part in zip(specs, parts, strict=True):
         array = array_of(part, spec.name, index)
         if _batch_dtype(array) != spec.dtype:
             raise BadExampleError(
@@ -345,6 +367,8 @@ def stacked(examples: list[Example], specs: list[ArraySpec]) -> list[np.ndarray]
 
 def example_seeds(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
     """The seeds that the maps of examples get: int64 [n, 2]; the same as those of `loop.example_seed`."""
+    # The same numbers as `loop.example_seed` with the salt 0, which has the low 16 bits of the second one. A run that
+    # is resumed relies on them, too.
     seeds = np.empty([len(indices), 2], np.int64)
     seeds[:, 0] = (seed << 32) + epoch
     seeds[:, 1] = indices << 16

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout, tensor_dtype
-from loop.data.examples import ExampleReader, example_seeds, name_of, specs_of, stacked
+from loop.data.example_parts import structure_of
+from loop.data.examples import ExampleReader, example_seeds, named_parts, names_of, specs_of, stacked
 from loop.data.indexed import IndexedData
 from loop.data.pending_batches import PendingBatches, Position
-from loop.data.random_access import flatten, structure_of
 from loop.launch.machine import usable_cpus
 
 _KEPT = 3
@@ -30,7 +30,7 @@ _NOWHERE = Position(-1, 0)
 class GraphReadAhead:
     """Batches, in order, whose examples tf.data maps before they are asked for: on all cores, without Python.
 
-    What tf.data raises names no example. So any error ends this one, and `ReadAhead` finds the example.
+    An error of tf.data names no example. So after any error `ReadAhead` takes over, and finds the example.
 
     Args:
         data: the data, whose map is a `tf.function`.
@@ -69,13 +69,20 @@ class GraphReadAhead:
         Raises:
             tf.errors.OpError: an example can't be read or mapped, or is unlike the first one.
         """
+        # The lock is held while tf.data computes: batches come in one order, whichever thread takes the next one.
         with self._lock, tf.device("CPU:0"):
             for batch in self._kept:
                 if batch.first == position:
                     return batch
-            if not any(self._after(number) == position for number in range(self._depth + 1)):
-                self._begun, self._taken, self._rest = position, 0, []
+
+            # A position that is neither kept nor about to come, as after a resume or in an evaluation: begin anew.
+            if position not in map(self._after, range(self._depth + 1)):
+                self._begun = position
+                self._taken = 0
+                self._rest = []
                 self._mapped = self._mapped_from(position)
+
+            # Batches before the one that is asked for are kept, too: another operation may ask for them later.
             while True:
                 following = self._after(0)
                 batch = self._filled(following)
@@ -98,11 +105,16 @@ class GraphReadAhead:
     def _filled(self, position: Position) -> PendingBatches:
         """The batch at a position, from the examples that come next."""
         rows = self._rows(position)
+
+        # A wide batch must be copied, into arrays of 64 bits.
         if not self._rest and not self._layout.wide:
             self._rest = list(next(self._mapped))
             if len(self._rest[0]) == len(rows):  # as it nearly always is: the tensors are the batch
                 tensors, self._rest = self._rest, []
                 return PendingBatches(position, rows.copy(), tensors)
+
+        # The blocks of tf.data have one number of rows, and a worker's batches may differ by a row: what is left of a
+        # block begins the next batch.
         batch = PendingBatches(position, rows.copy(), self._layout.new(len(rows)))
         filled = 0
         while filled < len(rows):
@@ -119,7 +131,9 @@ class GraphReadAhead:
     def _mapped_from(self, begin: Position) -> Iterator[list[tf.Tensor]]:
         """The arrays of the mapped examples from a position on, some examples at once."""
         reader = self._data.reader
-        assert isinstance(reader, ExampleReader)
+        assert isinstance(reader, ExampleReader)  # a mixture isn't mapped in a graph
+
+        # What the source gives, before the map: its types must be known to the graph.
         [example] = reader.unmapped(self._examples(begin)[0][:1])
         structure = structure_of(example)
         specs = specs_of(example, 0)
@@ -129,10 +143,9 @@ class GraphReadAhead:
             return [seeds, *stacked(reader.unmapped(ids), specs)]
 
         def examples_of(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            seeds, *columns = tf.numpy_function(
-                read, [number], [tf.int64, *(tensor_dtype(spec.dtype) for spec in specs)]
-            )
-            seeds.set_shape([None, 2])
+            dtypes = [tensor_dtype(spec.dtype) for spec in specs]
+            seeds, *columns = tf.numpy_function(read, [number], [tf.int64, *dtypes])
+            seeds.set_shape([None, 2])  # what Python returns has no static shape
             for spec, column in zip(specs, columns, strict=True):
                 column.set_shape([None, *spec.shape])
             return seeds, *columns
@@ -141,11 +154,14 @@ class GraphReadAhead:
             made = reader.mapped(tf.nest.pack_sequence_as(structure, parts), seed)
             return self._checked(made)
 
+        # An evaluation ends with its epoch; training goes on into the next one.
         threads = usable_cpus()
         steps = self._steps_per_epoch - begin.step if begin.epoch == EVALUATION_EPOCH else _MOST_STEPS
+
+        # Read by batches, which a source may do at once, and mapped one by one, which spreads them over the cores.
         batches = tf.data.Dataset.range(steps).map(examples_of, num_parallel_calls=threads)
         examples = batches.unbatch().map(mapped, num_parallel_calls=tf.data.AUTOTUNE)
-        rows = max(1, len(self._rows(begin)))
+        rows = max(1, len(self._rows(begin)))  # a worker may have none of a batch
         options = tf.data.Options()
         # The source may run graphs of its own: they need the threads that TensorFlow has for all.
         options.threading.private_threadpool_size = 2 * threads
@@ -163,11 +179,11 @@ class GraphReadAhead:
         Raises:
             ValueError: they are not.
         """
-        parts = list(flatten(made))
-        if [name_of(path) for path, _ in parts] != [spec.name for spec in self._layout.specs]:
+        names, parts = named_parts(made)
+        if names != names_of(self._layout.specs):
             raise ValueError("other arrays than those of the first example")
         tensors = []
-        for spec, (_, part) in zip(self._layout.specs, parts, strict=True):
+        for spec, part in zip(self._layout.specs, parts, strict=True):
             tensor = tf.convert_to_tensor(part)
             if tensor.dtype != tensor_dtype(spec.dtype):
                 raise ValueError(f"{spec.label}dtype {tensor.dtype.name} instead of {spec.dtype}")

@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 
 import tensorflow as tf
 
+from loop.data.example_parts import flatten, structure_of
 from loop.data.examples import as_array
-from loop.data.random_access import flatten, structure_of
 
 
 def is_graph(function: object) -> TypeGuard[Callable[..., Any]]:
@@ -21,7 +21,10 @@ def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """A `tf.function` that is called with tensors: it is traced anew for each text or number of Python."""
 
     def call(example: Any, **seed: Any) -> Any:
-        parts = [part if tf.is_tensor(part) else tf.convert_to_tensor(as_array(part)) for _, part in flatten(example)]
+        # In a graph parts are tensors already; read one by one, they are what the source gives.
+        parts = []
+        for _, part in flatten(example):
+            parts.append(part if tf.is_tensor(part) else tf.convert_to_tensor(as_array(part)))
         with tf.device("CPU:0"):
             return function(tf.nest.pack_sequence_as(structure_of(example), parts), **seed)
 

@@ -23,6 +23,7 @@ def seed_generators(seed: int) -> None:
 
 def random_state() -> dict[str, Any]:
     """The states of the global generators of Python and NumPy, from which callbacks may draw between the calls."""
+    # As values of JSON, in which a checkpoint keeps them: the many numbers of a generator are one text.
     version, python, spare = random.getstate()
     name, numpy, *rest = np.random.get_state(legacy=True)
     return {
@@ -42,5 +43,6 @@ def set_random_state(state: dict[str, Any]) -> None:
         random.setstate((version, tuple(map(int, words(python))), spare))
         name, numpy, *rest = state["numpy"]
         np.random.set_state((name, words(numpy), *rest))
+    # From a file that may be damaged or written by another version, so that anything may be wrong with it.
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"the checkpoint's state of the random generators is none ({error})") from None

@@ -22,7 +22,7 @@ from loop.errors import UsageError
 from loop.launch.machine import usable_cpus
 
 _ORDERED = 1 << 14
-"""Of about how many examples the order is worked out at once: the call waits for TensorFlow's busy threads."""
+"""About how many examples are put in order at once: each such call waits for TensorFlow's busy threads."""
 
 _AHEAD = 4
 """How many batches are read ahead with `prefetch="auto"`."""
@@ -31,7 +31,7 @@ _AT_ONCE = 32
 """How many batches are handed over to a graph at once, at most."""
 
 _AT_ONCE_BYTES = 1 << 21
-"""How large they may be together: a graph holds them while it computes, in the cache that it needs itself."""
+"""How many bytes they may have together: while a graph computes, they take a part of the cache that it needs itself."""
 
 
 class HostReader:
@@ -52,14 +52,17 @@ class HostReader:
         self._source_size = len(data.reader)
         # Batches that are handed over together come from one block.
         self._block_steps = max(_AT_ONCE, _ORDERED // options.batch_size)
+        # A few blocks are kept: where two meet, batches of both are asked for.
         self._block = functools.lru_cache(maxsize=4)(self._order_of_block)
         self._buckets: LengthBuckets | None = None
         if data.padding is not None and data.padding.bucket_by:
+            # Of several padded arrays, an example is sorted by the longest one.
             lengths = self._lengths(np.arange(data.size, dtype=np.int64), 0)
-            self._buckets = LengthBuckets(np.max(list(lengths.values()), axis=0), options, data.padding.buckets)
+            longest = np.max(list(lengths.values()), axis=0)
+            self._buckets = LengthBuckets(longest, options, data.padding.buckets)
         self._opening = threading.Lock()
         self._ahead: dict[tuple[RowShares, int], tuple[ReadAhead | GraphReadAhead, BatchFiller | None]] = {}
-        self._in_graph = data.maps_in_graph and not layout.padded
+        self._in_graph = data.maps_in_graph and not layout.padded  # tf.data stacks examples, which must have one shape
         self._failure: BaseException | None = None
 
     def batches(self, shares: RowShares, parts: int, position: Position) -> PendingBatches:
@@ -88,11 +91,11 @@ class HostReader:
                 self.close()
                 return self._reader(shares, parts).get(position)
         except BaseException as error:
-            self._failure = error
+            self._failure = error  # kept, since TensorFlow raises an error of its own with the text alone
             raise
 
     def batches_if_ready(self, shares: RowShares, parts: int, position: Position) -> PendingBatches | None:
-        """See `batches`; None: they aren't filled yet, or have to be waited for."""
+        """See `batches`. None: they aren't filled yet."""
         if position.step >= self._steps_per_epoch:
             return self.nothing(position)
         ahead = self._reader(shares, parts)
@@ -116,7 +119,7 @@ class HostReader:
         """Ends the threads and processes that read ahead. A batch that is asked for later starts new ones."""
         with self._opening:
             for ahead, filler in self._ahead.values():
-                ahead.close()
+                ahead.close()  # first, since its threads ask the processes
                 if filler is not None:
                     filler.close()
             self._ahead.clear()
@@ -140,6 +143,8 @@ class HostReader:
         if self._in_graph:
             rows = functools.partial(self._rows, shares, parts)
             return GraphReadAhead(data, self._layout, seed, rows, self._steps_per_epoch, depth), None
+
+        # Processes have a thread each that asks them. One thread reads columns, which takes one call for many rows.
         filler = BatchFiller(data, self._layout, seed)
         threads = data.readers or (1 if data.reader.by_column else usable_cpus())
         plan = functools.partial(self._plan, shares, parts, filler.whole_batches)
@@ -160,6 +165,7 @@ class HostReader:
         self, shares: RowShares, parts: int, whole_batches: bool, position: Position, at_once: int
     ) -> PendingBatches:
         """A worker's rows of at most so many global batches from a position on, to be filled."""
+        # Width and order are those of the global batches, so that they don't depend on which rows this worker has.
         wholes = self._global_batches(position, at_once)
         widths = self._widths(wholes, position.epoch)
         count = self._fitting(widths)
@@ -167,7 +173,9 @@ class HostReader:
         if shares.replicas > 1:
             own = [_own(shares, parts, whole) for whole in own]
         starts = np.zeros([count + 1], np.int64)
-        np.cumsum([len(rows) for rows in own], out=starts[1:])
+        np.cumsum(list(map(len, own)), out=starts[1:])
+
+        # What is read as whole batches brings its own arrays, but where there are no rows to read.
         leaves = [] if whole_batches and starts[-1] else self._layout.new(starts[-1])
         return PendingBatches(position, _copied(np.concatenate(own)), leaves, starts, widths[:count])
 
@@ -175,6 +183,7 @@ class HostReader:
         """How many of some batches aren't too large to be handed over at once; at least one."""
         if len(widths) == 1:
             return 1
+        # Each batch counts as much as the largest one so far: an upper bound.
         longest = np.maximum.accumulate(self._layout.bytes_of_rows(widths))
         bytes_ = longest * self._options.batch_size * np.arange(1, len(widths) + 1)
         return max(1, int(np.searchsorted(bytes_, _AT_ONCE_BYTES, "right")))
@@ -186,6 +195,7 @@ class HostReader:
 
     def _global_batches(self, position: Position, at_once: int) -> list[np.ndarray]:
         """The indices of the examples of global batches from a position on: int64 [n] each; at least of one."""
+        # A user's source may grow while it is read: its order would change within an epoch.
         size = len(self._data.reader)
         if size != self._source_size:
             raise UsageError(
@@ -193,27 +203,33 @@ class HostReader:
                 "it as it is while a run reads it"
             )
         epoch, step = position
-        block, place = divmod(step, self._block_steps)
+        block, step_in_block = divmod(step, self._block_steps)
         # Not beyond the block, nor the epoch.
-        count = min(at_once, self._block_steps - place, self._steps_per_epoch - step)
+        count = min(at_once, self._block_steps - step_in_block, self._steps_per_epoch - step)
         if self._buckets is not None:
+            wholes = []
             with tf.device("CPU:0"):
-                at = tf.constant(epoch, tf.int64)
-                return [np.asarray(self._buckets.batch(at, tf.constant(step + n, tf.int64))) for n in range(count)]
+                epoch_tensor = tf.constant(epoch, tf.int64)
+                for step_of_batch in range(step, step + count):
+                    whole = self._buckets.batch(epoch_tensor, tf.constant(step_of_batch, tf.int64))
+                    wholes.append(np.asarray(whole))
+            return wholes
         order = self._block(epoch, block)
         size = self._options.batch_size
-        return [order[(place + number) * size : (place + number + 1) * size] for number in range(count)]
+        starts = range(step_in_block * size, (step_in_block + count) * size, size)
+        return [order[start : start + size] for start in starts]
 
     def _order_of_block(self, epoch: int, block: int) -> np.ndarray:
         """The indices of the examples of `_block_steps` global batches: int64 [n]."""
         size = self._data.size
         count = self._block_steps * self._options.batch_size
-        places = np.arange(block * count, min((block + 1) * count, size), dtype=np.int64)
+        positions = np.arange(block * count, min((block + 1) * count, size), dtype=np.int64)
         if not self._options.shuffle:
-            return places
+            return positions
         with tf.device("CPU:0"):
+            # The permutation of `ArraySource`, with the same seed: both kinds of data come in one order.
             seed = np.array([self._options.seed, epoch], np.int64)
-            return np.asarray(tf.random.experimental.index_shuffle(places, seed=seed, max_index=size - 1))
+            return np.asarray(tf.random.experimental.index_shuffle(positions, seed=seed, max_index=size - 1))
 
     def _widths(self, wholes: list[np.ndarray], epoch: int) -> np.ndarray:
         """The lengths that the arrays of some global batches are padded to: int64 [batches, padded arrays]."""
@@ -221,9 +237,10 @@ class HostReader:
         widths = np.zeros([len(wholes), len(names)], np.int64)
         if names:
             assert self._data.padding is not None
+            # The lengths of all batches in one call, which takes NumPy hardly longer than those of one.
             firsts = np.cumsum([0, *map(len, wholes[:-1])])
             for column, lengths in enumerate(self._lengths(np.concatenate(wholes), epoch).values()):
-                longest = np.maximum(np.maximum.reduceat(lengths, firsts), 1)
+                longest = np.maximum(np.maximum.reduceat(lengths, firsts), 1)  # no layer is to meet an empty axis
                 widths[:, column] = self._data.padding.rounded(longest)
         return widths
 

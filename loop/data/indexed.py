@@ -9,11 +9,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, name_of
+from loop.data.example_parts import Example, flatten
+from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, example_seeds, name_of, names_of
 from loop.data.graph_map import is_graph, on_tensors
 from loop.data.joined import known_lengths
 from loop.data.padding import FillValues, Padding, as_padding
-from loop.data.random_access import Example, Source, flatten, reader_of
+from loop.data.random_access import Source, reader_of
 from loop.errors import UsageError
 from loop.launch.machine import usable_cpus
 
@@ -23,7 +24,7 @@ Lengths: TypeAlias = Sequence[int] | np.ndarray | Callable[[int], int]
 """The length of each example: an array [examples], or a function of the index."""
 
 _SEARCHED = 64
-"""The number of first examples among which one of another length than the first is searched."""
+"""The number of examples, from the first one on, among which one of another length is searched."""
 
 
 class IndexedData:
@@ -76,7 +77,8 @@ class IndexedData:
             lengths = known_lengths(reader)
         _check_lengths(self.padding, has_lengths=lengths is not None)
         self.maps_in_graph = is_graph(map)
-        self.reader: ExampleReader | MixedReader = ExampleReader(reader, on_tensors(map) if is_graph(map) else map)
+        called_map = on_tensors(map) if is_graph(map) else map
+        self.reader: ExampleReader | MixedReader = ExampleReader(reader, called_map)
         self.readers = _checked_readers(readers)
         if self.maps_in_graph and self.readers:
             raise UsageError(
@@ -87,6 +89,8 @@ class IndexedData:
         self.size = len(self.reader)
         self.wide = False
         self._lengths = lengths
+
+        # Of parts and mixtures, which replace them: a part has its examples under other numbers than its source.
         self._resolve: Resolve | None = None
         self._lengths_of: Callable[[np.ndarray, str | int], np.ndarray] | None = None
 
@@ -113,7 +117,7 @@ class IndexedData:
     def filter(self, keep: Callable[[int], bool] | Sequence[bool] | np.ndarray) -> IndexedData:
         """The examples for which `keep` is true: a function of the index, or an array of bools [examples]."""
         if callable(keep):
-            kept = np.fromiter((bool(keep(index)) for index in range(self.size)), bool, self.size)
+            kept = np.fromiter(map(bool, map(keep, range(self.size))), bool, self.size)
         else:
             kept = np.asarray(keep)
         if kept.dtype != bool or kept.shape != (self.size,):
@@ -141,7 +145,8 @@ class IndexedData:
         if key is None:
             scattered = _scattered(np.arange(self.size, dtype=np.uint64))
         else:
-            scattered = np.fromiter((_hash(key(index)) for index in range(self.size)), np.uint64, self.size)
+            scattered = np.fromiter(map(_hash, map(key, range(self.size))), np.uint64, self.size)
+        # Each example's own hash decides, and no count of all: so that it stays in its part when others are added.
         held_out = scattered < np.uint64(share * 2.0**64)
         return self.filter(~held_out), self.filter(held_out)
 
@@ -152,15 +157,19 @@ class IndexedData:
     def first_arrays(self, count: int) -> Iterator[np.ndarray]:
         """The arrays of the first examples, as in epoch 0 with the seed 0."""
         indices = np.arange(min(count, self.size), dtype=np.int64)
-        seeds = np.stack([np.zeros_like(indices), indices << 16], 1)
-        for index, example in zip(indices, self.reader.read(self.resolve(indices, 0, 0), seeds), strict=True):
-            if not isinstance(example, Exception):
-                yield from (array_of(part, name_of(path), int(index)) for path, part in flatten(example))
+        seeds = example_seeds(indices, 0, 0)
+        examples = self.reader.read(self.resolve(indices, 0, 0), seeds)
+        for index, example in enumerate(examples):
+            if isinstance(example, Exception):
+                continue  # training tells of it, or leaves it out
+            for path, part in flatten(example):
+                yield array_of(part, name_of(path), index)
 
     def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
         """The lengths of an array in examples of the source, by their numbers there: int64 [n]."""
-        if self._lengths_of is not None:
+        if self._lengths_of is not None:  # of a mixture, each of whose sources has its own
             return self._lengths_of(ids, name)
+
         given = self._lengths
         if isinstance(given, Mapping):
             if name not in given:
@@ -170,14 +179,14 @@ class IndexedData:
                 )
             given = given[name]
         if callable(given):
-            return np.array([given(index) for index in ids.tolist()], np.int64)
-        known = np.asarray(given)
-        if known.ndim != 1 or len(known) != len(self.reader) or known.dtype.kind not in "iu":
+            return np.array(list(map(given, ids.tolist())), np.int64)
+        counts = np.asarray(given)
+        if counts.ndim != 1 or len(counts) != len(self.reader) or counts.dtype.kind not in "iu":
             raise UsageError(
-                f"IndexedData(lengths=...): {known.dtype}{list(known.shape)} instead of an integer for each of "
+                f"IndexedData(lengths=...): {counts.dtype}{list(counts.shape)} instead of an integer for each of "
                 f"{len(self.reader)} examples"
             )
-        return known.take(ids).astype(np.int64)
+        return counts.take(ids).astype(np.int64)
 
     def padded_names(self, specs: Sequence[ArraySpec]) -> list[str | int]:
         """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.
@@ -190,10 +199,12 @@ class IndexedData:
         """
         if self.padding is None:
             return []
-        names = [spec.name for spec in specs]
+        names = names_of(specs)
+        # Lengths by name say which arrays are padded; a single list of lengths has to be compared to the shapes.
         if isinstance(self._lengths, Mapping):
-            if unknown := [name for name in self._lengths if name not in names]:
-                raise UsageError(f"IndexedData(lengths=...): there is no array {unknown[0]!r}, only {names}")
+            for name in self._lengths:
+                if name not in names:
+                    raise UsageError(f"IndexedData(lengths=...): there is no array {name!r}, only {names}")
             return [name for name in names if name in self._lengths]
         return self._of_the_length(names, {spec.name: spec.shape for spec in specs})
 
@@ -210,9 +221,10 @@ class IndexedData:
         # An array of a fixed size may have this length by chance. In an example of another length it shows.
         others = np.flatnonzero(lengths != lengths[0])[:1]
         for other in self.reader.read(ids[others], np.zeros([len(others), 2], np.int64)):
-            if not isinstance(other, Exception):
-                parts = {name_of(path): np.shape(part)[:1] for path, part in flatten(other)}
-                padded = [name for name in padded if parts.get(name) != shapes[name][:1]]
+            if isinstance(other, Exception):
+                continue
+            first_axes = {name_of(path): np.shape(part)[:1] for path, part in flatten(other)}
+            padded = [name for name in padded if first_axes.get(name) != shapes[name][:1]]
         return padded
 
     def _range(self, start: int, stop: int) -> IndexedData:
@@ -224,6 +236,7 @@ class IndexedData:
     def _narrowed(self, select: Callable[[np.ndarray], np.ndarray], size: int) -> IndexedData:
         """The same data with fewer examples; `select` makes indices of this data from those of the result."""
 
+        # Each part asks the one that it was made of, so that parts of parts and of mixtures resolve by themselves.
         def resolve(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
             return self.resolve(select(indices), epoch, seed)
 
@@ -231,7 +244,7 @@ class IndexedData:
 
     def replaced(self, **attributes: Any) -> IndexedData:
         """The same data with other values of these attributes."""
-        changed = copy.copy(self)
+        changed = copy.copy(self)  # not made anew: the checks of `__init__` don't hold for what `mix` puts together
         changed.__dict__.update(attributes)
         return changed
 
@@ -259,7 +272,7 @@ def _checked_readers(readers: int | str) -> int:
     """The number of reading processes, from the argument `readers`."""
     if readers == "auto":
         return usable_cpus()
-    if not isinstance(readers, int) or isinstance(readers, bool) or readers < 0:
+    if not isinstance(readers, int) or isinstance(readers, bool) or readers < 0:  # for Python, True is an int
         raise UsageError(f"IndexedData(readers={readers!r}): give a number of processes, 0 for threads, or 'auto'")
     return readers
 
@@ -273,12 +286,14 @@ def _whole(count: int, what: str) -> int:
 
 def _hash(key: object) -> int:
     """A hash of a key that is the same in each process, unlike Python's own: 64 bits."""
+    # As the constants of `_scattered`, size and byte order decide in which part of `split` an example is.
     text = key if isinstance(key, bytes) else str(key).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def _scattered(numbers: np.ndarray) -> np.ndarray:
     """Numbers scattered evenly over all of uint64: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    # The published constants. Others would put examples of earlier runs into another part of `split`.
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

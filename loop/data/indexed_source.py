@@ -32,16 +32,16 @@ class IndexedSource(ArraySource):
     on_host = True
 
     def __init__(self, data: IndexedData, options: BatchOptions) -> None:
-        super().__init__(data, options)
+        super().__init__(data, options)  # calls `_open`, which makes the layout
         self.uniform = not (self._layout.padded or data.skips)
 
     def _open(self, data: IndexedData) -> int:
         self.data = data
+        # The first example says what all others are like.
+        seed = self.options.seed
         zero = np.zeros([1], np.int64)
         try:
-            [first] = data.reader.read(
-                data.resolve(zero, 0, self.options.seed), example_seeds(zero, 0, self.options.seed)
-            )
+            [first] = data.reader.read(data.resolve(zero, 0, seed), example_seeds(zero, 0, seed))
         except Exception as error:
             first = error
         if isinstance(first, Exception):
@@ -53,10 +53,12 @@ class IndexedSource(ArraySource):
     def head(self, count: int) -> Any:
         index = np.arange(min(count, self.size), dtype=np.int64)
         batch = self._reader.empty_batch(index)
+        # Read here: processes take seconds to start.
         filler = BatchFiller(self.data.replaced(readers=0), self._layout, self.options.seed)
         filler.fill(batch, slice(0, len(index)), 0)
         with tf.device("CPU:0"):
-            held = self._layout.from_host([tf.convert_to_tensor(array) for array in self._layout.handed_over(batch)])
+            tensors = list(map(tf.convert_to_tensor, self._layout.handed_over(batch)))
+            held = self._layout.from_host(tensors)
             return self._layout.batch_at(held, tf.constant(0, tf.int64))[1]
 
     def longer_example(self) -> Any:
@@ -81,7 +83,8 @@ class IndexedSource(ArraySource):
         fetch = functools.partial(self._fetch, parts)
         poll = functools.partial(self._poll, parts)
         with tf.device("CPU:0"):
-            return self._layout.from_host(self._from_host(fetch, self._layout.handed_over_specs(), epoch, step, poll))
+            tensors = self._from_host(fetch, self._layout.handed_over_specs(), epoch, step, poll)
+            return self._layout.from_host(tensors)
 
     def batch_at(self, handed_over: HandedOver, step: tf.Tensor) -> ReadBatch:
         """The batch at a step of the epoch, out of those that were handed over; see `read_batch`."""
@@ -115,8 +118,11 @@ class IndexedSource(ArraySource):
         def call(epoch: tf.Tensor, step: tf.Tensor) -> list[tf.Tensor]:
             if self.data.maps_in_graph:
                 return tf.py_function(_of_python(fetch), [epoch, step], dtypes)  # it hands tensors over without a copy
+            # Not stateful, so that it isn't put in order with other operations; see `_of_python`.
             return tf.numpy_function(_of_python(fetch), [epoch, step], dtypes, stateful=False)
 
+        # Code of the user may run graphs: see `_in_thread_of_its_own`. Polling first spares that for batches that are
+        # there already.
         if not self.data.calls_user or tf.executing_eagerly():
             tensors = call(epoch, step)
         elif self.data.maps_in_graph or poll is None:
@@ -133,12 +139,13 @@ class IndexedSource(ArraySource):
         return self.data.skips or super().leaves_some_without(parts)
 
     def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
-        own = super().replica_rows(feed, replica, part, parts)
+        rows = super().replica_rows(feed, replica, part, parts)
         if not self.data.skips:
-            return own
-        kept = own.index != SKIPPED
-        batch = tf.nest.map_structure(lambda tensor: tf.boolean_mask(tensor, kept), own.batch)
-        return own._replace(batch=batch, index=tf.boolean_mask(own.index, kept))
+            return rows
+        # Rows are taken out after they were shared out: the others stay where they are on any number of replicas.
+        kept = rows.index != SKIPPED
+        batch = tf.nest.map_structure(lambda tensor: tf.boolean_mask(tensor, kept), rows.batch)
+        return rows._replace(batch=batch, index=tf.boolean_mask(rows.index, kept))
 
     def _fetch(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
         """On the host: the worker's rows of a global batch and of others around it, as they are handed over."""
@@ -148,22 +155,29 @@ class IndexedSource(ArraySource):
         """On the host: whether the worker's rows of a global batch are there; and if so, see `_fetch`."""
         position = Position(int(epoch), int(step))
         batches = self._reader.batches_if_ready(self._shares, parts, position)
-        return [batches is not None, *self._layout.handed_over(batches or self._reader.nothing(position))]
+        # The graph needs tensors of the right types in any case, though it doesn't use them if the batch isn't there.
+        there = self._reader.nothing(position) if batches is None else batches
+        return [batches is not None, *self._layout.handed_over(there)]
 
     def _fetch_block(self, steps: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
         """On the host: the rows of whole batches, one behind the other; rows past the end of the data are undefined."""
         read = []
         for number in range(steps):
+            # The reader may have other batches around it, of which only this one's rows are taken.
             position = Position(int(epoch), int(step) + number)
             batches = self._reader.batches(self._shares, 1, position)
             rows = batches.rows_at(position)
-            read.append([batches.index[rows], *(leaf[rows] for leaf in batches.leaves)])
+            arrays_of_batches = [batches.index, *batches.leaves]
+            read.append([array[rows] for array in arrays_of_batches])
+
+        # Filled up at the end of the data: the graph gives a block the shape [steps, batch size, ...].
         rows_of_block = steps * self.options.batch_size
         blocks = []
         for arrays in zip(*read, strict=True):
             joined = np.concatenate(arrays)
-            missing = [(0, rows_of_block - len(joined))] + [(0, 0)] * (joined.ndim - 1)
-            blocks.append(np.pad(joined, missing) if len(joined) < rows_of_block else joined)
+            if len(joined) < rows_of_block:
+                joined = np.pad(joined, [(0, rows_of_block - len(joined))] + [(0, 0)] * (joined.ndim - 1))
+            blocks.append(joined)
         return blocks
 
 
@@ -188,7 +202,10 @@ def _in_thread_of_its_own(
         specs: of the tensors.
     """
     scalar = tf.TensorSpec([], tf.int64)
-    outputs = {"output_types": [spec.dtype for spec in specs], "output_shapes": [spec.shape for spec in specs]}
+    # Raw operations, since `tf.data.Dataset.map` doesn't let `use_inter_op_parallelism` be set.
+    dtypes = [spec.dtype for spec in specs]
+    shapes = [spec.shape for spec in specs]
+    outputs = {"output_types": dtypes, "output_shapes": shapes}
     positions = tf.raw_ops.TensorDataset(components=position, output_shapes=[scalar.shape, scalar.shape])
     called = tf.raw_ops.MapDataset(
         input_dataset=positions,

@@ -32,6 +32,7 @@ class JoinedSequences:
 
     def read(self, indices: np.ndarray) -> SequenceColumn:
         """The sequences of these indices, int64 [n]."""
+        # A few array operations for all sequences, and none for each one: that makes reading them fast.
         lengths = self.lengths.take(indices)
         ends = self._ends.take(indices)
         return SequenceColumn(self._values.stretches(ends - lengths, ends), lengths)
@@ -56,6 +57,7 @@ class SequenceColumn:
         end = self._ends[row]
         return self.values[end - self.lengths[row] : end]
 
+    # Only when one example is asked for: a column that fills a batch at once needs no ends.
     @functools.cached_property
     def _ends(self) -> np.ndarray:
         return np.cumsum(self.lengths)
@@ -81,21 +83,21 @@ def sequences(values: np.ndarray | str | os.PathLike[str], lengths: Sequence[int
             f"loop.sequences({type(values).__name__}): give one array with all sequences behind each other, a memory "
             "map, or the path of an .npy file"
         )
-    known = np.asarray(lengths)
-    if known.ndim != 1 or known.dtype.kind not in "iu":
+    counts = np.asarray(lengths)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
         raise UsageError(
-            f"loop.sequences(lengths=...): {known.dtype}{list(known.shape)}: give the number of elements of each "
+            f"loop.sequences(lengths=...): {counts.dtype}{list(counts.shape)}: give the number of elements of each "
             "sequence, integers [examples]"
         )
-    if (known < 0).any():
-        index = int(np.argmax(known < 0))
-        raise UsageError(f"loop.sequences(lengths=...): {known[index]} for sequence {index}: give numbers from 0 on")
-    if known.sum() != len(reader):
+    if (counts < 0).any():
+        index = int(np.argmax(counts < 0))
+        raise UsageError(f"loop.sequences(lengths=...): {counts[index]} for sequence {index}: give numbers from 0 on")
+    if counts.sum() != len(reader):
         raise UsageError(
-            f"loop.sequences: {len(known):,} lengths add up to {known.sum():,}, and there are {len(reader):,} "
+            f"loop.sequences: {len(counts):,} lengths add up to {counts.sum():,}, and there are {len(reader):,} "
             "elements: give the length of each sequence, in the order in which they lie in the array"
         )
-    return JoinedSequences(reader, known.astype(np.int64))
+    return JoinedSequences(reader, counts.astype(np.int64))
 
 
 def known_lengths(reader: Reader) -> np.ndarray | dict[str | int, np.ndarray] | None:

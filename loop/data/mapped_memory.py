@@ -7,10 +7,10 @@ import threading
 import weakref
 
 LARGE = 1 << 27
-"""Bytes. A smaller map keeps its pages. Of all larger maps together, a process keeps about this much."""
+"""Bytes. A smaller map keeps its pages. Of all larger maps together, a process keeps about this many."""
 
 AT_ONCE = 64
-"""After so many places of large maps, the process looks at its memory: Linux may map 2 MB around each place."""
+"""After reading this many places of large maps, the process checks its memory: Linux may map 2 MB around each place."""
 
 _AROUND = 1 << 16
 """Bytes around each place that count as mapped, on a system that doesn't say how much is."""
@@ -28,6 +28,7 @@ class MappedMemory:
     def add(self, mapped: mmap.mmap) -> None:
         """Watches a map."""
         with self._lock:
+            # What was there before, such as libraries, isn't counted.
             if not self._maps:
                 self._before = self._bytes()
             self._maps.add(mapped)
@@ -42,6 +43,7 @@ class MappedMemory:
         with self._lock:
             self._read += size + _AROUND * places
             if self._bytes() - self._before >= LARGE:
+                # All pages of all maps: they are read again from the file, or from the system's cache of it.
                 for mapped in self._maps:
                     mapped.madvise(mmap.MADV_DONTNEED)
                 self._read = 0
@@ -51,7 +53,7 @@ class MappedMemory:
         """The memory that pages of files take in this process."""
         try:
             with open("/proc/self/statm", "rb") as file:
-                return int(file.read().split()[2]) * mmap.PAGESIZE
+                return int(file.read().split()[2]) * mmap.PAGESIZE  # the third field: resident pages of files
         except OSError:  # not Linux
             return self._read
 

@@ -1,7 +1,8 @@
-"""Mixtures: several indexed sources as one, each with a share of the examples of every batch, to the example."""
+"""Mixtures: several indexed sources as one, each with an exact share of the examples."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,13 +37,16 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
     """
     parts = list(shares)
     weights = _checked(parts, list(shares.values()))
-    mixture = _Mixture(parts, _pattern([part.size for part in parts], weights / weights.sum()))
+    pattern = _pattern([part.size for part in parts], weights / weights.sum())
+    mixture = _Mixture(parts, pattern)
+
+    # The first source, with what is the mixture's own in place of its own: padding is the same in all of them.
     return parts[0].replaced(
         reader=MixedReader([part.reader for part in parts]),
-        maps_in_graph=False,
+        maps_in_graph=False,  # `GraphReadAhead` reads a single source
         readers=max(part.readers for part in parts),
         skips=any(part.skips for part in parts),
-        size=mixture.pattern.blocks * len(mixture.pattern.sources),
+        size=pattern.blocks * len(pattern.sources),
         _resolve=mixture.resolve,
         _lengths_of=mixture.lengths,
     )
@@ -82,7 +86,8 @@ class _Pattern(NamedTuple):
 
 def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:
     """The pattern for sources of these sizes; each source's examples are spread evenly over it."""
-    length = int(min(_PATTERN, *(size / share for size, share in zip(sizes, shares, strict=True))))
+    # Small sources make the pattern shorter, so that an epoch has at least one.
+    length = int(min(_PATTERN, *map(operator.truediv, sizes, shares)))
     counts = np.floor(shares * length).astype(np.int64)
     # The examples that are left by rounding down go to the sources that have lost most by it.
     lost_most = np.argsort(counts - shares * length, kind="stable")[: length - int(counts.sum())]
@@ -92,11 +97,14 @@ def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:
             f"loop.mix: a share of {shares.min():.2g} of {length} examples is less than one: give a greater one, or "
             "larger sources"
         )
-    positions = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+
+    # Each source's examples lie at equal distances in the pattern; sorting merges the sources.
+    ranks = np.concatenate(list(map(np.arange, counts)))
+    positions = (ranks + 0.5) / np.repeat(counts, counts)
     order = np.argsort(positions, kind="stable")
     sources = np.repeat(np.arange(len(sizes)), counts)[order]
-    ranks = np.concatenate([np.arange(count) for count in counts])[order]
-    blocks = min(size // int(count) for size, count in zip(sizes, counts, strict=True))
+    ranks = ranks[order]
+    blocks = min(map(operator.floordiv, sizes, counts.tolist()))
     return _Pattern(sources, ranks, counts, blocks)
 
 
@@ -111,15 +119,15 @@ class _Mixture:
     def __init__(self, parts: Sequence[IndexedData], pattern: _Pattern) -> None:
         self._parts = parts
         self.pattern = pattern
-        ends = np.cumsum([len(part.reader) for part in parts])
-        self._firsts = ends - [len(part.reader) for part in parts]
-        self._ends = ends
+        lengths = [len(part.reader) for part in parts]
+        self._ends = np.cumsum(lengths)  # as in `MixedReader`, which reads by these numbers
+        self._firsts = self._ends - lengths
 
     def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
         """See `IndexedData.resolve`. Examples of a source are numbered after those of the source before it."""
         pattern = self.pattern
         blocks, positions = np.divmod(indices, len(pattern.sources))
-        epochs_before = 0 if epoch == EVALUATION_EPOCH else epoch
+        epochs_before = 0 if epoch == EVALUATION_EPOCH else epoch  # each evaluation has the same examples
         ids = np.empty_like(indices)
         for number, part in enumerate(self._parts):
             rows = np.flatnonzero(pattern.sources[positions] == number)
@@ -129,16 +137,18 @@ class _Mixture:
             count = int(pattern.counts[number])
             used = (epochs_before * pattern.blocks + blocks[rows]) * count + pattern.ranks[positions[rows]]
             own_epochs, own_positions = np.divmod(used, part.size)
+            # An order for each of the source's epochs; a stream of its own, so that no two sources are shuffled alike.
             for own_epoch in np.unique(own_epochs).tolist():
                 same = own_epochs == own_epoch
-                own = _shuffled(own_positions[same], seed, own_epoch + (number + 1) * STREAM, part.size)
-                ids[rows[same]] = self._firsts[number] + part.resolve(own, own_epoch, seed)
+                stream = own_epoch + (number + 1) * STREAM
+                shuffled = _shuffled(own_positions[same], seed, stream, part.size)
+                ids[rows[same]] = self._firsts[number] + part.resolve(shuffled, own_epoch, seed)
         return ids
 
     def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
         """See `IndexedData.lengths`."""
         lengths = np.empty_like(ids)
-        sources = np.searchsorted(self._ends, ids, "right")
+        sources = np.searchsorted(self._ends, ids, "right")  # the first number behind a source belongs to the next one
         for number, part in enumerate(self._parts):
             rows = np.flatnonzero(sources == number)
             lengths[rows] = part.lengths(ids[rows] - self._firsts[number], name)

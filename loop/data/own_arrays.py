@@ -16,8 +16,9 @@ def array_of_own(shape: list[int], dtype: np.dtype) -> np.ndarray:
     An array at a multiple of 64 bytes becomes a tensor as it is, and an operation may write its result there, while the
     same batch may be asked for once more.
     """
-    if dtype.hasobject:
+    if dtype.hasobject:  # text, which TensorFlow always converts
         return np.empty(shape, object)
+    # Half an alignment behind a multiple: never at one, and still aligned for every dtype of numbers.
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 2 * _ALIGNMENT, np.uint8)
     offset = _ALIGNMENT // 2 - memory.ctypes.data % _ALIGNMENT
@@ -25,7 +26,8 @@ def array_of_own(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 
 def array_of_own_of(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """An array as `array_of_own` makes them: itself, if it is one and of this dtype, else a copy."""
+    """The array itself, if it has this dtype and is as `array_of_own` makes them; else such a copy."""
+    # One that doesn't own its memory may be a view of the source's.
     if array.dtype == dtype and array.flags.c_contiguous and array.flags.owndata and array.ctypes.data % _ALIGNMENT:
         return array
     copy = array_of_own(list(array.shape), dtype)

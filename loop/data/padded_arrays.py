@@ -11,7 +11,7 @@ from loop.data.array_source import ArraySource, constant
 from loop.data.arrays import ArrayData, Structure
 from loop.data.batch import BatchOptions, ReadBatch
 from loop.data.buckets import LengthBuckets
-from loop.data.padding import Padding, along_axis, call_with, leaf_names, lengthened
+from loop.data.padding import Padding, along_axis, call_with, in_order, leaf_names, lengthened
 from loop.data.sequence_arrays import Sequences
 from loop.errors import UsageError
 from loop.task import Batch
@@ -41,6 +41,7 @@ class PaddedArraySource(ArraySource):
     uniform = False
 
     def __init__(self, data: ArrayData, options: BatchOptions) -> None:
+        # Before `super().__init__`, which loads the arrays and reads the first examples.
         assert data.padding is not None
         self._padding: Padding = data.padding
         self._names = leaf_names(data.arrays)
@@ -62,8 +63,9 @@ class PaddedArraySource(ArraySource):
         return tensors
 
     def _tensors_of(self, name: str | int, array: Sequences) -> _Padded:
+        # One row more fills all gaps: `_gathered` takes data and gaps out of one tensor, by one operation.
         fill = np.full([1, *array.rows.shape[1:]], self._padding.value(name, array.dtype))
-        if array.dtype.kind not in "SUO":
+        if array.dtype.kind not in "SUO":  # text may be longer than the dtype of the array holds
             fill = fill.astype(array.dtype)
         with tf.device("CPU:0"):
             rows = constant(np.concatenate([array.rows, fill]))
@@ -82,14 +84,15 @@ class PaddedArraySource(ArraySource):
                 specs[name] = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
                 continue
             padded = self._padded[name]
-            open_shape = [None] * (padded.shapes.shape[1] + 1)
+            open_shape = [None] * (padded.shapes.shape[1] + 1)  # the rows, and the axes that differ
             specs[name] = tf.TensorSpec([*open_shape, *padded.rows.shape[1:]], padded.rows.dtype)
             masks[name] = tf.TensorSpec(open_shape, tf.bool)
         structure = tf.nest.pack_sequence_as(self._structure, list(specs.values()))
-        with_masks = self._padding.with_masks(structure, {name: masks[name] for name in self._masked})
+        with_masks = self._with_masks(structure, masks)
         return lengthened(self.example, with_masks)
 
     def _read_rows(self, epoch: tf.Tensor, step: tf.Tensor, parts: int) -> ReadBatch:
+        # The whole batch decides how long it is padded: all replicas pad to the same length.
         start, n = self._shares.extent(step)
         if self._buckets is None:
             whole = self._examples_at(epoch, tf.range(start, start + n))
@@ -107,14 +110,18 @@ class PaddedArraySource(ArraySource):
         """
         tensors: list[tf.Tensor] = []
         masks: dict[str | int, tf.Tensor] = {}
-        for name in self._names:
+        for name in self._names:  # the order of `tf.nest.flatten`, which `pack_sequence_as` expects
             if name in self._padded:
                 tensor, masks[name] = self._gathered(self._padded[name], index, whole)
             else:
                 tensor = tf.gather(self._tensors[name], index)
             tensors.append(tensor)
         batch = tf.nest.pack_sequence_as(self._structure, tensors)
-        return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
+        return self._with_masks(batch, masks)
+
+    def _with_masks(self, batch: Structure, masks: dict[str | int, Structure]) -> Structure:
+        """A batch, or its specs, with the masks that the padding asks for, in the order in which it names them."""
+        return self._padding.with_masks(batch, in_order(masks, self._masked))
 
     def _gathered(self, array: _Padded, index: tf.Tensor, whole: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Some examples of a padded array, [n, lengths..., ...]; and where there is data, bool [n, lengths...]."""
@@ -127,10 +134,11 @@ class PaddedArraySource(ArraySource):
         for axis in range(axes):
             along = tf.reshape(tf.range(padded[axis]), along_axis(axis, axes))
             size = tf.reshape(shapes[:, axis], [-1] + [1] * axes)
+            # Row-major, as `Sequences` lays the rows of an example out.
             row = row * size + along
             inside &= along < size
         row += tf.reshape(tf.gather(array.firsts, index), [-1] + [1] * axes)
-        filling = tf.shape(array.rows, tf.int64)[0] - 1
+        filling = tf.shape(array.rows, tf.int64)[0] - 1  # the last row is the one that fills gaps
         return tf.gather(array.rows, tf.where(inside, row, filling)), inside
 
 
@@ -139,6 +147,7 @@ def lengths(data: ArrayData) -> np.ndarray:
     assert data.padding is not None
     measure = data.padding.bucket_by
     if not callable(measure):
+        # Of several padded arrays, an example is sorted by the largest one.
         sizes = [array.sizes for array in tf.nest.flatten(data.arrays) if isinstance(array, Sequences)]
         return np.max(sizes, axis=0)
     measured = np.zeros([data.size], np.int64)

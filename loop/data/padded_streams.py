@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from loop.data.padding import Padding, Scalar, Structure, along_axis, call_with, leaf_names
+from loop.data.padding import Padding, Scalar, Structure, along_axis, call_with, in_order, leaf_names
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -34,7 +34,7 @@ class PaddedBatches:
         self._seed = seed
         self._spec = dataset.element_spec
         self._names = leaf_names(self._spec)
-        self.axes = [open_axes(spec) for spec in tf.nest.flatten(self._spec)]
+        self.axes = list(map(open_axes, tf.nest.flatten(self._spec)))
         padded = [name for name, axes in zip(self._names, self.axes, strict=True) if axes]
         if not padded:
             raise UsageError(
@@ -53,6 +53,8 @@ class PaddedBatches:
         measured = self._dataset.map(self._measured)
         if not (bucketed and self._padding.bucket_by):
             return self._stacked(measured, size, drop_remainder).map(self._finished)
+
+        # Sorted within windows of many batches. A short last window stays: only its short last batch may be dropped.
         windows = self._stacked(measured, size * self._padding.buckets, False)
 
         @tf.autograph.experimental.do_not_convert
@@ -62,37 +64,42 @@ class PaddedBatches:
 
             @tf.autograph.experimental.do_not_convert
             def batch(position: tf.Tensor) -> Batch:
-                own = order[position * size : (position + 1) * size]
-                return self._finished(*tf.nest.map_structure(lambda tensor: tf.gather(tensor, own), window))
+                indices = order[position * size : (position + 1) * size]
+                rows = tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), window)
+                return self._finished(*rows)
 
-            return tf.data.Dataset.range(examples // size if drop_remainder else -(-examples // size)).map(batch)
+            count = examples // size if drop_remainder else -(-examples // size)
+            return tf.data.Dataset.range(count).map(batch)
 
         return windows.enumerate().flat_map(batches)
 
     def _stacked(self, measured: tf.data.Dataset, size: int, drop_remainder: bool) -> tf.data.Dataset:
         """Batches of measured examples, padded by tf.data, which knows no multiples and no masks."""
+        # Nothing is padded in what `_measured` has added, but `padded_batch` wants a value for each tensor.
         values = tf.nest.pack_sequence_as(self._spec, self._values)
         of_shapes = tuple(tf.constant(0, tf.int64) for axes in self.axes if axes)
-        return measured.padded_batch(
-            size, padding_values=(values, of_shapes, tf.constant(0, tf.int64)), drop_remainder=drop_remainder
-        )
+        padding_values = (values, of_shapes, tf.constant(0, tf.int64))
+        return measured.padded_batch(size, padding_values=padding_values, drop_remainder=drop_remainder)
 
     @tf.autograph.experimental.do_not_convert
     def _measured(self, *example: Structure) -> Measured:
         """An example with its sizes, and the length by which it is sorted."""
         structure = example if isinstance(self._spec, tuple) else example[0]
         leaves = tf.nest.flatten(structure)
-        shapes = [tf.shape(leaf, tf.int64)[:axes] for leaf, axes in zip(leaves, self.axes, strict=True) if axes]
+        shapes = []
+        for leaf, axes in zip(leaves, self.axes, strict=True):
+            if axes:
+                shapes.append(tf.shape(leaf, tf.int64)[:axes])
         checks = []
         if self._padding.mask is True:
             checks = [_same_lengths(shapes[0], shape) for shape in shapes[1:]]
-        with tf.control_dependencies(checks):
-            shapes = [tf.identity(shape) for shape in shapes]
+        with tf.control_dependencies(checks):  # so that the checks come before all that uses the sizes
+            shapes = list(map(tf.identity, shapes))
         if callable(self._padding.bucket_by):
             length = tf.cast(call_with(self._padding.bucket_by, structure), tf.int64)
             length = tf.reshape(length, [])
         else:
-            length = tf.reduce_max([tf.reduce_prod(shape) for shape in shapes])
+            length = tf.reduce_max(list(map(tf.reduce_prod, shapes)))
         return structure, tuple(shapes), length
 
     def _order(self, lengths: tf.Tensor, size: int, number: tf.Tensor) -> tf.Tensor:
@@ -107,6 +114,7 @@ class PaddedBatches:
         # out by `drop_remainder` more often than others.
         whole = tf.size(lengths, tf.int64) // size
         by_length = tf.argsort(lengths[: whole * size], stable=True)
+        # Drawn from the seed and the window's number alone, so that a resume draws the same.
         draws = tf.random.stateless_uniform([whole], tf.stack([tf.constant(self._seed, tf.int64), number]))
         batches = tf.gather(tf.reshape(by_length, [whole, size]), tf.argsort(draws, stable=True))
         left = tf.range(whole * size, tf.size(lengths, tf.int64))
@@ -115,27 +123,30 @@ class PaddedBatches:
     @tf.autograph.experimental.do_not_convert
     def _finished(self, structure: Structure, shapes: Sequence[tf.Tensor], lengths: tf.Tensor) -> Batch:
         """A batch of exactly the padded lengths, with its masks."""
-        shapes_left = iter(shapes)
+        shapes_left = iter(shapes)  # of the padded tensors alone
         tensors: list[tf.Tensor] = []
         masks: dict[str | int, tf.Tensor] = {}
         leaves = zip(self._names, tf.nest.flatten(structure), self.axes, self._values, strict=True)
         for name, leaf, axes, value in leaves:
             if axes:
-                own = next(shapes_left)
-                padded = self._padding.length(own)
+                sizes = next(shapes_left)
+                padded = self._padding.length(sizes)
                 for axis in range(axes):
                     leaf = _of_size(leaf, axis + 1, padded[axis], value)
                 if name in self._masked:
-                    masks[name] = _mask(own, padded, axes)
+                    masks[name] = _mask(sizes, padded, axes)
             tensors.append(leaf)
         batch = tf.nest.pack_sequence_as(self._spec, tensors)
-        return self._padding.with_masks(batch, {name: masks[name] for name in self._masked})
+        return self._padding.with_masks(batch, in_order(masks, self._masked))
 
 
 def open_axes(spec: tf.TensorSpec) -> int:
     """The number of axes of an example that are padded: all up to the last one of unknown size."""
-    unknown = [axis + 1 for axis, size in enumerate(spec.shape) if size is None]
-    return max(unknown, default=0)
+    axes = 0
+    for axis, size in enumerate(spec.shape):
+        if size is None:
+            axes = axis + 1
+    return axes
 
 
 def _same_lengths(one: tf.Tensor, other: tf.Tensor) -> tf.Operation:
@@ -147,6 +158,7 @@ def _same_lengths(one: tf.Tensor, other: tf.Tensor) -> tf.Operation:
 
 def _of_size(tensor: tf.Tensor, axis: int, size: tf.Tensor, value: Scalar) -> tf.Tensor:
     """A tensor that has `size` elements along an axis: cut, or filled up with `value`."""
+    # tf.data has padded to the longest example of a window; the batch may be shorter, and rounding makes it longer.
     static = tensor.shape
     tensor = tf.gather(tensor, tf.range(tf.minimum(size, tf.shape(tensor, tf.int64)[axis])), axis=axis)
     shape = tf.shape(tensor, tf.int64)
@@ -157,6 +169,7 @@ def _of_size(tensor: tf.Tensor, axis: int, size: tf.Tensor, value: Scalar) -> tf
 
 def _mask(lengths: tf.Tensor, padded: tf.Tensor, axes: int) -> tf.Tensor:
     """Where there is data: bool [examples, padded...]."""
+    # True where the position along every axis is below the example's own size there.
     mask = tf.constant(True)
     for axis in range(axes):
         along = tf.reshape(tf.range(padded[axis]), along_axis(axis, axes))

@@ -58,7 +58,7 @@ class Padding:
     def __post_init__(self) -> None:
         for name in ("multiple", "buckets"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # for Python, True is an int
                 raise UsageError(f"Padding({name}={value!r}): give an integer of at least 1")
         if not isinstance(self.bucket_by, bool) and not callable(self.bucket_by):
             raise UsageError(
@@ -74,13 +74,14 @@ class Padding:
         is_text = dtype.kind in "SUO"
         given = self.values
         if isinstance(given, Mapping | tuple | list):
+            # Values may be nested as the example is; an array that they leave out has the usual one.
             given = dict(zip(leaf_names(given), tf.nest.flatten(given), strict=True)).get(name)
         if given is None:
             return "" if is_text else np.zeros([], dtype)[()]
         fits = is_text == isinstance(given, str | bytes) and np.ndim(given) == 0
         if fits and is_text:
             return given
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):  # what doesn't fit is told below, in a message that names it
             value = np.asarray(given).astype(dtype) if fits else None
         # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
         if value is None or (dtype.kind in "iub" and value != given):
@@ -99,7 +100,9 @@ class Padding:
 
     def rounded(self, length: Length) -> Length:
         """A length, or a tensor of lengths, rounded up to a multiple of `multiple`."""
-        return length if self.multiple == 1 else (length + self.multiple - 1) // self.multiple * self.multiple
+        if self.multiple == 1:
+            return length  # as it is: in a graph, the arithmetic would be three operations of each step
+        return (length + self.multiple - 1) // self.multiple * self.multiple
 
     def masked(self, names: Sequence[str | int]) -> list[str | int]:
         """The names of the arrays that have a mask.
@@ -111,7 +114,7 @@ class Padding:
             UsageError: a mask of an array that isn't padded.
         """
         if isinstance(self.mask, bool):
-            return list(names[:1]) if self.mask else []
+            return list(names[:1]) if self.mask else []  # one mask serves all: the arrays have the same lengths
         wanted = [self.mask] if isinstance(self.mask, str | int) else list(self.mask)
         for name in wanted:
             if name not in names:
@@ -124,14 +127,20 @@ class Padding:
         if not masks:
             return batch
         if isinstance(batch, Mapping):
-            named = {"mask" if self.mask is True else f"{name}_mask": mask for name, mask in masks.items()}
-            if taken := sorted(set(named) & set(batch)):
-                raise UsageError(
-                    f"Padding(mask=...) adds {taken[0]!r}, but the examples have a {taken[0]!r}: rename it"
-                )
+            named = {}
+            for name, mask in masks.items():
+                named["mask" if self.mask is True else f"{name}_mask"] = mask
+            for name in sorted(named):
+                if name in batch:
+                    raise UsageError(f"Padding(mask=...) adds {name!r}, but the examples have a {name!r}: rename it")
             return {**batch, **named}
         parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         return (*parts, *masks.values())
+
+
+def in_order(masks: Mapping[str | int, T], names: Sequence[str | int]) -> dict[str | int, T]:
+    """The masks of these arrays, in this order, which is that in which they stand behind a batch."""
+    return {name: masks[name] for name in names}
 
 
 def as_padding(padding: Padding | FillValues) -> Padding | None:
@@ -161,14 +170,19 @@ def leaf_names(structure: Structure) -> list[str | int]:
     The name is the key in a dict, the position in a tuple, and 0 for a bare array. For an array further down it is the
     path to it, such as `"0/tokens"`.
     """
-    paths = list(_paths(structure, ()))
-    return [path[0] if len(path) == 1 else "/".join(map(str, path)) or 0 for path in paths]
+    return list(map(_leaf_name, _paths(structure, ())))
+
+
+def _leaf_name(path: tuple[str | int, ...]) -> str | int:
+    if len(path) == 1:
+        return path[0]
+    return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
 
 
 def _paths(structure: Structure, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
     """The paths to the arrays of a structure, which itself is at `path`."""
     if isinstance(structure, Mapping):
-        for key in sorted(structure):
+        for key in sorted(structure):  # as `tf.nest.flatten` does
             yield from _paths(structure[key], (*path, key))
     elif isinstance(structure, tuple | list):
         for position, part in enumerate(structure):
@@ -181,6 +195,7 @@ def lengthened(batch: Batch, specs: Structure) -> Batch:
     """A batch whose padded axes are longer by one; `specs` is its structure of `tf.TensorSpec`s, open in these axes."""
 
     def longer(tensor: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+        # The first axis counts the examples. It is open, too, but isn't padded.
         gaps = [[0, int(axis > 0 and size is None)] for axis, size in enumerate(spec.shape)]
         return tf.pad(tensor, gaps, constant_values=tf.zeros([], tensor.dtype))
 

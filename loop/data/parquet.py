@@ -18,7 +18,7 @@ def table_of(path: Path) -> Any:
     Raises:
         UsageError: it is no Parquet file.
     """
-    import pyarrow
+    import pyarrow  # late: it takes long to import, and only users of Parquet files need it
     import pyarrow.parquet
 
     target = cached("parquet", path)
@@ -31,7 +31,7 @@ def table_of(path: Path) -> Any:
                 pyarrow.parquet.ParquetFile(path) as parquet,
                 pyarrow.ipc.new_file(file, parquet.schema_arrow) as writer,
             ):
-                for batch in parquet.iter_batches():
+                for batch in parquet.iter_batches():  # the file may be larger than memory
                     writer.write_batch(batch)
         except pyarrow.ArrowException as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as a Parquet file ({error})") from None

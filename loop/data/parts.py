@@ -52,7 +52,11 @@ def contents(data: Dataset, examples: int) -> Iterator[np.ndarray]:
     """The arrays of what a task returned: whole arrays in memory; of other data, the first examples."""
     if isinstance(data, ArrayData):
         for array in tf.nest.flatten(data.arrays):
-            yield from (array,) if isinstance(array, np.ndarray) else (array.rows, array.shapes)
+            if isinstance(array, np.ndarray):
+                yield array
+            else:
+                yield array.rows
+                yield array.shapes  # the same rows may be cut into other examples
     if isinstance(data, IndexedData):
         yield from data.first_arrays(examples)
     stream = data.dataset if isinstance(data, StreamData) else data
@@ -68,16 +72,18 @@ def first(data: Dataset, size: int) -> Dataset:
     stream = StreamData(data) if isinstance(data, tf.data.Dataset) else data
     if not isinstance(stream, StreamData):
         return data  # `source` says what is wrong with it
+    # Checked here as in training: `ArrayData`, which is made of the stream, doesn't show batches any more.
     check_spec(stream.dataset)
     if stream.check_batched:
         check_unbatched(stream.dataset, "train_data()", stream.padding is not None)
-    examples = [tf.nest.flatten(example) for example in stream.dataset.take(size).as_numpy_iterator()]
+    examples = list(map(tf.nest.flatten, stream.dataset.take(size).as_numpy_iterator()))
     if not examples:
         raise no_examples("train_data()")
+
     specs = tf.nest.flatten(stream.dataset.element_spec)
     arrays: list[Array] = []
-    for index, spec in enumerate(specs):
-        column = [example[index] for example in examples]
+    for index, (spec, column) in enumerate(zip(specs, zip(*examples, strict=True), strict=True)):
+        # Axes that the stream calls open are padded, also where these few examples have one length.
         axes = 0 if stream.padding is None else open_axes(spec)
         arrays.append(as_sequences(column, index, axes) if axes else _stacked(column))
     return ArrayData.of_structure(tf.nest.pack_sequence_as(stream.dataset.element_spec, arrays), stream.padding)

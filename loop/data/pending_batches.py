@@ -49,6 +49,8 @@ class PendingBatches:
         self.starts = np.array([0, len(index)]) if starts is None else starts
         self.widths = np.zeros([len(self.starts) - 1, 0], np.int64) if widths is None else widths
         self.lengths = np.zeros([len(index), self.widths.shape[1]], np.int64)
+
+        # Set by the threads that fill the rows, and by those that ask for the batches.
         self.error: BaseException | None = None
         self.cancelled = False
         self.requested = False
@@ -58,7 +60,7 @@ class PendingBatches:
 
     @property
     def count(self) -> int:
-        """How many batches they are."""
+        """The number of batches."""
         return len(self.starts) - 1
 
     @property
@@ -77,6 +79,7 @@ class PendingBatches:
 
     def widths_of(self, rows: slice) -> np.ndarray:
         """The lengths that arrays are padded to, in each of these rows: int64 [n, padded arrays]."""
+        # A stretch may cover rows of several batches, which are padded to different lengths.
         return np.repeat(self.widths, np.diff(self.starts), axis=0)[rows]
 
     @property
@@ -87,18 +90,22 @@ class PendingBatches:
     def cut(self, parts: int) -> list[slice]:
         """The stretches of rows that are filled by themselves, at most `parts` of them."""
         rows = len(self.index)
-        stretches = [slice(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
-        filled = [stretch for stretch in stretches if stretch.start < stretch.stop]
-        self._left = len(filled)
-        if not filled:
+        stretches = []
+        for part in range(parts):
+            stretch = slice(rows * part // parts, rows * (part + 1) // parts)
+            if stretch.start < stretch.stop:
+                stretches.append(stretch)
+        self._left = len(stretches)
+        if not stretches:  # no thread will say that it has filled the last one
             self._done.set()
-        return filled
+        return stretches
 
     def finish(self, error: BaseException | None = None) -> None:
         """One stretch is filled, or can't be."""
         with self._lock:
             self._left -= 1
             self.error = self.error or error
+            # An error ends the waiting at once: the other rows are of no use then.
             if error is not None or not self._left:
                 self._done.set()
 
@@ -108,7 +115,7 @@ class PendingBatches:
         Raises:
             BaseException: what reading a row has raised.
         """
-        if not self._done.is_set():
+        if not self._done.is_set():  # `wait` takes a lock even then
             self._done.wait()
         if self.error is not None:
             raise self.error

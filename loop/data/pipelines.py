@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -23,7 +22,7 @@ _NOT_STACKED = (
 def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The pipeline, with the specs of dense tensors for rows of a `tf.RaggedTensor` that are dense themselves."""
     specs = tf.nest.flatten(dataset.element_spec)
-    if not any(isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 0 for spec in specs):
+    if not any(map(_is_dense_row, specs)):
         return dataset
     is_tuple = isinstance(dataset.element_spec, tuple)  # whose parts tf.data hands over as arguments
 
@@ -31,7 +30,12 @@ def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
     def unchanged(*example: Any) -> Any:
         return example if is_tuple else example[0]
 
+    # Such a row is a dense tensor already: a map that changes nothing corrects the spec.
     return dataset.map(unchanged)
+
+
+def _is_dense_row(spec: tf.TypeSpec) -> bool:
+    return isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 0
 
 
 def stacking_problem(error: Exception) -> UsageError | None:
@@ -40,13 +44,15 @@ def stacking_problem(error: Exception) -> UsageError | None:
     for phrase in _NOT_STACKED:
         if phrase not in text:
             continue
-        shapes = text[text.index(phrase) :].split("\n")[0].split(" [Op:")[0].rstrip(". ")
+        # From the phrase on to the end of its line: the rest names nodes of the graph.
+        first_line = text[text.index(phrase) :].split("\n")[0]
+        shapes = first_line.split(" [Op:")[0].rstrip(". ")
         return UsageError(
             f"the data set's examples have different shapes ({shapes}): return loop.StreamData(dataset, "
             "padding=loop.Padding()), which pads each batch to its longest example and adds a mask; or make all "
             "examples of one shape. If these are batches, add .unbatch()"
         )
-    if "say whose masks you want" in text:
+    if "say whose masks you want" in text:  # from the check in `PaddedBatches`
         return UsageError(
             "the arrays of an example have different lengths, so that one mask can't serve all: say whose masks you "
             "want, by name or place, as Padding(mask=0) or Padding(mask=[0, 1])"
@@ -76,17 +82,27 @@ def one_order(dataset: tf.data.Dataset) -> bool:
         tensors += getattr(part, "_tensors", [])
         for function in part._functions():
             tensors += function.function.captured_inputs
-    if sum(tensor.dtype.size * (tensor.shape.num_elements() or 0) for tensor in tensors) > _MOST_IN_GRAPH:
+
+    # A data set of large tensors isn't copied into a graph: what the parts themselves say has to do.
+    bytes_in_graph = sum(map(_bytes_of, tensors))
+    if bytes_in_graph > _MOST_IN_GRAPH:
         return all(getattr(part, "_deterministic", "") != "false" for part in parts)
+
     # The options of parts aren't enough: interleaving doesn't keep the option, nor do data sets within functions. The
     # graph has it.
     policy = tf.data.experimental.ExternalStatePolicy.IGNORE
     try:
         graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=policy).numpy())
-    except tf.errors.OpError:
+    except tf.errors.OpError:  # a part can't be written as a graph: nothing shows that the order isn't fixed
         return True
-    nodes = itertools.chain(graph.node, *(function.node_def for function in graph.library.function))
+    nodes = list(graph.node)
+    for function in graph.library.function:
+        nodes += function.node_def
     return all(node.attr["deterministic"].s != b"false" for node in nodes)
+
+
+def _bytes_of(tensor: tf.Tensor) -> int:
+    return int(tensor.dtype.size * (tensor.shape.num_elements() or 0))  # 0: of an unknown shape
 
 
 def one_order_an_epoch(dataset: tf.data.Dataset, restarts: bool = False) -> bool:
@@ -100,6 +116,7 @@ def one_order_an_epoch(dataset: tf.data.Dataset, restarts: bool = False) -> bool
     name = type(dataset).__name__
     if restarts and ("Shuffle" in name or "Random" in name):
         return False
+    # From the end of the pipeline to its start: what stands above a shuffle says how often it begins.
     restarts = restarts or len(inputs) > 1 or "Repeat" in name
     return all(one_order_an_epoch(part, restarts) for part in inputs)
 
@@ -117,7 +134,7 @@ def shard_files(dataset: tf.data.Dataset, workers: int, rank: int) -> tf.data.Da
             auto_shard_policy=file_policy, num_replicas=workers, **dataset._flat_structure,
         )  # fmt: skip
         sharded = tf.data.experimental.from_variant(variant, dataset.element_spec)
-        next(iter(sharded.take(1)), None)
+        next(iter(sharded.take(1)), None)  # too few files show only when the first example is read
     except (tf.errors.OpError, ValueError) as error:
         raise UsageError(
             f'ShardData("file"): the data set can\'t be split by files over {workers} workers ({error}): it must read '

@@ -5,31 +5,23 @@ from __future__ import annotations
 import functools
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from loop.data.data_files import DataFile
+from loop.data.example_parts import Columns, Example, Part, count_of, dicts_of, rows_of
 from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
 from loop.errors import UsageError
 
-Part: TypeAlias = Any
-"""A part of an example that is no dict or tuple: an array, or what NumPy can make one of."""
-Example: TypeAlias = Any
-"""An example: a part, or dicts and tuples of parts."""
-Columns: TypeAlias = Any
-"""Several examples, stacked: an array [n, ...], or dicts and tuples of such arrays."""
 Source: TypeAlias = Any
 """What `IndexedData` reads from; see there."""
 Foreign: TypeAlias = Any
 """An object of a library that is loaded only when a user passes one, such as an Arrow table."""
-PartPath: TypeAlias = tuple[str | int, ...]
-"""Where a part is in an example: the keys of dicts, and the positions in tuples."""
-
 _JOINED_AT_ONCE = 256
-"""So many stretches are joined at once: they stay in a core's cache until they are written to their place."""
+"""The number of stretches that are joined at once: they stay in a core's cache until they are written to the result."""
 
 
 @runtime_checkable
@@ -66,20 +58,23 @@ def reader_of(source: Source) -> Reader:
     Raises:
         UsageError: none of these; sources of unequal length.
     """
+    # From the most specific type to the most general one: an array, too, has a length and can be indexed.
     if isinstance(source, Mapping | tuple):
         return Structure(source)
     if isinstance(source, str | Path):
         return _of_file(Path(source))
     if isinstance(source, np.ndarray):
         return ArrayRows(source)
-    if hasattr(source, "by_column"):
+    if hasattr(source, "by_column"):  # a reader already, such as `loop.records` and `loop.sequences` return
         return source
+    # An Arrow table is recognized by its interface, so that pyarrow isn't imported for other sources.
     if hasattr(source, "__arrow_c_stream__") and hasattr(source, "schema"):
         return _Table(source)
     if not isinstance(source, RandomAccess):
-        missing = " and ".join(name for name in ("__len__", "__getitem__") if not hasattr(type(source), name))
+        kind = type(source)
+        missing = [name for name in ("__len__", "__getitem__") if not hasattr(kind, name)]
         raise UsageError(
-            f"IndexedData({type(source).__name__}): it has no {missing}: give an array, a memory map, an .npy or "
+            f"IndexedData({kind.__name__}): it has no {' and '.join(missing)}: give an array, a memory map, an .npy or "
             ".parquet file, or an object with a length whose examples can be read by index"
         )
     if _is_keras_batches(source):
@@ -101,7 +96,7 @@ class ArrayRows:
             raise UsageError("IndexedData: a scalar has no examples: give an array of shape [n, ...]")
         if array.dtype == object:
             raise UsageError("IndexedData: an array of objects is no array of numbers or text: give a list of examples")
-        self._array = array
+        self._array = array  # kept beside the view: a memory map's own attributes say where it is in its file
         self._rows = array.view(np.ndarray)  # whose rows are plain arrays: a memory map's take longer to make
         # `take` first copies the whole array if its rows aren't contiguous, or not in the machine's byte order.
         self._can_take = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
@@ -121,20 +116,22 @@ class ArrayRows:
         return self._in_parts(self._taken, indices)
 
     def stretches(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Several stretches of rows, one behind the other; where each begins, and where it ends: int64 [n] both."""
+        """Several stretches of rows, joined: each from its start up to its end, int64 [n] both."""
         return self._in_parts(self._joined, starts, ends)
 
     def _in_parts(self, read: Callable[..., np.ndarray], *places: np.ndarray) -> np.ndarray:
-        """What a function reads at some places; of a large map in parts, so that few of its pages are in memory."""
+        """Reads some places by a function. A large map is read in parts, so that few of its pages are in memory."""
         if self._file is not None:
             self._file.check()  # the system kills a process that reads past the end of a mapped file
         if not self._is_large:
             return read(*places)
         parts = []
+        # At least once, also without places: the result has the dtype and the shape of the rows.
         for first in range(0, max(1, len(places[0])), AT_ONCE):
-            own = [each[first : first + AT_ONCE] for each in places]
-            parts.append(read(*own))
-            MAPPED_MEMORY.release(len(own[0]), parts[-1].nbytes)
+            some_places = [numbers[first : first + AT_ONCE] for numbers in places]
+            part = read(*some_places)
+            parts.append(part)
+            MAPPED_MEMORY.release(len(some_places[0]), part.nbytes)
         return np.concatenate(parts)
 
     def _taken(self, indices: np.ndarray) -> np.ndarray:
@@ -143,16 +140,21 @@ class ArrayRows:
     def _joined(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         if not self._can_take or not self._row_bytes:
             bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+            # The empty first part gives the result its dtype and shape where there are no stretches.
             return np.concatenate([self._rows[:0], *(self._rows[start:end] for start, end in bounds)])
+
+        # As bytes, whose slices take less time than those of an array; see `_bytes_of`.
         rows = np.empty([int((ends - starts).sum()), *self._rows.shape[1:]], self._rows.dtype)
-        written = _bytes_of(rows)
-        place = 0
+        out = _bytes_of(rows)
+        filled = 0
         for first in range(0, len(starts), _JOINED_AT_ONCE):
-            own = slice(first, first + _JOINED_AT_ONCE)
-            bounds = zip((starts[own] * self._row_bytes).tolist(), (ends[own] * self._row_bytes).tolist(), strict=True)
+            chunk = slice(first, first + _JOINED_AT_ONCE)
+            first_bytes = (starts[chunk] * self._row_bytes).tolist()
+            end_bytes = (ends[chunk] * self._row_bytes).tolist()
+            bounds = zip(first_bytes, end_bytes, strict=True)
             joined = b"".join([self._bytes[start:end] for start, end in bounds])
-            written[place : place + len(joined)] = joined
-            place += len(joined)
+            out[filled : filled + len(joined)] = joined
+            filled += len(joined)
         return rows
 
     @functools.cached_property
@@ -166,6 +168,8 @@ class ArrayRows:
             return ArrayRows, (self._rows,)
         if array.filename is None or not array.flags.c_contiguous:
             raise TypeError("a memory map can be sent if it has a file, and its rows lie one behind the other")
+
+        # The array may be a slice of the map: `offset` is that of the map, and the addresses tell the rest.
         memory = np.frombuffer(self._map, np.uint8)
         before = array.offset % mmap.ALLOCATIONGRANULARITY  # a map begins at a whole page of the file
         start = array.offset - before + array.ctypes.data - memory.ctypes.data
@@ -185,11 +189,13 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 def _shared_map(array: np.ndarray) -> mmap.mmap | None:
     """The memory map of an array, if its pages can be given back. Those of a copy-on-write map can't."""
     mapped = getattr(array, "_mmap", None)
-    return mapped if isinstance(mapped, mmap.mmap) and getattr(array, "mode", "c") in ("r", "r+", "w+") else None
+    gives_back = getattr(array, "mode", "c") in ("r", "r+", "w+")
+    return mapped if isinstance(mapped, mmap.mmap) and gives_back else None
 
 
 def _file_of(array: np.ndarray) -> DataFile | None:
     """The file of a read-only memory map; else None."""
+    # A map that is written to during the run changes the time of its file itself.
     if not isinstance(array, np.memmap) or array.mode != "r" or array.filename is None:
         return None
     path = Path(array.filename)
@@ -210,7 +216,7 @@ class _Items:
         return len(self._source)
 
     def read(self, indices: np.ndarray) -> list[Example]:
-        numbers = indices.tolist()
+        numbers = indices.tolist()  # Python's own integers: not every `__getitem__` takes NumPy's
         if self._many is None:
             return [self._source[number] for number in numbers]
         examples = list(self._many(numbers))
@@ -231,12 +237,11 @@ class Structure:
 
     def __init__(self, sources: Mapping[str, Source] | tuple[Source, ...]) -> None:
         named = sources if isinstance(sources, Mapping) else dict(enumerate(sources))
-        self.readers: dict[str | int, Reader] = {name: reader_of(source) for name, source in named.items()}
+        self.readers: dict[str | int, Reader] = dict(zip(named, map(reader_of, named.values()), strict=True))
         self._is_tuple = isinstance(sources, tuple)
         self.by_column = all(reader.by_column for reader in self.readers.values())
-        lengths = {name: len(reader) for name, reader in self.readers.items()}
-        if len(set(lengths.values())) != 1:
-            listed = ", ".join(f"{name!r}: {length}" for name, length in lengths.items()) or "none"
+        if len(set(map(len, self.readers.values()))) != 1:
+            listed = ", ".join(f"{name!r}: {len(reader)}" for name, reader in self.readers.items()) or "none"
             raise UsageError(f"IndexedData: sources of unequal length ({listed}): give all the same number of examples")
 
     def __len__(self) -> int:
@@ -246,34 +251,15 @@ class Structure:
         read = {name: reader.read(indices) for name, reader in self.readers.items()}
         if self.by_column:
             return self._packed(read)
+
+        # One source gives a list of examples, so that the stacked arrays of the others become lists, too.
         for name, reader in self.readers.items():
             if reader.by_column:
-                read[name] = _rows(read[name], len(indices))
-        examples = []
-        for row in range(len(indices)):
-            examples.append(self._packed({name: parts[row] for name, parts in read.items()}))
-        return examples
+                read[name] = rows_of(read[name], len(indices))
+        return list(map(self._packed, dicts_of(read, len(indices))))
 
     def _packed(self, named: dict[str | int, Example]) -> Example:
         return tuple(named.values()) if self._is_tuple else named
-
-
-def _rows(columns: Columns, count: int) -> list[Example]:
-    """The examples of stacked arrays."""
-    if isinstance(columns, Mapping):
-        parts = {name: _rows(part, count) for name, part in columns.items()}
-        return _dicts(parts, count)
-    if isinstance(columns, tuple):
-        return list(zip(*(_rows(part, count) for part in columns), strict=True))
-    return list(columns)
-
-
-def _dicts(columns: Mapping[str, Sequence[Part]], count: int) -> list[dict[str, Part]]:
-    """The rows of named columns, a dict each."""
-    rows = []
-    for row in range(count):
-        rows.append({name: column[row] for name, column in columns.items()})
-    return rows
 
 
 class _Table:
@@ -290,16 +276,17 @@ class _Table:
     def read(self, indices: np.ndarray) -> list[Example]:
         rows = self._table.take(indices)
         columns = {name: _column(rows[name]) for name in rows.column_names}
-        return _dicts(columns, len(indices))
+        return dicts_of(columns, len(indices))
 
 
 def _column(column: Foreign) -> Sequence[Part]:
     """The values of an Arrow column, with the dtypes that they have there."""
-    import pyarrow
+    import pyarrow  # late: it takes long to import, and only Arrow tables need it
 
     types = pyarrow.types
     arrow_type = column.type
     if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
+        # `to_pylist` would make Python's numbers, which have lost their dtype.
         return [value.values.to_numpy(zero_copy_only=False) for value in column]
     if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):
         return column.to_pylist()
@@ -315,22 +302,28 @@ class _Batches:
     def __init__(self, source: Foreign) -> None:
         self._source = source
         self._last = len(source) - 1
-        self._size = _rows_of(source[0])
-        self._length = self._last * self._size + (_rows_of(source[self._last]) if self._last > 0 else self._size)
+        # The first batch tells the size of all but the last one, so that the number of examples takes two batches.
+        self._size = count_of(source[0])
+        last_size = count_of(source[self._last]) if self._last > 0 else self._size
+        self._length = self._last * self._size + last_size
         self._batches: dict[int, list[Example]] = {}
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, indices: np.ndarray) -> list[Example]:
-        return [self._batch(int(index) // self._size)[int(index) % self._size] for index in indices]
+        examples = []
+        for index in indices.tolist():
+            number, row = divmod(index, self._size)
+            examples.append(self._batch(number)[row])
+        return examples
 
     def _batch(self, number: int) -> list[Example]:
         """The examples of a batch. The last few batches are kept."""
         batches = self._batches
         if number not in batches:
             batch = self._source[number]
-            rows = _rows(batch, _rows_of(batch))
+            rows = rows_of(batch, count_of(batch))
             expected = self._size if number < self._last else self._length - self._last * self._size
             if len(rows) != expected:
                 raise UsageError(
@@ -338,22 +331,20 @@ class _Batches:
                     "batches but the last must have one size"
                 )
             # A new dict, and no change of the old one, in which another thread may be looking a batch up.
-            batches = {**dict(list(batches.items())[1 - self._KEPT :]), number: rows}
+            newest = dict(list(batches.items())[1 - self._KEPT :])
+            batches = {**newest, number: rows}
             self._batches = batches
         return batches[number]
 
 
-def _rows_of(batch: Columns) -> int:
-    """The number of rows of a batch."""
-    first = batch
-    while isinstance(first, Mapping | tuple):
-        first = next(iter(first.values() if isinstance(first, Mapping) else first))
-    return len(first)
-
-
 def _is_keras_batches(source: object) -> bool:
     """Whether a source is a `PyDataset` of Keras, or a `Sequence`, as older versions call it."""
-    return any(base.__name__ in ("PyDataset", "Sequence") and "keras" in base.__module__ for base in type(source).mro())
+    return any(map(_is_batches_class, type(source).mro()))
+
+
+def _is_batches_class(kind: type) -> bool:
+    # By name, since both families of Keras have such a class, and neither is to be imported for this.
+    return kind.__name__ in ("PyDataset", "Sequence") and "keras" in kind.__module__
 
 
 def _of_file(path: Path) -> Reader:
@@ -373,25 +364,3 @@ def _of_file(path: Path) -> Reader:
         f"IndexedData({str(path)!r}): only .npy and .parquet files are read by name: for TFRecord files use "
         "loop.records(...), for others an object with a length and [index]"
     )
-
-
-def flatten(example: Example, path: PartPath = ()) -> Iterator[tuple[PartPath, Part]]:
-    """The parts of an example that aren't dicts or tuples, each with its path; in the order of `tf.nest.flatten`."""
-    if isinstance(example, Mapping):
-        for name in sorted(example):
-            yield from flatten(example[name], (*path, name))
-    elif isinstance(example, tuple):
-        for position, part in enumerate(example):
-            yield from flatten(part, (*path, position))
-    else:
-        yield path, example
-
-
-def structure_of(example: Example) -> Example:
-    """The dicts and tuples of an example, with 0 in place of each of its parts."""
-    if isinstance(example, Mapping):
-        return {name: structure_of(part) for name, part in example.items()}
-    if isinstance(example, tuple):
-        parts = [structure_of(part) for part in example]
-        return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)
-    return 0

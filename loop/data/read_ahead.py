@@ -1,4 +1,4 @@
-"""Reading ahead: threads of the host fill the batches that the next steps will ask for, unless that takes longer."""
+"""Reading ahead: threads fill the batches of the next steps, unless it is faster to read each when it is asked for."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _FAST = 2e-4
 """Seconds. Batches that are read within this time are handed over several at once: to hand one over takes as long."""
 
 _AT_ONCE = 2e-3
-"""Seconds. So many fast batches are read at once as take about this time."""
+"""Seconds. As many fast batches are read at once as take about this time."""
 
 _PATIENCE = 2 * _AT_ONCE
-"""Seconds. So long `ReadAhead.get_if_ready` waits for fast batches, which are nearly there."""
+"""Seconds. `ReadAhead.get_if_ready` waits at most this long for fast batches, which are nearly there."""
 
 _BLOCKS_AHEAD = 2
-"""How many times fast batches are read at once before they are asked for: calls of the graph end within a block."""
+"""How many blocks of fast batches are read before they are asked for: a call of the graph may end within a block."""
 
 _SLOWER = 1.2
-"""By how much a slow batch makes the estimate of the seconds that a batch takes grow at most."""
+"""The greatest factor by which one slow batch makes the estimate of the seconds for a batch grow."""
 
 
 Plan = Callable[[Position, int], PendingBatches]
@@ -86,7 +86,7 @@ class ReadAhead:
         self._following = following
         self._depth = depth
         self._threads = threads
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for what follows here; the batches have locks of their own
         self._pending: list[PendingBatches] = []
         self._blocks_ahead: list[_BlockAhead] = []
         self._next: Position | None = None  # where the first of these blocks begins
@@ -112,11 +112,12 @@ class ReadAhead:
             batches = self._begun(position, None)
             assert batches is not None
             batches.requested = True
-        batches.wait()
+        batches.wait()  # without the lock: other threads may ask for other batches meanwhile
         return batches
 
     def get_if_ready(self, position: Position) -> PendingBatches | None:
         """See `get`; None: it isn't filled yet. Waits for nothing but reading, where that is fast."""
+        # The caller holds one of TensorFlow's threads. Another thread that has the lock may be reading, so no waiting.
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -126,7 +127,7 @@ class ReadAhead:
             batches.requested = True
         finally:
             self._lock.release()
-        batches.wait()
+        batches.wait()  # is over at once; raises what reading has raised
         return batches
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ class ReadAhead:
         with self._lock:
             self._keep([])
             self._blocks_ahead = []
-        self._finalizer()
+        self._finalizer()  # calls `_end` now, and not once more when this object is collected
 
     def _is_fast(self) -> bool:
         """Whether batches are read faster than handed over."""
@@ -151,11 +152,14 @@ class ReadAhead:
         if self._is_fast():
             return self._known(position) or self._block_at(position, patience)
         self._blocks_ahead = []
+
+        # The batch before is kept, and so is the one behind those that are wanted, which may have been begun already:
+        # the operations of a graph ask for neighbors in any order.
         *wanted, next_one = self._followed(position)
-        self._keep([self._before(position), *(self._known(each) for each in (*wanted, next_one))])
-        for each in wanted:
-            if self._known(each) is None:
-                batches = self._plan(each, 1)
+        self._keep([self._before(position), *map(self._known, wanted), self._known(next_one)])
+        for wanted_position in wanted:
+            if self._known(wanted_position) is None:
+                batches = self._plan(wanted_position, 1)
                 self._pending.append(batches)
                 for rows in batches.cut(self._threads):
                     self._tasks.put(functools.partial(_read_if_wanted, batches, rows, self._fill, self._pace))
@@ -164,7 +168,7 @@ class ReadAhead:
     def _block_at(self, position: Position, patience: float | None) -> PendingBatches | None:
         """Several batches from a position on, filled: read by a thread meanwhile, or here. See `_begun` for None."""
         if position != self._next:
-            self._blocks_ahead = []
+            self._blocks_ahead = []  # they are read for another position, such as that before a resume
         batches = None
         if self._blocks_ahead:
             ahead = self._blocks_ahead[0]
@@ -175,10 +179,12 @@ class ReadAhead:
                 raise ahead.error
             batches = ahead.batches
         if batches is None:
+            # Read by the thread that asks: another thread would take as long to hand it over.
             batches = _read_block(position, self._plan, self._steps_at_once(), self._fill, self._pace, 0)
         self._keep([self._before(position)])
         self._pending.append(batches)
         self._next = None if batches.error else self._following(batches.last)
+        # How many batches a block has is known only when it is planned. So each block starts behind the one before.
         while self._next is not None and len(self._blocks_ahead) < _BLOCKS_AHEAD:
             self._read_block_ahead(self._blocks_ahead[-1] if self._blocks_ahead else self._next)
         return batches
@@ -196,13 +202,14 @@ class ReadAhead:
         return min(self._at_once, max(1, int(_AT_ONCE / self._pace.seconds)))
 
     def _before(self, position: Position) -> PendingBatches | None:
-        """The last batches that begin before a position: they may be asked for once more, or after those behind it."""
+        """The last batches that begin before a position: they may be asked for once more, or after those at it."""
         return max((known for known in self._pending if known.first < position), key=_first, default=None)
 
     def _followed(self, position: Position) -> list[Position]:
         """A position, those that are read ahead of it, and the one behind these; fewer at the end of the data."""
         positions = [position]
         for _ in range(self._depth + 1):
+            # At the end of the data the last one is repeated, so that there is always a `next_one`.
             following = self._following(positions[-1])
             positions.append(positions[-1] if following is None else following)
         return positions
@@ -236,6 +243,7 @@ class _Pace:
         A slow one may be an accident, since others have the core, too; so may a fast one, whose examples were in a
         cache. Two fast ones, or several slow ones, are none.
         """
+        # Several threads may do this at once. No lock: an estimate that misses one batch is as good.
         self.seconds = min(max(seconds, self._last), _SLOWER * self.seconds)
         self._last = seconds
 
@@ -244,7 +252,7 @@ def _serve(tasks: _Tasks, number: int) -> None:
     """A thread: does what is in the queue until that ends."""
     while (task := tasks.get()) is not None:
         task(number)
-        del task
+        del task  # it may hold `plan`, which keeps the reader alive while the next `get` waits
 
 
 def _read_if_wanted(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread: int) -> None:
@@ -267,7 +275,7 @@ def _read_ahead(
             block.batches = read(first, thread=thread)
     except BaseException as error:  # raised to the one that asks for the block
         block.error = error
-    block.done.set()
+    block.done.set()  # in any case, since the asking thread and the thread of the next block wait for it
 
 
 def _read_block(first: Position, plan: Plan, steps: int, fill: Fill, pace: _Pace, thread: int) -> PendingBatches:
@@ -286,11 +294,13 @@ def _read(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread:
     except BaseException as error:  # handed to the one that waits for the batches
         batches.finish(error)
     else:
+        # A stretch may be a part of a batch, or several batches: the seconds are those of one whole batch.
         share = (rows.stop - rows.start) / len(batches.index) * batches.count
         pace.note((time.perf_counter() - begun) / share)
         batches.finish()
 
 
 def _end(tasks: _Tasks, threads: int) -> None:
+    """Ends the threads: each takes one None out of the queue."""
     for _ in range(threads):
         tasks.put(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import operator
 import os
 import pickle
 import select
@@ -25,6 +26,9 @@ from loop.data.examples import Arrays, ArraySpec, ExampleReader, MixedReader, ar
 from loop.errors import TrainingError, UsageError
 
 _READY = "ready"
+"""The first answer of a process: it can read from now on."""
+
+_shape_of = operator.attrgetter("shape")
 
 
 class ReaderProcess:
@@ -40,17 +44,20 @@ class ReaderProcess:
 
     def __init__(self, payload: bytes, number: int) -> None:
         self._number = number
+
+        # Requests and answers go through pipes; the arrays of an answer lie in shared memory, and aren't copied.
         self._memory = _shared_file()
         self._map: mmap.mmap | None = None
         child_reads, requests = os.pipe()
         answers, child_writes = os.pipe()
         passed = (child_reads, child_writes, self._memory)
         start = f"from loop.data.reader_process import serve; serve{passed}"
-        path = os.pathsep.join(part for part in sys.path if part)
+        path = os.pathsep.join(filter(None, sys.path))
         with contextlib.ExitStack() as opened:
+            # The child's ends are closed here in any case: only then does a pipe end when the child has ended.
             opened.callback(os.close, child_reads)
             opened.callback(os.close, child_writes)
-            # What the map prints must not come between the results on stdout.
+            # What the map prints must not come between the results on stdout. "-P" puts no directory before our path.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", start], pass_fds=passed, stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else None, env={**os.environ, "PYTHONPATH": path},
@@ -75,12 +82,15 @@ class ReaderProcess:
         Raises:
             TrainingError: the process has ended.
         """
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # `_answer` says that it has ended
             pickle.dump((ids, seeds), self._requests)
             self._requests.flush()
         data, sizes = self._answer()
-        if self._map is None or len(self._map) < sum(sizes):
-            self._map = mmap.mmap(self._memory, 0) if sizes and sum(sizes) else self._map
+
+        # The process makes the file larger where an answer needs it; an empty file can't be mapped.
+        needed = sum(sizes)
+        if needed and (self._map is None or len(self._map) < needed):
+            self._map = mmap.mmap(self._memory, 0)
         buffers = []
         start = 0
         for size in sizes:
@@ -90,6 +100,7 @@ class ReaderProcess:
 
     def close(self) -> None:
         """Ends the process at once."""
+        # Killed, since code of the user within it may take any time.
         self._process.kill()
         self._process.wait()
         for file in (self._requests, self._answers):
@@ -120,6 +131,7 @@ class ReaderProcesses:
     def __init__(self, payload: bytes, count: int) -> None:
         self._payload = payload
         self._processes: list[ReaderProcess | None] = [None] * count
+        # The finalizer holds the list, and not this object, which could never be collected then.
         self._finalizer = weakref.finalize(self, _close, self._processes)
 
     def of_thread(self, thread: int) -> ReaderProcess | None:
@@ -127,7 +139,7 @@ class ReaderProcesses:
         process = self._processes[thread]
         if process is None:
             process = ReaderProcess(self._payload, thread)
-            self._processes[thread] = process
+            self._processes[thread] = process  # no lock: each thread has a place of its own
         return process if process.ready else None
 
     def close(self) -> None:
@@ -166,31 +178,32 @@ def _by_value(cloudpickle: ModuleType) -> Iterator[None]:
     A task's module is loaded from its file, so that another process can't import it by its name; nor need it import
     what only the training uses.
     """
-    own = [module for module in list(sys.modules.values()) if _is_users(module)]
+    own = list(filter(_is_users, list(sys.modules.values())))  # a copy: another thread may import something
     for module in own:
         cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        for module in own:
+        for module in own:  # the registry is that of the whole process, which the user's code may use, too
             cloudpickle.unregister_pickle_by_value(module)
 
 
 def _is_users(module: Any) -> bool:
     file = getattr(module, "__file__", None)
+    # What is defined in `__main__` is sent by value anyway.
     if not isinstance(module, ModuleType) or not file or module.__name__ == "__main__":
         return False
     if module.__name__.split(".")[0] in ("loop", "callbacks", "cli"):
         return False
-    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not any(Path(file).is_relative_to(path) for path in installed if path)
+    installed = filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+    return not any(map(Path(file).is_relative_to, installed))
 
 
 def _shared_file() -> int:
     """A file that exists in memory alone, or has no name: nothing of it stays, whatever is killed."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("tfloop-reader")
-    with tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile() as file:  # the file has no name any more; the duplicate keeps it open
         return os.dup(file.fileno())
 
 
@@ -207,7 +220,7 @@ def serve(requests: int, answers: int, memory: int) -> None:
     ):
         size = int.from_bytes(asked.read(8))
         reader, specs = pickle.loads(asked.read(size))  # noqa: S301 - from the process that started this one
-        _send(answering, _READY)
+        _send(answering, _READY)  # not before: to unpickle the reader imports what the source needs
         shared = _Shared(memory)
         while True:
             try:
@@ -215,9 +228,12 @@ def serve(requests: int, answers: int, memory: int) -> None:
             except EOFError:
                 return
             read = arrays_of(reader, specs, ids, seeds)
+
+            # Protocol 5 leaves the contents of arrays out of the pickle: they go to the shared memory.
             buffers: list[pickle.PickleBuffer] = []
             data = pickle.dumps(_stacked(read), protocol=5, buffer_callback=buffers.append)
-            _send(answering, (data, shared.put([buffer.raw() for buffer in buffers])))
+            sizes = shared.put([buffer.raw() for buffer in buffers])
+            _send(answering, (data, sizes))
 
 
 def _send(answers: IO[bytes], answer: Any) -> None:
@@ -233,10 +249,13 @@ def _stacked(read: Arrays) -> Arrays:
     for error in failed:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)  # the stack doesn't travel
-    columns = [] if failed else list(zip(*read, strict=True))
-    if failed or any(len({array.shape for array in column}) > 1 for column in columns):
+    if failed:
         return read
-    return tuple(np.stack(column) for column in columns)
+    columns = list(zip(*read, strict=True))
+    for column in columns:
+        if len(set(map(_shape_of, column))) > 1:  # an array that is to be padded
+            return read
+    return tuple(map(np.stack, columns))
 
 
 class _Shared:
@@ -251,6 +270,7 @@ class _Shared:
         sizes = [buffer.nbytes for buffer in buffers]
         needed = sum(sizes)
         if needed and (self._map is None or len(self._map) < needed):
+            # It never gets smaller: the training may have mapped all of it, and reading behind a file's end kills.
             os.ftruncate(self._memory, needed)
             self._map = mmap.mmap(self._memory, 0)
         start = 0

@@ -32,6 +32,7 @@ class RowShares:
 
     def extent(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Where the global batch at `step` begins in the order of the epoch, and how many rows it has."""
+        # Also behind the end of the data a batch has a row: a compiled call reads one batch more than it uses.
         start = tf.minimum(step * self.batch_size, self.size - 1)
         return start, tf.minimum(tf.constant(self.batch_size, tf.int64), self.size - start)
 
@@ -49,6 +50,7 @@ class RowShares:
 
     def on_host(self, n: int, parts: int) -> np.ndarray:
         """The worker's rows of a global batch of n rows: int64 [own rows], one micro-batch after the other."""
+        # The same arithmetic as in `places`, by Python's integers.
         ranges = []
         for part in range(parts):
             low, high = rows(n, part, parts)
@@ -91,12 +93,14 @@ class RowShares:
     def counts(self, replicas: int, parts: int) -> RowCounts:
         """The numbers of rows that each of so many replicas gets of a micro-batch."""
         batch = min(self.batch_size, self.size)
-        return row_counts(batch, 0 if self.drop_remainder else self.size % batch, replicas, parts)
+        remainder = 0 if self.drop_remainder else self.size % batch
+        return row_counts(batch, remainder, replicas, parts)
 
     def leave_some_without(self, parts: int) -> bool:
         """Whether a batch may have an empty part, if it is cut into so many parts."""
-        smallest = self.size % self.batch_size or self.batch_size
-        return parts > (self.batch_size if self.drop_remainder else smallest)
+        remainder = self.size % self.batch_size
+        smallest = remainder if remainder and not self.drop_remainder else self.batch_size
+        return parts > smallest
 
     def _own(self, n: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Where the worker's rows begin and end in each micro-batch of a global batch of n rows: int64 [parts] each."""

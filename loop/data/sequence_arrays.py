@@ -28,6 +28,7 @@ class Sequences:
     def __init__(self, rows: np.ndarray, shapes: np.ndarray) -> None:
         self.rows = rows
         self.shapes = shapes
+        # int64 in any case: the rows of all examples may be more than 32 bits count.
         sizes = np.prod(shapes, axis=1, dtype=np.int64)
         self.firsts = np.cumsum(sizes) - sizes
 
@@ -86,9 +87,10 @@ def as_sequences(given: Given, name: str | int, axes: int = 1) -> Sequences:
                 f"ArrayData: array {name!r} is a RaggedTensor of ragged_rank {given.ragged_rank}: within an example, "
                 "all rows must have one length; ragged_rank 1 has that"
             )
-        return Sequences(given.values.numpy(), given.row_lengths().numpy().astype(np.int64)[:, np.newaxis])
+        lengths = given.row_lengths().numpy().astype(np.int64)
+        return Sequences(given.values.numpy(), lengths[:, np.newaxis])  # its values lie one after the other already
     try:
-        examples = [np.asarray(example) for example in given]
+        examples = list(map(np.asarray, given))
     except ValueError:
         raise UsageError(
             f"ArrayData: array {name!r} has an example whose own parts have different lengths: make each example an "
@@ -101,19 +103,22 @@ def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequ
     """The examples of one array, one after the other."""
     # An empty list has a dtype and a shape that NumPy has made up.
     filled = [example for example in examples if example.size]
-    ranks = {example.ndim for example in filled}
+    ranks = set(map(np.ndim, filled))
     if len(ranks) > 1 or ranks == {0}:
         raise UsageError(
             f"ArrayData: array {name!r} has examples of {', '.join(map(str, sorted(ranks)))} dimensions: give all the "
             "same number, at least one"
         )
     shapes = _shapes(examples, filled, max(ranks, default=1))
+    # All axes up to the last one that differs count as different; the rows have those behind it.
     differing = np.flatnonzero((shapes != shapes[:1]).any(0))
     axes = max(axes, int(differing.max(initial=0)) + 1)
     tail = shapes[0, axes:].tolist() if len(shapes) else []
-    dtype = np.result_type(*{example.dtype for example in filled}) if filled else np.dtype("float32")
+    if not filled:
+        return Sequences(np.zeros([0, *tail], np.dtype("float32")), shapes[:, :axes])
+    dtype = np.result_type(*{example.dtype for example in filled})
     rows = [example.reshape([-1, *tail]) for example in filled]
-    return Sequences(np.concatenate(rows).astype(dtype) if rows else np.zeros([0, *tail], dtype), shapes[:, :axes])
+    return Sequences(np.concatenate(rows).astype(dtype), shapes[:, :axes])
 
 
 def _shapes(examples: Sequence[np.ndarray], filled: Sequence[np.ndarray], rank: int) -> np.ndarray:
@@ -121,7 +126,7 @@ def _shapes(examples: Sequence[np.ndarray], filled: Sequence[np.ndarray], rank: 
     shapes = np.zeros([len(examples), rank], np.int64)
     for index, example in enumerate(examples):
         if example.ndim == rank:
-            shapes[index] = example.shape
+            shapes[index] = example.shape  # also of an empty array: it has a shape of its own
         elif filled:
             shapes[index, 1:] = filled[0].shape[1:]
     return shapes
@@ -131,8 +136,10 @@ def is_list_of_examples(given: Given) -> bool:
     """Whether examples are given one by one, rather than as one array."""
     if isinstance(given, tf.RaggedTensor | list | tuple):
         return True
-    one_by_one = isinstance(given, np.ndarray) and given.dtype == object and given.ndim == 1 and len(given)
-    return bool(one_by_one) and isinstance(given[0], np.ndarray | list | tuple)
+    # An array of objects may also hold texts, or other things that are no examples with an axis.
+    if not isinstance(given, np.ndarray) or given.dtype != object or given.ndim != 1 or not len(given):
+        return False
+    return isinstance(given[0], np.ndarray | list | tuple)
 
 
 def lengths_of(examples: Sequences) -> str:

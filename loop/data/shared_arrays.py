@@ -1,4 +1,4 @@
-"""Arrays that all workers of a machine read in the same memory: there once, however many workers there are."""
+"""Arrays in memory that all workers of a machine share: each is there once, however many workers there are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loop.data.arrays import ArrayData
 _LEAST = 1 << 20
 """Arrays of fewer bytes stay as they are."""
 _ALIGNMENT = 64
-"""Bytes: TensorFlow takes an array at a multiple of this as it is."""
+"""Bytes. TensorFlow uses an array whose address is a multiple of this without a copy."""
 _AT_ONCE = 1 << 24
 """How many bytes are compared at once."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -32,11 +32,13 @@ def shared(data: ArrayData, backend: Backend) -> ArrayData:
     The first worker of each machine copies its arrays there. Each other one compares its own to them, and keeps those
     that differ. Where such memory can't be had, or not be reached, as between containers, all stays as it is.
     """
-    arrays = [array for array in tf.nest.flatten(data.arrays) if _can_be_shared(array)]
+    arrays = list(filter(_can_be_shared, tf.nest.flatten(data.arrays)))
+
+    # Every worker takes part in each exchange, also one that shares nothing: the others would wait for it forever.
     machine = _BOOT.read_text().strip() if hasattr(os, "memfd_create") and _BOOT.exists() else ""
     machines = backend.gather_json(machine if arrays else "")
     machine = str(machines[backend.rank])
-    if machines.count(machine) == 1:
+    if machines.count(machine) == 1:  # alone on its machine: it would only have a copy more
         machine = ""
     first = machines.index(machine) if machine else None
     with _memory(arrays) if first == backend.rank else contextlib.nullcontext() as own:
@@ -58,6 +60,7 @@ def as_tensor(array: np.ndarray) -> tf.Tensor | None:
     Returns:
         The tensor; None if the array isn't in shared memory, or is a part of one that TensorFlow must copy.
     """
+    # Views of views lead to the buffer that `np.frombuffer` was given.
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -93,12 +96,12 @@ def _memory(arrays: list[np.ndarray]) -> Iterator[_Memory | None]:
     """Copies arrays to memory that other processes can open meanwhile; None: there is no such memory, or no room."""
     descriptor = None
     memory = None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # no room: all workers keep their own arrays
         descriptor = os.memfd_create("tfloop-arrays", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         layout = []
         with open(descriptor, "wb", closefd=False) as file:
             for array in arrays:
-                file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+                file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)  # up to a multiple
                 layout.append((file.tell(), array.dtype.str, list(array.shape)))
                 file.write(array.reshape(-1).view(np.uint8).data)
         # Sealed, so that no process can change what the others read.
@@ -115,12 +118,13 @@ def _views(memory: _Memory, arrays: list[np.ndarray]) -> dict[int, np.ndarray]:
     """What has the same content in shared memory, for each array that is there, by the array's identity."""
     try:
         with open(f"/proc/{memory.pid}/fd/{memory.descriptor}", "rb") as file:
-            if os.fstat(file.fileno()).st_ino != memory.inode:
+            if os.fstat(file.fileno()).st_ino != memory.inode:  # in another container the same pid is another process
                 return {}
             # A private mapping shares its pages until it is written to, which would then change this process alone.
             mapping = _Mapping(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError:  # there is no such process, or this user may not look at it
         return {}
+    # Not strict: a worker may have more or fewer arrays than the first one.
     views = {}
     for (offset, dtype, shape), array in zip(memory.layout, arrays, strict=False):
         if (dtype, tuple(shape)) == (array.dtype.str, array.shape):
@@ -132,9 +136,14 @@ def _views(memory: _Memory, arrays: list[np.ndarray]) -> dict[int, np.ndarray]:
 
 def _same_bytes(array: np.ndarray, other: np.ndarray) -> bool:
     """Whether two arrays of one size have the same bytes. Numbers can't be compared: nan isn't equal to itself."""
-    these, those = array.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
-    starts = range(0, these.size, _AT_ONCE)
-    return all(np.array_equal(these[at : at + _AT_ONCE], those[at : at + _AT_ONCE]) for at in starts)
+    array_bytes = array.reshape(-1).view(np.uint8)
+    other_bytes = other.reshape(-1).view(np.uint8)
+    # Piece by piece: comparing makes an array of bools, as long as what is compared.
+    for start in range(0, array_bytes.size, _AT_ONCE):
+        piece = slice(start, start + _AT_ONCE)
+        if not np.array_equal(array_bytes[piece], other_bytes[piece]):
+            return False
+    return True
 
 
 def _can_be_shared(array: object) -> bool:

@@ -64,7 +64,8 @@ class Data:
     def sharded(self, backend: Backend, policy: str) -> Data:
         """The same sources, shared out over the replicas of `backend`; see `callbacks.ShardData`."""
         train = self.train.sharded(backend, policy)
-        return _data(train, {name: source.sharded(backend, policy) for name, source in self.evaluated.items()})
+        evaluated = {name: source.sharded(backend, policy) for name, source in self.evaluated.items()}
+        return _data(train, evaluated)
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead. Sources that are read later start new ones."""
@@ -91,17 +92,24 @@ def open_data(task: TrainTask, options: Options, change: Change = unchanged) -> 
         UsageError: something that is no data; no examples, or none left by `drop_remainder`; an endless stream and no
             number of steps, or an endless one for evaluation.
     """
-    batching = BatchOptions(*(options[field.name] for field in dataclasses.fields(BatchOptions)))
+    # The fields of `BatchOptions` have the names of the options of `fit`.
+    values = [options[field.name] for field in dataclasses.fields(BatchOptions)]
+    batching = BatchOptions(*values)
     overfit = options["overfit"]
     data = change(task.train_data(), options)
     if overfit is not None:
         data = first(data, overfit * options["batch_size"])
+
+    # `made_again` is called only where a stream is resumed by the state of its iterator.
     train = source(data, batching, "train_data()", lambda: made_again(task, options, change))
     if train.endless and options["steps"] is None:
         raise UsageError("train_data() is endless: say how many steps to make (steps=..., --steps N)")
+
+    # With `overfit`, every set is evaluated on the batches that are trained on.
     evaluated = {}
     for name, held_out in _held_out(task, options).items():
-        evaluated[name] = _evaluation_source(data if overfit is not None else change(held_out, options), options, name)
+        set_data = change(held_out, options) if overfit is None else data
+        evaluated[name] = _evaluation_source(set_data, options, name)
     return _data(train, evaluated)
 
 
@@ -113,7 +121,12 @@ def _held_out(task: TrainTask, options: Options) -> dict[str, Dataset]:
     if options["overfit"] is not None:
         sets = sets or {"": None}  # the batches that are trained on are evaluated in any case
     evaluation_sets.check_paces(task, options, list(sets))
-    return {name: held_out for name, held_out in sets.items() if evaluation_sets.pace(options, name) != "never"}
+
+    evaluated = {}
+    for name, held_out in sets.items():
+        if evaluation_sets.pace(options, name) != "never":
+            evaluated[name] = held_out
+    return evaluated
 
 
 def _evaluation_source(held_out: Dataset, options: Options, name: str) -> Source:
@@ -131,6 +144,8 @@ def _evaluation_source(held_out: Dataset, options: Options, name: str) -> Source
 
 def made_again(task: TrainTask, options: Options, change: Change) -> Dataset:
     """Calls `train_data` once more, with the same seeds; returns the data."""
+    # The seeds of a run are set before `train_data` is called first. Afterwards the run's own draws must go on as if
+    # nothing had been drawn here.
     before = random_state()
     seed_generators(options["seed"])
     try:
@@ -160,13 +175,14 @@ def source(data: Dataset, options: BatchOptions, what: str, make: Callable[[], D
         )
     stream = data if isinstance(data, StreamData) else StreamData(data)
     made = _stream_source(stream, options, what)
+    # Only where shuffling restarts at the start of an epoch can a state be restored: see `StreamSource._restored`.
     if make is not None and one_order_an_epoch(stream.dataset):
 
         def again() -> StreamSource | None:
             once_more = make()
             if once_more is data:
                 return None  # this object has drawn seeds already, so it would go on instead of beginning again
-            remade = source(once_more, options, what)
+            remade = source(once_more, options, what)  # without `make`: what is made again isn't resumed itself
             assert isinstance(remade, StreamSource)
             return remade
 
@@ -193,6 +209,7 @@ def _stream_source(data: StreamData, options: BatchOptions, what: str) -> Stream
     stream = StreamSource(data.dataset, options, padding=data.padding)
     if not count(stream.example):
         raise no_examples(what)
+    # After the check by the pipeline, since this one reads examples, and knows less.
     if data.check_batched and data.padding is None:
         warn_of_equal_sizes(data.dataset, stream.example, what)
     return stream

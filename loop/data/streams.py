@@ -127,12 +127,14 @@ class StreamSource:
 
         # Read once: another iterator would draw from the seeds of a data set that shuffles.
         split.__dict__["example"] = self.example
+
+        # What is made again must be split in the same way, since its iterator takes the place of this one's.
         again = self._again
         if again is not None:
 
             def split_again() -> StreamSource | None:
-                made = again()
-                return None if made is None else made.sharded(backend, policy)
+                remade = again()
+                return None if remade is None else remade.sharded(backend, policy)
 
             split._again = split_again
         return split
@@ -152,6 +154,7 @@ class StreamSource:
 
     def most(self, parts: int) -> int:
         """The greatest number of rows of a micro-batch, over all replicas, if a batch is cut into so many."""
+        # Each worker cuts its own batch, and rounds up by itself.
         workers = self._batch_size // self.options.batch_size
         return workers * -(-self.options.batch_size // parts)
 
@@ -164,6 +167,9 @@ class StreamSource:
         again = self._again() if self._again is not None and state is not None else None
         if again is not None:
             return self._restored(again, epoch, step_in_epoch, state)
+
+        # Whole epochs are read to their end: what draws random numbers or keeps a state on the way must come to where
+        # it was.
         for _ in range(epoch):
             for _ in iter(self._batches):
                 pass
@@ -191,7 +197,7 @@ class StreamSource:
         for _ in range(epoch + (step_in_epoch > 0)):
             next(iter(self._following), None)
         if not step_in_epoch:
-            return iter(self._following)
+            return iter(self._following)  # between two epochs, there is no rest of an epoch to restore
         iterator = iter(self._batches)
         variant = tf.io.parse_tensor(state.tobytes(), tf.variant)
         tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=variant)
@@ -204,6 +210,7 @@ class StreamSource:
     def state(self, iterator: tf.data.Iterator) -> np.ndarray | None:
         """The iterator's state, with its shuffle buffers: uint8 [n]; None if it doesn't determine what follows."""
         if self._again is None or not one_order_an_epoch(self.dataset):
+            # Shown to the user by `unsaved`: a resume then reads up to the position, which takes longer.
             self._unsaved = "it shuffles within a repeat, or within one of several parts, or can't be made again"
             return None
         policy = self.dataset.options().experimental_external_state_policy
@@ -214,6 +221,7 @@ class StreamSource:
             )
             return np.frombuffer(tf.io.serialize_tensor(variant).numpy(), np.uint8)
         except tf.errors.OpError as error:
+            # Without TensorFlow's names of the operation and its node, which the user has never seen.
             self._unsaved = str(error.message).split(" [Op:")[0].split("}} ")[-1]
             return None
 
@@ -223,6 +231,7 @@ class StreamSource:
 
     def read_batch(self, iterator: tf.data.Iterator, epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> Batch:
         """Reads the worker's next batch; an empty one at the end of its epoch, until all workers are at the end."""
+        # An optional, since the error at the end of an iterator would end the whole compiled call.
         following = iterator.get_next_as_optional()
         return tf.cond(following.has_value(), following.get_value, lambda: no_rows(self.batch_spec))
 
@@ -232,7 +241,8 @@ class StreamSource:
 
     def whole(self, epoch: tf.Tensor, step: tf.Tensor, batch: Batch) -> Rows:
         """The worker's whole batch, as the rows of one replica; `batch` is what `read_batch` returned for it."""
-        alone = copy.copy(self)
+        # One replica has all rows. As in `replica_rows`, positions count from the start of the global batch.
+        alone = copy.copy(self)  # a shallow copy: the pipeline is the same
         alone._replicas = 1
         alone._first = 0
         rows = alone.replica_rows((epoch, step, batch), 0)
@@ -251,8 +261,9 @@ class StreamSource:
         """The numbers of rows that each of so many replicas gets of a micro-batch."""
         size = int(self.dataset.cardinality())  # negative: not known, or endless
         remainder = size % self._batch_size if size >= 0 else None
-        whole = self.options.drop_remainder or self.endless
-        return row_counts(self._batch_size, 0 if whole else remainder, replicas, parts)
+        if self.options.drop_remainder or self.endless:
+            remainder = 0
+        return row_counts(self._batch_size, remainder, replicas, parts)
 
     def leaves_some_without(self, parts: int) -> bool:
         """True: the batch after the end of each epoch is empty."""
@@ -265,6 +276,7 @@ class StreamSource:
         stop = count(batch)
         if parts > 1:
             start, stop = rows(stop, part, parts)
+        # `replica` counts the replicas of all workers; this batch is shared by those from `_first` on.
         first, end = rows(stop - start, tf.cast(replica, tf.int64) - self._first, self._replicas)
         low = start + first
         high = start + end
@@ -297,7 +309,8 @@ def no_rows(specs: Any) -> Batch:
     """A batch without rows, from the `tf.TensorSpec`s of a batch."""
 
     def empty(spec: tf.TensorSpec) -> tf.Tensor:
-        return tf.zeros([0, *(size or 0 for size in spec.shape[1:])], spec.dtype)
+        sizes = [size or 0 for size in spec.shape[1:]]  # an open axis may have any size: no row has it
+        return tf.zeros([0, *sizes], spec.dtype)
 
     return tf.nest.map_structure(empty, specs)
 
@@ -309,6 +322,7 @@ def check_policy(dataset: tf.data.Dataset, batch_size: int, backend: Backend, po
         UsageError: the reason, and what to use instead.
     """
     by_example = policy == "example"
+    # The number of workers of an elastic job changes while it runs.
     if backend.member and not by_example:
         raise UsageError(
             f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "

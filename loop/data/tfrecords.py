@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import DataFile, cached
-from loop.data.random_access import Columns
+from loop.data.example_parts import Columns
 from loop.errors import UsageError
 
 TFReader: TypeAlias = Any
@@ -32,6 +32,7 @@ _AROUND = 8 + 4 + 4
 """The bytes of a record beside its data."""
 
 _BUFFER = 1 << 20
+"""Bytes that are read at a time while lengths are searched."""
 
 
 class RecordSource:
@@ -44,9 +45,9 @@ class RecordSource:
     def __init__(self, paths: Sequence[Path], features: Mapping[str, tf.io.FixedLenFeature] | None) -> None:
         self.by_column = features is not None
         self._features = features
-        self._files = [DataFile(path) for path in paths]
+        self._files = list(map(DataFile, paths))
         self._offsets = _offsets_of_all(paths)
-        self._ends = np.cumsum([len(offsets) for offsets in self._offsets])
+        self._ends = np.cumsum(list(map(len, self._offsets)))
         self._local = threading.local()  # two threads must not share a reader of TensorFlow's
 
     def __len__(self) -> int:
@@ -61,7 +62,7 @@ class RecordSource:
         records = [b""] * len(numbers)
         files = np.searchsorted(self._ends, numbers, "right")
         for number in np.unique(files).tolist():
-            self._files[number].check()
+            self._files[number].check()  # with another size, the offsets would be those of other bytes
             path = self._files[number].path
             reader = self._reader(number)
             first = int(self._ends[number - 1]) if number else 0
@@ -96,6 +97,7 @@ class RecordSource:
         return readers[number]
 
     def __getstate__(self) -> dict[str, Any]:
+        """Without the open readers: a process that reads opens its own."""
         state = self.__dict__.copy()
         del state["_local"]
         return state
@@ -141,25 +143,36 @@ def records(
 
 def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:
     """The offsets of the records in each file, in bytes: int64 [records] each. They are kept in files of a cache."""
-    caches = [cached("records", path) for path in paths]
-    missing = [number for number, cache in enumerate(caches) if not cache.exists()]
+    caches: list[Path] = []
+    missing: list[tuple[Path, Path]] = []
+    for path in paths:
+        cache = cached("records", path)
+        caches.append(cache)
+        if not cache.exists():
+            missing.append((path, cache))
     if missing:
-        with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
-            offsets_of_missing = pool.map(_offsets, [paths[number] for number in missing])
-            bar = tqdm(total=len(missing), desc="finding records", unit="file", disable=None)
-            stack.callback(bar.close)
-            for number, offsets in zip(missing, offsets_of_missing, strict=True):
-                cache = caches[number]
-                cache.parent.mkdir(parents=True, exist_ok=True)
-                # Several workers may do this at once: each writes a file of its own, and the last one stays.
-                with replacing(cache, aside=hidden_name(cache)) as file:
-                    np.save(file, offsets)
-                bar.update()
+        _find_offsets(missing)
+    # Mapped: the workers of a machine share these pages, and only those that are used are in memory.
     return [np.load(cache, mmap_mode="r", allow_pickle=False) for cache in caches]
+
+
+def _find_offsets(missing: Sequence[tuple[Path, Path]]) -> None:
+    """Writes the offsets of the records in each file to the file of the cache that stands beside it."""
+    with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        offsets_of_missing = pool.map(_offsets, [path for path, _ in missing])
+        bar = tqdm(total=len(missing), desc="finding records", unit="file", disable=None)
+        stack.callback(bar.close)
+        for (_, cache), offsets in zip(missing, offsets_of_missing, strict=True):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            # Several workers may do this at once: each writes a file of its own, and the last one stays.
+            with replacing(cache, aside=hidden_name(cache)) as file:
+                np.save(file, offsets)
+            bar.update()
 
 
 def _offsets(path: Path) -> np.ndarray:
     """The offsets of the records in a file, from the length at the beginning of each record."""
+    # Only lengths are read, and no checksum: those are checked when a record is read.
     size = path.stat().st_size
     if size:
         _check_first(path)
@@ -168,7 +181,9 @@ def _offsets(path: Path) -> np.ndarray:
     with path.open("rb", buffering=_BUFFER) as file:
         while offset < size:
             header = file.read(_LENGTH.size)
-            end = offset + _AROUND + (_LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else size)
+            # Without a whole header the file ends within it: any end behind the file is refused below.
+            data_bytes = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else size
+            end = offset + _AROUND + data_bytes
             if end > size:
                 raise UsageError(
                     f"{path}: damaged at byte {offset}: record {len(offsets)} would end behind the end of the file: "
@@ -187,6 +202,7 @@ def _check_first(path: Path) -> None:
     except (tf.errors.OpError, IndexError) as error:
         with path.open("rb") as file:
             magic = file.read(2)
+        # The first bytes of GZIP (RFC 1952) and of ZLIB (RFC 1950, whose first two bytes are a multiple of 31).
         if magic == b"\x1f\x8b" or (magic[:1] == b"\x78" and int.from_bytes(magic) % 31 == 0):
             raise UsageError(
                 f"{path} is compressed, so that no record can be read by itself: write it without compression, as "

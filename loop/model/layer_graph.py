@@ -84,6 +84,7 @@ def layer_graph(model: Model) -> LayerGraph | None:
     """The graph of a model; None: it has none, or a `call` of its own."""
     # A sequential model of Keras 3 holds a functional one, which does its work.
     owner = getattr(model, "_functional", None) or model
+    # A class with a `call` of its own may do anything beside running the graph.
     if isinstance(owner, Functional):
         return _keras3(owner) if type(owner).call is Functional.call else None
     legacy = sys.modules.get("tf_keras")
@@ -99,11 +100,13 @@ def _keras3(model: Model) -> LayerGraph:
     """The graph of a functional model of Keras 3. It does what `Functional.call` does, call by call."""
 
     def flat_inputs(inputs: Structure, mask: Structure) -> list[tf.Tensor]:
+        # In Keras's order: inputs are conformed to the model's first, and masks are noted on what comes of it.
         flat = model._standardize_inputs(inputs)
         _set_masks(flat, mask)
         return list(flat)
 
     def packed(outputs: list[tf.Tensor]) -> Structure:
+        # Keras, too, hands a single output over without its list.
         result = keras.tree.pack_sequence_as(model._outputs_struct, outputs)
         return result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
 
@@ -130,6 +133,7 @@ def _legacy(model: Model) -> LayerGraph:
     """The graph of a functional model of tf_keras. It does what `Functional.call` does there, call by call."""
 
     def flat_inputs(inputs: Structure, mask: Structure) -> list[tf.Tensor]:
+        # Other than in Keras 3, masks are noted before the inputs are conformed to the model's.
         flat = model._flatten_to_reference_inputs(inputs)
         _set_masks(flat, mask)
         conformed = []
@@ -154,7 +158,8 @@ def _legacy_run(node: Node) -> Run:
 
     def run(tensors: Tensors, training: bool | None) -> Structure:
         # `map_arguments` takes one tensor off the list at each use.
-        args, named = node.map_arguments({str(key): [tensors[key]] * count for key, count in uses.items()})
+        values = {str(key): [tensors[key]] * count for key, count in uses.items()}
+        args, named = node.map_arguments(values)
         return node.layer(*args, **named)
 
     return run
@@ -163,6 +168,7 @@ def _legacy_run(node: Node) -> Run:
 def _in_order(model: Model) -> list[Node]:
     """The nodes of a functional model, in the order in which Keras runs them."""
     nodes: list[Node] = []
+    # Depth counts from the outputs: the deepest nodes run first.
     for depth in sorted(model._nodes_by_depth, reverse=True):
         nodes += model._nodes_by_depth[depth]
     return nodes
@@ -170,6 +176,7 @@ def _in_order(model: Model) -> list[Node]:
 
 def _set_masks(tensors: Sequence[tf.Tensor], mask: Structure) -> None:
     """Notes on tensors the masks that `call` was given, as Keras does."""
+    # Not strict: Keras pairs masks and tensors as far as there are both.
     masks = tf.nest.flatten(mask) if mask is not None else []
     for tensor, tensor_mask in zip(tensors, masks, strict=False):
         if tensor_mask is not None:
@@ -177,13 +184,16 @@ def _set_masks(tensors: Sequence[tf.Tensor], mask: Structure) -> None:
 
 
 def _ids(tensors: Sequence[tf.Tensor]) -> list[int]:
-    return [id(tensor) for tensor in tensors]
+    return list(map(id, tensors))
 
 
 def _sizes(outputs: Sequence[tf.Tensor]) -> list[int]:
     """See `LayerCall.sizes`."""
     sizes = []
     for output in outputs:
-        is_float = tf.as_dtype(output.dtype).is_floating
-        sizes.append(math.prod(size or 1 for size in output.shape[1:]) if is_float else 0)
+        # Integers are indices or masks, which no backward pass keeps.
+        size = 0
+        if tf.as_dtype(output.dtype).is_floating:
+            size = math.prod(axis_size or 1 for axis_size in output.shape[1:])
+        sizes.append(size)
     return sizes

@@ -64,6 +64,7 @@ def _within(layer: Layer, most: float, remembered: set[int]) -> Iterator[CutGrap
         most: the greatest number of inner layers of a layer that is one segment.
         remembered: the ids of layers whose results are to be kept.
     """
+    # Without a graph nothing tells which tensors flow where: each layer within it is recomputed by itself.
     graph = layer_graph(layer)
     if graph is None:
         for child in layer._flatten_layers(include_self=False, recursive=False):
@@ -73,6 +74,7 @@ def _within(layer: Layer, most: float, remembered: set[int]) -> Iterator[CutGrap
                 yield child
         return
 
+    # By identity, and once each: a shared layer is called several times.
     opened: dict[int, Layer] = {}
     kept: set[int] = set()
     for call in graph.calls:
@@ -108,15 +110,26 @@ def cut(graph: LayerGraph, remembered: set[int]) -> list[Part]:
     """
     count = len(graph.calls)
     live = _live_sizes(graph)
-    sizes = [call.computed_size for call in graph.calls]
-    alone = [id(call.layer) in remembered for call in graph.calls]
+    sizes: list[int] = []
+    alone: list[bool] = []
+    largest = 0
+    for call in graph.calls:
+        size = call.computed_size
+        is_alone = id(call.layer) in remembered
+        sizes.append(size)
+        alone.append(is_alone)
+        if not is_alone:
+            largest = max(largest, size)
+
+    # From the limit that is just large enough for each single call to the one that lets all calls be one part. The
+    # square puts most of them at the small end.
     total = sum(sizes)
-    largest = max((size for size, is_alone in zip(sizes, alone, strict=True) if not is_alone), default=0)
     best: tuple[float, list[int]] = (float("inf"), [0, count])
     for number in range(_LIMITS):
         limit = largest + (total - largest) * (number / (_LIMITS - 1)) ** 2
         between, starts = _cheapest_cuts(sizes, live, alone, limit)
         best = min(best, (between + limit, starts))
+
     parts = []
     for start, end in itertools.pairwise(best[1]):
         # The last part is remembered: its backward pass begins as soon as it is computed.
@@ -141,6 +154,7 @@ def _cheapest_cuts(
         The size of what is kept between the parts; and the index of the first call of each part, with the number of
         calls at the end.
     """
+    # At index n of both: the least cost of the first n calls, and the start of the last part among them.
     costs = [0.0]
     best_starts = [0]
     for end in range(1, len(sizes) + 1):
@@ -148,12 +162,16 @@ def _cheapest_cuts(
         size = 0
         for start in range(end - 1, -1, -1):
             size += sizes[start]
+            # A single call is a part whatever its size. Longer parts are larger still, so that the search ends here.
             has_several = end - start > 1
             if has_several and (size > limit or alone[start] or alone[end - 1]):
                 break
-            best = min(best, (costs[start] + (live[start - 1] if start else 0), start))
+            kept_before = live[start - 1] if start else 0
+            best = min(best, (costs[start] + kept_before, start))
         costs.append(best[0])
         best_starts.append(best[1])
+
+    # Back from the end, part by part.
     starts = [len(sizes)]
     while starts[0] > 0:
         starts.insert(0, best_starts[starts[0]])
@@ -189,6 +207,9 @@ def _part(graph: LayerGraph, start: int, end: int, remembered: bool) -> Part:
     for call in calls:
         made |= dict.fromkeys(call.outputs)
     for call in calls:
-        taken |= dict.fromkeys(tensor for tensor in call.inputs if tensor not in made)
+        for tensor in call.inputs:
+            if tensor not in made:
+                taken[tensor] = None
     last = _last_uses(graph)
-    return Part(calls, list(taken), [tensor for tensor in made if last.get(tensor, -1) >= end], remembered)
+    outputs = [tensor for tensor in made if last.get(tensor, -1) >= end]
+    return Part(calls, list(taken), outputs, remembered)

@@ -21,6 +21,7 @@ Layer: TypeAlias = Any
 def keras_models() -> tuple[type, ...]:
     """The model classes of the Keras families that are loaded."""
     legacy = sys.modules.get("tf_keras")  # not imported: that takes seconds, and only its users have such models
+    # Not cached, since a task may import tf_keras later.
     return (keras.Model, legacy.Model) if legacy else (keras.Model,)
 
 
@@ -31,7 +32,11 @@ def is_legacy(thing: object) -> bool:
 
 def as_tf(variables: Sequence[Variable]) -> list[tf.Variable]:
     """The TensorFlow variables behind Keras 3 variables; others as they are."""
-    return [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    return list(map(_tf_variable, variables))
+
+
+def _tf_variable(variable: Variable) -> tf.Variable:
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def keras_layers(model: Model) -> list[keras.Layer]:
@@ -83,12 +88,17 @@ def loose_variables(model: Model) -> list[keras.Variable]:
 
 def stateful_layers(model: Model) -> list[Layer]:
     """The recurrent layers of a model that carry their state from batch to batch."""
-    return [layer for layer in layers(model) if getattr(layer, "stateful", False) and hasattr(layer, "states")]
+    return list(filter(_carries_state, layers(model)))
+
+
+def _carries_state(layer: Layer) -> bool:
+    # Other layers may be called stateful, too, such as metrics of `tf_keras`; only recurrent ones have states.
+    return getattr(layer, "stateful", False) and hasattr(layer, "states")
 
 
 def carried_variables(model: Model) -> list[tf.Variable]:
     """The states of stateful layers that Keras doesn't count as variables of the model: [rows of a batch, ...]."""
-    counted = {id(variable) for variable in model_variables(model)}
+    counted = set(map(id, model_variables(model)))  # by identity: a variable of TensorFlow has no hash
     states = tf.nest.flatten([layer.states for layer in stateful_layers(model)])
     return [variable for variable in as_tf(states) if id(variable) not in counted]
 
@@ -105,6 +115,7 @@ def fixed_inputs(model: Model) -> list[int]:
 
 def losses(model: Model) -> list[tf.Tensor]:
     """The penalties that the model's layers added in the last call: scalars."""
+    # A plain tf.Module may hold Keras layers, whose penalties it doesn't collect.
     own_layers = keras_layers(model)
     if not own_layers:
         return list(getattr(model, "losses", []))
@@ -126,17 +137,25 @@ def optimizer_variables(optimizer: Optimizer) -> list[tf.Variable]:
         for member in optimizer.values():
             variables += optimizer_variables(member)
         return variables
+    # A property in Keras 3, a method in tf_keras.
     own = optimizer.variables
     variables = as_tf(own() if callable(own) else own)
     rate = getattr(optimizer, "_learning_rate", None)  # tf_keras doesn't list it
-    if isinstance(rate, tf.Variable) and not any(rate is variable for variable in variables):
+    if isinstance(rate, tf.Variable) and id(rate) not in map(id, variables):
         variables.append(rate)
     return variables
 
 
 def bytes_of(variables: Sequence[tf.Variable]) -> int:
     """The memory that variables take in each replica, in bytes."""
-    return sum(int(variable.shape.num_elements()) * variable.dtype.size for variable in variables)
+    total = 0
+    for variable in variables:
+        total += _elements(variable) * variable.dtype.size
+    return total
+
+
+def _elements(variable: tf.Variable) -> int:
+    return int(variable.shape.num_elements())
 
 
 def updates_rows(optimizer: Optimizer) -> bool:
@@ -159,9 +178,14 @@ def learning_rates(optimizer: Optimizer) -> list[float | None]:
 
 def variable_names(variables: Sequence[Variable]) -> list[str]:
     """The names of variables that users know: paths in Keras 3."""
-    return [getattr(variable, "path", None) or variable.name.split(":")[0] for variable in variables]
+    return list(map(_known_name, variables))
+
+
+def _known_name(variable: Variable) -> str:
+    # A TensorFlow name ends with the number of an output, ":0", which tells users nothing.
+    return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
 def parameters(model: Model) -> int:
     """The number of trainable parameters."""
-    return sum(int(variable.shape.num_elements()) for variable in as_tf(trainable_variables(model)))
+    return sum(map(_elements, as_tf(trainable_variables(model))))

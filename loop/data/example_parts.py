@@ -1,0 +1,78 @@
+"""What an example is made of: parts, in dicts and tuples; and several examples as stacked arrays of that structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+Part: TypeAlias = Any
+"""A part of an example that is no dict or tuple: an array, or what NumPy can make one of."""
+Example: TypeAlias = Any
+"""An example: a part, or dicts and tuples of parts."""
+Columns: TypeAlias = Any
+"""Several examples, stacked: an array [n, ...], or dicts and tuples of such arrays."""
+Name = TypeVar("Name", bound=str | int)
+"""The key of a part in a dict, or its position in a tuple."""
+PartPath: TypeAlias = tuple[str | int, ...]
+"""Where a part is in an example: the keys of dicts, and the positions in tuples."""
+
+
+def flatten(example: Example, path: PartPath = ()) -> Iterator[tuple[PartPath, Part]]:
+    """The parts of an example that aren't dicts or tuples, each with its path; in the order of `tf.nest.flatten`."""
+    if isinstance(example, Mapping):
+        # Sorted, since `tf.nest` orders dicts by key: names and tensors of one example must meet in the same order.
+        for name in sorted(example):
+            yield from flatten(example[name], (*path, name))
+    elif isinstance(example, tuple):
+        for position, part in enumerate(example):
+            yield from flatten(part, (*path, position))
+    else:
+        yield path, example
+
+
+def structure_of(example: Example) -> Example:
+    """The dicts and tuples of an example, with 0 in place of each of its parts."""
+    if isinstance(example, Mapping):
+        return {name: structure_of(part) for name, part in example.items()}
+    if isinstance(example, tuple):
+        parts = map(structure_of, example)
+        # A named tuple takes its fields as separate arguments, a plain tuple takes them as one iterable.
+        return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)
+    return 0
+
+
+def row_of(columns: Columns, row: int) -> Example:
+    """One example of stacked arrays."""
+    if isinstance(columns, Mapping):
+        return {name: row_of(column, row) for name, column in columns.items()}
+    if isinstance(columns, tuple):
+        return tuple(row_of(column, row) for column in columns)
+    return columns[row]
+
+
+def rows_of(columns: Columns, count: int) -> list[Example]:
+    """The examples of stacked arrays."""
+    if isinstance(columns, Mapping):
+        parts = {name: rows_of(part, count) for name, part in columns.items()}
+        return dicts_of(parts, count)
+    if isinstance(columns, tuple):
+        parts_of_rows = [rows_of(part, count) for part in columns]
+        return list(zip(*parts_of_rows, strict=True))
+    return list(columns)
+
+
+def dicts_of(columns: Mapping[Name, Sequence[Part]], count: int) -> list[dict[Name, Part]]:
+    """The rows of named columns, a dict each."""
+    rows = []
+    for row in range(count):
+        rows.append({name: column[row] for name, column in columns.items()})
+    return rows
+
+
+def count_of(batch: Columns) -> int:
+    """The number of rows of a batch."""
+    # All parts have the same first axis, so any of them tells.
+    first = batch
+    while isinstance(first, Mapping | tuple):
+        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    return len(first)
