@@ -70,10 +70,12 @@ class Batches:
             return self._each_from_host(self._source, more, make, step, following, state)
 
         def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
+            # Of arrays, the batch is there already, and the next one is asked for. One too many at the end is no loss.
             if isinstance(self._source, ArraySource):
                 read = following
                 following = self._source.read_batch(self._iterator, self._epoch, step + 1, self._parts)
             else:
+                # A stream would lose a batch that is read too early. Its pipeline reads ahead by itself.
                 with tf.control_dependencies(self._marker.at(DATA)):
                     read = self._source.read_batch(self._iterator, self._epoch, step)
             self._marker.at(COMPUTE, read)
@@ -89,6 +91,7 @@ class Batches:
     ) -> tuple[tf.Tensor, Following, State]:
         """See `each`. The host hands over several batches at once, where they are read fast."""
 
+        # The outer loop asks for the next batches; the inner loop makes the steps of those that are held.
         def body(step: tf.Tensor, held: Following, state: State) -> tuple[tf.Tensor, Following, State]:
             # Not behind the last step: the next call would ask for the same batches once more.
             following = tf.cond(
@@ -101,6 +104,7 @@ class Batches:
                 return step + 1, make(step, read, state)
 
             step, state = repeated(lambda step, state: (step < held.end) & more(step, state), one, step, state)
+            # A call may end between two handovers: then those that are held still have the next batch.
             return step, tf.cond(step < held.end, lambda: held, lambda: following), state
 
         made: tuple[tf.Tensor, Following, State] = repeated(

@@ -82,6 +82,7 @@ class StepContext:
             if optimizer in ("", name):
                 slots += as_tf(optimizer_variables(instance))
         trained = as_tf([self.variables[index] for index in self.trained_by(optimizer)])
+        # Not the values that the forward pass changes: these are `state`, and are put back by themselves.
         return slots + trained + self.averages.variables
 
     def checked(self) -> list[str]:
@@ -103,13 +104,14 @@ class KeptBatch:
     def __init__(self, source: StreamSource) -> None:
         self._source = source
         self._variables: list[tf.Variable] = []
-        with tf.device("CPU:0"):
+        with tf.device("CPU:0"):  # a GPU's memory is scarce
             for tensor in tf.nest.flatten(no_rows(source.batch_spec)):
                 # Of no fixed shape: the last batch of an epoch is shorter.
                 self._variables.append(tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None)))
 
     def keep(self, batch: Batch) -> tf.Tensor:
         """While tracing: keeps a batch, as it was read from the stream. Returns True, as the branch of a `tf.cond`."""
+        # Assigned in the compiled call, because the host never sees the batches of a stream.
         for variable, tensor in zip(self._variables, tf.nest.flatten(batch), strict=True):
             variable.assign(tensor)
         return tf.constant(True)

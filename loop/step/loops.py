@@ -46,6 +46,7 @@ class BatchLoop:
 
     def _more(self, step: tf.Tensor, state: LoopState) -> tf.Tensor:
         """Whether there is another step."""
+        # Of arrays, only the counter decides: `state.going` depends on gradients; see the class.
         if isinstance(self._source, ArraySource):
             return step < self._end
         return (step < self._end) & state.going
@@ -59,6 +60,7 @@ class BatchLoop:
         if isinstance(source, IndexedSource):
             marker.at(DATA, state.totals)  # until the host has read the next batch
         else:
+            # The next batch is there already, or its reading marks the phase itself: see `Batches.each`.
             marker.lap(DATA, state.totals)
         return state
 
@@ -113,12 +115,13 @@ class LocalStepsLoop(BatchLoop):
             steps = tf.one_hot(backend.replica(), backend.replicas, tf.cast(state.step, tf.float64), dtype=tf.float64)
             return backend.all_reduce([tf.concat([steps, own_bad, own_totals], 0)])[0]
 
+        # Two collectives: of the variables, and of what each replica has counted and seen.
         context.marker.at(ALL_REDUCE, own_totals)
         variables = [*context.changed_by(""), *context.statistics]
         backend.run(lambda variables: communication.average(backend, variables), variables)
         packed = backend.first(backend.run(summed))
         steps, bad, added = tf.split(packed, [backend.replicas, own_bad.shape[0], own_totals.shape[0]])
-        finite = bad == 0
+        finite = bad == 0  # only where it was finite on all replicas
         totals = before + added
         context.marker.at(COMPUTE, totals)
         # A replica with a bad step has stopped counting at that step; the others have gone on.
@@ -202,8 +205,10 @@ class BlockLoop:
             The state after the block, and whether all numbers were finite.
         """
         context = self._context
+        # All that the block may change, to be put back: an XLA program assigns variables at its end in any case.
         changed = [*context.changed_by(""), *context.state]
         old_values = [variable.read_value() for variable in changed]
+        # At 0 the sign of the loss, then one for each variable; see `BlockStepTrace`.
         signs = [tf.zeros([], context.plan.dtype)]
         signs += [tf.zeros(variable.shape, variable.dtype) for variable in as_tf(context.variables)]
 
@@ -216,6 +221,7 @@ class BlockLoop:
             read = tf.nest.map_structure(lambda tensor: tensor[position], block)
             trace = BlockStepTrace(context, (epoch, state.step, read), state)
             state = trace.make()
+            # A variable without a gradient keeps its sign: the loop must carry the same tensors in each step.
             added = []
             for index, sign in enumerate(signs):
                 added.append(sign + trace.signs[index] if index in trace.signs else sign)
@@ -223,7 +229,8 @@ class BlockLoop:
 
         # Counted from a constant 0: XLA would take a number from outside for a constant, and compile anew for each.
         _, signs, after = repeated(more, step, tf.constant(0, tf.int64), signs, state)
-        finite = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
+        finite_signs = [all_finite(sign) for sign in signs]
+        finite = tf.reduce_all(tf.stack(finite_signs))
         for variable, old in zip(changed, old_values, strict=True):
             variable.assign(tf.where(finite, variable, old))
         return tf.nest.map_structure(lambda new, old: tf.where(finite, new, old), after, state), finite

@@ -23,6 +23,7 @@ class LossScale:
     """
 
     def __init__(self, batch_size: int) -> None:
+        # A power of 2, as it always is: multiplying by it, and dividing, changes no digit of a gradient.
         start = 2.0**15 / (1 << (batch_size - 1).bit_length())
         self.scale = tf.Variable(start, trainable=False, name="loss_scale", dtype=tf.float32)
         self.steps = tf.Variable(0, trainable=False, name="steps_without_overflow", dtype=tf.int64)
@@ -32,6 +33,7 @@ class LossScale:
         """Within a replica, after each step: halves the scale if the gradient isn't finite, or may double it."""
         steps = tf.where(finite, self.steps + 1, tf.zeros_like(self.steps))
         grows = steps >= GROWTH_STEPS
+        # Selected instead of branched: all replicas run the same operations.
         more = tf.where(grows, tf.minimum(self.scale * 2, LARGEST), self.scale)
         self.scale.assign(tf.where(finite, more, tf.maximum(self.scale / 2, SMALLEST)))
         self.steps.assign(tf.where(grows, tf.zeros_like(steps), steps))

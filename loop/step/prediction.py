@@ -53,7 +53,8 @@ class Prediction:
         self._initial = [variable.read_value() for variable in self._state]
 
         # One graph for blocks of all sizes: another graph may round otherwise, and the last block is a short one.
-        specs = [_open_spec(tensor, longer) for tensor, longer in zip(*self._examples(), strict=True)]
+        examples, longer_examples = self._examples()
+        specs = [_open_spec(tensor, longer) for tensor, longer in zip(examples, longer_examples, strict=True)]
         index = tf.TensorSpec([None], tf.int64)
         signature = [specs, index, tf.TensorSpec([], tf.int64)]
         self._forward = compiled(self._of_block, input_signature=signature)
@@ -103,6 +104,8 @@ class Prediction:
             for number in range(source.steps_per_epoch):
                 yield number, source.whole(epoch, tf.constant(number, tf.int64)) if is_wanted(number) else None
             return
+
+        # A stream can't be read from a position on, so blocks that aren't wanted are read and dropped.
         for number, batch in enumerate(source.start(0, 0)):
             yield number, source.whole(epoch, tf.constant(number, tf.int64), batch) if is_wanted(number) else None
 
@@ -112,13 +115,15 @@ class Prediction:
             variable.assign(value)
         n = int(count(rows.batch))
         outputs = self._forward(tf.nest.flatten(rows.batch), rows.index, tf.constant(number, tf.int64))
-        columns = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in outputs.items()}
-        for name, array in columns.items():
+        columns: Columns = {}
+        for name, tensor in outputs.items():
+            array = np.ascontiguousarray(tensor.numpy())
             if len(array) != n:
                 raise UsageError(
                     f"predict() returned {len(array)} rows for {name!r} of {n} examples: return one row per example, "
                     "in their order"
                 )
+            columns[name] = array
         return columns
 
     def _of_block(self, leaves: list[tf.Tensor], index: tf.Tensor, number: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -127,13 +132,17 @@ class Prediction:
         n = count(batch)
         zero = tf.constant(0, tf.int64)
         rows = Rows(batch, zero, tf.constant(EVALUATION_EPOCH, tf.int64), number, index)
+        # One device and one replica, whatever the job has: the whole block is the batch.
         replica = Replica(Backend(), rows, self._seed, self._source.options.batch_size)
         replica.fixed_rows = self._fixed_rows
         if self._fixed_rows is not None:
             replica.fill_up(self._fixed_rows)
         with within(replica):
             outputs = named_outputs(self._predict(self._model, replica.batch))
-        return outputs if self._fixed_rows is None else {name: tensor[:n] for name, tensor in outputs.items()}
+        if self._fixed_rows is None:
+            return outputs
+        # Without the rows that only filled the block up.
+        return {name: tensor[:n] for name, tensor in outputs.items()}
 
 
 def named_outputs(outputs: Outputs) -> dict[str, tf.Tensor]:
@@ -145,7 +154,7 @@ def named_outputs(outputs: Outputs) -> dict[str, tf.Tensor]:
     if isinstance(outputs, dict):
         named = {str(name): value for name, value in outputs.items()}
     elif isinstance(outputs, tuple | list):
-        named = {f"output_{index}": value for index, value in enumerate(outputs)}
+        named = {f"output_{index}": value for index, value in enumerate(outputs)}  # as in an exported model
     else:
         named = {"output": outputs}
     if not named:
@@ -174,6 +183,7 @@ def _checked(name: str, value: object) -> tf.Tensor:
 def _open_spec(tensor: tf.Tensor, longer: tf.Tensor) -> tf.TensorSpec:
     """The spec of any number of examples, of any padded length."""
     shape: list[int | None] = [None]
+    # An axis that padding makes longer is open; all others are known to the graph.
     for size, longer_size in zip(tensor.shape[1:], longer.shape[1:], strict=True):
         shape.append(size if size == longer_size else None)
     return tf.TensorSpec(shape, tensor.dtype)
@@ -181,4 +191,5 @@ def _open_spec(tensor: tf.Tensor, longer: tf.Tensor) -> tf.TensorSpec:
 
 def _seeds(model: Model) -> list[tf.Variable]:
     """The integers among the variables that aren't trained: states of random generators, and counters."""
-    return [variable for variable in model_variables(model) if variable.dtype.is_integer and not variable.trainable]
+    untrained = [variable for variable in model_variables(model) if not variable.trainable]
+    return [variable for variable in untrained if variable.dtype.is_integer]

@@ -41,7 +41,7 @@ class Slicing:
         self.shape = variable.shape
         self.dtype = tf.as_dtype(variable.dtype)
         self.size = variable.shape.num_elements()
-        self.length = -(-self.size // replicas)
+        self.length = -(-self.size // replicas)  # rounded up, so that all slices have one length: collectives need it
         self._is_even = self.length * replicas == self.size
         begins = np.minimum(np.arange(replicas) * self.length, self.size)
         counts = np.minimum(self.length, self.size - begins)
@@ -72,7 +72,8 @@ class Slicing:
     def joined(self, slices: tf.Tensor) -> tf.Tensor:
         """While tracing: the value of the variable, from the slices of all replicas: shape [replicas, length]."""
         flat = tf.reshape(slices, [-1])
-        return tf.reshape(flat if self._is_even else flat[: self.size], self.shape)
+        elements = flat if self._is_even else flat[: self.size]  # without the zeros behind the last slice
+        return tf.reshape(elements, self.shape)
 
     def joined_on_host(self, slices: np.ndarray) -> np.ndarray:
         """The value of the variable, from the slices of all replicas: shape [replicas, length]."""
@@ -117,8 +118,10 @@ class SlicedVariable:
         """
         value = backend.broadcast_value(value, self.shape, self.dtype)
         first = backend.rank * backend.local_replicas
-        replicas = range(first, first + backend.local_replicas)
-        backend.set_local_values(self.variable, [self._slicing.cut_on_host(value, replica) for replica in replicas])
+        own_slices = []
+        for replica in range(first, first + backend.local_replicas):
+            own_slices.append(self._slicing.cut_on_host(value, replica))
+        backend.set_local_values(self.variable, own_slices)
 
 
 class Shards:
@@ -149,6 +152,7 @@ class Shards:
 
     def build(self, optimizer: Optimizer, indices: Sequence[int]) -> None:
         """Builds an optimizer on the parts of the variables at `indices`, and notes which slots are slices."""
+        # Optimizers of both families make a slot by this method. Other variables, such as counters, stay whole.
         original = optimizer.add_variable_from_reference
         by_part = {id(self.parts[index]): index for index in indices}
 
@@ -163,7 +167,7 @@ class Shards:
         try:
             optimizer.build([self.parts[index] for index in indices])
         finally:
-            del optimizer.add_variable_from_reference
+            del optimizer.add_variable_from_reference  # the method of the class is visible again
 
     def empty(self) -> None:
         """Frees the memory of the parts, once all optimizers are built."""
@@ -194,6 +198,8 @@ class Shards:
         """
         backend = self._backend
         replica = backend.replica()
+
+        # Cut this replica's slices out of the gradients and weights.
         own_gradients = []
         for index, gradient in gradients.items():
             slicing = self.slicings[index]
@@ -201,10 +207,13 @@ class Shards:
             _set(self.parts[index], slicing.cut(self._weights[index], replica))
         parts = [self.parts[index] for index in gradients]
         backend.apply(optimizer, own_gradients, parts)
+
+        # Take out the new slices, and empty the parts, which hold no memory between two steps.
         slices = [part.read_value() for part in parts]
         for part in parts:
             _empty(part)
         self.assign(list(gradients), slices)
+
         # Only now: a constraint needs the whole weight, such as for the norm of a column.
         for index in gradients:
             variable = self._variables[index]
@@ -282,6 +291,8 @@ def _not_elementwise(optimizer: Optimizer) -> str:
             "exclude_from_weight_decay(var_list=...) names variables, of which it gets slices: use "
             "exclude_from_weight_decay(var_names=...)"
         )
+
+    # What the class says of itself counts more than its name: a subclass may compute in another way.
     declared = getattr(optimizer, "elementwise", None)
     module = type(optimizer).__module__
     is_known = module.startswith(("keras.src.optimizers.", "tf_keras.src.optimizers."))
