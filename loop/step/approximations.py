@@ -44,7 +44,7 @@ def check(backend: Backend, options: Options, source: Source, summed: bool = Fal
         _refuse_others(chosen, options, compression="none")
         if missing := backend.no_adasum():
             raise UsageError(f"{chosen} with backend={backend.name!r}: {missing}")
-    if backend.is_chief:  # once for the run
+    if backend.is_chief:
         tell(f"note: {chosen} is inexact: the weights depend on the number of replicas")
 
 

@@ -163,7 +163,7 @@ def moments(
         n = tf.reduce_sum(counted)
         mean = tf.reduce_sum(inputs * counted, axes) / tf.maximum(n, 1)
         q = tf.reduce_sum((inputs - mean) ** 2 * counted, axes)
-    if replica.counts_something is not None:  # a stand-in counts for nothing
+    if replica.counts_something is not None:
         n, mean, q = (tf.where(replica.counts_something, moment, 0) for moment in (n, mean, q))
 
     # All parts, put together: in one collective, a row for each replica.

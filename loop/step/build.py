@@ -198,7 +198,7 @@ def _check_model(model: object) -> None:
 def _check_metric_values(
     metrics: Mapping[str, keras.metrics.Metric], names: Sequence[str], minimized: Mapping[str, Sequence[str]]
 ) -> None:
-    # `train_step` may return values that `compute` doesn't have.
+    # A value of a task's own `train_step` may have a metric, too.
     without_value = set(metrics).difference(names, *minimized.values())
     if without_value:
         raise UsageError(
@@ -312,7 +312,7 @@ def _by_lookup(
         tables whose rows may be gathered. See `BuiltModel`.
     """
     variables = trainable_variables(model)
-    # What the task asks for goes first, whatever is cheaper to send: it decides what the optimizer computes.
+    # What the task asks for goes first: it decides what the optimizer computes, and not only what is sent.
     asked = _squared_each(task, optimizers)
     large = _large(task, variables, backend) - asked
     # Most models have no such table, and are spared the trial.

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.errors import UsageError
+from loop.step.variable_values import read_values
 
 ConcreteFunction: TypeAlias = "tf.types.experimental.ConcreteFunction"
 """A compiled function after it has been traced."""
@@ -61,31 +62,29 @@ def reduced(
     # Divided in the gradient's own type: in 16 bits it may overflow before.
     sent = [tf.cast(gradient / factor, wire) for gradient in gradients]
     received, sums = _all_reduced(backend, sent, sums, groups)
-    restored: dict[int, tf.Tensor] = {}
     # In the order in which they arrive, the last one first.
     for index in reversed(range(len(received))):
-        restored[index] = tf.cast(received[index], gradients[index].dtype) * factor
-    return [restored[index] for index in range(len(gradients))], sums
+        received[index] = tf.cast(received[index], gradients[index].dtype) * factor
+    return received, sums
 
 
 def _all_reduced(
     backend: Backend, sent: Sequence[tf.Tensor], sums: tf.Tensor, groups: int
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Tensors and sums, added up over all replicas."""
-    received: dict[int, tf.Tensor] = {}
+    received = list(sent)
     # All workers must enter the collectives in the same order: the groups depend on sizes alone.
     sizes = [tensor.shape.num_elements() * tensor.dtype.size for tensor in sent]
-    for indices in split(sizes, groups):
-        # The sums are computed before any gradient, so they go with the first group.
+    for number, indices in enumerate(split(sizes, groups)):
         group = [sent[index] for index in indices]
-        has_sums = not received
-        if has_sums:
-            group.append(sums)
-        group = backend.all_reduce(group)
-        if has_sums:
-            sums = group.pop()
-        received |= zip(indices, group, strict=True)
-    return [received[index] for index in range(len(sent))], sums
+        # The sums are computed before any gradient, so they go with the first group.
+        if number == 0:
+            *reduced_group, sums = backend.all_reduce([*group, sums])
+        else:
+            reduced_group = backend.all_reduce(group)
+        for index, tensor in zip(indices, reduced_group, strict=True):
+            received[index] = tensor
+    return received, sums
 
 
 def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
@@ -95,7 +94,7 @@ def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
     value.
     """
     is_chief = backend.replica() == 0
-    values = [variable.read_value() for variable in variables]
+    values = read_values(variables)
 
     # The chief's values: all others contribute zeros to the sum.
     contributions = [tf.where(is_chief, value, tf.zeros_like(value)) for value in values]

@@ -83,8 +83,7 @@ def _dropout(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
 
             if masks is None:
                 return uniform()
-            # A mask of bool takes a byte for each number, the drawn floats take four.
-            # Dropout keeps where what it gets isn't less than the rate: 1 isn't, 0 is.
+            # Dropout keeps the elements whose drawn number is at least the rate: 1 always is, 0 never.
             return tf.cast(masks.next(lambda: uniform() >= rate), dtype)
 
         if current() is None:

@@ -18,6 +18,7 @@ from loop.step.context import StepContext
 from loop.step.metric_sums import MetricSums
 from loop.step.totals import EvaluationLayout
 from loop.step.tracing import as_written, compiled
+from loop.step.variable_values import assign_values, read_values
 from loop.task import Batch, Values
 
 
@@ -79,7 +80,7 @@ class Evaluation:
     def whole(self) -> np.ndarray:
         """The totals of the whole evaluation data; see `EvaluationLayout`."""
         iterator = self.start()
-        totals = np.zeros(())  # becomes a vector by the first sum
+        totals = np.zeros(())
         step: int | None = 0
         while step is not None:
             step, added = self.steps(iterator, step, np.iinfo(np.int64).max)
@@ -88,7 +89,7 @@ class Evaluation:
 
     def start(self) -> DataIterator:
         """Returns the iterator of the evaluation data, at its start. All workers must call it."""
-        self._carried_values = [tf.zeros_like(variable.read_value()) for variable in self._carried]
+        self._carried_values = list(map(tf.zeros_like, read_values(self._carried)))
         # Before the first batch: replicas that gather statistics of their own would evaluate different models.
         self._average_statistics()
         return self.source.start(0, 0)
@@ -116,16 +117,14 @@ class Evaluation:
         """A context in which stateful layers have the state of the evaluation, which begins with zeros."""
         # At each call, and not once for the evaluation: a checkpoint may be taken between two calls. A run that is
         # resumed from it repeats the evaluation, and then goes on with the state of training.
-        training_values = [variable.read_value() for variable in self._carried]
-        for variable, value in zip(self._carried, self._carried_values, strict=True):
-            variable.assign(value)
+        training_values = read_values(self._carried)
+        assign_values(self._carried, self._carried_values)
         try:
             yield
         finally:
             # Also after an error: training may go on, and must find its own state.
-            self._carried_values = [variable.read_value() for variable in self._carried]
-            for variable, value in zip(self._carried, training_values, strict=True):
-                variable.assign(value)
+            self._carried_values = read_values(self._carried)
+            assign_values(self._carried, training_values)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
         """The means and metrics of totals, named `eval_...`, or `eval_<set>_...` if there are several sets."""

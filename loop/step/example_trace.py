@@ -108,7 +108,6 @@ class Trial:
         n = _rows(self._example)
         gathers_before = all_gathers()
 
-        # With a few examples.
         with probing(n):
             values = compute(self._example)
             names = check(values, n, None, tuple(metrics))
@@ -139,7 +138,7 @@ class Trial:
             return
         only = f"the model takes batches of {n} rows alone (a stateful layer, keras.Input(batch_size=...), a reshape)"
 
-        # Batches in the middle of an epoch: a batch size that fits exists, and is named.
+        # Whole batches: with another `batch_size`, each part has the rows that the model takes.
         if refused := self._refused(compute, n, rows.whole):
             shared = [f"{rows.replicas} replicas"] if rows.replicas > 1 else []
             if rows.parts > 1:
@@ -159,8 +158,7 @@ class Trial:
 
     def _refused(self, compute: Compute, n: int, sizes: Sequence[int]) -> list[int]:
         """Those of some sizes of a batch that `compute` doesn't take, after it has taken one of n rows."""
-        others = [size for size in sizes if size != n]
-        return [size for size in others if not self._takes(compute, size)]
+        return [size for size in sizes if size != n and not self._takes(compute, size)]
 
     def _takes(self, compute: Compute, n: int) -> bool:
         """Whether `compute` takes batches of n rows; False for 0, which stands for a number that isn't known."""

@@ -107,7 +107,7 @@ class ForwardPass:
 
         left = self._context.plan.accumulate - 1
         together = min(self._parts_together(), left)
-        # The loop ends before the micro-batches that don't fill an iteration. They stand behind it, unrolled.
+        # The micro-batches that don't fill an iteration follow after the loop, unrolled.
         end = tf.constant(1 + left - left % together, tf.int64)
         part, sums = repeated(
             lambda part, sums: part < end,
@@ -226,7 +226,7 @@ class ForwardPass:
     ) -> list[Gradient]:
         """The gradients of the connected variables, in the form in which replicas and micro-batches add them up."""
         context = self._context
-        variables = as_tf([context.variables[index] for index in self._trained])
+        variables = as_tf(context.variables_at(self._trained))
         gradients = dict(zip(self._trained, context.backend.gradients(tape, objective, variables), strict=True))
         # In the order of the variables, the same on all workers, since gradients are reduced in this order.
         self.connected = [index for index, gradient in gradients.items() if gradient is not None]
@@ -262,7 +262,7 @@ class ForwardPass:
             tf.IndexedSlices(values, gradient.indices),
             self._by_lookup[index],
             examples=count(replica.batch),
-            most=-(-context.source.most(parts) // replicas),  # of the replica with the most rows
+            most=-(-context.source.most(parts) // replicas),
             place=part * replicas + tf.cast(context.backend.replica(), tf.int64),
             places=replicas * parts,
         )

@@ -49,7 +49,7 @@ def hinted(build: Callable[..., Built]) -> Callable[..., Built]:
 
     @functools.wraps(build)
     def call(task: TrainTask, *arguments: Any, **named: Any) -> Built:
-        # Such an object has a `compute` of its own; or `__slots__`, so that it can't be given one.
+        # The object has a `compute` of its own already, or it has `__slots__` and can't be given one.
         if "compute" in getattr(task, "__dict__", {"compute": None}):
             return build(task, *arguments, **named)
         with given_for(task):
@@ -71,7 +71,7 @@ class _Watch:
 
     def compute(self, model: Model, batch: Batch, training: bool) -> Values:
         """Takes the place of the task's `compute`."""
-        # A copy that shares the values: an attribute that is assigned is noticed, one that is changed in place isn't.
+        # A shallow copy: it shows which attributes were assigned, but not what was changed in place.
         before = dict(vars(self._task))
         self._calls += 1
         try:
@@ -214,7 +214,8 @@ def _forgets_training(task_class: type[TrainTask]) -> bool:
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 4:
         return False
-    _, model, _, training = (argument.arg for argument in function.args.args[:4])  # by position: names are free
+    # By position: a task may give its arguments other names.
+    _, model, _, training = (argument.arg for argument in function.args.args[:4])
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     if training in names:
         return False

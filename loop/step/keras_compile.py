@@ -40,7 +40,7 @@ class OutputLoss(NamedTuple):
         scale: the factor of this loss in the sum of all.
         values: the values, multiplied by the weights: shape [n, ...]. No gradient flows to the weights.
         count: what each example adds to the divisor: shape [n].
-        fixed: whether `count` is the same for each example, whatever the data.
+        fixed: whether `count` is the same for each example, with any data.
         summed: whether the loss is a sum, which is never divided.
     """
 
@@ -87,7 +87,7 @@ class Losses:
 
     def of(self, labels: Tensors, predictions: Tensors, weights: Tensors) -> list[OutputLoss]:
         """The loss of each output that has one."""
-        # Let Keras match losses with outputs. An error in an earlier trace may have left calls behind.
+        # Let Keras match losses with outputs. The list may still have calls of a trace that failed.
         self._calls.clear()
         self._compiled(labels, predictions, weights)  # calls each `_Captured`, which adds to `_calls`
         calls = list(self._calls)
@@ -164,7 +164,6 @@ def _output_loss(
         values, both = _of_one_rank(values, both)
         values = tf.math.multiply_no_nan(values, both)  # where a weight is 0, a nan doesn't count
 
-    # The divisor of each example.
     # With the usual reduction, Keras divides by the number of values that the mask leaves, and not by their weights.
     counted = both if by_weight else mask
     count = tf.fill(tf.shape(values)[:1], _inner_size(values, values.dtype))

@@ -104,7 +104,7 @@ class Metrics:
                 shared among replicas.
         """
         rows = int(tf.shape(keras.tree.flatten(predictions)[0])[0])
-        if rows < 2:  # one row can't be cut into parts
+        if rows < 2:
             return
 
         def states(metric: keras.metrics.Metric, name: str, part: slice) -> list[np.ndarray]:

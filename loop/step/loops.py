@@ -14,6 +14,7 @@ from loop.step.gradients import all_finite
 from loop.step.loop_state import LoopState
 from loop.step.step_trace import BlockStepTrace, StepTrace
 from loop.step.tracing import compiled, repeated
+from loop.step.variable_values import put_back_unless, read_values
 
 
 class BatchLoop:
@@ -115,13 +116,13 @@ class LocalStepsLoop(BatchLoop):
             steps = tf.one_hot(backend.replica(), backend.replicas, tf.cast(state.step, tf.float64), dtype=tf.float64)
             return backend.all_reduce([tf.concat([steps, own_bad, own_totals], 0)])[0]
 
-        # Two collectives: of the variables, and of what each replica has counted and seen.
+        # Two reductions: of the variables, and of what each replica has counted and seen.
         context.marker.at(ALL_REDUCE, own_totals)
         variables = [*context.changed_by(""), *context.statistics]
         backend.run(lambda variables: communication.average(backend, variables), variables)
         packed = backend.first(backend.run(summed))
         steps, bad, added = tf.split(packed, [backend.replicas, own_bad.shape[0], own_totals.shape[0]])
-        finite = bad == 0  # only where it was finite on all replicas
+        finite = bad == 0
         totals = before + added
         context.marker.at(COMPUTE, totals)
         # A replica with a bad step has stopped counting at that step; the others have gone on.
@@ -207,7 +208,7 @@ class BlockLoop:
         context = self._context
         # All that the block may change, to be put back: an XLA program assigns variables at its end in any case.
         changed = [*context.changed_by(""), *context.state]
-        old_values = [variable.read_value() for variable in changed]
+        old_values = read_values(changed)
         # At 0 the sign of the loss, then one for each variable; see `BlockStepTrace`.
         signs = [tf.zeros([], context.plan.dtype)]
         signs += [tf.zeros(variable.shape, variable.dtype) for variable in as_tf(context.variables)]
@@ -231,6 +232,5 @@ class BlockLoop:
         _, signs, after = repeated(more, step, tf.constant(0, tf.int64), signs, state)
         finite_signs = [all_finite(sign) for sign in signs]
         finite = tf.reduce_all(tf.stack(finite_signs))
-        for variable, old in zip(changed, old_values, strict=True):
-            variable.assign(tf.where(finite, variable, old))
+        put_back_unless(finite, changed, old_values)
         return tf.nest.map_structure(lambda new, old: tf.where(finite, new, old), after, state), finite

@@ -33,7 +33,6 @@ class LossScale:
         """Within a replica, after each step: halves the scale if the gradient isn't finite, or may double it."""
         steps = tf.where(finite, self.steps + 1, tf.zeros_like(self.steps))
         grows = steps >= GROWTH_STEPS
-        # Selected instead of branched: all replicas run the same operations.
         more = tf.where(grows, tf.minimum(self.scale * 2, LARGEST), self.scale)
         self.scale.assign(tf.where(finite, more, tf.maximum(self.scale / 2, SMALLEST)))
         self.steps.assign(tf.where(grows, tf.zeros_like(steps), steps))

@@ -105,7 +105,7 @@ class MetricSums:
             for index, name in enumerate(self.names):
                 means[name] = float(sums[2 * index] / sums[2 * index + 1])
 
-        # The states of all metrics stand one behind the other, in the order of `states`.
+        # The vector holds the states of all metrics, one after the other, in the order of `states`.
         numbers = iter(states)
         for name, metric in self.metrics.items():
             variables = []
@@ -151,7 +151,7 @@ def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | 
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
     weights = weight
     if trailing := [1] * (value.shape.rank - weight.shape.rank):
-        # A weight with fewer axes than the value weighs all elements behind them.
+        # A weight with fewer axes than the value weighs all elements along the other axes.
         sizes = tf.unstack(tf.shape(weight))
         weights = tf.broadcast_to(tf.reshape(weight, [*sizes, *trailing]), tf.shape(value))
     return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)

@@ -54,6 +54,5 @@ class GradientObserver(StepObserver):
 
     def gradients(self, gradients: Mapping[int, Gradient]) -> None:
         """See `StepObserver.gradients`."""
-        # A sparse gradient is made dense: the variable has the shape of the whole table.
         for index, gradient in gradients.items():
             self.last[index].assign(tf.convert_to_tensor(gradient))

@@ -44,7 +44,6 @@ def _owners(task: TrainTask, model: Model, names: list[str]) -> list[str]:
     """The name of the optimizer of each trainable variable, in the order of the variables."""
     trained = trainable_variables(model)
     paths = variable_names(trained)
-    # By identity: variables can't be hashed.
     indices = {id(variable): index for index, variable in enumerate(as_tf(trained))}
     owners: dict[int, str] = {}
     for name, variables in task.optimizer_variables(model, names).items():

@@ -152,7 +152,7 @@ def _block_steps(source: ArraySource, steps_per_call: int | str) -> int:
     """The number of steps in one XLA program; 0 if batches differ in shape, since a program is for one shape only."""
     if not source.uniform:
         return 0
-    limit = steps_per_call if isinstance(steps_per_call, int) else BLOCK_STEPS  # else it is "auto"
+    limit = steps_per_call if isinstance(steps_per_call, int) else BLOCK_STEPS
     # At least 1: a single batch may be larger than `BLOCK_BYTES`.
     return max(1, min(limit, BLOCK_STEPS, BLOCK_BYTES // source.batch_bytes))
 

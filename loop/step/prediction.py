@@ -15,6 +15,7 @@ from loop.model.variables import carried_variables, model_variables
 from loop.step.build import BuiltModel
 from loop.step.replica import Replica, within
 from loop.step.tracing import compiled
+from loop.step.variable_values import assign_values, read_values
 from loop.task import Batch, Model
 
 Columns: TypeAlias = dict[str, np.ndarray]
@@ -50,7 +51,7 @@ class Prediction:
         # A forward pass may change these variables. Each block starts with the same values, so that the order of the
         # blocks doesn't matter.
         self._state = [*carried_variables(self._model), *_seeds(self._model)]
-        self._initial = [variable.read_value() for variable in self._state]
+        self._initial = read_values(self._state)
 
         # One graph for blocks of all sizes: another graph may round otherwise, and the last block is a short one.
         examples, longer_examples = self._examples()
@@ -111,8 +112,7 @@ class Prediction:
 
     def _computed(self, number: int, rows: Rows) -> Columns:
         """What is predicted for the examples of a block."""
-        for variable, value in zip(self._state, self._initial, strict=True):
-            variable.assign(value)
+        assign_values(self._state, self._initial)
         n = int(count(rows.batch))
         outputs = self._forward(tf.nest.flatten(rows.batch), rows.index, tf.constant(number, tf.int64))
         columns: Columns = {}
@@ -132,7 +132,7 @@ class Prediction:
         n = count(batch)
         zero = tf.constant(0, tf.int64)
         rows = Rows(batch, zero, tf.constant(EVALUATION_EPOCH, tf.int64), number, index)
-        # One device and one replica, whatever the job has: the whole block is the batch.
+        # Always one device and one replica: the whole block is the batch.
         replica = Replica(Backend(), rows, self._seed, self._source.options.batch_size)
         replica.fixed_rows = self._fixed_rows
         if self._fixed_rows is not None:
@@ -154,7 +154,7 @@ def named_outputs(outputs: Outputs) -> dict[str, tf.Tensor]:
     if isinstance(outputs, dict):
         named = {str(name): value for name, value in outputs.items()}
     elif isinstance(outputs, tuple | list):
-        named = {f"output_{index}": value for index, value in enumerate(outputs)}  # as in an exported model
+        named = {f"output_{index}": value for index, value in enumerate(outputs)}
     else:
         named = {"output": outputs}
     if not named:
@@ -191,5 +191,4 @@ def _open_spec(tensor: tf.Tensor, longer: tf.Tensor) -> tf.TensorSpec:
 
 def _seeds(model: Model) -> list[tf.Variable]:
     """The integers among the variables that aren't trained: states of random generators, and counters."""
-    untrained = [variable for variable in model_variables(model) if not variable.trainable]
-    return [variable for variable in untrained if variable.dtype.is_integer]
+    return [variable for variable in model_variables(model) if variable.dtype.is_integer and not variable.trainable]

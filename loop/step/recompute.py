@@ -59,7 +59,7 @@ class Trace:
     compiled: bool
 
 
-# Of each thread: the replicas of one process are traced in threads of their own.
+# Per thread, since the replicas of one process may be traced in threads of their own.
 _here = threading.local()
 
 

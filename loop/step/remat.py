@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from callbacks.nearest import nearest
 from loop.errors import UsageError
-from loop.model.layer_graph import Structure
+from loop.model.layer_graph import Structure, inner_layers
 from loop.model.segments import CutGraph, Part, segments
 from loop.model.variables import Layer, is_legacy, keras_models, layers
 from loop.options import size_in_bytes
@@ -96,7 +96,7 @@ class Remat:
         chosen: list[Layer] = []
         if self._least_bytes is not None:
             # Layers without layers in them. Which of them are too small shows when they are traced: see `_note_size`.
-            chosen = [layer for layer in inner if not list(layer._flatten_layers(include_self=False))]
+            chosen = [layer for layer in inner if not inner_layers(layer)]
         else:
             patterns = self._choice.split(",") if isinstance(self._choice, str) else self._choice
             for pattern in patterns:

@@ -64,7 +64,7 @@ class Replica:
         self.batch = rows.batch
         self.counts_something: tf.Tensor | None = None
         self.fixed_rows: int | None = None
-        # A function, since most models don't ask for it: the graph shall have no operations for it then.
+        # A function, because most models don't ask for it: then the graph must have no operations for it.
         self._index: Callable[[], tf.Tensor] = lambda: rows.index
         if stand_in is not None:
             counts_something = self.count > 0
@@ -147,7 +147,7 @@ class Replica:
 
     def seed_of_draw(self) -> tf.Tensor:
         """A seed for the next random operation: int64 [2], from the run's seed, epoch, batch and operation's number."""
-        # In bits of their own, so that no two draws of a run share a seed: 16 bits hold the number of the operation.
+        # Each number has bits of its own (16 for the operation), so that no two draws of a run share a seed.
         self.draws += 1
         return tf.stack([(self.seed << 32) + self.rows.epoch, self.rows.number * (1 << 16) + self.draws])
 
@@ -171,7 +171,7 @@ class Replica:
         """The index of this replica's first row in the gathered batch: int64 []. A collective."""
         counts = self.counts
         before = tf.reduce_sum(counts[: tf.cast(self.backend.replica(), tf.int32)])
-        # Behind the last row stands only a stand-in, which counts for nothing; its index must be valid all the same.
+        # After the last row there is only a stand-in, which counts for nothing. Its index must be valid nevertheless.
         return tf.minimum(before, tf.reduce_sum(counts) - 1)
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -193,7 +193,7 @@ class Replica:
         return self.sum(padded)[: tf.reduce_sum(counts)]
 
 
-# Of each thread, since backends trace the replicas of one process in threads of their own.
+# Per thread, since the replicas of one process may be traced in threads of their own.
 _here = threading.local()
 
 

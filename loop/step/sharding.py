@@ -17,6 +17,7 @@ from loop.errors import UsageError
 from loop.model.variables import Variable, as_tf, variable_names
 from loop.options import Options
 from loop.step.gradients import Gradient
+from loop.step.variable_values import read_values
 from loop.task import Optimizer
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
@@ -72,7 +73,7 @@ class Slicing:
     def joined(self, slices: tf.Tensor) -> tf.Tensor:
         """While tracing: the value of the variable, from the slices of all replicas: shape [replicas, length]."""
         flat = tf.reshape(slices, [-1])
-        elements = flat if self._is_even else flat[: self.size]  # without the zeros behind the last slice
+        elements = flat if self._is_even else flat[: self.size]  # without the zeros that fill the last slice
         return tf.reshape(elements, self.shape)
 
     def joined_on_host(self, slices: np.ndarray) -> np.ndarray:
@@ -137,10 +138,12 @@ class Shards:
         self._variables = list(variables)
         self._weights = as_tf(variables)
         self._owners: dict[int, int] = {}  # by the id of a sliced slot, the index of its variable
-        self.slicings = [Slicing(weight, backend.replicas) for weight in self._weights]
+        self.slicings: list[Slicing] = []
         self.parts: list[tf.Variable] = []
-        for variable, slicing in zip(variables, self.slicings, strict=True):
-            part = self.new_part(slicing, as_tf([variable])[0].name.split(":")[0])
+        for variable, weight in zip(variables, self._weights, strict=True):
+            slicing = Slicing(weight, backend.replicas)
+            self.slicings.append(slicing)
+            part = self.new_part(slicing, weight.name.split(":")[0])
             # Keras names slots after it, and checkpoints know slots by their names.
             part.path = getattr(variable, "path", None) or part.name
             self.parts.append(part)
@@ -209,12 +212,12 @@ class Shards:
         backend.apply(optimizer, own_gradients, parts)
 
         # Take out the new slices, and empty the parts, which hold no memory between two steps.
-        slices = [part.read_value() for part in parts]
+        slices = read_values(parts)
         for part in parts:
             _empty(part)
         self.assign(list(gradients), slices)
 
-        # Only now: a constraint needs the whole weight, such as for the norm of a column.
+        # Only now: a constraint, such as on the norm of a column, needs the whole weight.
         for index in gradients:
             variable = self._variables[index]
             if variable.constraint is not None:

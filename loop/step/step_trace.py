@@ -24,6 +24,7 @@ from loop.step.gradients import Gradient, are_finite, clipped, content, divided,
 from loop.step.loop_state import LoopState
 from loop.step.totals import EXAMPLES, SUMS, WEIGHT
 from loop.step.tracing import as_written
+from loop.step.variable_values import assign_values, put_back_unless, read_values
 from loop.task import Batch, Values
 
 
@@ -210,8 +211,7 @@ class StepTrace:
                 if context.built.shards is not None:
                     context.built.shards.apply(instance, own)
                 else:
-                    variables = [context.variables[index] for index in own]
-                    context.backend.apply(instance, list(own.values()), variables)
+                    context.backend.apply(instance, list(own.values()), context.variables_at(own))
             except UsageError as problem:
                 raise context.computing.fail(problem) from None
         # After the optimizers: the averages follow the new weights.
@@ -264,7 +264,7 @@ class StepTrace:
         plan = context.plan
         layout = context.layout
         before = self._state
-        # In the order of the layout, whatever the order of the calls: `StepContext.checked` names them in that order.
+        # In the order of `StepContext.checked`, which names them: the task may call `minimize` in another order.
         each_finite = totals.joined([self._finite[name] for name in layout.minimized])
         finite = tf.reduce_all(each_finite)
         step_totals = layout.joined(self._sums)
@@ -322,8 +322,7 @@ class StepTrace:
             return
 
         def restore(before: list[tf.Tensor]) -> None:
-            for variable, value in zip(context.state, before, strict=True):
-                variable.assign(value)
+            assign_values(context.state, before)
 
         self._when(~good, lambda: context.backend.run(restore, self._model_state), context.state)
 
@@ -388,10 +387,9 @@ class BlockStepTrace(StepTrace):
 
     def _when(self, condition: tf.Tensor, act: Callable[[], object], variables: list[tf.Variable]) -> None:
         """Calls `act` in any case, and then selects between the new and the old values of `variables`."""
-        old_values = [variable.read_value() for variable in variables]
+        old_values = read_values(variables)
         act()
-        for variable, old in zip(variables, old_values, strict=True):
-            variable.assign(tf.where(condition, variable, old))
+        put_back_unless(condition, variables, old_values)
 
     def _restore_model_state(self, good: tf.Tensor) -> None:
         """Does nothing: the block undoes the changes."""

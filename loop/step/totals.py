@@ -65,7 +65,7 @@ class TotalsLayout:
 
     def joined(self, totals: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """While tracing: the totals of a step from those of each `minimize`, by the optimizer's name."""
-        # In the order of the layout, whatever the order in which the task calls `minimize`.
+        # In the order of the layout: the task may call `minimize` in another order.
         first, *others = [totals[name] for name in self.minimized]
         # All have seen the same examples, so only the first one's counts are taken.
         sums_of_others = [other[SUMS:] for other in others]

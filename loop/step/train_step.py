@@ -135,7 +135,7 @@ class TrainStep:
 
     def graph(self, iterator: DataIterator) -> tf.Graph:
         """The graph that `train` runs with such an iterator. It is traced here if `train` hasn't been called yet."""
-        # Of the same types as in `Backend.call`: another type would mean another trace.
+        # The types of `Backend.call`: with another type, this would be another trace.
         number = tf.constant(0, tf.int64)
         return self._train.get_concrete_function(iterator, number, number, number).graph
 
@@ -208,7 +208,7 @@ class TrainStep:
             self._context.computing.uncompiled.add(self.data.train)
             self._compile()
             return self._call(iterator, epoch, step, steps)
-        # Behind the last whole batch there are no blocks, so such a call has tried none.
+        # After the last whole batch there are no blocks: a call from there on has tried none.
         self._blocks_untried = step >= self._blocks.whole_steps
         return parts
 
@@ -220,7 +220,7 @@ class TrainStep:
         context = self._context
         state = self._start(step)
         end = step + steps
-        # First the blocks, as far as they come; the loop over batches makes the steps that they leave over.
+        # Blocks make the steps with a whole batch; the loop over batches makes the rest, and a block that was undone.
         if self._blocks.active:
             state = self._blocks.run(iterator, epoch, end, state)
         loop = BatchLoop if context.plan.local_steps == 1 else LocalStepsLoop

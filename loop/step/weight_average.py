@@ -12,6 +12,7 @@ from loop.backends.base import Backend
 from loop.model.variables import Variable, as_tf
 from loop.step.sharding import Shards
 from loop.step.tracing import compiled
+from loop.step.variable_values import read_values
 
 
 class Averages:
@@ -121,8 +122,8 @@ class SlicedAverages(Averages):
 
     def _exchange_in_replica(self) -> None:
         """Swaps the weights with the averages."""
-        # In this order: read the averages before they get the weights, and the weights before they are assigned.
-        averages = [average.read_value() for average in self.variables]
+        # The order matters: each is read before it is assigned.
+        averages = read_values(self.variables)
         for index, average in enumerate(self.variables):
             average.assign(self._copy_of_own(index))
         self._shards.assign(range(len(averages)), averages)
