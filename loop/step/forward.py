@@ -208,7 +208,8 @@ class ForwardPass:
             self._check_penalties()
             # Times the replica's W: after the division by the global W, the penalties count once in all.
             factor = self._share(rows, batch_rows) if plan.summed_loss else weight
-            objective += factor * tf.add_n([tf.cast(penalty, plan.dtype) for penalty in penalties])
+            penalty_sum = tf.add_n([tf.cast(penalty, plan.dtype) for penalty in penalties])
+            objective += factor * penalty_sum
         # The scale comes before the backward pass: it keeps small gradients of activations above 0 in float16.
         if scale is not None:
             objective *= scale.scale

@@ -133,14 +133,15 @@ class Remat:
         for part in cut_graph.parts:
             function = functools.partial(_run_part, part, training)
             values = [tensors[tensor] for tensor in part.inputs]
-            if not part.remembered:
+            if part.remembered:
+                results = function(values)
+            else:
                 members = [call.layer for call in part.calls]
                 segment = Segment(function, values, layer=graph.owner, members=members, cannot=self._cannot)
                 results = segment.run()
-            else:
-                results = function(values)
             tensors |= zip(part.outputs, results, strict=True)
-        return graph.packed([tensors[tensor] for tensor in graph.outputs])
+        outputs = [tensors[tensor] for tensor in graph.outputs]
+        return graph.packed(outputs)
 
     def _cannot(self, reason: str, to_blame: Sequence[Layer]) -> Exception:
         """The error for a segment that can't be computed twice: the layers to blame are remembered from now on."""

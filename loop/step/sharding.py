@@ -157,7 +157,8 @@ class Shards:
         """Builds an optimizer on the parts of the variables at `indices`, and notes which slots are slices."""
         # Optimizers of both families make a slot by this method. Other variables, such as counters, stay whole.
         original = optimizer.add_variable_from_reference
-        by_part = {id(self.parts[index]): index for index in indices}
+        own_parts = [self.parts[index] for index in indices]
+        by_part = dict(zip(map(id, own_parts), indices, strict=True))
 
         def add_and_note(*args: Any, **kwargs: Any) -> Variable:
             slot = original(*args, **kwargs)
@@ -168,7 +169,7 @@ class Shards:
 
         optimizer.add_variable_from_reference = add_and_note
         try:
-            optimizer.build([self.parts[index] for index in indices])
+            optimizer.build(own_parts)
         finally:
             del optimizer.add_variable_from_reference  # the method of the class is visible again
 
@@ -229,7 +230,8 @@ class Shards:
         values = []
         for index, all_slices in zip(indices, gathered, strict=True):
             values.append(self.slicings[index].joined(all_slices))
-        self._backend.assign([self._weights[index] for index in indices], values)
+        weights = [self._weights[index] for index in indices]
+        self._backend.assign(weights, values)
 
     def own(self, index: int) -> tf.Tensor:
         """The slice of a weight that this replica owns."""

@@ -92,8 +92,7 @@ def check(
 def _check_names(values: object) -> None:
     """Refuses an object that is no dict with a loss, a name that is taken, and a reserved value that is unweighted."""
     if not isinstance(values, dict) or "loss" not in values:
-        is_dict = isinstance(values, dict)
-        got = f"a dict of {', '.join(map(str, values))}" if is_dict else type(values).__name__
+        got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss", as in {{"loss": values}}')
     for name in values:
         if not isinstance(name, str) or name in ("epoch", "step", "examples") or name.startswith("eval_"):
