@@ -275,8 +275,9 @@ class StepTrace:
         good = finite & before.going if self._counted else finite
         self._restore_model_state(good)
         states = self._added_states(good)
+        following_step = before.step + 1
         call_totals = before.totals + self._if_made(step_totals, going, ended)
-        after = LoopState(before.step + 1, going, ended, call_totals, states, each_finite)
+        after = LoopState(following_step, going, ended, call_totals, states, each_finite)
         return self._unless_over(after) if self._counted else after
 
     def _goes_on(self, finite: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
