@@ -271,7 +271,7 @@ class StepTrial:
                 f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.minimized[optimizer])}, and "
                 f"again with {', '.join(names)}: return the same values"
             )
-        # Any number will do: `train_step` may compute with the means, but nothing is trained here.
+        # The number does not matter: `train_step` may compute with the means, but nothing is trained here.
         without_state = [name for name in names if name not in self._trial.metrics]
         return dict.fromkeys(without_state, tf.constant(1.0))
 

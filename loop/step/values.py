@@ -61,10 +61,7 @@ def check(
     """
     # Each check relies on those before it: names, then types, then shapes.
     _check_names(values)
-    tensors = {}
-    for name, value in values.items():
-        if name not in metrics:
-            tensors[name] = _tensor(name, content(value))
+    tensors = _tensors(values, metrics)
     _check_dtypes(tensors)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     _check_one_value_per_example(shapes, n)
@@ -163,6 +160,15 @@ def _check_loss_count(shapes: Shapes) -> None:
             f"{list(loss)}: give what each element adds to the divisor, in the shape of the loss, "
             "or what each example adds, in shape [n]"
         )
+
+
+def _tensors(values: Mapping[str, Value], metrics: Sequence[str]) -> dict[str, tf.Tensor]:
+    """The values as tensors, but those for a Keras metric, which may be tuples."""
+    tensors = {}
+    for name, value in values.items():
+        if name not in metrics:
+            tensors[name] = _tensor(name, content(value))
+    return tensors
 
 
 def _tensor(name: str, value: Value) -> tf.Tensor:
