@@ -75,7 +75,7 @@ class Computing:
         """Calls a compiled function on the backend. If it must be traced again, compiles it anew and calls that.
 
         Args:
-            function: returns the compiled function of the moment.
+            function: returns the current compiled function.
             iterator: what the `start` of the source returned.
             epoch: the epoch, from 0.
             step: the first step, within the epoch.

@@ -67,7 +67,7 @@ def is_large(variable: tf.Variable) -> bool:
 
 
 def are_less(shape: tf.TensorShape, lookups: int) -> bool:
-    """Whether so many rows, each with its index, are less to send than a whole table of this shape."""
+    """Whether this number of rows, each with its index, is less to send than a whole table of this shape."""
     return lookups * (shape[1:].num_elements() + 2) < shape.num_elements()
 
 
@@ -125,7 +125,7 @@ def packed(
     """A gradient by lookups, as a tensor for the reduction.
 
     A place is one micro-batch of one replica. The sum of these tensors over all places has the lookups of all places.
-    Only for a gathered table it has the lookups of its place alone, and no zeros for the others.
+    The tensor of a gathered table is different: it has the lookups of its place alone, and no zeros for the others.
 
     Args:
         gradient: the gradient of this place's examples.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import tensorflow as tf
 
 GROWTH_STEPS = 2000
-"""After so many steps without an overflow, the scale doubles (Micikevicius et al. 2018, Mixed Precision Training)."""
+"""The number of steps without an overflow after which the scale doubles.
+
+See Micikevicius et al. 2018, Mixed Precision Training.
+"""
 LARGEST = 2.0**24
 """The greatest scale."""
 SMALLEST = 2.0**-24

@@ -115,7 +115,7 @@ def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options,
         block_steps=0,
         may_isolate=options["compile"] != "xla" and not has_gpu,  # oneDNN replaces operations of the CPU alone
     )
-    # These ways need a batch on every step, all of it in one replica, and no communication.
+    # Both ways need the whole batch in one replica, and arrays: a step over them always has rows.
     if plan.divides_objective and backend.name == "single" and isinstance(data.train, ArraySource):
         return _faster_plan(plan, built, data.train, options, has_gpu)
     return plan

@@ -85,7 +85,7 @@ class Replica:
         return self._index()
 
     def fill_up(self, rows: int) -> None:
-        """Repeats the last row of `batch` until it has so many rows."""
+        """Repeats the last row of `batch` until it has this number of rows."""
 
         def filled(tensor: tf.Tensor) -> tf.Tensor:
             return tf.gather(tensor, tf.minimum(tf.range(rows), tf.shape(tensor)[0] - 1))
@@ -294,7 +294,7 @@ def example_seed(salt: int = 0) -> tf.Tensor:
     if not 0 <= salt < 1 << 16:
         raise UsageError(f"loop.example_seed({salt}): give a salt from 0 to 65535")
     replica = current()
-    # Without a replica, `compute` is only tried, on so many examples: any seeds will do.
+    # Without a replica, `compute` is only tried: the values of the seeds don't matter, only their number.
     if replica is None:
         tried = getattr(_here, "tried", None)
         if tried is None:
@@ -308,7 +308,7 @@ def example_seed(salt: int = 0) -> tf.Tensor:
 
 @contextlib.contextmanager
 def probing(examples: int) -> Iterator[None]:
-    """A context in which `compute` is tried on so many examples, outside of any step."""
+    """A context in which `compute` is tried on this number of examples, outside of any step."""
     _here.tried = examples
     try:
         yield

@@ -147,7 +147,7 @@ def _draw(operation: Draw, shape: Shape, seed: Seed, bytes_each: int, **argument
     """
     replica = current()
     assert replica is not None
-    # Where this replica's numbers begin: so many for each row before its first one.
+    # Where this replica's numbers begin: after those of all rows before its first one.
     shape = tf.cast(shape, tf.int64)
     size = tf.reduce_prod(shape)
     rows = tf.shape(tf.nest.flatten(replica.batch)[0], out_type=tf.int64)[0]
