@@ -24,6 +24,7 @@ def check(backend: Backend, options: Options, source: Source, summed: bool = Fal
     Raises:
         UsageError: the backend, the data or another option can't be combined with it.
     """
+    # One replica averages and combines nothing: it is exact with any of these options.
     if backend.replicas == 1:
         return
     if options["local_steps"] > 1:
@@ -58,6 +59,7 @@ def _check_local_steps(chosen: str, backend: Backend, options: Options, source: 
         raise UsageError(
             f"{chosen} with a tf.data.Dataset: workers couldn't know when all are at its end; use ArrayData"
         )
+    # No gradients are sent; and a skipped step would have to be skipped by all.
     _refuse_others(chosen, options, compression="none", reduction="sum", on_nonfinite="stop")
     if options["precision"] == "mixed_float16":
         raise UsageError(f"{chosen} with precision='mixed_float16': replicas can't agree on a loss scale; use bfloat16")
@@ -72,4 +74,5 @@ def _refuse_others(chosen: str, options: Options, **required: str) -> None:
 
 def to_average(steps: int, step_in_epoch: int, local_steps: int) -> int:
     """The least number of steps, at least `steps`, after which the replicas average their weights."""
+    # The averages are at multiples of `local_steps` within the epoch: see `LocalStepsLoop`. In Python, -a % b >= 0.
     return steps + -(step_in_epoch + steps) % local_steps

@@ -37,6 +37,7 @@ def share(model: Model, synchronized: bool) -> None:
 def batch_norms(model: Model) -> list[Layer]:
     """The BatchNormalization layers of a model, of both Keras families."""
     classes = [keras.layers.BatchNormalization]
+    # Not imported here, which takes long: a model with its layers has imported it.
     legacy = sys.modules.get("tf_keras")
     if legacy:
         classes.append(legacy.layers.BatchNormalization)
@@ -45,16 +46,17 @@ def batch_norms(model: Model) -> list[Layer]:
 
 def statistics(model: Model) -> list[tf.Variable]:
     """The variables that may differ between replicas: floating-point state of layers that aren't frozen."""
+    # Integers, such as counted seeds, are equal: all replicas change them in the same way.
     return [variable for variable in state(model) if variable.dtype.is_floating]
 
 
 def state(model: Model) -> list[tf.Variable]:
     """The variables that aren't trained, but may change while training: not the weights of frozen layers."""
-    fixed = {id(variable) for variable in as_tf(trainable_variables(model))}
+    fixed = set(map(id, as_tf(trainable_variables(model))))
     for layer in layers(model):
         if not layer.trainable:
             # Its seeds aren't among its weights: the dropout of a frozen layer goes on drawing.
-            fixed |= {id(variable) for variable in as_tf(layer.weights)}
+            fixed.update(map(id, as_tf(layer.weights)))
     return [variable for variable in as_tf(all_variables(model)) if id(variable) not in fixed]
 
 
@@ -63,8 +65,8 @@ def has_own_state(model: Model) -> bool:
     # The state of BatchNormalization stays as it is without rows.
     of_batch_norms: set[int] = set()
     for layer in batch_norms(model):
-        of_batch_norms |= {id(variable) for variable in as_tf(layer.variables)}
-    return any(id(variable) not in of_batch_norms for variable in state(model))
+        of_batch_norms.update(map(id, as_tf(layer.variables)))
+    return not of_batch_norms.issuperset(map(id, state(model)))
 
 
 class _Keras3:
@@ -111,12 +113,15 @@ class _Legacy:
         moving = tf.cast(layer.moving_mean, inputs.dtype), tf.cast(layer.moving_variance, inputs.dtype)
         if not self._synchronized or replica.backend.replicas == 1:
             own = self._original(inputs, reduction_axes, keep_dims, mask=mask)
+            # The layer may want the axes kept; its moving ones have none.
             mean = tf.reshape(moving[0], tf.shape(own[0]))
             variance = tf.reshape(moving[1], tf.shape(own[0]))
             return unless_stand_in(replica, own, (mean, variance))
         mean, variance, _ = moments(replica, inputs, list(reduction_axes), mask, moving)
         if keep_dims:
-            shape = [1 if axis in reduction_axes else size for axis, size in enumerate(inputs.shape)]
+            shape = inputs.shape.as_list()
+            for axis in reduction_axes:
+                shape[axis] = 1
             return tf.reshape(mean, shape), tf.reshape(variance, shape)
         return mean, variance
 
@@ -147,6 +152,7 @@ def moments(
     Returns:
         Mean and variance (biased), shape [channels]; and the count, a scalar.
     """
+    # This replica's part. With a mask, only the positions that count.
     if mask is None:
         shape = tf.shape(inputs)
         n = tf.cast(tf.reduce_prod(tf.gather(shape, axes)), inputs.dtype)
@@ -159,6 +165,8 @@ def moments(
         q = tf.reduce_sum((inputs - mean) ** 2 * counted, axes)
     if replica.counts_something is not None:
         n, mean, q = (tf.where(replica.counts_something, moment, 0) for moment in (n, mean, q))
+
+    # All parts, put together: in one collective, a row for each replica.
     channels = mean.shape[0]
     table = replica.table(tf.concat([n[tf.newaxis], mean, q], 0))
     counts, means, squares = tf.split(table, [1, channels, channels], 1)

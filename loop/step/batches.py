@@ -14,9 +14,9 @@ from loop.step.tracing import repeated
 State: TypeAlias = Any
 """What steps compute: tensors in any structure."""
 Following: TypeAlias = Any
-"""What was read ahead: the batch of the next step, or, from the host, that one and others around it; () of a stream."""
+"""What was read ahead: the batch of the next step; several batches, if the host reads them; (), if it is a stream."""
 More: TypeAlias = Callable[[tf.Tensor, State], tf.Tensor]
-"""Says from the step within the epoch and the state whether there is another step: bool []."""
+"""Takes the step within the epoch and the state; returns whether there is another step: bool []."""
 Step: TypeAlias = Callable[[tf.Tensor, ReadBatch, State], State]
 """Makes a step: takes the step within the epoch, what was read for it and the state, and returns the new state."""
 
@@ -70,10 +70,12 @@ class Batches:
             return self._each_from_host(self._source, more, make, step, following, state)
 
         def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
+            # Arrays: this batch is there already, and the next one is read now. One too many at the end is no loss.
             if isinstance(self._source, ArraySource):
                 read = following
                 following = self._source.read_batch(self._iterator, self._epoch, step + 1, self._parts)
             else:
+                # A stream would lose a batch that is read too early. Its pipeline reads ahead by itself.
                 with tf.control_dependencies(self._marker.at(DATA)):
                     read = self._source.read_batch(self._iterator, self._epoch, step)
             self._marker.at(COMPUTE, read)
@@ -89,8 +91,9 @@ class Batches:
     ) -> tuple[tf.Tensor, Following, State]:
         """See `each`. The host hands over several batches at once, where they are read fast."""
 
+        # The outer loop asks for the next batches; the inner loop makes the steps of those that are held.
         def body(step: tf.Tensor, held: Following, state: State) -> tuple[tf.Tensor, Following, State]:
-            # Not behind the last step: the next call would ask for the same batches once more.
+            # Not after the last step: the next call would ask for the same batches once more.
             following = tf.cond(
                 more(held.end, state), lambda: source.read_from(self._epoch, held.end, self._parts), lambda: held
             )
@@ -101,6 +104,7 @@ class Batches:
                 return step + 1, make(step, read, state)
 
             step, state = repeated(lambda step, state: (step < held.end) & more(step, state), one, step, state)
+            # If the call ends before all held batches are used, they still have the next batch.
             return step, tf.cond(step < held.end, lambda: held, lambda: following), state
 
         made: tuple[tf.Tensor, Following, State] = repeated(

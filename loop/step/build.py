@@ -84,17 +84,18 @@ class BuiltModel:
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of the model and of the optimizers that are the same in all replicas."""
-        sliced = {id(variable) for variable in self.sliced_variables}
-        slots = [variable for variable in as_tf(optimizer_variables(self.optimizer)) if id(variable) not in sliced]
-        return model_variables(self.model) + slots
+        # By identity: variables can't be hashed, and `==` compares their values.
+        sliced = set(map(id, self.sliced_variables))
+        slots = as_tf(optimizer_variables(self.optimizer))
+        whole_slots = [slot for slot in slots if id(slot) not in sliced]
+        return model_variables(self.model) + whole_slots
 
     @property
     def sliced_variables(self) -> list[tf.Variable]:
         """The variables of the optimizers of which each replica has a slice of its own."""
-        shards = self.shards
-        if shards is None:
+        if self.shards is None:
             return []
-        return [variable for variable in as_tf(optimizer_variables(self.optimizer)) if shards.is_sliced(variable)]
+        return list(filter(self.shards.is_sliced, as_tf(optimizer_variables(self.optimizer))))
 
 
 @hinted
@@ -124,10 +125,13 @@ def build(
     # Compiled functions and checkpoints need all variables, but a model or optimizer may make some of them late. So
     # everything is tried once on a few examples; each trial gives variables back the values that they had before.
     _check_loss_reduction(task)
+
+    # The model. What is made while it is built is recorded: a task may make variables that its model doesn't list.
     made: list[tf.Variable] = []
     with backend.scope(), keras_precision(precision), recorded(made):
         model = task.build_model() if model is None else model
         _check_model(model)
+        # Before anything asks what is trainable: a phase may freeze layers, or make variables.
         if task.phase is not None:
             task.begin_phase(model, task.phase)
         stateful = check_stateful(stateful_layers(model), rows)
@@ -135,9 +139,12 @@ def build(
         if type(task)._prepare is not TrainTask._prepare:
             with put_back(_state(task, model, made, backend)):
                 trial.call(lambda batch: task._prepare(model, batch))
+
+    # Metrics need no scope: the step uses them as pure functions, and keeps their states in its totals.
     metrics = checked_metrics(task.build_metrics())
     trial.metrics = metrics
 
+    # The optimizer comes after the trial of `compute`, which is when some models make their variables.
     with backend.scope(), keras_precision(precision):
         names, grows = _try_compute(task, model, made, backend, trial)
         optimizer = task.build_optimizer()
@@ -149,6 +156,7 @@ def build(
         _check_trainable(task, model)
         optimizers = assign_optimizers(task, model, optimizer)
         shards = _built_optimizers(optimizers, trainable_variables(model), backend, sharded)
+
         _check_metric_values(metrics, names, minimized)
         by_lookup, tables = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
     return BuiltModel(
@@ -190,6 +198,7 @@ def _check_model(model: object) -> None:
 def _check_metric_values(
     metrics: Mapping[str, keras.metrics.Metric], names: Sequence[str], minimized: Mapping[str, Sequence[str]]
 ) -> None:
+    # A value of a task's own `train_step` may have a metric, too.
     without_value = set(metrics).difference(names, *minimized.values())
     if without_value:
         raise UsageError(
@@ -221,12 +230,17 @@ def _try_compute(
 
     def compute(batch: Batch) -> Values:
         values = task.compute(model, batch, training=False)
-        concrete = [penalty for penalty in losses(model) if not tf.is_symbolic_tensor(penalty)]
-        penalties.append([float(tf.reduce_sum(penalty)) for penalty in concrete])
+        numbers = []
+        for penalty in losses(model):
+            # A penalty in the symbolic graph of a Keras model has no value.
+            if not tf.is_symbolic_tensor(penalty):
+                numbers.append(float(tf.reduce_sum(penalty)))
+        penalties.append(numbers)
         return values
 
     with put_back(_state(task, model, made, backend)):
         names = trial.names(compute)
+        # Only penalties that differ from call to call can be sums over rows, and are worth another call.
         grows = penalties[0] != penalties[-1] and trial.grow(compute, penalties)
     return names, grows
 
@@ -280,7 +294,7 @@ def _state(task: TrainTask, model: Model, others: Sequence[tf.Variable], backend
     with contextlib.suppress(ValueError):  # a tf_keras model without an input shape has no variables yet
         variables += model_variables(model)
     # A task may still hold metrics that it has made for another backend, which this build doesn't change.
-    return [variable for variable in variables if backend.can_read(variable)]
+    return list(filter(backend.can_read, variables))
 
 
 def _by_lookup(
@@ -298,8 +312,10 @@ def _by_lookup(
         tables whose rows may be gathered. See `BuiltModel`.
     """
     variables = trainable_variables(model)
+    # What the task asks for goes first: it decides what the optimizer computes, and not only what is sent.
     asked = _squared_each(task, optimizers)
     large = _large(task, variables, backend) - asked
+    # Most models have no such table, and are spared the trial.
     if backend.asynchronous or not (asked or large) or not _may_look_up(model):
         return {}, {}
 
@@ -307,7 +323,7 @@ def _by_lookup(
         with tf.GradientTape() as tape, probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
             loss = task.compute(model, batch, training=False)["loss"]
         gradients = tape.gradient(loss, as_tf(variables))
-        return [lookups.rows_of(gradient) for gradient in gradients]
+        return list(map(lookups.rows_of, gradients))
 
     def looked_up(batch: Batch) -> list[np.ndarray]:
         logger = tf.get_logger()
@@ -318,17 +334,17 @@ def _by_lookup(
         finally:
             logger.setLevel(level)
 
-    kinds: dict[int, str] = {}
-    tables: dict[int, int] = {}
+    by_lookup: dict[int, str] = {}
+    gathered: dict[int, int] = {}
     with put_back(_state(task, model, carried_variables(model), backend)):
         if asked:
             kinds = lookups.kinds(looked_up, example, variable_names(variables), fixed_rows)
+            by_lookup = {index: kind for index, kind in kinds.items() if index in asked}
         if large:
-            tables = lookups.tables(looked_up, example if fixed_rows is None else of_size(example, fixed_rows))
-    return (
-        {index: kind for index, kind in kinds.items() if index in asked},
-        {index: count for index, count in tables.items() if index in large},
-    )
+            batch = example if fixed_rows is None else of_size(example, fixed_rows)
+            tables = lookups.tables(looked_up, batch)
+            gathered = {index: count for index, count in tables.items() if index in large}
+    return by_lookup, gathered
 
 
 def _squared_each(task: TrainTask, optimizers: AssignedOptimizers) -> set[int]:
@@ -344,7 +360,11 @@ def _large(task: TrainTask, variables: Sequence[Variable], backend: Backend) -> 
     """The variables whose rows may be gathered, if they turn out to be looked up."""
     if not backend.gathers_rows or backend.replicas == 1 or type(task).compute is TrainTask.compute:
         return set()
-    return {index for index, variable in enumerate(as_tf(variables)) if lookups.is_large(variable)}
+    large: set[int] = set()
+    for index, variable in enumerate(as_tf(variables)):
+        if lookups.is_large(variable):
+            large.add(index)
+    return large
 
 
 def _may_look_up(model: Model) -> bool:

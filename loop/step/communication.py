@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.errors import UsageError
+from loop.step.variable_values import read_values
 
 ConcreteFunction: TypeAlias = "tf.types.experimental.ConcreteFunction"
 """A compiled function after it has been traced."""
@@ -53,33 +54,37 @@ def reduced(
             small as those of a mean, which float16 can hold. With loss scaling it is 1: if a reduced gradient
             overflows, the scale is halved.
     """
+    # One replica sends nothing, so nothing is rounded.
     wire = WIRE.get(compression) if backend.replicas > 1 else None
     if wire is None:
         return _all_reduced(backend, list(gradients), sums, groups)
     factor = 2.0 ** (headroom - 1).bit_length()
+    # Divided in the gradient's own type: in 16 bits it may overflow before.
     sent = [tf.cast(gradient / factor, wire) for gradient in gradients]
     received, sums = _all_reduced(backend, sent, sums, groups)
-    restored: dict[int, tf.Tensor] = {}
     # In the order in which they arrive, the last one first.
     for index in reversed(range(len(received))):
-        restored[index] = tf.cast(received[index], gradients[index].dtype) * factor
-    return [restored[index] for index in range(len(gradients))], sums
+        received[index] = tf.cast(received[index], gradients[index].dtype) * factor
+    return received, sums
 
 
 def _all_reduced(
     backend: Backend, sent: Sequence[tf.Tensor], sums: tf.Tensor, groups: int
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Tensors and sums, added up over all replicas."""
-    received: dict[int, tf.Tensor] = {}
+    received = list(sent)
+    # All workers must enter the collectives in the same order: the groups depend on sizes alone.
     sizes = [tensor.shape.num_elements() * tensor.dtype.size for tensor in sent]
-    for indices in split(sizes, groups):
+    for number, indices in enumerate(split(sizes, groups)):
+        group = [sent[index] for index in indices]
         # The sums are computed before any gradient, so they go with the first group.
-        with_sums = [] if received else [sums]
-        group = backend.all_reduce([*(sent[index] for index in indices), *with_sums])
-        if with_sums:
-            sums = group.pop()
-        received |= zip(indices, group, strict=True)
-    return [received[index] for index in range(len(sent))], sums
+        if number == 0:
+            *reduced_group, sums = backend.all_reduce([*group, sums])
+        else:
+            reduced_group = backend.all_reduce(group)
+        for index, tensor in zip(indices, reduced_group, strict=True):
+            received[index] = tensor
+    return received, sums
 
 
 def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
@@ -89,8 +94,13 @@ def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
     value.
     """
     is_chief = backend.replica() == 0
-    values = [variable.read_value() for variable in variables]
-    chief_values = backend.all_reduce([tf.where(is_chief, value, tf.zeros_like(value)) for value in values])
+    values = read_values(variables)
+
+    # The chief's values: all others contribute zeros to the sum.
+    contributions = [tf.where(is_chief, value, tf.zeros_like(value)) for value in values]
+    chief_values = backend.all_reduce(contributions)
+
+    # Distances instead of values: those of equal variables are 0, and their sum isn't rounded.
     own_distances = []
     for value, chief_value in zip(values, chief_values, strict=True):
         # The difference of two equal infinities would be nan.
@@ -133,7 +143,9 @@ def collectives(function: ConcreteFunction) -> list[int]:
     sizes = []
     for node in nodes:
         if node.op in ("HorovodAllreduce", "HorovodGroupedAllreduce", "CollectiveReduceV2"):
-            shapes = [tf.TensorShape(shape) for shape in node.attr["_output_shapes"].list.shape]
-            elements = sum(shape.num_elements() for shape in shapes)
+            # A grouped collective has an output for each of its tensors.
+            elements = 0
+            for shape in node.attr["_output_shapes"].list.shape:
+                elements += tf.TensorShape(shape).num_elements()
             sizes.append(elements * tf.as_dtype(node.attr["T"].type).size)
     return sizes

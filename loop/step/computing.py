@@ -75,7 +75,7 @@ class Computing:
         """Calls a compiled function on the backend. If it must be traced again, compiles it anew and calls that.
 
         Args:
-            function: returns the compiled function of the moment.
+            function: returns the current compiled function.
             iterator: what the `start` of the source returned.
             epoch: the epoch, from 0.
             step: the first step, within the epoch.
@@ -93,12 +93,14 @@ class Computing:
                 raise
             if not isinstance(problem, CollectiveNeededError | RetraceError):
                 raise problem from problem.__cause__  # not from TensorFlow's error, which only wraps it
+        # As often as needed: the new trace may show one more thing that has to be built in another way.
         compile()
         return self.call(function, iterator, epoch, step, steps, compile)
 
     def _reading_problem(self) -> Exception | None:
         """Why a source could not be read on the host, which TensorFlow wraps in a text of its own."""
         problem: Exception | None = None
+        # All sources are asked: a failure that is left there would be raised by a later call.
         for source in self._data.sources:
             failure = source.take_failure() if isinstance(source, IndexedSource) else None
             if problem is None and isinstance(failure, Exception):
@@ -125,6 +127,7 @@ class Computing:
         """
         if not source.leaves_some_without(self._backend.replicas * parts):
             return compute(None)
+        # One example is enough: what is computed on it counts for nothing.
         if source in self.computed_by_all:
             first = tf.nest.map_structure(lambda tensor: tensor[:1], source.example)
             return compute(first if self._fixed_rows is None else of_size(first, self._fixed_rows))
@@ -148,7 +151,10 @@ class Computing:
             with within(replica):
                 yield replica
         except Exception as error:
-            own = replica.problem or (error if isinstance(error, UsageError) else explained(error))
+            # The noted one first: TensorFlow may have wrapped it.
+            own = replica.problem
+            if own is None:
+                own = error if isinstance(error, UsageError) else explained(error)
             self._problem = own or self._problem  # this replica's error may only follow from another replica's
             if not isinstance(self._problem, CollectiveNeededError):
                 raise

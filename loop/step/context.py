@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from functools import cached_property
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from loop.step.observer import StepObserver
 from loop.step.plan import StepPlan
 from loop.step.remat import Remat
 from loop.step.totals import TotalsLayout
+from loop.step.variable_values import assign_values, read_values
 from loop.step.weight_average import Averages
 from loop.task import Batch, TrainTask
 
@@ -70,6 +72,10 @@ class StepContext:
         """The names of the trainable variables."""
         return variable_names(self.variables)
 
+    def variables_at(self, indices: Iterable[int]) -> list[Variable]:
+        """The trainable variables with these indices, in the order of the indices."""
+        return [self.variables[index] for index in indices]
+
     def trained_by(self, optimizer: str) -> list[int]:
         """The indices of the variables that a `minimize` trains; "" is a `minimize` of all optimizers."""
         return self.built.optimizers[optimizer][1] if optimizer else list(range(len(self.variables)))
@@ -81,7 +87,8 @@ class StepContext:
         for name, (instance, _) in self.built.optimizers.items():
             if optimizer in ("", name):
                 slots += as_tf(optimizer_variables(instance))
-        trained = as_tf([self.variables[index] for index in self.trained_by(optimizer)])
+        trained = as_tf(self.variables_at(self.trained_by(optimizer)))
+        # Not the values that the forward pass changes: these are `state`, and are put back by themselves.
         return slots + trained + self.averages.variables
 
     def checked(self) -> list[str]:
@@ -110,11 +117,11 @@ class KeptBatch:
 
     def keep(self, batch: Batch) -> tf.Tensor:
         """While tracing: keeps a batch, as it was read from the stream. Returns True, as the branch of a `tf.cond`."""
-        for variable, tensor in zip(self._variables, tf.nest.flatten(batch), strict=True):
-            variable.assign(tensor)
+        # Assigned in the compiled call, because the host never sees the batches of a stream.
+        assign_values(self._variables, tf.nest.flatten(batch))
         return tf.constant(True)
 
     def rows(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
         """The kept batch."""
-        leaves = [variable.read_value() for variable in self._variables]
+        leaves = read_values(self._variables)
         return self._source.whole(epoch, step, tf.nest.pack_sequence_as(self._source.batch_spec, leaves))

@@ -49,6 +49,7 @@ class Masks:
         """The next mask."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             return draw()  # within a loop or a branch, from which no tensor gets into the second computation
+        # Both computations trace the same Python, so masks are asked for in the same order.
         if self._remaining is not None:
             return next(self._remaining)
         mask = draw()
@@ -82,7 +83,7 @@ def _dropout(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
 
             if masks is None:
                 return uniform()
-            # Dropout keeps where what it gets isn't less than the rate: 1 isn't, 0 is.
+            # Dropout keeps the elements whose drawn number is at least the rate: 1 always is, 0 never.
             return tf.cast(masks.next(lambda: uniform() >= rate), dtype)
 
         if current() is None:

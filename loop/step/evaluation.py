@@ -18,6 +18,7 @@ from loop.step.context import StepContext
 from loop.step.metric_sums import MetricSums
 from loop.step.totals import EvaluationLayout
 from loop.step.tracing import as_written, compiled
+from loop.step.variable_values import assign_values, read_values
 from loop.task import Batch, Values
 
 
@@ -88,7 +89,8 @@ class Evaluation:
 
     def start(self) -> DataIterator:
         """Returns the iterator of the evaluation data, at its start. All workers must call it."""
-        self._carried_values = [tf.zeros_like(variable.read_value()) for variable in self._carried]
+        self._carried_values = list(map(tf.zeros_like, read_values(self._carried)))
+        # Before the first batch: replicas that gather statistics of their own would evaluate different models.
         self._average_statistics()
         return self.source.start(0, 0)
 
@@ -98,34 +100,37 @@ class Evaluation:
         Returns:
             The step to go on from, None at the end; and the totals of these batches.
         """
+        # The length of a stream isn't known.
         left = (self.source.steps_per_epoch or np.iinfo(np.int64).max) - step
         steps = min(steps, left)
         with self._context.averages.in_place(), self._own_state():
             parts = self._context.computing.call(
                 lambda: self._evaluate, iterator, EVALUATION_EPOCH, step, steps, self._compile
             )
-        going, totals = self._layout.split_more(np.sum([vector for _, vector in parts], 0))
-        return step + steps if going and steps < left else None, totals
+        vectors = [vector for _, vector in parts]
+        going, totals = self._layout.split_more(np.sum(vectors, 0))
+        following = step + steps if going and steps < left else None
+        return following, totals
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
         """A context in which stateful layers have the state of the evaluation, which begins with zeros."""
         # At each call, and not once for the evaluation: a checkpoint may be taken between two calls. A run that is
         # resumed from it repeats the evaluation, and then goes on with the state of training.
-        training_values = [variable.read_value() for variable in self._carried]
-        for variable, value in zip(self._carried, self._carried_values, strict=True):
-            variable.assign(value)
+        training_values = read_values(self._carried)
+        assign_values(self._carried, self._carried_values)
         try:
             yield
         finally:
-            self._carried_values = [variable.read_value() for variable in self._carried]
-            for variable, value in zip(self._carried, training_values, strict=True):
-                variable.assign(value)
+            # Also after an error: training may go on, and must find its own state.
+            self._carried_values = read_values(self._carried)
+            assign_values(self._carried, training_values)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
         """The means and metrics of totals, named `eval_...`, or `eval_<set>_...` if there are several sets."""
         sums, states = self._layout.unpacked(totals)
-        return {f"{self._prefix}{name}": value for name, value in self._values.means(sums, states).items()}
+        means = self._values.means(sums, states)
+        return {f"{self._prefix}{name}": value for name, value in means.items()}
 
     def metric_names(self) -> list[str]:
         """The names that `means` returns."""
@@ -139,6 +144,7 @@ class Evaluation:
         totals = backend.run(lambda: tf.zeros([self._layout.width], tf.float64))
         end = step + steps
 
+        # The state of the loop: whether there is more data, and the totals of each replica.
         def more(step: tf.Tensor, state: tuple[tf.Tensor, PerReplica]) -> tf.Tensor:
             return (step < end) & state[0]
 
@@ -152,6 +158,7 @@ class Evaluation:
         first = batches.first(step)
         _, _, (going, totals) = batches.each(more, evaluate, step, first, (tf.constant(True), totals))
 
+        # One collective for the whole call: batches are added up in each replica, and replicas only here.
         def summed(totals: tf.Tensor) -> tf.Tensor:
             return backend.all_reduce([self._layout.with_more(totals, going)])[0]
 
@@ -181,6 +188,7 @@ class Evaluation:
                 replica.fill_up(self._fill_up_to)
             values = as_written(task.compute)(self._context.built.model, replica.batch, training=False)
             if self._fill_up_to is not None:
+                # At least one row: that of a stand-in, where the replica has none.
                 values = self._without_filling(values, tf.maximum(count(rows.batch), 1))
             loss, sums = self._values.sums(values, plan.dtype)
             if plan.summed_loss:  # the mean over batches weighs each batch by its rows, as in training
@@ -196,6 +204,7 @@ class Evaluation:
 
         def own(value: tf.types.experimental.TensorLike) -> tf.Tensor:
             tensor = tf.convert_to_tensor(value)
+            # Only whole rows can be cut off, so each tensor must have one entry for each row.
             if tensor.shape.rank == 0 or tensor.shape[0] != self._fill_up_to:
                 raise UsageError(
                     f"the last batch of the evaluation is filled up to {self._fill_up_to} rows, which the model asks "
@@ -209,6 +218,7 @@ class Evaluation:
     def _more(self, source: Source, read: ReadBatch) -> tf.Tensor:
         """Whether this worker has more data; or any worker, if all must enter the collectives of a batch."""
         own_more = source.more(read)
+        # If the batches have collectives, a worker at the end of its stream makes empty ones until all are at the end.
         if isinstance(source, StreamSource) and source in self._context.computing.computed_by_all:
             workers = self._backend.run(lambda: self._backend.all_reduce([tf.cast(own_more, tf.int64)])[0])
             return self._backend.first(workers) > 0

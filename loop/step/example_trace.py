@@ -51,8 +51,13 @@ class Trial:
         self.metrics: Mapping[str, keras.metrics.Metric] = {}
         self._stateful = stateful is not None
         # The most likely first: the rows of a replica, the sizes of the model's inputs, the size of the whole batch.
-        likely = [stateful or 0, *(reversed(rows.whole) if rows else ()), *inputs, rows.batch_size if rows else 0]
-        self._likely = [n for n in dict.fromkeys(likely) if n]
+        likely = [stateful or 0]
+        if rows is not None:
+            likely += reversed(rows.whole)
+        likely += inputs
+        if rows is not None:
+            likely.append(rows.batch_size)
+        self._likely = list(filter(None, dict.fromkeys(likely)))
         self.fixed: int | None = None
 
     def names(self, compute: Compute) -> list[str]:
@@ -61,6 +66,7 @@ class Trial:
         Raises:
             UsageError: the values are not as they must be, or the run has batches that the function doesn't take.
         """
+        # Found by an earlier trial: `compute` is tried before each `minimize` of a `train_step`.
         if self.fixed is not None:
             return self._of_size(compute, self.fixed)
         names, fixed = self._first_that_works(lambda: self._of_few(compute), lambda n: self._of_size(compute, n))
@@ -77,6 +83,7 @@ class Trial:
     def _first_that_works(self, of_few: Callable[[], T], of_size: Callable[[int], T]) -> tuple[T, int | None]:
         """The result for a few rows, and None; or the result for a likely number of rows, and that number."""
         problem: Exception | None = None
+        # A stateful model takes as many rows as its state has, so a few rows aren't tried.
         if not self._stateful or not self._likely:
             try:
                 return of_few(), None
@@ -100,14 +107,17 @@ class Trial:
         metrics = self.metrics
         n = _rows(self._example)
         gathers_before = all_gathers()
+
         with probing(n):
             values = compute(self._example)
             names = check(values, n, None, tuple(metrics))
             try_metrics(metrics, values)
+
         # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
         with probing(1):
             values_of_one = compute(tf.nest.map_structure(lambda tensor: tensor[:1], self._example))
             check(values_of_one, 1, names, tuple(metrics))
+
         if all_gathers() == gathers_before:  # with `all_gather`, pairing examples with each other is the purpose
             for name in set(values) - set(metrics):
                 _check_unpaired(name, n, values[name], values_of_one[name])
@@ -127,6 +137,8 @@ class Trial:
         if rows is None:
             return
         only = f"the model takes batches of {n} rows alone (a stateful layer, keras.Input(batch_size=...), a reshape)"
+
+        # Whole batches: with another `batch_size`, each part has the rows that the model takes.
         if refused := self._refused(compute, n, rows.whole):
             shared = [f"{rows.replicas} replicas"] if rows.replicas > 1 else []
             if rows.parts > 1:
@@ -136,6 +148,8 @@ class Trial:
                 f"{only}, but of batch_size={rows.batch_size} {with_shared}it gets "
                 f"{' or '.join(map(str, refused))}: use batch_size={n * rows.replicas * rows.parts}"
             )
+
+        # The last batch of an epoch can be left out instead.
         if refused := self._refused(compute, n, rows.short):
             short = "may have fewer" if refused == [0] else f"has {' or '.join(map(str, refused))}"
             raise UsageError(
@@ -162,7 +176,9 @@ class Trial:
         """
         with probing(2 * _rows(self._example)):
             compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), self._example))
+        # Not strict: a layer may add another number of penalties from call to call.
         for once, twice in zip(penalties[0], penalties[-1], strict=False):
+            # A sum over the rows has doubled, up to rounding.
             if once != 0 and np.isclose(twice, 2 * once, rtol=0.02):
                 return True
         return False
@@ -184,13 +200,15 @@ def _check_unpaired(name: str, n: int, value: Value, value_of_one: Value) -> Non
     """
     shape = list(tf.convert_to_tensor(content(value)).shape)
     of_one = list(tf.convert_to_tensor(content(value_of_one)).shape)
-    if any(size == n != 1 == one for size, one in zip(shape[1:], of_one[1:], strict=False)):
-        raise UsageError(
-            f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: '
-            "each is paired with each other one, as by labels of shape [n] minus predictions of shape [n, 1]. "
-            "Give both one shape, as by tf.squeeze(predictions, -1); or take the other examples from "
-            "loop.all_gather(...)"
-        )
+    for size, size_of_one in zip(shape[1:], of_one[1:], strict=False):
+        # An axis that merely has n elements keeps them for one example.
+        if n != 1 and size == n and size_of_one == 1:
+            raise UsageError(
+                f'compute() returned "{name}" of shape {shape} for {n} examples, and of shape {of_one} for one: '
+                "each is paired with each other one, as by labels of shape [n] minus predictions of shape [n, 1]. "
+                "Give both one shape, as by tf.squeeze(predictions, -1); or take the other examples from "
+                "loop.all_gather(...)"
+            )
 
 
 def of_size(example: Batch, n: int) -> Batch:
@@ -213,6 +231,7 @@ def check_stateful(layers: Sequence[Layer], rows: RowCounts | None) -> int | Non
             f"{layers[0].name} is stateful: row i of a batch goes on from row i of the batch before, which with {how} "
             "it can't: train on one replica without accumulate, or use stateful=False"
         )
+    # All states have the rows of a batch, so the first one that exists tells their number.
     for layer in layers:
         for state in tf.nest.flatten(layer.states or []):
             if state is not None:
@@ -252,7 +271,9 @@ class StepTrial:
                 f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.minimized[optimizer])}, and "
                 f"again with {', '.join(names)}: return the same values"
             )
-        return {name: tf.constant(1.0) for name in names if name not in self._trial.metrics}
+        # The number does not matter: `train_step` may compute with the means, but nothing is trained here.
+        without_state = [name for name in names if name not in self._trial.metrics]
+        return dict.fromkeys(without_state, tf.constant(1.0))
 
 
 def tried_step(task: TrainTask, optimizer: Optimizer, model: Model, trial: Trial) -> dict[str, list[str]]:
@@ -288,10 +309,13 @@ def put_back(variables: Iterable[tf.Variable]) -> Iterator[None]:
     """
     # In the CPU's memory, a value that is read shares the variable's buffer until one of them changes. So only
     # variables that do change are copied.
-    before = {id(variable): (variable, _value(variable)) for variable in variables}
+    before = {}
+    for variable in variables:
+        before[id(variable)] = (variable, _value(variable))
 
     def creator(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
         variable = create(**arguments)
+        # While a function of the task is traced, a new variable has no value yet that could be read.
         if tf.executing_eagerly():
             before.setdefault(id(variable), (variable, _value(variable)))
         return variable

@@ -107,6 +107,7 @@ class ForwardPass:
 
         left = self._context.plan.accumulate - 1
         together = min(self._parts_together(), left)
+        # The micro-batches that don't fill an iteration follow after the loop, unrolled.
         end = tf.constant(1 + left - left % together, tf.int64)
         part, sums = repeated(
             lambda part, sums: part < end,
@@ -142,6 +143,7 @@ class ForwardPass:
         def compute(rows: Rows, stand_in: Batch | None) -> Sums:
             return self._of_rows(rows, stand_in, part, batch_rows)
 
+        # A function of its own, if XLA compiles this pass, or if the loop's graph would slow it down.
         if self._is_compiled():
             if context.backend.replicas == 1:
                 # Known while tracing: how many numbers a random layer draws depends on it, and XLA must know how many.
@@ -166,6 +168,7 @@ class ForwardPass:
         plan = context.plan
         metric_sums = context.layout.minimized[self._optimizer]
         with context.computing.replica(context.source, rows, stand_in, plan.accumulate, self._number) as replica:
+            # Forward pass: the values of `compute`, and the objective.
             with tf.GradientTape() as tape:
                 with context.remat.tracing(self._in_block or self._is_compiled()):
                     values = as_written(self._values)(replica.batch)
@@ -173,7 +176,10 @@ class ForwardPass:
                     context.observer.values(self._optimizer, values)
                 loss, sums = metric_sums.sums(values, plan.dtype)
                 objective = self._objective(loss, sums[1], rows, batch_rows, replica)
+
+            # Backward pass, within the replica: `compute` may have collectives, whose gradients are collectives, too.
             gradients = self._gradients(tape, objective, replica, part)
+
             # The number of the replica's own rows, of which a stand-in is none.
             totals = context.layout.of_replica(count(rows.batch), sums, plan.dtype)
             states = metric_sums.states(values)
@@ -193,14 +199,18 @@ class ForwardPass:
         plan = self._context.plan
         scale = self._context.scale
         objective = loss
+        # Selected, not multiplied by 0: the loss of a stand-in may be nan.
         if replica.counts_something is not None:
             objective = tf.where(replica.counts_something, objective, 0)
             weight = tf.where(replica.counts_something, weight, 0)
         penalties = losses(self._context.built.model)
         if penalties:
             self._check_penalties()
+            # Times the replica's W: after the division by the global W, the penalties count once in all.
             factor = self._share(rows, batch_rows) if plan.summed_loss else weight
-            objective += factor * tf.add_n([tf.cast(penalty, plan.dtype) for penalty in penalties])
+            penalty_sum = tf.add_n([tf.cast(penalty, plan.dtype) for penalty in penalties])
+            objective += factor * penalty_sum
+        # The scale comes before the backward pass: it keeps small gradients of activations above 0 in float16.
         if scale is not None:
             objective *= scale.scale
         if plan.divides_objective and not plan.summed_loss:
@@ -217,10 +227,12 @@ class ForwardPass:
     ) -> list[Gradient]:
         """The gradients of the connected variables, in the form in which replicas and micro-batches add them up."""
         context = self._context
-        variables = as_tf([context.variables[index] for index in self._trained])
+        variables = as_tf(context.variables_at(self._trained))
         gradients = dict(zip(self._trained, context.backend.gradients(tape, objective, variables), strict=True))
+        # In the order of the variables, the same on all workers, since gradients are reduced in this order.
         self.connected = [index for index, gradient in gradients.items() if gradient is not None]
         self._check_connected()
+        # Only now: whether the graph has such an operation shows when the backward pass is traced.
         if self._isolates():
             replica.problem = RetraceError()
             raise replica.problem
@@ -267,10 +279,12 @@ class ForwardPass:
         computing = self._context.computing
         if computing.isolated or not self._context.plan.may_isolate:
             return False
+        # Its forward pass may have collectives, which can't be within a function of its own.
         if self._context.source in computing.computed_by_all:
             return False
         operations = tf.compat.v1.get_default_graph().get_operations()
-        computing.isolated = any(operation.type in _SLOW_IN_LOOPS for operation in operations)
+        types = {operation.type for operation in operations}
+        computing.isolated = not types.isdisjoint(_SLOW_IN_LOOPS)
         return computing.isolated
 
     def _without_rows(self) -> Sums:
@@ -279,6 +293,7 @@ class ForwardPass:
         variables = as_tf(context.variables)
         zeros = []
         for index in self.connected:
+            # Both branches of a replica's `tf.cond` must return tensors of the same kinds; see `Computing.of_rows`.
             make_zeros = lookups.nothing if index in self._by_lookup else tf.zeros
             zeros.append(make_zeros(variables[index].shape, variables[index].dtype))
         return zeros, *context.layout.no_rows(self._optimizer, context.plan.dtype)

@@ -28,11 +28,12 @@ def clipped(gradients: list[Gradient], norm: float | None, value: float | None, 
         value: the greatest absolute value of an element; None: any.
         by_lookup: whether some gradients have a row for each lookup.
     """
+    # The norm first: `value` is then a limit on what is applied.
     if norm is not None:
         dense_norm = None
         if by_lookup:
             # A row that is looked up twice has two entries, which must be added up before they are squared.
-            dense_norm = tf.linalg.global_norm([tf.convert_to_tensor(gradient) for gradient in gradients])
+            dense_norm = tf.linalg.global_norm(list(map(tf.convert_to_tensor, gradients)))
         gradients, _ = tf.clip_by_global_norm(gradients, norm, dense_norm)
     if value is not None:
         gradients = [tf.clip_by_value(gradient, -value, value) for gradient in gradients]
@@ -61,7 +62,9 @@ def are_finite(loss: tf.Tensor, gradients: Mapping[int, Gradient], trained: Sequ
     Returns:
         bool [1 + the number of trained variables], the loss first.
     """
-    sums = {index: tf.reduce_sum(content(gradient)) for index, gradient in gradients.items()}
+    sums = {}
+    for index, gradient in gradients.items():
+        sums[index] = tf.reduce_sum(content(gradient))
     checked = [loss]
     for index in trained:
         checked.append(tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss))

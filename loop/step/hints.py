@@ -49,7 +49,7 @@ def hinted(build: Callable[..., Built]) -> Callable[..., Built]:
 
     @functools.wraps(build)
     def call(task: TrainTask, *arguments: Any, **named: Any) -> Built:
-        # Such an object has a `compute` of its own; or `__slots__`, so that it can't be given one.
+        # The object has a `compute` of its own already, or it has `__slots__` and can't be given one.
         if "compute" in getattr(task, "__dict__", {"compute": None}):
             return build(task, *arguments, **named)
         with given_for(task):
@@ -71,6 +71,7 @@ class _Watch:
 
     def compute(self, model: Model, batch: Batch, training: bool) -> Values:
         """Takes the place of the task's `compute`."""
+        # A shallow copy: it shows which attributes were assigned, but not what was changed in place.
         before = dict(vars(self._task))
         self._calls += 1
         try:
@@ -84,6 +85,7 @@ class _Watch:
             raise problem from error
         finally:
             for name, value in vars(self._task).items():
+                # Only numbers, such as counters: comparing arrays or tensors gives no single bool.
                 is_number = isinstance(value, int | float | np.generic) and not isinstance(value, bool)
                 if is_number and name in before and value != before[name]:
                     self._changes[name] = self._changes.get(name, 0) + 1
@@ -110,7 +112,9 @@ def is_about_shapes(error: BaseException) -> bool:
 def shapes_hint(model: Model, batch: Batch, error: BaseException) -> str:
     """The message for an error about shapes: the shapes of the examples, the cause, and the fix if it is known."""
     text = str(error)
-    cause = next((line.strip() for line in text.splitlines() if _SHAPES.search(line)), text)
+    # The first line that is about shapes; the others are the arguments of the call, and where it was.
+    about_shapes = filter(_SHAPES.search, text.splitlines())
+    cause = next(map(str.strip, about_shapes), text)
     # Without the names of TensorFlow's internal operations.
     cause = re.sub(r"^.*?__wrapped__\w+_device_\S+\s*|\{\{[^}]*\}\}\s*|\s*\[Op:\w+\].*$", "", cause)
     fix = _inputs_fix(model, batch, text) or _labels_fix(batch, text) or "look at the shapes of inputs and labels"
@@ -124,6 +128,7 @@ def _inputs_fix(model: Model, batch: Batch, text: str) -> str:
     if "of layer" not in text or not isinstance(expected, tuple) or not _is_shape(expected):
         return ""
     shape = tuple(inputs.shape[1:])
+    # If the inputs fit, the error has another cause. None stands for any size.
     if len(shape) == len(expected) - 1:
         sizes = zip(expected[1:], shape, strict=True)
         if all(expected_size in (None, size) for expected_size, size in sizes):
@@ -165,7 +170,8 @@ def _shapes(batch: Batch) -> str:
     """The shapes of the parts of one example, for a message."""
     parts = tf.nest.map_structure(lambda tensor: str(list(tensor.shape[1:])), batch)
     if isinstance(parts, dict):
-        return "shapes " + ", ".join(f"{name} {shape}" for name, shape in parts.items())
+        named = [f"{name} {shape}" for name, shape in parts.items()]
+        return f"shapes {', '.join(named)}"
     if isinstance(parts, tuple | list):
         return f"shapes {', '.join(map(str, parts))}"
     return f"shape {parts}"
@@ -208,16 +214,22 @@ def _forgets_training(task_class: type[TrainTask]) -> bool:
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 4:
         return False
+    # By position: a task may give its arguments other names.
     _, model, _, training = (argument.arg for argument in function.args.args[:4])
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    if training in names:
+        return False
     calls = _calls_of(model, function)
-    return bool(calls) and training not in names and not any(_may_give_training(call) for call in calls)
+    return bool(calls) and not any(map(_may_give_training, calls))
 
 
 def _calls_of(name: str, function: ast.FunctionDef) -> list[ast.Call]:
     """The calls of a name in a function."""
-    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == name]
+    calls = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            calls.append(node)
+    return calls
 
 
 def _may_give_training(call: ast.Call) -> bool:

@@ -40,7 +40,7 @@ class OutputLoss(NamedTuple):
         scale: the factor of this loss in the sum of all.
         values: the values, multiplied by the weights: shape [n, ...]. No gradient flows to the weights.
         count: what each example adds to the divisor: shape [n].
-        fixed: whether `count` is the same for each example, whatever the data.
+        fixed: whether `count` is the same for each example, with any data.
         summed: whether the loss is a sum, which is never divided.
     """
 
@@ -78,7 +78,7 @@ class Losses:
             return None
         if isinstance(identifier, type):
             identifier = identifier()
-        if type(identifier).__call__ is not keras.losses.Loss.__call__ and isinstance(identifier, keras.losses.Loss):
+        if isinstance(identifier, keras.losses.Loss) and type(identifier).__call__ is not keras.losses.Loss.__call__:
             raise UsageError(
                 f"the loss {type(identifier).__name__} overrides __call__, which returns one number for a batch: "
                 "override call(self, y_true, y_pred) instead, and return one value per element"
@@ -87,13 +87,17 @@ class Losses:
 
     def of(self, labels: Tensors, predictions: Tensors, weights: Tensors) -> list[OutputLoss]:
         """The loss of each output that has one."""
+        # Let Keras match losses with outputs. The list may still have calls of a trace that failed.
         self._calls.clear()
         self._compiled(labels, predictions, weights)  # calls each `_Captured`, which adds to `_calls`
         calls = list(self._calls)
-        self._calls.clear()
+        self._calls.clear()  # not to keep the tensors of this trace, and with them its graph
+
+        # Compute them. Keras calls the losses in the order of its flat list.
         losses = []
-        for index, (call, (_, _, scale, name)) in enumerate(zip(calls, self._compiled._flat_losses, strict=True)):
+        for index, (call, flat_loss) in enumerate(zip(calls, self._compiled._flat_losses, strict=True)):
             identifier, label, prediction, weight = call
+            _, _, scale, name = flat_loss
             if index not in self._resolved:
                 # By the shapes of labels and predictions, Keras decides which loss the name "crossentropy" means.
                 self._resolved[index] = get_loss(identifier, label, prediction)
@@ -120,6 +124,7 @@ class _Matching(CompileLoss):
 
     @property
     def metrics(self) -> list[None]:
+        # Keras goes through its losses and this list side by side, and updates each metric that isn't None.
         return [None] * len(self._flat_losses or [None])
 
 
@@ -132,6 +137,7 @@ def _output_loss(
     def floats(value: Tensors) -> tf.Tensor:
         return keras.ops.convert_to_tensor(value, dtype=dtype)
 
+    # Read before the conversion, which drops the mask.
     in_mask = getattr(predictions, "_keras_mask", None)
     values = loss.call(keras.tree.map_structure(floats, labels), keras.tree.map_structure(floats, predictions))
     values = keras.ops.convert_to_tensor(values)
@@ -140,12 +146,14 @@ def _output_loss(
             f"the loss {loss.name!r} returned a scalar: return one value per element, never a mean, such as "
             "keras.ops.mean(..., axis=-1) instead of keras.ops.mean(...)"
         )
-    masks = [floats(mask) for mask in (in_mask, getattr(values, "_keras_mask", None)) if mask is not None]
+    out_mask = getattr(values, "_keras_mask", None)
+    masks = [floats(mask) for mask in (in_mask, out_mask) if mask is not None]
     mask = masks[0] * masks[-1] if masks else None  # a single mask of 0 and 1 times itself is itself
     values = tf.cast(values, dtype)
     summed = loss.reduction in ("sum", "none", None)
     by_weight = loss.reduction == "mean_with_sample_weight"
 
+    # The values times mask and weight. Both are constants for the gradient.
     if weight is not None:
         weight = tf.stop_gradient(floats(weight))
     both = weight
@@ -154,7 +162,7 @@ def _output_loss(
         both = mask if weight is None else tf.multiply(*_of_one_rank(mask, weight))
     if both is not None:
         values, both = _of_one_rank(values, both)
-        values = tf.math.multiply_no_nan(values, both)
+        values = tf.math.multiply_no_nan(values, both)  # where a weight is 0, a nan doesn't count
 
     # With the usual reduction, Keras divides by the number of values that the mask leaves, and not by their weights.
     counted = both if by_weight else mask
@@ -200,10 +208,13 @@ def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
     Each output has a divisor of its own. A fixed divisor is a factor of the values. For a divisor that depends on the
     data (masks, sums of weights), that of the global batch is needed: the replicas add it up before they differentiate.
     """
+    # A single output keeps its values per element.
     if len(losses) == 1:
         [loss] = losses
         values = loss.values if loss.scale is None else loss.values * _number(loss.scale, loss.values.dtype)
         return {"loss": values} if loss.summed else {"loss": values, "loss_count": loss.count}
+
+    # Several outputs may have values of different shapes, so each is summed by example.
     if all(loss.summed for loss in losses):
         return {"loss": tf.add_n([loss.by_example() for loss in losses])}
     dtype = losses[0].values.dtype
@@ -212,7 +223,8 @@ def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
         parts = [loss.by_example() / loss.count for loss in losses]
     else:
         parts = _parts_of_batch(losses, one)
-    return {"loss": tf.add_n([tf.cast(part, dtype) for part in parts]), "loss_count": one}
+    total = tf.add_n([tf.cast(part, dtype) for part in parts])
+    return {"loss": total, "loss_count": one}
 
 
 def _parts_of_batch(losses: Sequence[OutputLoss], one: tf.Tensor) -> list[tf.Tensor]:
@@ -224,19 +236,24 @@ def _parts_of_batch(losses: Sequence[OutputLoss], one: tf.Tensor) -> list[tf.Ten
     """
     dtype = losses[0].values.dtype
     # In one collective: the number of rows of the global batch, and the divisor of each output.
-    counts = sum_over_batch(tf.stack([one, *(tf.cast(loss.count, dtype) for loss in losses)], 1))
+    own_counts = [one]
+    for loss in losses:
+        own_counts.append(tf.cast(loss.count, dtype))
+    counts = sum_over_batch(tf.stack(own_counts, 1))
     rows = counts[0]
     parts = []
     for index, loss in enumerate(losses):
         values = loss.by_example()
-        parts.append(values * (rows if loss.summed else tf.math.divide_no_nan(rows, counts[1 + index])))
+        # Times the rows: the step divides the sum of all by the rows, of which each example counts as one.
+        factor = rows if loss.summed else tf.math.divide_no_nan(rows, counts[1 + index])
+        parts.append(values * factor)
     return parts
 
 
 def reported(losses: Sequence[OutputLoss]) -> Values:
     """The loss of each of several outputs by itself, without its factor, as values of `TrainTask.compute`."""
     values: Values = {}
-    if len(losses) == 1:
+    if len(losses) == 1:  # it is the loss of the step itself
         return values
     for loss in losses:
         by_example = loss._replace(scale=None).by_example()
@@ -247,11 +264,16 @@ def reported(losses: Sequence[OutputLoss]) -> Values:
 
 def reported_metrics(losses: Sequence[OutputLoss]) -> dict[str, keras.metrics.Metric]:
     """The metrics for those values of `reported` that have weights of their own."""
-    return {name: keras.metrics.Mean() for name, value in reported(losses).items() if isinstance(value, tuple)}
+    metrics = {}
+    for name, value in reported(losses).items():
+        if isinstance(value, tuple):
+            metrics[name] = keras.metrics.Mean()
+    return metrics
 
 
 def added(model: Model, predictions: Tensors) -> dict[str, tf.Tensor]:
     """The values of a model that is compiled without a loss: only the losses that its layers add are minimized."""
+    # The step minimizes the penalties of `model.losses` anyway, so the loss is 0; "added_loss" only reports them.
     rows = tf.shape(keras.tree.flatten(predictions)[0])[:1]
     penalties = [tf.cast(tf.reduce_sum(penalty), keras.config.floatx()) for penalty in model.losses]
     if not penalties:
@@ -267,6 +289,9 @@ def class_weights(labels: Tensors, by_class: Mapping[int, float]) -> tf.Tensor:
     if labels.shape.rank and labels.shape.rank > 1:
         labels = tf.squeeze(labels, -1) if labels.shape[-1] == 1 else tf.argmax(labels, -1)
     classes = tf.cast(tf.round(labels) if labels.dtype.is_floating else labels, tf.int32)
-    table = tf.constant([by_class.get(index, 1.0) for index in range(max(by_class) + 1)], keras.config.floatx())
-    known = (classes >= 0) & (classes <= max(by_class))
+    greatest = max(by_class)
+    weights = [by_class.get(index, 1.0) for index in range(greatest + 1)]
+    table = tf.constant(weights, keras.config.floatx())
+    known = (classes >= 0) & (classes <= greatest)
+    # The index is replaced before the lookup: on a CPU, an index outside of the table is an error.
     return tf.where(known, tf.gather(table, tf.where(known, classes, 0)), tf.ones([], table.dtype))

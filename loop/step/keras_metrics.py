@@ -53,9 +53,11 @@ class Metrics:
         outputs = set(predictions) if isinstance(predictions, Mapping) else set(output_names or ())
         metrics, names = _without_names(metrics, outputs)
         weighted, weighted_names = _without_names(weighted, outputs)
+        # Keras matches metrics with outputs. By their shapes, it decides which metric "accuracy" means.
         self._compiled = CompileMetrics(metrics, weighted, output_names=output_names)
         self._compiled.build(labels, predictions)
         self._flat: list[_OutputMetric] = []
+        # Unweighted metrics first, as Keras reports them: the later one of two equal names gets a prefix or a number.
         taken: dict[str, int] = {}
         self._add(self._compiled._flat_metrics, names, False, taken)
         self._add(self._compiled._flat_weighted_metrics, weighted_names, True, taken)
@@ -89,7 +91,8 @@ class Metrics:
         arguments: dict[str, tuple[tf.Tensor, ...]] = {}
         for name, metric, output, by_weight in self._flat:
             weight = flat_weights[output] if by_weight else None
-            pair = (flat_labels[output], _in_dtype(flat_predictions[output], metric.dtype))
+            prediction = _in_dtype(flat_predictions[output], metric.dtype)
+            pair = (flat_labels[output], prediction)
             arguments[name] = pair if weight is None else (*pair, weight)
         return arguments
 
@@ -110,6 +113,7 @@ class Metrics:
             start = [np.zeros(variable.shape, variable.dtype) for variable in metric.variables]
             return [np.asarray(state, "float64") for state in metric.stateless_update_state(start, *arguments)]
 
+        # The two parts stand for the rows of two replicas, whose states are added up.
         for name, metric in self.by_name().items():
             metric.update_state(*self.arguments(labels, predictions, weights)[name])  # makes its variables
             metric.reset_state()
@@ -118,7 +122,8 @@ class Metrics:
             of_rest = states(metric, name, slice(1, rows))
             is_sum = True
             for whole, first, rest in zip(of_all, of_first, of_rest, strict=True):
-                is_sum &= np.allclose(whole, first + rest, 1e-4, 1e-5, True)
+                # With room for rounding: states are float32 within.
+                is_sum &= np.allclose(whole, first + rest, rtol=1e-4, atol=1e-5, equal_nan=True)
             if not is_sum:
                 raise UsageError(
                     f"the metric {name!r} of several examples isn't made of those of each example: a function must "
@@ -142,8 +147,11 @@ def _rows(tensors: Tensors, part: slice) -> Tensors:
 
 def _without_names(metrics: Compiled, outputs: set[str]) -> tuple[Compiled, list[str]]:
     """Splits a dict of metrics by the names to report into metrics and names; anything else stays as it is."""
-    single = isinstance(metrics, Mapping) and not any(isinstance(value, list | tuple) for value in metrics.values())
-    if not metrics or not single or set(metrics) <= outputs:
+    if not metrics or not isinstance(metrics, Mapping):
+        return metrics, []
+    # A dict by outputs: Keras takes it as it is. Lists of metrics belong to outputs, too.
+    has_lists = any(isinstance(value, list | tuple) for value in metrics.values())
+    if has_lists or set(metrics) <= outputs:
         return metrics, []
     return list(metrics.values()), list(metrics)
 

@@ -67,7 +67,7 @@ def is_large(variable: tf.Variable) -> bool:
 
 
 def are_less(shape: tf.TensorShape, lookups: int) -> bool:
-    """Whether so many rows, each with its index, are less to send than a whole table of this shape."""
+    """Whether this number of rows, each with its index, is less to send than a whole table of this shape."""
     return lookups * (shape[1:].num_elements() + 2) < shape.num_elements()
 
 
@@ -90,6 +90,7 @@ def kinds(looked_up: LookedUp, example: Batch, names: Sequence[str], fixed_rows:
             if len(rows) and len(rows) % fixed_rows == 0:
                 by_index[index] = EACH
         return by_index
+    # The same example twice: lookups that double belong to examples, those that stay belong to the batch.
     one = tf.nest.map_structure(lambda tensor: tensor[:1], example)
     two = tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), one)
     for index, (of_one, of_two) in enumerate(zip(looked_up(one), looked_up(two), strict=True)):
@@ -103,7 +104,7 @@ def kinds(looked_up: LookedUp, example: Batch, names: Sequence[str], fixed_rows:
                 "dense, so that rows which come twice are squared as a sum, which Keras's fit doesn't do",
                 stacklevel=2,
             )
-        elif len(np.unique(of_one)) < len(of_one):
+        elif len(np.unique(of_one)) < len(of_one):  # else no row comes twice, and a dense gradient is the same
             by_index[index] = SHARED
     return by_index
 
@@ -124,7 +125,7 @@ def packed(
     """A gradient by lookups, as a tensor for the reduction.
 
     A place is one micro-batch of one replica. The sum of these tensors over all places has the lookups of all places.
-    Only for a gathered table it has the lookups of its place alone, and no zeros for the others.
+    The tensor of a gathered table is different: it has the lookups of its place alone, and no zeros for the others.
 
     Args:
         gradient: the gradient of this place's examples.
@@ -144,7 +145,7 @@ def packed(
         # All places have the same lookups. The sum adds up their values, so only one place may give the indices.
         return tf.concat([values, tf.where(tf.equal(place, 0), code, tf.zeros_like(code))], 1)
     rows = tf.concat([values, code], 1)
-    if kind == GATHERED:
+    if kind == GATHERED:  # `Backend.gather_rows` takes any number of rows, so no room is needed
         return rows
     own = tf.shape(rows, tf.int64)[0]
     # Each place has room for the lookups of the largest one: collectives need the same shape on all replicas.
@@ -159,6 +160,7 @@ def unpacked(rows: tf.Tensor, shape: tf.TensorShape, kind: str) -> tf.Tensor | t
     It is dense for a gathered table, else a row for each lookup.
     """
     values = rows[:, :-2]
+    # Rounded, since a cast alone cuts off digits.
     code = tf.cast(tf.round(rows[:, -2:]), tf.int64)
     indices = code[:, 0] * _CODE + code[:, 1]
     by_row = tf.IndexedSlices(tf.reshape(values, [-1, *shape[1:]]), indices, tf.constant(shape.as_list(), tf.int64))

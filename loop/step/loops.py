@@ -14,6 +14,7 @@ from loop.step.gradients import all_finite
 from loop.step.loop_state import LoopState
 from loop.step.step_trace import BlockStepTrace, StepTrace
 from loop.step.tracing import compiled, repeated
+from loop.step.variable_values import put_back_unless, read_values
 
 
 class BatchLoop:
@@ -46,6 +47,7 @@ class BatchLoop:
 
     def _more(self, step: tf.Tensor, state: LoopState) -> tf.Tensor:
         """Whether there is another step."""
+        # Of arrays, only the counter decides: `state.going` depends on gradients; see the class.
         if isinstance(self._source, ArraySource):
             return step < self._end
         return (step < self._end) & state.going
@@ -59,6 +61,7 @@ class BatchLoop:
         if isinstance(source, IndexedSource):
             marker.at(DATA, state.totals)  # until the host has read the next batch
         else:
+            # The next batch is there already, or its reading marks the phase itself: see `Batches.each`.
             marker.lap(DATA, state.totals)
         return state
 
@@ -113,6 +116,7 @@ class LocalStepsLoop(BatchLoop):
             steps = tf.one_hot(backend.replica(), backend.replicas, tf.cast(state.step, tf.float64), dtype=tf.float64)
             return backend.all_reduce([tf.concat([steps, own_bad, own_totals], 0)])[0]
 
+        # Two reductions: of the variables, and of what each replica has counted and seen.
         context.marker.at(ALL_REDUCE, own_totals)
         variables = [*context.changed_by(""), *context.statistics]
         backend.run(lambda variables: communication.average(backend, variables), variables)
@@ -202,8 +206,10 @@ class BlockLoop:
             The state after the block, and whether all numbers were finite.
         """
         context = self._context
+        # All that the block may change, to be put back: an XLA program assigns variables at its end in any case.
         changed = [*context.changed_by(""), *context.state]
-        old_values = [variable.read_value() for variable in changed]
+        old_values = read_values(changed)
+        # At 0 the sign of the loss, then one for each variable; see `BlockStepTrace`.
         signs = [tf.zeros([], context.plan.dtype)]
         signs += [tf.zeros(variable.shape, variable.dtype) for variable in as_tf(context.variables)]
 
@@ -216,6 +222,7 @@ class BlockLoop:
             read = tf.nest.map_structure(lambda tensor: tensor[position], block)
             trace = BlockStepTrace(context, (epoch, state.step, read), state)
             state = trace.make()
+            # A variable without a gradient keeps its sign: the loop must carry the same tensors in each step.
             added = []
             for index, sign in enumerate(signs):
                 added.append(sign + trace.signs[index] if index in trace.signs else sign)
@@ -223,7 +230,7 @@ class BlockLoop:
 
         # Counted from a constant 0: XLA would take a number from outside for a constant, and compile anew for each.
         _, signs, after = repeated(more, step, tf.constant(0, tf.int64), signs, state)
-        finite = tf.reduce_all(tf.stack([all_finite(sign) for sign in signs]))
-        for variable, old in zip(changed, old_values, strict=True):
-            variable.assign(tf.where(finite, variable, old))
+        finite_signs = [all_finite(sign) for sign in signs]
+        finite = tf.reduce_all(tf.stack(finite_signs))
+        put_back_unless(finite, changed, old_values)
         return tf.nest.map_structure(lambda new, old: tf.where(finite, new, old), after, state), finite

@@ -5,7 +5,10 @@ from __future__ import annotations
 import tensorflow as tf
 
 GROWTH_STEPS = 2000
-"""After so many steps without an overflow, the scale doubles (Micikevicius et al. 2018, Mixed Precision Training)."""
+"""The number of steps without an overflow after which the scale doubles.
+
+See Micikevicius et al. 2018, Mixed Precision Training.
+"""
 LARGEST = 2.0**24
 """The greatest scale."""
 SMALLEST = 2.0**-24
@@ -23,6 +26,7 @@ class LossScale:
     """
 
     def __init__(self, batch_size: int) -> None:
+        # A power of 2, as it always is: multiplying by it, and dividing, changes no digit of a gradient.
         start = 2.0**15 / (1 << (batch_size - 1).bit_length())
         self.scale = tf.Variable(start, trainable=False, name="loss_scale", dtype=tf.float32)
         self.steps = tf.Variable(0, trainable=False, name="steps_without_overflow", dtype=tf.int64)

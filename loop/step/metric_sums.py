@@ -29,6 +29,7 @@ class MetricSums:
     """
 
     def __init__(self, names: Sequence[str], metrics: Mapping[str, keras.metrics.Metric] | None = None) -> None:
+        # Only the metrics of this `compute`: another `minimize` of the step may return other values.
         self.metrics = {name: metric for name, metric in (metrics or {}).items() if name in names}
         self.names = [name for name in names if name not in self.metrics]
         self._expected = list(names)
@@ -41,7 +42,7 @@ class MetricSums:
     @property
     def state_width(self) -> int:
         """The length of the vector of states: all numbers of all metrics."""
-        return sum(sum(_sizes(metric)) for metric in self.metrics.values())
+        return sum(map(sum, map(_sizes, self.metrics.values())))
 
     def sums(self, values: Mapping[str, Value], dtype: tf.DType) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """The weighted sum of the loss, which is differentiated; and the sums of all values.
@@ -63,10 +64,12 @@ class MetricSums:
             weight = tf.stop_gradient(tf.cast(weight, dtype))
         tensors = {name: tf.cast(content(values[name]), dtype) for name in self.names}
         sums = {"loss": _weighted_sum(tensors["loss"], weight)}
+        # The task's own divisor takes the place of the sum of weights.
         if "loss_count" in values:
             divisor = tf.reduce_sum(tf.stop_gradient(tf.cast(values["loss_count"], dtype)))
             sums["loss"] = (sums["loss"][0], divisor)
 
+        # The other values by kind, since those with the same weight are added up in one operation.
         weighted = {}
         unweighted = {}
         for name in self.names:
@@ -76,6 +79,8 @@ class MetricSums:
                 weighted[name] = tensors[name]
         sums |= _sums(weighted, weight)
         sums |= _sums(unweighted, None)
+
+        # In the order of `compute`, which `means` relies on.
         flat: list[tf.Tensor] = []
         for name in self.names:
             flat += sums[name]
@@ -83,7 +88,7 @@ class MetricSums:
 
     def states(self, values: Mapping[str, Value]) -> tf.Tensor:
         """What the values add to the states of the metrics: float64 [state_width]."""
-        parts = [tf.zeros([0], tf.float64)]
+        parts = [tf.zeros([0], tf.float64)]  # `tf.concat` takes no empty list
         for name, metric in self.metrics.items():
             # From zeros, and not from the metric's own variables: so states of replicas and steps can be added up.
             start = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
@@ -95,22 +100,27 @@ class MetricSums:
     def means(self, sums: np.ndarray, states: np.ndarray) -> dict[str, float]:
         """The mean of each value, nan if its weight is 0; and the result of each metric, a number for each element."""
         means: dict[str, float] = {}
+        # 0 / 0 is nan, as it is meant to be; NumPy needn't warn of it.
         with np.errstate(invalid="ignore", divide="ignore"):
             for index, name in enumerate(self.names):
                 means[name] = float(sums[2 * index] / sums[2 * index + 1])
+
+        # The vector holds the states of all metrics, one after the other, in the order of `states`.
         numbers = iter(states)
         for name, metric in self.metrics.items():
             variables = []
             for variable, size in zip(metric.variables, _sizes(metric), strict=True):
                 part = np.fromiter(itertools.islice(numbers, size), np.float64, size)
                 variables.append(tf.constant(part.reshape(variable.shape), variable.dtype))
-            means |= _by_element(name, np.asarray(metric.stateless_result(variables), np.float64))
+            result = metric.stateless_result(variables)
+            means |= _by_element(name, np.asarray(result, np.float64))
         return {name: means[name] for name in sorted(means, key=self._index)}
 
     def _index(self, name: str) -> int:
         """The index of a value, or of the metric that has this element, in the order of `compute`."""
         if name in self._expected:
             return self._expected.index(name)
+        # An element of a metric is named "<metric>_<index>"; see `_by_element`.
         return max(index for index, value in enumerate(self._expected) if name.startswith(f"{value}_"))
 
 
@@ -120,7 +130,8 @@ def _sums(values: Mapping[str, tf.Tensor], weight: tf.Tensor | None) -> dict[str
     # Values of one number for each example are added up in one operation: ten take hardly longer than one.
     flat = [name for name, value in values.items() if value.shape.rank == 1]
     if len(flat) > 1:
-        totals, weights = _weighted_sum(tf.stack([values[name] for name in flat]), weight, [1])
+        stacked = tf.stack([values[name] for name in flat])
+        totals, weights = _weighted_sum(stacked, weight, [1])
         for index, name in enumerate(flat):
             sums[name] = (totals[index], weights)
     for name, value in values.items():
@@ -133,14 +144,16 @@ def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | 
     """The sum of value * weight, and the sum of the weights; of a stack of values, over its axis of examples."""
     if weight is None:
         total = tf.reduce_sum(value, axis)
-        return total, tf.cast(tf.size(value) if axis is None else tf.shape(value)[1], value.dtype)
+        elements = tf.size(value) if axis is None else tf.shape(value)[1]
+        return total, tf.cast(elements, value.dtype)
     # Where a weight is 0, the product is 0 even if the value is nan: such rows, as of padding, count for nothing.
     if axis is not None:
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
     weights = weight
     if trailing := [1] * (value.shape.rank - weight.shape.rank):
-        # A weight with fewer axes than the value weighs all elements behind them.
-        weights = tf.broadcast_to(tf.reshape(weight, [*tf.unstack(tf.shape(weight)), *trailing]), tf.shape(value))
+        # A weight with fewer axes than the value weighs all elements along the other axes.
+        sizes = tf.unstack(tf.shape(weight))
+        weights = tf.broadcast_to(tf.reshape(weight, [*sizes, *trailing]), tf.shape(value))
     return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)
 
 
@@ -185,6 +198,7 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
         UsageError: a state is no sum that starts from 0.
     """
     for name, metric in metrics.items():
+        # A metric whose value this `compute` doesn't return can't be updated; its other properties are checked.
         doubled = _try_metric(name, metric, values) if name in values else [True] * len(metric.variables)
         for variable, is_doubled in zip(metric.variables, doubled, strict=True):
             if variable.aggregation != "sum" or not is_doubled or np.any(variable.value.numpy()):
@@ -205,7 +219,8 @@ def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Va
         metric.update_state(*arguments, **weight)
         twice = _states(metric)
     except Exception as error:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in [*arguments, *weight.values()])
+        tensors = [*arguments, *weight.values()]
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise UsageError(
             f"{type(metric).__name__}, the metric {name!r}, can't be updated with tensors of shape {shapes} "
             f"(the last is the weight, if there is one): {error}. compute() returns what its update_state() "
@@ -213,8 +228,11 @@ def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Va
         ) from None
     if taken := sorted((set(elements) - {name}) & set(values)):
         raise UsageError(f"compute() returns {taken[0]!r}, but that is an element of the metric {name!r}: rename it")
-    metric.reset_state()
-    return [np.allclose(2 * first, second, equal_nan=True) for first, second in zip(once, twice, strict=True)]
+    metric.reset_state()  # the examples of a trial must not count in the run
+    doubled = []
+    for first, second in zip(once, twice, strict=True):
+        doubled.append(np.allclose(2 * first, second, equal_nan=True))
+    return doubled
 
 
 def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:
@@ -233,13 +251,17 @@ def _arguments(
     value = content(values[name])
     weight = None if isinstance(values[name], Unweighted) else values.get("weight")
     parts = value if isinstance(value, tuple | list) else (value,)
-    tensors = [tf.convert_to_tensor(part) for part in parts]
+    tensors = list(map(tf.convert_to_tensor, parts))
     has_weight = weight is not None and len(tensors) < 3
     if has_weight:
         tensors.append(tf.convert_to_tensor(weight))
     # Some operations of metrics take floats of no other dtype than that of the state.
-    tensors = [tf.cast(tensor, metric.dtype) if tensor.dtype.is_floating else tensor for tensor in tensors]
-    return (tensors[:-1], {"sample_weight": tensors[-1]}) if has_weight else (tensors, {})
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype.is_floating:
+            tensors[index] = tf.cast(tensor, metric.dtype)
+    if has_weight:
+        return tensors[:-1], {"sample_weight": tensors[-1]}
+    return tensors, {}
 
 
 class Perplexity(keras.metrics.Mean):

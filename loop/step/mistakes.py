@@ -50,14 +50,15 @@ _NAMES = {"float": "float32", "double": "float64", "half": "float16"}
 
 def explained(error: BaseException) -> UsageError | None:
     """The error to raise in place of one that shows a known mistake, which is its cause; None for all others."""
+    # A `UsageError` already names the fix, also where it is a `ValueError`.
     if not isinstance(error, ERRORS) or isinstance(error, UsageError):
         return None
     message = message_of(error)
     for mistake in MISTAKES:
-        found = mistake.pattern.search(message)
-        if found is None:
+        match = mistake.pattern.search(message)
+        if match is None:
             continue
-        types = [_NAMES.get(group, group) for group in found.groups()]
+        types = [_NAMES.get(group, group) for group in match.groups()]
         where = place(error)
         problem = UsageError(
             f"{mistake.fix.format(*types)} ({where}{'; ' if where else ''}{type(error).__name__}: {message})"

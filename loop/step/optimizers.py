@@ -63,12 +63,13 @@ def _owners(task: TrainTask, model: Model, names: list[str]) -> list[str]:
             f"no optimizer trains {', '.join(without_owner[:5])}: see TrainTask.optimizer_variables; what isn't to be "
             "trained needs trainable=False"
         )
-    return [owners[index] for index in range(len(trained))]
+    return list(map(owners.__getitem__, range(len(trained))))
 
 
 def _check_optimizer(optimizer: Optimizer, model: Model, which: str) -> None:
     """Refuses an object that is no Keras optimizer, and one that would scale or average on one replica alone."""
     what = f"build_optimizer() returned {type(optimizer).__name__}{which}"
+    # By its methods, not its class: tf_keras, which may not be installed, has another base class.
     if not hasattr(optimizer, "build") or not hasattr(optimizer, "learning_rate"):
         raise UsageError(f"{what}: return a Keras optimizer of the model's family, or a dict of them")
     if type(optimizer).__name__ == "LossScaleOptimizer":
@@ -76,15 +77,18 @@ def _check_optimizer(optimizer: Optimizer, model: Model, which: str) -> None:
             f"{what}: it would look at gradients that are not reduced. Return the optimizer within it, and use "
             "precision='mixed_float16', which scales the loss, or 'bfloat16', which needs no scale"
         )
+    # With `ema_overwrite_frequency`, the optimizer itself puts the averages into the model, in the compiled step.
     if getattr(optimizer, "use_ema", False) and not optimizer.ema_overwrite_frequency:
         raise UsageError(
             f"{what} with use_ema=True, whose averages Keras's own fit would give to the model at its end: leave "
             f"it out, and use ema={optimizer.ema_momentum} (--ema), which is evaluated, saved and returned"
         )
-    families = [_family(model), _family(optimizer)]
-    if families[0] != families[1] and isinstance(model, keras_models()):
+    # A plain `tf.Module` has variables of TensorFlow's own, which the optimizers of both families take.
+    model_family = _family(model)
+    optimizer_family = _family(optimizer)
+    if model_family != optimizer_family and isinstance(model, keras_models()):
         raise UsageError(
-            f"the model is of {families[0]}, but its optimizer of {families[1]}: take both from one family"
+            f"the model is of {model_family}, but its optimizer of {optimizer_family}: take both from one family"
         )
 
 

@@ -93,6 +93,7 @@ def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options,
     # Only such a replica knows the weight of the whole batch before the backward pass.
     has_whole_batch = backend.replicas == 1 and options["accumulate"] == 1
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
+    # Sums are float32 with 16-bit models, too: float16 counts exactly up to 2048 only.
     wide = any(variable.dtype == "float64" for variable in as_tf(trainable_variables(built.model)))
     plan = StepPlan(
         dtype=tf.float64 if wide else tf.float32,
@@ -112,8 +113,9 @@ def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options,
         row_gradients=frozenset(),
         lookups=_lookups(built, data.train, options) | _gathered(built, options),
         block_steps=0,
-        may_isolate=options["compile"] != "xla" and not has_gpu,
+        may_isolate=options["compile"] != "xla" and not has_gpu,  # oneDNN replaces operations of the CPU alone
     )
+    # Both ways need the whole batch in one replica, and arrays: a step over them always has rows.
     if plan.divides_objective and backend.name == "single" and isinstance(data.train, ArraySource):
         return _faster_plan(plan, built, data.train, options, has_gpu)
     return plan
@@ -151,6 +153,7 @@ def _block_steps(source: ArraySource, steps_per_call: int | str) -> int:
     if not source.uniform:
         return 0
     limit = steps_per_call if isinstance(steps_per_call, int) else BLOCK_STEPS
+    # At least 1: a single batch may be larger than `BLOCK_BYTES`.
     return max(1, min(limit, BLOCK_STEPS, BLOCK_BYTES // source.batch_bytes))
 
 
@@ -170,6 +173,7 @@ def _row_gradients(built: BuiltModel) -> frozenset[int]:
 
 def _lookups(built: BuiltModel, source: Source, options: Options) -> dict[int, str]:
     """The variables for which the task asks that gradients keep a row for each lookup; see `StepPlan.lookups`."""
+    # Clipping by value and Adasum are defined on the sum of a row's entries, so they need dense gradients.
     if options["clip_value"] is not None or options["reduction"] == "adasum":
         return {}
     # Each replica sends the same number of lookups in each step, so all examples must have one shape.
@@ -177,7 +181,8 @@ def _lookups(built: BuiltModel, source: Source, options: Options) -> dict[int, s
         uniform = source.uniform
     else:
         assert isinstance(source, StreamSource)
-        uniform = all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(source.dataset.element_spec))
+        specs = tf.nest.flatten(source.dataset.element_spec)
+        uniform = all(spec.shape.is_fully_defined() for spec in specs)
     return dict(built.lookups) if uniform else {}
 
 

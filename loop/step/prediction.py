@@ -15,6 +15,7 @@ from loop.model.variables import carried_variables, model_variables
 from loop.step.build import BuiltModel
 from loop.step.replica import Replica, within
 from loop.step.tracing import compiled
+from loop.step.variable_values import assign_values, read_values
 from loop.task import Batch, Model
 
 Columns: TypeAlias = dict[str, np.ndarray]
@@ -50,10 +51,11 @@ class Prediction:
         # A forward pass may change these variables. Each block starts with the same values, so that the order of the
         # blocks doesn't matter.
         self._state = [*carried_variables(self._model), *_seeds(self._model)]
-        self._initial = [variable.read_value() for variable in self._state]
+        self._initial = read_values(self._state)
 
         # One graph for blocks of all sizes: another graph may round otherwise, and the last block is a short one.
-        specs = [_open_spec(tensor, longer) for tensor, longer in zip(*self._examples(), strict=True)]
+        examples, longer_examples = self._examples()
+        specs = [_open_spec(tensor, longer) for tensor, longer in zip(examples, longer_examples, strict=True)]
         index = tf.TensorSpec([None], tf.int64)
         signature = [specs, index, tf.TensorSpec([], tf.int64)]
         self._forward = compiled(self._of_block, input_signature=signature)
@@ -103,22 +105,25 @@ class Prediction:
             for number in range(source.steps_per_epoch):
                 yield number, source.whole(epoch, tf.constant(number, tf.int64)) if is_wanted(number) else None
             return
+
+        # A stream can't be read from a position on, so blocks that aren't wanted are read and dropped.
         for number, batch in enumerate(source.start(0, 0)):
             yield number, source.whole(epoch, tf.constant(number, tf.int64), batch) if is_wanted(number) else None
 
     def _computed(self, number: int, rows: Rows) -> Columns:
         """What is predicted for the examples of a block."""
-        for variable, value in zip(self._state, self._initial, strict=True):
-            variable.assign(value)
+        assign_values(self._state, self._initial)
         n = int(count(rows.batch))
         outputs = self._forward(tf.nest.flatten(rows.batch), rows.index, tf.constant(number, tf.int64))
-        columns = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in outputs.items()}
-        for name, array in columns.items():
+        columns: Columns = {}
+        for name, tensor in outputs.items():
+            array = np.ascontiguousarray(tensor.numpy())
             if len(array) != n:
                 raise UsageError(
                     f"predict() returned {len(array)} rows for {name!r} of {n} examples: return one row per example, "
                     "in their order"
                 )
+            columns[name] = array
         return columns
 
     def _of_block(self, leaves: list[tf.Tensor], index: tf.Tensor, number: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -127,13 +132,17 @@ class Prediction:
         n = count(batch)
         zero = tf.constant(0, tf.int64)
         rows = Rows(batch, zero, tf.constant(EVALUATION_EPOCH, tf.int64), number, index)
+        # Always one device and one replica: the whole block is the batch.
         replica = Replica(Backend(), rows, self._seed, self._source.options.batch_size)
         replica.fixed_rows = self._fixed_rows
         if self._fixed_rows is not None:
             replica.fill_up(self._fixed_rows)
         with within(replica):
             outputs = named_outputs(self._predict(self._model, replica.batch))
-        return outputs if self._fixed_rows is None else {name: tensor[:n] for name, tensor in outputs.items()}
+        if self._fixed_rows is None:
+            return outputs
+        # Without the rows that only filled the block up.
+        return {name: tensor[:n] for name, tensor in outputs.items()}
 
 
 def named_outputs(outputs: Outputs) -> dict[str, tf.Tensor]:
@@ -174,6 +183,7 @@ def _checked(name: str, value: object) -> tf.Tensor:
 def _open_spec(tensor: tf.Tensor, longer: tf.Tensor) -> tf.TensorSpec:
     """The spec of any number of examples, of any padded length."""
     shape: list[int | None] = [None]
+    # An axis that padding makes longer is open; all others are known to the graph.
     for size, longer_size in zip(tensor.shape[1:], longer.shape[1:], strict=True):
         shape.append(size if size == longer_size else None)
     return tf.TensorSpec(shape, tensor.dtype)

@@ -59,6 +59,7 @@ class Trace:
     compiled: bool
 
 
+# Per thread, since the replicas of one process may be traced in threads of their own.
 _here = threading.local()
 
 
@@ -119,7 +120,8 @@ class Segment:
             with tracing(None):
                 return self._function(self._leaves)
         results = []
-        floats = iter(self._floats_of(*(self._leaves[index] for index in self._float_indices)))
+        arguments = [self._leaves[index] for index in self._float_indices]
+        floats = iter(self._floats_of(*arguments))
         for leaf in tf.nest.flatten(self._outputs):
             results.append(_with_mask_of(leaf, next(floats)) if _is_float(leaf) else leaf)
         return tf.nest.pack_sequence_as(self._outputs, results)
@@ -136,19 +138,23 @@ class Segment:
     def _forward(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The first computation: notes the results, and refuses what a second one couldn't repeat."""
         operations = len(_operations())
-        losses_before = [self._losses(member) for member in self._members]
+        losses_before = list(map(self._losses, self._members))
         with self._masks.noted():
             self._outputs = self._computed(tensors)
+
+        # A loss that is added in the segment would be added once more by the second computation.
         adding = []
         for member, before in zip(self._members, losses_before, strict=True):
             # By identity, not by number: losses of the call before may have been dropped meanwhile.
-            known = {id(loss) for loss in before}
-            if any(id(loss) not in known for loss in self._losses(member)):
+            if not set(map(id, self._losses(member))).issubset(map(id, before)):
                 adding.append(member)
         if adding:
             raise self._cannot("adds a loss", adding)
-        if any(isinstance(leaf, tf.__internal__.CompositeTensor) for leaf in tf.nest.flatten(self._outputs)):
-            raise self._cannot("returns a sparse or ragged tensor", self._members)
+
+        # `tf.custom_gradient` passes gradients through the listed results and arguments only.
+        for leaf in tf.nest.flatten(self._outputs):
+            if isinstance(leaf, tf.__internal__.CompositeTensor):
+                raise self._cannot("returns a sparse or ragged tensor", self._members)
         foreign = _foreign(self._floats(), tensors, set(_operations()[operations:]))
         if foreign is not None:
             raise self._cannot(f"uses a tensor that isn't its argument ({foreign.name})", self._members)
@@ -158,6 +164,7 @@ class Segment:
         self, tensors: Sequence[tf.Tensor], *upstream: tf.Tensor, variables: Sequence[tf.Variable] = ()
     ) -> Structure:
         """The second computation: the gradients of the floating-point arguments, and of variables, if there are any."""
+        # Compute again: with the masks and the state of the first time, so that the results are the same.
         again = _after(upstream, tensors, self._trace.compiled)
         with tf.GradientTape() as tape:
             tape.watch(again)
@@ -165,6 +172,8 @@ class Segment:
             with self._masks.given(), self._state.as_before() as changed:
                 self._outputs = self._computed(again)
                 floats = self._floats()
+
+            # The first computation may change variables, such as statistics. This one must not.
             # While a collective is traced, other replicas of this process may add operations, on other devices.
             for operation in _operations()[operations:]:
                 if operation.device in ("", again[0].device) and _IMPURE.match(operation.type):
@@ -172,7 +181,9 @@ class Segment:
             if changed:
                 reason = f"changes a variable, or draws without a seed ({changed[0]})"
                 raise self._cannot(reason, self._members)
+
         gradients = tape.gradient(floats, (again, list(variables)), output_gradients=list(upstream))
+        # `tf.custom_gradient` asks for two lists only if the function has used variables.
         return gradients if variables else gradients[0]
 
     def _computed(self, tensors: Sequence[tf.Tensor]) -> Structure:
@@ -183,6 +194,7 @@ class Segment:
 
         def body(training: bool | None) -> Structure:
             self._training = training  # for the second computation, which runs outside of the layer around
+            # A segment within a segment is computed as a part of it, and not for a third time.
             with tracing(None):
                 return self._function(leaves)
 
@@ -214,8 +226,11 @@ class _State:
         generator = global_state.get_global_attribute("global_seed_generator")
         if generator is not None:
             variables.append(generator.state)
-        unique = {id(variable): variable for variable in variables}
-        self._values = [(variable, tf.convert_to_tensor(variable.value)) for variable in unique.values()]
+        unique = dict(zip(map(id, variables), variables, strict=True))
+        self._values: list[tuple[Variable, tf.Tensor]] = []
+        for variable in unique.values():
+            # Read now: the first computation may change the variable.
+            self._values.append((variable, tf.convert_to_tensor(variable.value)))
         replica = current()
         self._draws = replica.draws if replica is not None else 0
 
@@ -229,13 +244,15 @@ class _State:
         others: list[str] = []
         replica = current()
         draws = replica.draws if replica is not None else 0
+        # The numbers of seeds are counted again from where they stood, so that random layers get the same seeds.
         if replica is not None:
             replica.draws = self._draws
         _here.keeps_statistics = True
         try:
             with keras.StatelessScope(self._values) as scope:
                 yield others
-            if scope.state_mapping.keys() - {id(variable) for variable, _ in self._values}:
+            known = {id(variable) for variable, _ in self._values}
+            if scope.state_mapping.keys() - known:
                 others.append("a weight")
         finally:
             _here.keeps_statistics = False
@@ -269,9 +286,11 @@ def _foreign(results: Sequence[tf.Tensor], arguments: Sequence[tf.Tensor], own: 
         own: the operations that were added with the segment.
     """
     replica = current()
-    known = {id(tensor) for tensor in arguments}
+    known = set(map(id, arguments))
     if replica is not None:  # sums over replicas have a gradient of their own, and the batch needs none
-        known |= {id(tensor) for tensor in [*replica.received, *tf.nest.flatten(replica.batch)]}
+        known.update(map(id, replica.received), map(id, tf.nest.flatten(replica.batch)))
+
+    # From the results back to what they are made of, as far as the segment's own operations go.
     pending = list(results)
     while pending:
         tensor = pending.pop()
@@ -306,7 +325,7 @@ def _after(upstream: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor], compiled
     if compiled:  # XLA doesn't keep control dependencies
         return list(xla_optimization_barrier([*tensors, *upstream])[: len(tensors)])
     with tf.control_dependencies(upstream):
-        return [tf.identity(tensor) for tensor in tensors]
+        return list(map(tf.identity, tensors))
 
 
 def _in_call_of(layer: Layer, body: Callable[[bool | None], Structure], training: bool | None) -> Structure:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from callbacks.nearest import nearest
 from loop.errors import UsageError
-from loop.model.layer_graph import Structure
+from loop.model.layer_graph import Structure, inner_layers
 from loop.model.segments import CutGraph, Part, segments
 from loop.model.variables import Layer, is_legacy, keras_models, layers
 from loop.options import size_in_bytes
@@ -51,6 +51,7 @@ class Remat:
                 f"remat={choice!r}: {type(model).__name__} is no Keras model, whose layers could be found: leave it "
                 "out, and call the parts that are to be computed again as loop.remat(part)(x)"
             )
+        # Also without the option: `loop.remat` may be called on layers of this model.
         hold_statistics(self._layers)
         self._replace_calls()
 
@@ -66,6 +67,7 @@ class Remat:
         """
         with tracing(Trace(self._layers, compiled)):
             yield
+        # After the whole pass, so that one more trace suffices for all layers that are too small.
         if not self._is_settled:
             self._is_settled = True
             raise self._retrace()
@@ -76,7 +78,7 @@ class Remat:
             # A sequential model of Keras 3 has its graph in a functional one.
             for owner in (layer, getattr(layer, "_functional", None) or layer):
                 if hasattr(vars(owner).get("call"), "replaces"):
-                    del owner.call
+                    del owner.call  # the method of the class is visible again
         for segment in self._segments():
             if isinstance(segment, CutGraph):
                 _replace_call(segment.graph.owner, functools.partial(self._call_of_graph, segment))
@@ -89,11 +91,12 @@ class Remat:
             return []
         if self._choice == "full":
             return list(segments(self._model, self._remembered))
+        # Not the model itself: as a single segment it would be computed twice, and save no memory.
         inner = [layer for layer in self._layers if layer is not self._model]
         chosen: list[Layer] = []
         if self._least_bytes is not None:
             # Layers without layers in them. Which of them are too small shows when they are traced: see `_note_size`.
-            chosen = [layer for layer in inner if not list(layer._flatten_layers(include_self=False))]
+            chosen = [layer for layer in inner if not inner_layers(layer)]
         else:
             patterns = self._choice.split(",") if isinstance(self._choice, str) else self._choice
             for pattern in patterns:
@@ -105,6 +108,7 @@ class Remat:
         if is_legacy(layer):
             original = as_written(original)  # tf_keras converts the methods of layers by AutoGraph
 
+        # A segment takes a flat list: it replaces the tensors among the arguments in the second computation.
         def function(leaves: list[Leaf]) -> Structure:
             args_again, named_again = tf.nest.pack_sequence_as((args, named), leaves)
             return original(*args_again, **named_again)
@@ -124,27 +128,31 @@ class Remat:
     ) -> Structure:
         """The results of a model whose graph is cut."""
         graph = cut_graph.graph
+        # By the ids of the graph's symbolic tensors: the tensors of this call.
         tensors = dict(zip(graph.inputs, graph.flat_inputs(inputs, mask), strict=True))
         for part in cut_graph.parts:
             function = functools.partial(_run_part, part, training)
             values = [tensors[tensor] for tensor in part.inputs]
-            if not part.remembered:
+            if part.remembered:
+                results = function(values)
+            else:
                 members = [call.layer for call in part.calls]
                 segment = Segment(function, values, layer=graph.owner, members=members, cannot=self._cannot)
                 results = segment.run()
-            else:
-                results = function(values)
             tensors |= zip(part.outputs, results, strict=True)
-        return graph.packed([tensors[tensor] for tensor in graph.outputs])
+        outputs = [tensors[tensor] for tensor in graph.outputs]
+        return graph.packed(outputs)
 
     def _cannot(self, reason: str, to_blame: Sequence[Layer]) -> Exception:
         """The error for a segment that can't be computed twice: the layers to blame are remembered from now on."""
-        warnings.warn(f"remat: {', '.join(layer.name for layer in to_blame)} {reason}: remembered", stacklevel=2)
-        self._remembered |= {id(layer) for layer in to_blame}
+        names = ", ".join(layer.name for layer in to_blame)
+        warnings.warn(f"remat: {names} {reason}: remembered", stacklevel=2)
+        self._remembered.update(map(id, to_blame))
         return self._retrace()
 
     def _note_size(self, layer: Layer, outputs: Structure) -> None:
         """Notes a layer whose results turn out to be smaller than the option asks for."""
+        # For one row, since the number of rows isn't known while tracing.
         row_bytes = 0
         for output in filter(tf.is_tensor, tf.nest.flatten(outputs)):
             row_bytes += (output.shape[1:].num_elements() or 1) * output.dtype.size
@@ -195,6 +203,7 @@ def remat(function: Callable[..., Any]) -> Callable[..., Any]:
             args_again, named_again = tf.nest.pack_sequence_as((args, named), leaves)
             return as_written(function)(*args_again, **named_again)
 
+        # In an evaluation, in a prediction, and within another segment nothing is differentiated here.
         if current_trace() is None:
             return function(*args, **named)
         return Segment(compute, tf.nest.flatten((args, named)), cannot=cannot).run()

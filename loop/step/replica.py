@@ -64,12 +64,13 @@ class Replica:
         self.batch = rows.batch
         self.counts_something: tf.Tensor | None = None
         self.fixed_rows: int | None = None
-        # A function, since most models don't ask for it: the graph shall have no operations for it then.
+        # A function, because most models don't ask for it: then the graph must have no operations for it.
         self._index: Callable[[], tf.Tensor] = lambda: rows.index
         if stand_in is not None:
             counts_something = self.count > 0
             stand_ins = tf.nest.flatten(stand_in)[0].shape[0] or 1
             self.counts_something = counts_something
+            # Selected in the graph: in another step, the replica of this trace may have rows.
             self.batch = tf.cond(counts_something, lambda: rows.batch, lambda: stand_in)
             self._index = lambda: tf.cond(counts_something, lambda: rows.index, lambda: tf.zeros([stand_ins], tf.int64))
 
@@ -84,11 +85,12 @@ class Replica:
         return self._index()
 
     def fill_up(self, rows: int) -> None:
-        """Repeats the last row of `batch` until it has so many rows."""
+        """Repeats the last row of `batch` until it has this number of rows."""
 
         def filled(tensor: tf.Tensor) -> tf.Tensor:
             return tf.gather(tensor, tf.minimum(tf.range(rows), tf.shape(tensor)[0] - 1))
 
+        # Now, and not in the lambda: `index` calls `_index`, which is replaced here.
         index = filled(self.index)
         self._index = lambda: index
         self.batch = tf.nest.map_structure(filled, self.batch)
@@ -101,6 +103,7 @@ class Replica:
         """
         if not self.collective:
             raise self._noted(CollectiveNeededError())
+        # From a function or a branch of the model's own, a collective doesn't meet those of the other replicas.
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise self._noted(
                 UsageError(
@@ -114,7 +117,7 @@ class Replica:
         return result
 
     def _summed(self, tensor: tf.Tensor) -> tf.Tensor:
-        if not tensor.dtype.is_floating:
+        if not tensor.dtype.is_floating:  # there is no gradient of integers
             return self.backend.all_reduce([tensor])[0]
 
         @tf.custom_gradient
@@ -144,11 +147,13 @@ class Replica:
 
     def seed_of_draw(self) -> tf.Tensor:
         """A seed for the next random operation: int64 [2], from the run's seed, epoch, batch and operation's number."""
+        # Each number has bits of its own (16 for the operation), so that no two draws of a run share a seed.
         self.draws += 1
         return tf.stack([(self.seed << 32) + self.rows.epoch, self.rows.number * (1 << 16) + self.draws])
 
     def table(self, row: tf.Tensor) -> tf.Tensor:
         """The vectors of all replicas, one row each: shape [replicas, size]. A collective."""
+        # Each replica fills its own row, and the other rows with zeros: the sum over replicas has all rows.
         own = tf.one_hot(tf.cast(self.backend.replica(), tf.int32), self.backend.replicas, dtype=row.dtype)
         return self.sum(own[:, tf.newaxis] * row[tf.newaxis, :])
 
@@ -166,7 +171,7 @@ class Replica:
         """The index of this replica's first row in the gathered batch: int64 []. A collective."""
         counts = self.counts
         before = tf.reduce_sum(counts[: tf.cast(self.backend.replica(), tf.int32)])
-        # Behind the last row stands only a stand-in, which counts for nothing; its index must be valid all the same.
+        # After the last row there is only a stand-in, which counts for nothing. Its index must be valid nevertheless.
         return tf.minimum(before, tf.reduce_sum(counts) - 1)
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -188,6 +193,7 @@ class Replica:
         return self.sum(padded)[: tf.reduce_sum(counts)]
 
 
+# Per thread, since the replicas of one process may be traced in threads of their own.
 _here = threading.local()
 
 
@@ -233,6 +239,7 @@ def all_gather(x: tf.types.experimental.TensorLike) -> tf.Tensor:
     x = tf.convert_to_tensor(x)
     if x.shape.rank == 0 or x.dtype in (tf.bool, tf.string):
         raise UsageError(f"loop.all_gather(x): x is {x.dtype.name}{x.shape}: give numbers of shape [n, ...]")
+    # Counted on one replica, too: `Trial` asks whether `compute` pairs examples on purpose.
     _here.gathers = all_gathers() + 1
     replica = current()
     return x if replica is None or replica.backend.replicas == 1 else replica.gather(x)
@@ -287,6 +294,7 @@ def example_seed(salt: int = 0) -> tf.Tensor:
     if not 0 <= salt < 1 << 16:
         raise UsageError(f"loop.example_seed({salt}): give a salt from 0 to 65535")
     replica = current()
+    # Without a replica, `compute` is only tried: the values of the seeds don't matter, only their number.
     if replica is None:
         tried = getattr(_here, "tried", None)
         if tried is None:
@@ -300,7 +308,7 @@ def example_seed(salt: int = 0) -> tf.Tensor:
 
 @contextlib.contextmanager
 def probing(examples: int) -> Iterator[None]:
-    """A context in which `compute` is tried on so many examples, outside of any step."""
+    """A context in which `compute` is tried on this number of examples, outside of any step."""
     _here.tried = examples
     try:
         yield

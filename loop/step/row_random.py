@@ -60,6 +60,7 @@ def _with_seed_of_run(generator: Any, name: str, *args: Any, **kwargs: Any) -> t
     replica = current()
     if replica is None:
         return draw(generator, *args, **kwargs)
+    # For this draw alone: outside of `compute`, the generator draws as tf_keras has it.
     own_type = generator._rng_type
     generator._rng_type = generator.RNG_STATELESS
     generator.make_seed_for_stateless_op = replica.seed_of_draw
@@ -97,6 +98,7 @@ def uniform(
 ) -> tf.Tensor:
     """`tf.random.stateless_uniform` by row; see `by_row`."""
     dtype = tf.as_dtype(dtype)
+    # As in TensorFlow's own function, with which one replica draws: the bits must be the same.
     if dtype.is_floating:
         drawn = _draw(tf.raw_ops.StatelessRandomUniformV2, shape, seed, dtype.size, dtype=dtype)
         if _is_number(minval, 0) and (maxval is None or _is_number(maxval, 1)):
@@ -145,11 +147,14 @@ def _draw(operation: Draw, shape: Shape, seed: Seed, bytes_each: int, **argument
     """
     replica = current()
     assert replica is not None
+    # Where this replica's numbers begin: after those of all rows before its first one.
     shape = tf.cast(shape, tf.int64)
     size = tf.reduce_prod(shape)
     rows = tf.shape(tf.nest.flatten(replica.batch)[0], out_type=tf.int64)[0]
     first = size // tf.maximum(rows, 1) * replica.rows.first
-    per_state = 2 if bytes_each == 8 else 4  # the count of numbers that one state of the counter gives
+
+    # The counter jumps there. It counts states, each of which gives several numbers.
+    per_state = 2 if bytes_each == 8 else 4
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     counter += tf.cast(tf.stack([first // per_state, 0]), tf.uint64)
     # The first number may lie within a state. The numbers before it are drawn, too, and dropped.

@@ -17,6 +17,7 @@ from loop.errors import UsageError
 from loop.model.variables import Variable, as_tf, variable_names
 from loop.options import Options
 from loop.step.gradients import Gradient
+from loop.step.variable_values import read_values
 from loop.task import Optimizer
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
@@ -41,7 +42,7 @@ class Slicing:
         self.shape = variable.shape
         self.dtype = tf.as_dtype(variable.dtype)
         self.size = variable.shape.num_elements()
-        self.length = -(-self.size // replicas)
+        self.length = -(-self.size // replicas)  # rounded up, so that all slices have one length: collectives need it
         self._is_even = self.length * replicas == self.size
         begins = np.minimum(np.arange(replicas) * self.length, self.size)
         counts = np.minimum(self.length, self.size - begins)
@@ -72,7 +73,8 @@ class Slicing:
     def joined(self, slices: tf.Tensor) -> tf.Tensor:
         """While tracing: the value of the variable, from the slices of all replicas: shape [replicas, length]."""
         flat = tf.reshape(slices, [-1])
-        return tf.reshape(flat if self._is_even else flat[: self.size], self.shape)
+        elements = flat if self._is_even else flat[: self.size]  # without the zeros that fill the last slice
+        return tf.reshape(elements, self.shape)
 
     def joined_on_host(self, slices: np.ndarray) -> np.ndarray:
         """The value of the variable, from the slices of all replicas: shape [replicas, length]."""
@@ -117,8 +119,10 @@ class SlicedVariable:
         """
         value = backend.broadcast_value(value, self.shape, self.dtype)
         first = backend.rank * backend.local_replicas
-        replicas = range(first, first + backend.local_replicas)
-        backend.set_local_values(self.variable, [self._slicing.cut_on_host(value, replica) for replica in replicas])
+        own_slices = []
+        for replica in range(first, first + backend.local_replicas):
+            own_slices.append(self._slicing.cut_on_host(value, replica))
+        backend.set_local_values(self.variable, own_slices)
 
 
 class Shards:
@@ -134,10 +138,12 @@ class Shards:
         self._variables = list(variables)
         self._weights = as_tf(variables)
         self._owners: dict[int, int] = {}  # by the id of a sliced slot, the index of its variable
-        self.slicings = [Slicing(weight, backend.replicas) for weight in self._weights]
+        self.slicings: list[Slicing] = []
         self.parts: list[tf.Variable] = []
-        for variable, slicing in zip(variables, self.slicings, strict=True):
-            part = self.new_part(slicing, as_tf([variable])[0].name.split(":")[0])
+        for variable, weight in zip(variables, self._weights, strict=True):
+            slicing = Slicing(weight, backend.replicas)
+            self.slicings.append(slicing)
+            part = self.new_part(slicing, weight.name.split(":")[0])
             # Keras names slots after it, and checkpoints know slots by their names.
             part.path = getattr(variable, "path", None) or part.name
             self.parts.append(part)
@@ -149,8 +155,10 @@ class Shards:
 
     def build(self, optimizer: Optimizer, indices: Sequence[int]) -> None:
         """Builds an optimizer on the parts of the variables at `indices`, and notes which slots are slices."""
+        # Optimizers of both families make a slot by this method. Other variables, such as counters, stay whole.
         original = optimizer.add_variable_from_reference
-        by_part = {id(self.parts[index]): index for index in indices}
+        own_parts = [self.parts[index] for index in indices]
+        by_part = dict(zip(map(id, own_parts), indices, strict=True))
 
         def add_and_note(*args: Any, **kwargs: Any) -> Variable:
             slot = original(*args, **kwargs)
@@ -161,9 +169,9 @@ class Shards:
 
         optimizer.add_variable_from_reference = add_and_note
         try:
-            optimizer.build([self.parts[index] for index in indices])
+            optimizer.build(own_parts)
         finally:
-            del optimizer.add_variable_from_reference
+            del optimizer.add_variable_from_reference  # the method of the class is visible again
 
     def empty(self) -> None:
         """Frees the memory of the parts, once all optimizers are built."""
@@ -194,6 +202,8 @@ class Shards:
         """
         backend = self._backend
         replica = backend.replica()
+
+        # Cut this replica's slices out of the gradients and weights.
         own_gradients = []
         for index, gradient in gradients.items():
             slicing = self.slicings[index]
@@ -201,11 +211,14 @@ class Shards:
             _set(self.parts[index], slicing.cut(self._weights[index], replica))
         parts = [self.parts[index] for index in gradients]
         backend.apply(optimizer, own_gradients, parts)
-        slices = [part.read_value() for part in parts]
+
+        # Take out the new slices, and empty the parts, which hold no memory between two steps.
+        slices = read_values(parts)
         for part in parts:
             _empty(part)
         self.assign(list(gradients), slices)
-        # Only now: a constraint needs the whole weight, such as for the norm of a column.
+
+        # Only now: a constraint, such as on the norm of a column, needs the whole weight.
         for index in gradients:
             variable = self._variables[index]
             if variable.constraint is not None:
@@ -217,7 +230,8 @@ class Shards:
         values = []
         for index, all_slices in zip(indices, gathered, strict=True):
             values.append(self.slicings[index].joined(all_slices))
-        self._backend.assign([self._weights[index] for index in indices], values)
+        weights = [self._weights[index] for index in indices]
+        self._backend.assign(weights, values)
 
     def own(self, index: int) -> tf.Tensor:
         """The slice of a weight that this replica owns."""
@@ -282,6 +296,8 @@ def _not_elementwise(optimizer: Optimizer) -> str:
             "exclude_from_weight_decay(var_list=...) names variables, of which it gets slices: use "
             "exclude_from_weight_decay(var_names=...)"
         )
+
+    # What the class says of itself counts more than its name: a subclass may compute in another way.
     declared = getattr(optimizer, "elementwise", None)
     module = type(optimizer).__module__
     is_known = module.startswith(("keras.src.optimizers.", "tf_keras.src.optimizers."))

@@ -24,6 +24,7 @@ from loop.step.gradients import Gradient, are_finite, clipped, content, divided,
 from loop.step.loop_state import LoopState
 from loop.step.totals import EXAMPLES, SUMS, WEIGHT
 from loop.step.tracing import as_written
+from loop.step.variable_values import assign_values, put_back_unless, read_values
 from loop.task import Batch, Values
 
 
@@ -51,6 +52,7 @@ class StepTrace:
         if context.state:
             self._model_state = context.backend.run(lambda: list(map(tf.convert_to_tensor, context.state)))
         self._graph = tf.compat.v1.get_default_graph()
+        # A copy for this trace: `ForwardPass` removes each variable whose gradient turns out to be dense.
         self._by_lookup = dict(context.plan.lookups)
         self._minimizes = 0
         self._sums: dict[str, tf.Tensor] = {}
@@ -79,7 +81,7 @@ class StepTrace:
         forward = ForwardPass(
             self._context, values, optimizer, self._feed, self._minimizes, self._by_lookup, self.in_block
         )
-        self._minimizes += 1
+        self._minimizes += 1  # by this number, each `minimize` of a step gets random seeds of its own
 
         # Forward and backward pass: each replica by itself.
         gradients, sums, states = forward.sums()
@@ -143,6 +145,8 @@ class StepTrace:
             gradients, sums = self._added_up(forward, gradients, sums)
         if plan.summed_loss:
             sums = totals.weighed_by_rows(sums)
+
+        # After the reduction, not before: only the packed form can be added up over replicas.
         unpacked = []
         for index, gradient in zip(forward.connected, gradients, strict=True):
             if index in self._by_lookup:
@@ -158,16 +162,16 @@ class StepTrace:
         plan = self._context.plan
         backend = self._context.backend
         by_index = dict(zip(forward.connected, gradients, strict=True))
-        dense = [index for index in forward.connected if index not in self._by_lookup]
-        sent, sums = communication.reduced(
+        dense = {index: gradient for index, gradient in by_index.items() if index not in self._by_lookup}
+        reduced, sums = communication.reduced(
             backend,
-            [by_index[index] for index in dense],
+            list(dense.values()),
             sums,
             compression=plan.compression,
             groups=plan.groups,
             headroom=1 if plan.loss_scaled else plan.batch_size,
         )
-        by_index |= zip(dense, sent, strict=True)
+        by_index |= zip(dense, reduced, strict=True)
         # In the order of the variables: all workers must enter the collectives in one order.
         for index in forward.connected:
             if self._by_lookup.get(index) == lookups.GATHERED:
@@ -199,15 +203,15 @@ class StepTrace:
         context = self._context
         by_index = dict(zip(forward.connected, gradients, strict=True))
         for name, (instance, indices) in context.built.optimizers.items():
-            own = [index for index in indices if index in by_index]
+            # A variable that the loss doesn't depend on has no gradient: its optimizer leaves it alone.
+            own = {index: by_index[index] for index in indices if index in by_index}
             if not own or optimizer not in ("", name):
                 continue
-            own_gradients = [by_index[index] for index in own]
             try:
                 if context.built.shards is not None:
-                    context.built.shards.apply(instance, dict(zip(own, own_gradients, strict=True)))
+                    context.built.shards.apply(instance, own)
                 else:
-                    context.backend.apply(instance, own_gradients, [context.variables[index] for index in own])
+                    context.backend.apply(instance, list(own.values()), context.variables_at(own))
             except UsageError as problem:
                 raise context.computing.fail(problem) from None
         # After the optimizers: the averages follow the new weights.
@@ -218,9 +222,11 @@ class StepTrace:
     def _still_applies(self, applies: tf.Tensor) -> tf.Tensor:
         """Whether a `minimize` is applied: not after a bad `minimize` of this step, or a bad step of this call."""
         plan = self._context.plan
+        # If a bad step is skipped instead, each `minimize` of the step is judged by its own numbers.
         if plan.stops_at_bad_step and not plan.loss_scaled:
             for earlier in self._finite.values():
                 applies &= tf.reduce_all(earlier)
+        # A counted loop also makes the steps after the one that ended the call. They must change nothing.
         if self._counted:
             applies &= self._state.going
         return applies
@@ -230,6 +236,7 @@ class StepTrace:
     ) -> dict[str, tf.Tensor]:
         """Adds the totals of a `minimize` to those of the step; returns the means of its values."""
         context = self._context
+        # Before earlier sums are added: the task asks for the means of this `minimize` alone.
         means = totals.batch_means(sums)
         if optimizer in self._sums:  # a second `minimize` with the same optimizer in this step
             finite = finite & self._finite[optimizer]
@@ -248,6 +255,7 @@ class StepTrace:
             act()
             return condition
 
+        # `tf.cond` wants a result from both branches; this one is not used.
         tf.cond(condition, acted, lambda: condition)
 
     def _finish(self) -> LoopState:
@@ -256,6 +264,7 @@ class StepTrace:
         plan = context.plan
         layout = context.layout
         before = self._state
+        # In the order of `StepContext.checked`, which names them: the task may call `minimize` in another order.
         each_finite = totals.joined([self._finite[name] for name in layout.minimized])
         finite = tf.reduce_all(each_finite)
         step_totals = layout.joined(self._sums)
@@ -266,9 +275,9 @@ class StepTrace:
         good = finite & before.going if self._counted else finite
         self._restore_model_state(good)
         states = self._added_states(good)
-        after = LoopState(
-            before.step + 1, going, ended, before.totals + self._if_made(step_totals, going, ended), states, each_finite
-        )
+        following_step = before.step + 1
+        call_totals = before.totals + self._if_made(step_totals, going, ended)
+        after = LoopState(following_step, going, ended, call_totals, states, each_finite)
         return self._unless_over(after) if self._counted else after
 
     def _goes_on(self, finite: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -282,10 +291,12 @@ class StepTrace:
         if context.kept_batch is not None:
             ended = examples == 0.0
             keep = context.kept_batch.keep
+            # The batch of a bad step is saved for `tfloop replay`, and a stream can't be read again.
             tf.cond(finite, lambda: ended, lambda: keep(self._feed[-1]))
             going &= ~ended
         if scale is not None:
             # An overflow in float16 is no error: the step is skipped, and the next one is made with half the scale.
+            # A step without examples, or after the end of the call, says nothing of the scale.
             has_examples = examples != 0.0
             if self._counted:
                 has_examples &= self._state.going
@@ -298,6 +309,7 @@ class StepTrace:
 
     def _if_made(self, step_totals: tf.Tensor, going: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """The totals of the step; 0 if it isn't made: it ends the run or the data, or an earlier one ended the call."""
+        # The 0 comes second: `tf.where` takes the type of the first value.
         if self._context.plan.stops_at_bad_step:
             step_totals = tf.where(going, step_totals, 0)
         elif self._context.kept_batch is not None:
@@ -311,8 +323,7 @@ class StepTrace:
             return
 
         def restore(before: list[tf.Tensor]) -> None:
-            for variable, value in zip(context.state, before, strict=True):
-                variable.assign(value)
+            assign_values(context.state, before)
 
         self._when(~good, lambda: context.backend.run(restore, self._model_state), context.state)
 
@@ -377,10 +388,9 @@ class BlockStepTrace(StepTrace):
 
     def _when(self, condition: tf.Tensor, act: Callable[[], object], variables: list[tf.Variable]) -> None:
         """Calls `act` in any case, and then selects between the new and the old values of `variables`."""
-        old_values = [variable.read_value() for variable in variables]
+        old_values = read_values(variables)
         act()
-        for variable, old in zip(variables, old_values, strict=True):
-            variable.assign(tf.where(condition, variable, old))
+        put_back_unless(condition, variables, old_values)
 
     def _restore_model_state(self, good: tf.Tensor) -> None:
         """Does nothing: the block undoes the changes."""

@@ -56,7 +56,7 @@ class TotalsLayout:
 
     def of_replica(self, examples: tf.Tensor, sums: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
         """While tracing: the totals of one `minimize` in one replica, without states."""
-        return tf.stack([tf.cast(examples, dtype), tf.zeros([], dtype), *sums])
+        return tf.stack([tf.cast(examples, dtype), tf.zeros([], dtype), *sums])  # the 0: no skipped step
 
     def no_rows(self, optimizer: str, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
         """While tracing: the totals and the states of one `minimize` in a replica without rows."""
@@ -65,13 +65,16 @@ class TotalsLayout:
 
     def joined(self, totals: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """While tracing: the totals of a step from those of each `minimize`, by the optimizer's name."""
+        # In the order of the layout: the task may call `minimize` in another order.
         first, *others = [totals[name] for name in self.minimized]
         # All have seen the same examples, so only the first one's counts are taken.
-        return tf.cast(joined([first, *(other[SUMS:] for other in others)]), tf.float64)
+        sums_of_others = [other[SUMS:] for other in others]
+        return tf.cast(joined([first, *sums_of_others]), tf.float64)
 
     def unpacked(self, totals: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The sums and the states of each `minimize`, by the optimizer's name."""
         parts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        # First the sums of all, then the states of all: the loop over steps carries the two apart.
         sums_at = SUMS
         states_at = self.sums_width
         for name, values in self.minimized.items():
@@ -136,7 +139,9 @@ class CallLayout:
 
         # The first part with a bad step; without one, the first part.
         start, decisive = min(parts, key=order)
-        packed: np.ndarray = np.sum([vector for _, vector in parts], 0)
+        vectors = [vector for _, vector in parts]
+        packed: np.ndarray = np.sum(vectors, 0)
+        # Flags and endings can't be added up, unlike counts and totals.
         packed[: self._made] = decisive[: self._made]
         packed[self._ending] = decisive[self._ending]
         if packed[self._ending] == NOT_FINITE:
@@ -150,7 +155,8 @@ class CallLayout:
 
     def not_finite(self, packed: np.ndarray) -> list[str]:
         """The names of the numbers that were not finite in the last step."""
-        return [name for name, finite in zip(self.checked, packed[: self._made], strict=True) if not finite]
+        flags = packed[: self._made]
+        return [name for name, finite in zip(self.checked, flags, strict=True) if not finite]
 
 
 def joined(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -171,6 +177,7 @@ def as_skipped(totals: tf.Tensor) -> tf.Tensor:
 def weighed_by_rows(totals: tf.Tensor) -> tf.Tensor:
     """The totals of a batch with a summed loss. The mean over batches weighs each batch by its rows, as in Keras."""
     rows = totals[EXAMPLES]
+    # The sum becomes sum * rows, and its divisor the rows: their sums over batches give that mean.
     return tf.concat([totals[:SUMS], [totals[SUMS] * rows, rows], totals[SUMS + 2 :]], 0)
 
 
@@ -196,6 +203,7 @@ class EvaluationLayout:
 
     def with_more(self, totals: tf.Tensor, more: tf.Tensor) -> tf.Tensor:
         """While tracing: the totals of a worker, and whether it has more data. One collective adds up both."""
+        # That slot is 0 so far: an evaluation skips no steps. `split_more` makes it 0 again.
         return totals + tf.one_hot(HAVE_MORE, self.width, tf.cast(more, tf.float64))
 
     def split_more(self, packed: np.ndarray) -> tuple[bool, np.ndarray]:

@@ -84,11 +84,13 @@ class TrainStep:
         self.averages = self._context.averages
         self.phase_marker = self._context.marker
         self._layout = CallLayout(self._context.checked())
+
         self.evaluations: dict[str, Evaluation] = {}
         for name, source in data.evaluated.items():
             prefix = evaluation_sets.prefix(name)
             self.evaluations[name] = Evaluation(self._context, source, self.average_statistics, prefix)
         _check_names(self.evaluations)
+
         self._blocks = BlockLoop(self._context)
         self._blocks_untried = True
         self._compile()
@@ -96,6 +98,7 @@ class TrainStep:
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of the step beside those of model and optimizer that are the same in all replicas."""
+        # Sliced averages differ between replicas, so they are among `sliced_variables`.
         averages = [] if self.built.shards else self.averages.variables
         return [*averages, *(self.scale.variables if self.scale else [])]
 
@@ -118,10 +121,12 @@ class TrainStep:
             added up; `means` makes means of them. After `NOT_FINITE` and `LAST_SKIPPED`, `not_finite` says what wasn't
             finite.
         """
+        # The first call makes one block alone: if XLA fails, no step has been made yet, and the call can be repeated.
         if self._blocks.active and self._blocks_untried:
             parts = self._try_block(iterator, epoch, step, min(steps, self._context.plan.block_steps))
         else:
             parts = self._call(iterator, epoch, step, steps)
+
         packed = self._layout.join(parts, step)
         result = self._layout.result(packed)
         if result.ending in (NOT_FINITE, LAST_SKIPPED):
@@ -130,6 +135,7 @@ class TrainStep:
 
     def graph(self, iterator: DataIterator) -> tf.Graph:
         """The graph that `train` runs with such an iterator. It is traced here if `train` hasn't been called yet."""
+        # The types of `Backend.call`: with another type, this would be another trace.
         number = tf.constant(0, tf.int64)
         return self._train.get_concrete_function(iterator, number, number, number).graph
 
@@ -144,6 +150,7 @@ class TrainStep:
         if self._context.kept_batch is not None:
             rows = self._context.kept_batch.rows(*position)
         else:
+            # Arrays keep no batch: their order is a function of the position, so the batch is read again.
             assert isinstance(self.data.train, ArraySource)
             rows = self.data.train.whole(*position)
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), rows)
@@ -153,8 +160,9 @@ class TrainStep:
         layout = self._context.layout
         means: dict[str, float] = {}
         for optimizer, (sums, states) in layout.unpacked(totals).items():
+            prefix = f"{optimizer}_" if optimizer else ""
             for name, value in layout.minimized[optimizer].means(sums, states).items():
-                means[f"{optimizer}_{name}" if optimizer else name] = value
+                means[f"{prefix}{name}"] = value
         if self.scale is not None:
             means["loss_scale"] = float(self.backend.local_values(self.scale.scale)[0])
         if self.scale is not None or not self._context.plan.stops_at_bad_step:
@@ -182,6 +190,7 @@ class TrainStep:
         self._blocks.compile()
 
     def _call(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> Parts:
+        # The function is looked up for each attempt, since `_compile` replaces it.
         return self._context.computing.call(lambda: self._train, iterator, epoch, step, steps, self._compile)
 
     def _try_block(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> Parts:
@@ -192,12 +201,14 @@ class TrainStep:
         try:
             parts = self._call(iterator, epoch, step, steps)
         except tf.errors.OpError as error:
-            reason = " ".join(str(error.message).split())[:300]
+            words = str(error.message).split()
+            reason = " ".join(words)[:300]
             warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
+            # From now on `BlockLoop.active` is false, and the new trace has no blocks.
             self._context.computing.uncompiled.add(self.data.train)
             self._compile()
             return self._call(iterator, epoch, step, steps)
-        # Behind the last whole batch there are no blocks, so such a call has tried none.
+        # After the last whole batch there are no blocks: a call from there on has tried none.
         self._blocks_untried = step >= self._blocks.whole_steps
         return parts
 
@@ -205,22 +216,26 @@ class TrainStep:
 
     def _train_steps(self, iterator: DataIterator, epoch: tf.Tensor, step: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         """Makes the steps of one call; returns the vector that `CallLayout` describes."""
-        self.traces += 1
+        self.traces += 1  # Python runs only while the function is traced
         context = self._context
         state = self._start(step)
         end = step + steps
+        # Blocks make the steps with a whole batch; the loop over batches makes the rest, and a block that was undone.
         if self._blocks.active:
             state = self._blocks.run(iterator, epoch, end, state)
         loop = BatchLoop if context.plan.local_steps == 1 else LocalStepsLoop
         state = loop(context, iterator, epoch, end).run(state)
         packed = self._packed(step, state)
+        # After `packed`, the last tensor of the call: from here on the host has its turn.
         self.phase_marker.lap(HOST, packed)
         return packed
 
     def _start(self, step: tf.Tensor) -> LoopState:
         """The state of the loop before the first step of a call."""
         layout = self._context.layout
+        # float64 over many steps: float32 counts exactly up to 2**24 only, and would round the sums of a long epoch.
         zeros = tf.zeros([layout.sums_width], tf.float64)
+        # What a run doesn't need is (): each tensor that the loop carries costs four operations in each step.
         ended = () if self._context.kept_batch is None else tf.constant(False)
         states = ()
         if layout.states_width:
@@ -241,6 +256,7 @@ class TrainStep:
         made = after.step - step - tf.cast(last_unmade, tf.int64)
         counts = tf.cast([made, tf.cast(ending, tf.int64)], tf.float64)
         parts = [after.totals]
+        # States of metrics are added up over replicas once in a call. The sums went with the gradients of each step.
         if layout.states_width:
             states = self.backend.run(lambda states: self.backend.all_reduce([states])[0], after.states)
             parts.append(self.backend.first(states))
@@ -270,7 +286,9 @@ def _make_context(
         scale = LossScale(options["batch_size"]) if plan.loss_scaled else None
     averages = make_averages(trainable_variables(built.model), options["ema"], backend, built.shards)
     # A single worker that reads arrays never blocks, so it needn't note in which phase of a step it is.
-    waits = backend.workers > 1 or any(_may_block(source) for source in data.sources)
+    waits = backend.workers > 1 or any(map(_may_block, data.sources))
+    metric_sums = {name: MetricSums(names, built.metrics) for name, names in built.minimized.items()}
+    most_rows = -(-data.train.most(plan.accumulate) // backend.replicas)  # of a replica in a micro-batch, rounded up
     return StepContext(
         plan=plan,
         task=task,
@@ -278,7 +296,7 @@ def _make_context(
         backend=backend,
         source=data.train,
         computing=computing,
-        layout=TotalsLayout({name: MetricSums(names, built.metrics) for name, names in built.minimized.items()}),
+        layout=TotalsLayout(metric_sums),
         marker=PhaseMarker(waits, bool(options["profile"]), backend.replicas),
         scale=scale,
         averages=averages,
@@ -286,7 +304,7 @@ def _make_context(
         statistics=statistics(built.model) if backend.replicas > 1 else [],
         kept_batch=KeptBatch(data.train) if isinstance(data.train, StreamSource) else None,
         observer=observer,
-        remat=Remat(built.model, options["remat"], -(-data.train.most(plan.accumulate) // backend.replicas)),
+        remat=Remat(built.model, options["remat"], most_rows),
     )
 
 
@@ -328,11 +346,14 @@ def not_finite(step: int, epoch: int, names: list[str], kept: str = "") -> Train
         names: what wasn't finite, in words.
         kept: a note that says where the batch is kept, or "".
     """
-    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    listed = ", ".join(names[:5])
+    if len(names) > 5:
+        listed += f" and {len(names) - 5} more"
+    note = f"; {kept}" if kept else ""
     return TrainingError(
         f"step {step} (epoch {epoch}): not finite (nan or inf): {listed}; nothing was applied from there on. Lower the "
         "learning rate, set clip_norm, look for bad values in the data, or skip such steps with on_nonfinite='skip'"
-        + (f"; {kept}" if kept else "")
+        f"{note}"
     )
 
 

@@ -59,21 +59,25 @@ def check(
     Raises:
         UsageError: no loss, a mean instead of values, or shapes that don't fit; with the fix.
     """
+    # Each check relies on those before it: names, then types, then shapes.
     _check_names(values)
-    tensors = {name: _tensor(name, content(value)) for name, value in values.items() if name not in metrics}
+    tensors = _tensors(values, metrics)
     _check_dtypes(tensors)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     _check_one_value_per_example(shapes, n)
 
     # While tracing, the number of rows isn't known. These shapes were checked before, on a few examples.
     if n is not None and "weight" in values:
-        _check_weight(shapes, unweighted={name for name in shapes if isinstance(values[name], Unweighted)})
+        unweighted_names = {name for name in shapes if isinstance(values[name], Unweighted)}
+        _check_weight(shapes, unweighted_names)
     if n is not None and "loss_count" in values:
         _check_loss_count(shapes)
     if not tensors["loss"].dtype.is_floating:
         raise UsageError(f'compute() returned "loss" of {values["loss"].dtype}: a loss must be a floating-point tensor')
 
-    returned = ["loss", *(name for name in values if name not in RESERVED)]
+    # By name, not by order: a task may build its dict in another order with training=True.
+    returned = ["loss"]
+    returned += [name for name in values if name not in RESERVED]
     if names is not None and set(returned) != set(names):
         raise UsageError(
             f"compute() returned {', '.join(names)} at first, and now {', '.join(returned)}: return the same values "
@@ -119,6 +123,7 @@ def _check_one_value_per_example(shapes: Shapes, n: int | None) -> None:
                 "For example keras.losses.mean_squared_error(labels, predictions), the function, instead of "
                 "keras.losses.MeanSquaredError()(labels, predictions); or leave out tf.reduce_mean(...)"
             )
+        # A mean over the wrong axis has a shape, but not one entry for each row.
         if n is not None and shape[0] != n:
             raise UsageError(
                 f'compute() returned "{name}" of shape {list(shape)} for {n} example{"s" * (n > 1)}: return shape '
@@ -137,6 +142,7 @@ def _check_weight(shapes: Shapes, unweighted: set[str]) -> None:
     for name, shape in shapes.items():
         if name == "loss_count" or name in unweighted:
             continue
+        # The weight counts for all elements behind its axes, so these axes must be the value's first ones.
         if shape[: weight.rank] != weight:
             raise UsageError(
                 f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
@@ -146,6 +152,7 @@ def _check_weight(shapes: Shapes, unweighted: set[str]) -> None:
 
 def _check_loss_count(shapes: Shapes) -> None:
     """Refuses a divisor that has neither the shape of the loss nor one number for each example."""
+    # It is added up over all replicas by itself, so its shape needn't be that of the weight.
     loss = shapes["loss"]
     if shapes["loss_count"] not in (loss, loss[:1]):
         raise UsageError(
@@ -153,6 +160,15 @@ def _check_loss_count(shapes: Shapes) -> None:
             f"{list(loss)}: give what each element adds to the divisor, in the shape of the loss, "
             "or what each example adds, in shape [n]"
         )
+
+
+def _tensors(values: Mapping[str, Value], metrics: Sequence[str]) -> dict[str, tf.Tensor]:
+    """The values as tensors, but those for a Keras metric, which may be tuples."""
+    tensors = {}
+    for name, value in values.items():
+        if name not in metrics:
+            tensors[name] = _tensor(name, content(value))
+    return tensors
 
 
 def _tensor(name: str, value: Value) -> tf.Tensor:

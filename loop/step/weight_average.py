@@ -12,6 +12,7 @@ from loop.backends.base import Backend
 from loop.model.variables import Variable, as_tf
 from loop.step.sharding import Shards
 from loop.step.tracing import compiled
+from loop.step.variable_values import read_values
 
 
 class Averages:
@@ -28,6 +29,7 @@ class Averages:
         self._decay = decay or 0.0
         self._backend = backend
         self.variables: list[tf.Variable] = []
+        # They start as copies of the weights: from zeros, the first averages would be too small.
         with backend.scope():
             for weight in self._weights:
                 # On the device of the weight: a model may be spread over several devices.
@@ -67,6 +69,7 @@ class Averages:
         self._weights = []
 
     def _swap(self) -> None:
+        # Twice gives the old state again, to the bit: values are exchanged, and nothing is computed.
         for weight, average in zip(self._weights, self.variables, strict=True):
             weight_value = self._backend.local_values(weight)[0]
             weight.assign(self._backend.local_values(average)[0])
@@ -84,7 +87,7 @@ class SlicedAverages(Averages):
     """
 
     def __init__(self, variables: Sequence[Variable], decay: float, backend: Backend, shards: Shards) -> None:
-        super().__init__((), decay, backend)
+        super().__init__((), decay, backend)  # without variables: whole averages are what slices save
         self._weights = as_tf(variables)
         self._shards = shards
         self.variables = [shards.new_part(slicing, "average") for slicing in shards.slicings]
@@ -119,11 +122,11 @@ class SlicedAverages(Averages):
 
     def _exchange_in_replica(self) -> None:
         """Swaps the weights with the averages."""
-        indices = range(len(self.variables))
-        averages = [average.read_value() for average in self.variables]
-        for index, average in zip(indices, self.variables, strict=True):
+        # The order matters: each is read before it is assigned.
+        averages = read_values(self.variables)
+        for index, average in enumerate(self.variables):
             average.assign(self._copy_of_own(index))
-        self._shards.assign(indices, averages)
+        self._shards.assign(range(len(averages)), averages)
 
     def _restart_in_replica(self) -> None:
         for index, average in enumerate(self.variables):
