@@ -75,7 +75,8 @@ def _all_reduced(
     received = list(sent)
     # All workers must enter the collectives in the same order: the groups depend on sizes alone.
     sizes = [tensor.shape.num_elements() * tensor.dtype.size for tensor in sent]
-    for number, indices in enumerate(split(sizes, groups)):
+    # Sums without gradients are a group, too: gradients by lookup travel elsewhere, and a model may have no others.
+    for number, indices in enumerate(split(sizes, groups) or [[]]):
         group = [sent[index] for index in indices]
         # The sums are computed before any gradient, so they go with the first group.
         if number == 0:

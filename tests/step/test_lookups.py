@@ -88,6 +88,17 @@ def test_where_lengths_differ_replicas_agree_too(engines, quiet):  # noqa: F811
     assert_same(*(result.model for result in results))
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_model_may_have_nothing_but_tables(replicas, engines, quiet):  # noqa: F811
+    def make():
+        model = keras.Sequential([keras.layers.Embedding(8, 1), keras.layers.GlobalAveragePooling1D()])
+        return compiled(model, "rmsprop", loss="mse")
+
+    witness, _ = by_fit(make, (WORDS, LABELS), epochs=2)
+    task = KerasTask.from_compiled(make, (WORDS, LABELS))
+    assert_same(by_task(task, quiet, engines[replicas], epochs=2).model, witness)
+
+
 @pytest.mark.parametrize(
     ("backend", "replicas", "given", "gathered"),
     [
