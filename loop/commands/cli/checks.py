@@ -13,6 +13,7 @@ from callbacks.run_record.redaction import tell
 from loop.checkpoint.store import address
 from loop.commands import command_line, runs
 from loop.commands import rerun as rerun_
+from loop.commands.cli import check_options as check
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import show, shown_stages, stopped_clean
 from loop.commands.cli.training import train_options
@@ -28,11 +29,11 @@ from loop.target import task_loader
 def verify(
     target_: typed.Target,
     set_: typed.Set = None,
-    batch_size: typed.VerifyBatchSize = None,
-    compile_: typed.VerifyCompile = None,
-    processes: typed.Processes = True,
+    batch_size: check.VerifyBatchSize = None,
+    compile_: check.VerifyCompile = None,
+    processes: check.Processes = True,
     as_json: typed.AsJson = False,
-    record: typed.Record = None,
+    record: check.Record = None,
 ) -> None:
     """Show that a task has the same numbers on any number of replicas."""
     with_defaults(None, {"batch_size": batch_size, "compile": compile_})
@@ -81,7 +82,7 @@ def _record(
 
 
 def replay(
-    kept: typed.Kept,
+    kept: check.Kept,
     task_target: typed.TaskTarget = None,
     trust: typed.Trust = False,
     as_json: typed.AsJson = False,
@@ -131,18 +132,18 @@ def rerun(
 
 def chaos(
     target_: typed.Target,
-    kills: typed.Kills = 6,
+    kills: check.Kills = 6,
     epochs: typed.Epochs = None,
     steps: typed.Steps = None,
     batch_size: typed.BatchSize = None,
     backend: typed.Backend = None,
     workers: typed.Workers = None,
     set_: typed.Set = None,
-    checkpoint_every: typed.ChaosCheckpointEvery = None,
-    migrate: typed.ChaosMigrate = False,
-    store: typed.ChaosStore = None,
-    seed: typed.ChaosSeed = 0,
-    keep: typed.ChaosKeep = None,
+    checkpoint_every: check.ChaosCheckpointEvery = None,
+    migrate: check.ChaosMigrate = False,
+    store: check.ChaosStore = None,
+    seed: check.ChaosSeed = 0,
+    keep: check.ChaosKeep = None,
     as_json: typed.AsJson = False,
 ) -> None:
     """Show that kill -9 at any moment loses nothing of a training."""

@@ -13,6 +13,7 @@ from callbacks.run_record.redaction import tell
 from loop.checkpoint.store import address
 from loop.commands import command_line, runs, terminal, tracking
 from loop.commands.cli import options as typed
+from loop.commands.cli import runs_options as listing
 from loop.errors import PREEMPTED, TrainingError, UsageError
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
@@ -21,9 +22,9 @@ runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_
 @runs_app.callback(invoke_without_command=True)
 def list_runs(
     context: typer.Context,
-    filter_: typed.Filter = None,
-    sort: typed.Sort = None,
-    metric: typed.Metric = None,
+    filter_: listing.Filter = None,
+    sort: listing.Sort = None,
+    metric: listing.Metric = None,
     as_json: typed.AsJson = False,
     root: typed.Root = None,
 ) -> None:
@@ -46,7 +47,7 @@ def list_runs(
 def show_run(
     context: typer.Context,
     run: typed.Name,
-    metric: typed.Metric = None,
+    metric: listing.Metric = None,
     as_json: typed.AsJson = False,
     root: typed.Root = None,
 ) -> None:
@@ -60,7 +61,7 @@ def show_run(
 
 @runs_app.command("compare")
 def compare_runs(
-    context: typer.Context, names: typed.Names, metric: typed.Metric = None, root: typed.Root = None
+    context: typer.Context, names: typed.Names, metric: listing.Metric = None, root: typed.Root = None
 ) -> None:
     """Show what runs differ in, and their curves in one plot."""
     records = [read(runs.locate(root or context.obj or runs.ROOT, name)) for name in names]
@@ -78,7 +79,7 @@ def diff_runs(context: typer.Context, first: typed.Name, second: typed.Name, roo
 def remove_runs(
     context: typer.Context,
     names: typed.Names,
-    yes: typed.Yes = False,
+    yes: listing.Yes = False,
     root: typed.Root = None,
 ) -> None:
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
@@ -106,8 +107,8 @@ def _confirm_removal(paths: list[Path]) -> None:
 
 def tail(
     run: typed.Name,
-    count: typed.Count = 10,
-    follow: typed.Follow = True,
+    count: listing.Count = 10,
+    follow: listing.Follow = True,
     root: typed.Root = None,
 ) -> None:
     """Follow a run: a line for each event, until it ends."""
@@ -120,8 +121,8 @@ def tail(
 
 
 def report(
-    names: typed.ReportNames,
-    out: typed.ReportOut = None,
+    names: listing.ReportNames,
+    out: listing.ReportOut = None,
     root: typed.Root = None,
 ) -> None:
     """Make the page of a run anew, or one that compares several. It has curves, settings, time and faults."""
@@ -143,7 +144,7 @@ def report(
 
 def watch(
     names: typed.Names,
-    port: typed.WatchPort = 8080,
+    port: listing.WatchPort = 8080,
     root: typed.Root = None,
 ) -> None:
     """Show the page of a run in a browser while it trains. It is served on this machine, and updates by itself."""
@@ -160,7 +161,7 @@ def watch(
 
 def sync(
     run: typed.Name,
-    track: typed.SyncTrack = None,
+    track: listing.SyncTrack = None,
     trust: typed.Trust = False,
 ) -> None:
     """Deliver what is still missing: to MLflow, or to the store of a URL. Of a run that is over, or of a sweep."""
