@@ -27,6 +27,10 @@ def _told(read: Callable[[str], Path | str]) -> Callable[[str], Path | str]:
     return parse
 
 
+# None means that an option wasn't typed: the task's own default counts then, which a signature can't know. Where the
+# type has no None, the default in the command's signature is the default.
+
+# Of many commands.
 Target = Annotated[
     str,
     Argument(
@@ -99,6 +103,8 @@ Root = Annotated[
 _NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
+
+# Of train: devices, servers and hosts.
 Ps = Annotated[int | None, Option(help="Parameter servers, with parameter_server; 1.", rich_help_panel=help_.DEVICES)]
 MinShardBytes = Annotated[
     int | None,
@@ -179,10 +185,12 @@ Discovery = Annotated[
     Path | None,
     Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.", rich_help_panel=help_.HOSTS),
 ]
+
+# Of train: the run, its numbers and its speed.
 TrainRunDir = Annotated[
     Path | None,
     Option(
-        parser=_told(address.run_dir),
+        parser=_told(address.run_dir),  # a URL stays a text, whatever the annotation says
         metavar="DIR|URL",
         help="The run directory, or s3://bucket/path (gs, az, https, file); a new one below runs/ if not given.",
         rich_help_panel=help_.FIRST,
@@ -262,6 +270,8 @@ Prefetch = Annotated[
 Threads = Annotated[
     int | None, Option(help="TensorFlow's threads in each worker; its share of the cores.", rich_help_panel=help_.SPEED)
 ]
+
+# Of train: saving, tracking and trouble.
 CheckpointEvery = Annotated[
     str,
     Option(
@@ -322,8 +332,12 @@ Callback = Annotated[
         rich_help_panel=help_.LENGTH,
     ),
 ]
+
+# Of evaluate.
 EvaluateBackend = Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")]
 EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
+
+# Of predict.
 PredictData = Annotated[
     str,
     Argument(
@@ -338,6 +352,8 @@ PredictBatchSize = Annotated[int | None, Option("--batch-size", help="Examples i
 PredictThreads = Annotated[
     int | None, Option("--threads", help="TensorFlow's threads for an operation, in each worker; all cores.")
 ]
+
+# Of export.
 Out = Annotated[
     Path,
     Argument(help="OUT.npz (weights), OUT.keras (Keras file), OUT.onnx, OUT.tflite, or a directory (SavedModel)."),
@@ -349,6 +365,8 @@ Check = Annotated[
 Serving = Annotated[
     bool, Option("--serving", help="The layout that TensorFlow Serving reads, and a Dockerfile that serves it.")
 ]
+
+# Of new and ui.
 NewName = Annotated[str, Argument(metavar="NAME", help="Of the file, without .py.")]
 Port = Annotated[int, Option(max=65535, min=1, help="The port; another one is taken if it is in use.")]
 Host = Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")]
