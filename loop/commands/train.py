@@ -345,6 +345,13 @@ def _with_typed(chosen: callbacks.StandardSet, texts: Sequence[str] | None) -> c
     return callbacks.StandardSet(callbacks.complete(chosen, added))
 
 
+def _fields(result: object) -> dict[str, Any]:
+    """What `fit` returned, as far as it can be printed."""
+    fields = dict(vars(result))
+    del fields["model"]
+    return fields | {"run_dir": str(fields["run_dir"])}
+
+
 def _work(
     typed: SimpleNamespace,
     given: dict[str, Any],
@@ -379,9 +386,7 @@ def _work(
         if typed.dry_run_:
             fields = dry_run.dry_run(task, backend, given)
         else:
-            result = fit(task, **given | {"backend": backend}, run_dir=typed.run_dir, callbacks=chosen)
-            fields = {name: value for name, value in vars(result).items() if name != "model"}
-            fields["run_dir"] = str(result.run_dir)
+            fields = _fields(fit(task, **given | {"backend": backend}, run_dir=typed.run_dir, callbacks=chosen))
         # From here on, a signal no longer ends the process at once: the result is about to be reported.
         beginning.close()
         backend.close()
