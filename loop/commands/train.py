@@ -11,44 +11,28 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import callbacks
 from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.store import address
 from loop.commands import command_line, dry_run, memory_advice, runs, tracking, typed_callbacks
+from loop.commands.train_place import Place, read_place
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
-from loop.launch import host_slots, hosts, job, machine, ray_cluster, ray_options, signals, ssh, stderr
-from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
+from loop.launch import hosts, job, ray_cluster, signals, ssh, stderr
+from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.elastic_job import run_elastic_job
-from loop.launch.elastic_limits import Limits, read_limits
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import MOST_RESTARTS, run_job
 from loop.launch.ray_places import NodeLostError
 from loop.launch.worker import before_training, die_with_parent, reporting
-from loop.options import DEFAULTS, check_communication, read_partition, with_defaults
+from loop.options import DEFAULTS, with_defaults
 from loop.target import task_loader
 from loop.task import TrainTask
 
 Outcome = tuple[int, str, dict[str, Any] | None]
 """The exit code; what went wrong, or ""; the result, if it is this process that prints it."""
-
-
-_BACKENDS_OF = {"tpu": ("tpu",), "devices": ("mirrored", "central"), "devices_per_replica": ("single", "horovod")}
-"""The backends to which an option means something, by its name."""
-
-
-class Place(NamedTuple):
-    """Where a task is trained: the backend, why that one, and what it is to have."""
-
-    backend: str
-    why: str
-    workers: int | None
-    hosts: dict[str, int]
-    ray: ray_options.Request | None
-    limits: Limits | None
-    devices: list[str] | None
 
 
 def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
@@ -95,7 +79,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     tracker = tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
     task_loader.check(typed.target_)
     _check(typed)
-    place = _place(typed)
+    place = read_place(typed)
     with contextlib.ExitStack() as beginning:
         beginning.enter_context(before_training())
         if _needs_launch(place):
@@ -180,79 +164,6 @@ def _check(typed: SimpleNamespace) -> None:
     # Only where it is certain to be on this machine's disk: other hosts have disks of their own.
     if is_fresh and names_checkpoint and not typed.hosts_ and job_size() is None:
         runs.checkpointed(Path(typed.resume), "--resume ")
-
-
-def _place(typed: SimpleNamespace) -> Place:
-    """Where the task is to be trained; refuses what doesn't fit together."""
-    asked = typed.backend
-    if typed.tpu is not None:
-        os.environ["TPU_NAME"] = typed.tpu  # where TensorFlow looks for it
-        asked = asked or "tpu"
-    # The hosts say how many workers there are, the limits depend on that, and what is asked of Ray on the limits.
-    by_host = host_slots.read_hosts(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
-    workers = sum(by_host.values()) or typed.workers
-    limits = _limits(typed, asked or "auto", workers)
-    ray = ray_options.read_request(typed, limits)
-    devices = _devices(typed)
-    if limits is not None:  # the only backend that an elastic job can have
-        asked = "horovod"
-    elif ray is not None:
-        asked = ray.backend
-    asked = asked or ("mirrored" if devices else "auto")
-
-    backend = choose_for_command(asked, workers, asynchronous=True)
-    why = choose_backend(asked, workers)[1] if typed.dry_run_ else ""
-    place = Place(backend, why, workers, by_host, ray, limits, devices)
-    _check_fits(typed, place)
-    return place
-
-
-def _devices(typed: SimpleNamespace) -> list[str] | None:
-    """The devices that were typed; None: none were."""
-    return None if typed.devices is None else machine.device_names(typed.devices.split(","))
-
-
-def _limits(typed: SimpleNamespace, backend: str, workers: int | None) -> Limits | None:
-    """How many workers an elastic job may have; None if none was asked for."""
-    limits = read_limits(typed.elastic_, typed.discovery, backend, workers, typed.hosts_)
-    if limits is not None:
-        for option in ("profile", "devices", "tpu"):
-            value = getattr(typed, option)
-            if value is not None:
-                raise UsageError(f"--elastic {typed.elastic_} with --{option} {value}: leave one of them out")
-    return limits
-
-
-def _check_fits(typed: SimpleNamespace, place: Place) -> None:
-    """Refuses options that mean nothing to the backend, or contradict each other."""
-    _check_servers(typed, place.backend)
-    check_communication(place.backend, typed.communication)
-    if place.ray is not None and place.backend not in ("horovod", "multiworker", "single"):
-        raise UsageError(f"--launcher ray with the backend {place.backend}: give --backend horovod or multiworker")
-    for option, allowed in _BACKENDS_OF.items():
-        value = getattr(typed, option)
-        if value not in (None, 1) and place.backend not in allowed:  # one device in a replica is what all have
-            name = option.replace("_", "-")
-            use = " or ".join(allowed)
-            raise UsageError(f"--{name} {value} with --backend {place.backend}: leave one out, or use {use}")
-    if place.devices and place.workers not in (None, len(place.devices)):
-        raise UsageError(f"--workers {place.workers} with {len(place.devices)} devices: leave --workers out")
-
-
-def _check_servers(typed: SimpleNamespace, backend: str) -> None:
-    """Refuses a number of parameter servers, or a partition of variables, that the backend can't use."""
-    if typed.ps is not None:
-        check_servers(backend, typed.ps)
-    least = typed.min_shard_bytes
-    if least is not None and (backend != "parameter_server" or least < 1):
-        raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
-    if typed.partition is None:
-        return
-    if backend != "parameter_server" or least is not None:
-        raise UsageError(
-            f"--partition {typed.partition}: give it with --backend parameter_server, and without --min-shard-bytes"
-        )
-    read_partition(typed.partition)
 
 
 def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> Outcome:
