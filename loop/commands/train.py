@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import callbacks
 from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
+from callbacks.types import JsonObject
 from loop.checkpoint.store import address
 from loop.commands import command_line, dry_run, memory_advice, runs, tracking, typed_callbacks
 from loop.commands.train_place import Place, read_place
@@ -27,7 +28,7 @@ from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_
 from loop.launch.fixed_job import MOST_RESTARTS, run_job
 from loop.launch.ray_places import NodeLostError
 from loop.launch.worker import before_training, die_with_parent, reporting
-from loop.options import DEFAULTS, with_defaults
+from loop.options import DEFAULTS, Options, with_defaults
 from loop.target import task_loader
 from loop.task import TrainTask
 
@@ -132,9 +133,9 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
         tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
 
 
-def _options(typed: SimpleNamespace) -> dict[str, Any]:
+def _options(typed: SimpleNamespace) -> Options:
     """The options of `fit`; None: not typed."""
-    given: dict[str, Any] = {}
+    given: Options = {}
     for parameter, value in vars(typed).items():
         name = parameter.rstrip("_")  # a parameter such as `compile_` must not hide what Python has by that name
         if name in DEFAULTS:
@@ -256,7 +257,7 @@ def _with_typed(chosen: callbacks.StandardSet, texts: Sequence[str] | None) -> c
     return callbacks.StandardSet(callbacks.complete(chosen, added))
 
 
-def _fields(result: object) -> dict[str, Any]:
+def _fields(result: object) -> JsonObject:
     """What `fit` returned, as far as it can be printed."""
     fields = dict(vars(result))
     del fields["model"]
@@ -265,7 +266,7 @@ def _fields(result: object) -> dict[str, Any]:
 
 def _work(
     typed: SimpleNamespace,
-    given: dict[str, Any],
+    given: Options,
     place: Place,
     chosen: callbacks.StandardSet,
     beginning: contextlib.ExitStack,
