@@ -40,6 +40,7 @@ Rounding in float64 is below 1e-12; but some layers, and the states of Keras's m
 In float32 only the first step is judged. A gradient may be 0 except for rounding. An optimizer such as Adam makes steps
 of the size of the learning rate out of it, so that after a few steps weights differ by as much on any backend.
 """
+_JUDGED = {"float32": ("gradients/1/", "metrics/1/"), "float64": ("",)}  # how the names of judged numbers begin
 EPOCHS = 2
 """The number of epochs that a task is trained for."""
 REPLICAS = 2, 3
@@ -263,8 +264,6 @@ def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbe
             comparison.note = f"only one of the two has {name}"
             return comparison
 
-    # In float32, only the first step is judged: see `BOUNDS`.
-    judged = ("gradients/1/", "metrics/1/") if precision == "float32" else tuple(f"{kind}/" for kind in KINDS)
     scales = _scales(reference)
     for kind in KINDS:
         apart: dict[str, float] = {}
@@ -275,8 +274,7 @@ def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbe
         comparison.differences[kind] = max(apart.values(), default=float("nan"))
         for name, value in apart.items():
             # Not `>`, which would take a nan for rounding.
-            is_beyond = name.startswith(judged) and not value <= BOUNDS[precision]
-            if is_beyond and not comparison.first:
+            if not comparison.first and name.startswith(_JUDGED[precision]) and not value <= BOUNDS[precision]:
                 comparison.first = name
     comparison.same = not comparison.first
     return comparison
