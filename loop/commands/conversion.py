@@ -43,7 +43,7 @@ def convert(served: Served, partial: Path, out: Path) -> None:
     function = served.named_function()
     try:
         writer(function, partial)
-    except OSError:
+    except OSError:  # a disk that is full says nothing of the model: `export` tells it
         raise
     except Exception as error:  # the converters raise whatever type an unknown operation leads to
         raise UsageError(f"{out}: {_reason(error)}: export the model to a directory (SavedModel)") from None
