@@ -126,7 +126,9 @@ def chaos(
     whole.move(machines[-1])  # a run that moves ends there, too
     reference = _undisturbed(whole)
     report = _report(arguments[0], reference)
-    report.machines = [" ".join(machine.options) for machine in machines if machine.options]
+    for machine in machines:
+        if machine.options:  # a run that stays where it is has none
+            report.machines.append(" ".join(machine.options))
     every = _steps_between(plan, report.steps)
     aim = Aim(plan.kills, plan.seed, reference, every)
     # An attempt may take longer than the undisturbed run: it reads a checkpoint, and the machine may be busier.

@@ -28,9 +28,9 @@ def check_installed(out: Path) -> None:
         UsageError: a package is missing.
     """
     extra, modules = EXTRAS.get(out.suffix, ("", ()))
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"{out}: {missing[0]} is not installed; install it with pip install 'tfloop[{extra}]'")
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"{out}: {name} is not installed; install it with pip install 'tfloop[{extra}]'")
 
 
 def convert(served: Served, partial: Path, out: Path) -> None:

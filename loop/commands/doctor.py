@@ -158,7 +158,7 @@ def _mlflow() -> Finding:
     found = f"{version('mlflow')}, store {redact(uri)}"
     if path := sqlite_path(uri):
         # The file, or the directory in which it would be made.
-        there = path if path.exists() else next(parent for parent in path.parents if parent.exists())
+        there = path if path.exists() else next(filter(Path.exists, path.parents))
         if not os.access(there, os.W_OK):
             fix = f"{there} can't be written: go elsewhere, or set MLFLOW_TRACKING_URI"
             return finding("MLflow", "broken", found, fix)

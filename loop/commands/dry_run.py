@@ -60,7 +60,12 @@ def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
         result = fit(task, **{**options, **changes, "backend": backend}, run_dir=directory, callbacks=chosen)
     # After the run, which has reached its peak: of each worker, on the host and on a GPU.
     memory = backend.gather_json(peak_memory())
-    look.about["memory"] |= {"peak": [host for host, _ in memory], "gpu_peak": [gpu for _, gpu in memory]}
+    hosts = []
+    gpus = []
+    for host, gpu in memory:
+        hosts.append(host)
+        gpus.append(gpu)
+    look.about["memory"] |= {"peak": hosts, "gpu_peak": gpus}
     return look.about | {"status": result.status, "steps": result.steps}
 
 

@@ -128,7 +128,8 @@ class Run:
     def last_line(self) -> str:
         """The last line that the run wrote to stderr."""
         lines = (self.directory / "stderr").read_text(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
+        from_the_end = map(str.strip, reversed(lines))
+        return next(filter(None, from_the_end), "it ended without a word")
 
     def unfinished_checkpoints(self) -> dict[str, int]:
         """The inodes, by name, of checkpoints that are half written, and newer than all complete ones."""

@@ -270,8 +270,11 @@ def _described(data: Any) -> str:
         return f"{path.resolve()}, {path.stat().st_size} bytes, of {path.stat().st_mtime_ns}"
     arrays = data.arrays if isinstance(data, ArrayData) else data
     # Python objects have no bytes of their own to be hashed.
-    leaves = [leaf for leaf in tf.nest.flatten(arrays) if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject]
-    return f"arrays {fingerprint(*leaves)}"
+    hashed = []
+    for leaf in tf.nest.flatten(arrays):
+        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            hashed.append(leaf)
+    return f"arrays {fingerprint(*hashed)}"
 
 
 def _in_memory(prediction: Prediction) -> Any:
@@ -294,7 +297,9 @@ def _to_file(parts: Parts, prediction: Prediction, about: dict[str, Any], backen
         rows = parts.read(count)
         write(parts, rows)
         parts.remove()  # last: a kill before this leaves parts with which the same command goes on
-    arrays = {name: f"{np.dtype(dtype).name}{shape}" for name, (dtype, shape) in rows.specs.items()}
+    arrays = {}
+    for name, (dtype, shape) in rows.specs.items():
+        arrays[name] = f"{np.dtype(dtype).name}{shape}"
     return backend.broadcast_json({"out": str(parts.out), "rows": rows.rows, "arrays": arrays})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -106,7 +107,11 @@ class Parts:
 
     def complete(self) -> list[int]:
         """The parts that are complete, increasing."""
-        return sorted(int(path.stem) for path in self.directory.glob("*.part") if path.stem.isdecimal())
+        numbers = []
+        for path in self.directory.glob("*.part"):
+            if path.stem.isdecimal():
+                numbers.append(int(path.stem))
+        return sorted(numbers)
 
     def write(self, part: int, blocks: Iterable[Columns]) -> None:
         """Writes a part, block by block."""
@@ -174,7 +179,7 @@ class StoredRows:
     @property
     def row_bytes(self) -> int:
         """The bytes of a row of all arrays."""
-        return sum(_bytes(dtype, shape) for dtype, shape in self.specs.values())
+        return sum(itertools.starmap(_bytes, self.specs.values()))
 
     def blocks(self) -> Iterator[Columns]:
         """All blocks, in order."""

@@ -111,7 +111,9 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
 
     step.train((), bad["epoch"], bad["step_in_epoch"], 1)
 
-    values = [show(name, np.concatenate(parts), index.numpy()) for name, parts in recorder.recorded.items()]
+    values = []
+    for name, parts in recorder.recorded.items():
+        values.append(show(name, np.concatenate(parts), index.numpy()))
     gradients = []
     for name, gradient, weight in zip(variable_names(trained), recorder.last, weights, strict=True):
         largest_weight = show(name, weight).largest

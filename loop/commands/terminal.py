@@ -220,7 +220,11 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         curves: by label. One that is a single character is its own marker where there are no colors.
         height: lines of the plot.
     """
-    shown = {label: finite for label, points in curves.items() if (finite := _finite(points))}
+    shown = {}
+    for label, points in curves.items():
+        finite = _finite(points)
+        if finite:
+            shown[label] = finite
     if not shown:
         return [f"{title}: nothing to plot"]
     import plotext

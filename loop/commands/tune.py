@@ -232,7 +232,7 @@ class _Tuner:
             row.against = best.against * row.speed / best.speed
             # Memory grows linearly with the batch, so each doubling adds twice as much as the one before.
             growth = 2 * max(0, row.memory - rows[-1].memory)
-            fastest_before = max(smaller.speed for smaller in rows)
+            fastest_before = max(map(attrgetter("speed"), rows))
             slower = 0 if row.speed >= _GAIN * fastest_before else slower + 1
             rows.append(row)
         return rows[1:]
@@ -246,8 +246,12 @@ class _Tuner:
         workers = [read_json(path) for path in sorted((directory / "run").glob("trial-*.json"))]
         if self._code == 0 and workers and (speed := workers[0]["examples_per_second"]):
             row.speeds.append(speed)
-            row.memory = max(row.memory, sum(worker["memory"] for worker in workers))
-            row.gpu_memory = max(row.gpu_memory, *(worker["gpu_memory"] for worker in workers))
+            # On the host, workers share one memory; each has a GPU to itself.
+            host_memory = 0
+            for worker in workers:
+                host_memory += worker["memory"]
+                row.gpu_memory = max(row.gpu_memory, worker["gpu_memory"])
+            row.memory = max(row.memory, host_memory)
             # The first trial is that of the training as it is.
             if not self._about:
                 self._about = read_json(directory / "run" / "run.json") | {"stream": workers[0]["stream"]}

@@ -28,7 +28,7 @@ _MOST_CHARACTERS = 2000  # of a text: Python's parser may end the process on one
 
 def of_commands(texts: Iterable[str] | None) -> bool:
     """Whether another command has started this training, and has added a callback."""
-    return any(_OF_COMMANDS.fullmatch(text) for text in texts or ())
+    return any(map(_OF_COMMANDS.fullmatch, texts or ()))
 
 
 def names() -> list[str]:

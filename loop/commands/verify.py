@@ -375,7 +375,9 @@ def _comparison_lines(comparison: Comparison, width: int) -> Iterator[str]:
     """A row of the table, and below it its note and what differs first."""
     result = "  not compared"
     if comparison.differences:
-        result = "".join(f"{number(comparison.differences[kind]):>{len(kind) + 2}}" for kind in KINDS)
+        result = ""
+        for kind in KINDS:
+            result += f"{number(comparison.differences[kind]):>{len(kind) + 2}}"
         result += "  same" if comparison.same else "  apart"
     yield f"{comparison.precision:9}{_way(comparison.engine, comparison.replicas):{width}}{result}"
     if comparison.note:

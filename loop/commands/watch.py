@@ -27,7 +27,7 @@ class LivePage:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._readers = [Reader(path) for path in paths]
+        self._readers = list(map(Reader, paths))
         self._lock = threading.Lock()  # browsers ask at the same time
         self._state: object = None
         self._content = b""
@@ -37,7 +37,7 @@ class LivePage:
         """The page, and a tag that is another one whenever the page is."""
         with self._lock:
             # Asked before the runs are read: what comes in between is seen the next time.
-            state = [_state(path) for path in self._paths]
+            state = list(map(_state, self._paths))
             if state != self._state:
                 text = runs.page_of([reader.read() for reader in self._readers], live=True)
                 self._content = text.encode()

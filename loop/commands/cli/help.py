@@ -86,7 +86,10 @@ def _write(formatter: Any, rows: Sequence[Row]) -> None:
     # Each theme is a list of its own to the formatter: padded by hand, all of them have one column of texts.
     widest = max(len(name) for _, name, _ in rows)
     for theme in _ORDER:
-        entries = [(name.ljust(min(widest, 30)), text) for row_theme, name, text in rows if row_theme == theme]
+        entries = []
+        for row_theme, name, text in rows:
+            if row_theme == theme:
+                entries.append((name.ljust(min(widest, 30)), text))
         if entries:
             with formatter.section(_heading(theme)):
                 formatter.write_dl(entries)

@@ -146,7 +146,8 @@ def report(
         # Only a page that tfloop has made is written over.
         if out.exists() and not page.is_page(out):
             raise UsageError(f"{shown} exists already, and is no report: give another name")
-        page.write(out, runs.page_of([read(path) for path in paths]))
+        records = list(map(read, paths))
+        page.write(out, runs.page_of(records))
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
     tell(f"wrote {shown}")

@@ -44,7 +44,7 @@ class Configurable(help_.Command):
         # Parsed twice: the first time only to learn which files are named, and which options need nothing of them.
         given: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
         names = {name.rstrip("_").replace("_", "-") for name in given}
-        paths = [Path(path) for path in given.get("config_") or ()]
+        paths = list(map(Path, given.get("config_") or ()))
         from_files = config.arguments(paths, train_options(), names)
         return super().parse_args(context, [*from_files, *args])
 
