@@ -32,7 +32,7 @@ Each step rounds differently, and an optimizer such as Adam makes steps of full 
 for rounding. That no step is lost or made twice is shown by the examples, which must be the same.
 """
 _GONE = 30.0  # seconds in which a job must be gone when one of its processes was killed
-_FEW = 5  # of a list of problems, so many are shown
+_FEW = 5  # of the problems of one kind, so many are listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _until_it_ends(
 ) -> None:
     """Makes attempts of a run until it has ended, or something went wrong."""
     for machine in itertools.cycle(machines):
-        # The attempt that is let end does so where the undisturbed run was made.
+        # The last attempt, which isn't killed, runs on the machine of the undisturbed run.
         run.move(machine if aim.left else machines[-1])
         report.attempts += 1
         goal = f"a kill {aim.left[0]}" if aim.left else "to its end"

@@ -92,7 +92,7 @@ def evaluates_beside(device: str | None, eval_every: str | None) -> list[Callbac
 
 def arguments(typed: Mapping[str, object], assignments: Sequence[str], files: Sequence[Path] = ()) -> list[str]:
     """Options of one command, as they are to be typed for `train`; those that weren't given (None) are left out."""
-    # With "=", so that a value that begins with a dash is none of another option.
+    # With "=": a value that begins with a dash must not be taken for an option.
     words = []
     for name, value in typed.items():
         if value is not None:

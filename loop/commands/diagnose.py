@@ -60,7 +60,7 @@ def _data(task: TrainTask, options: Options) -> Iterator[str]:
         fingerprints = set()
         for _ in range(2):
             arrays: list[np.ndarray] = []
-            # As `fit` does: global generators give the same data on each worker. Only others are a mistake.
+            # As `fit` does: global generators give the same data on each worker. Only the task's own can be a mistake.
             seed_generators(options["seed"])
             for data in evaluation_sets.named(getattr(task, method)()).values():
                 arrays += contents(data, 2 * options["batch_size"] + 1)
@@ -75,7 +75,7 @@ def _data(task: TrainTask, options: Options) -> Iterator[str]:
 
 def _compute(task: TrainTask, options: Options, precision: str) -> list[str]:
     """The mistakes in `compute`: whether the values of an example depend on anything but the example."""
-    # In float64, where it can be had: rounding is so small there that it can't be taken for a mistake, nor hide one.
+    # In float64, rounding is so small that it neither looks like a mistake nor hides one.
     options = options | {"precision": precision, "drop_remainder": False, "eval_every": "never"}
     session = Session(task, Backend(), options, trained_on=1, change=_few)  # of a task with phases: the first one
     built = session.built

@@ -206,7 +206,7 @@ def lines(test: RangeTest, width: int = 78) -> Iterator[str]:
         return
     yield f"suggestion: {best:.1e}, where the loss falls fastest"
     for name, ratio in test.scaled.items():
-        if name:  # "" is the only optimizer, whose rate has been said
+        if name:  # "" is a single optimizer, whose rate has been shown
             yield f"  {name}: {ratio * best:.1e}"
 
 

@@ -195,7 +195,7 @@ class Attempt:
         """Kills the launcher or one of the workers, or the chief."""
         # Launcher and workers run the same command. Other processes that they start aren't killed.
         targets = [pid for pid, argv in self.processes().items() if argv[1:5] == self.run.command[1:5]]
-        if chief:  # while there is no run.json yet, any of them
+        if chief:  # as long as run.json doesn't name it, any of the processes
             with contextlib.suppress(OSError, ValueError, KeyError):
                 pid = json.loads((self.run.run_dir / "run.json").read_bytes())["pid"]
                 targets = [pid] if pid in targets else targets
@@ -225,6 +225,6 @@ class Attempt:
 
     def hit(self) -> str:
         """What the attempt was doing when it was killed, one of `KINDS`; by the files that it left."""
-        if self.run.unfinished_checkpoints().items() - self._unfinished_before:  # name and inode: see there
+        if self.run.unfinished_checkpoints().items() - self._unfinished_before:
             return WRITING
         return TRAINING if self.trained() else STARTING

@@ -284,7 +284,7 @@ def _cells(report: Report, row: Row) -> list[str]:
     color = None
     if row is report.best:
         color = "green"
-    elif row.fits is False:  # None: there is no limit
+    elif row.fits is False:  # and not None, which means that there is no limit
         color = "red"
     return cells if color is None else [terminal.colored(cell, color) for cell in cells]
 

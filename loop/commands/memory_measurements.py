@@ -119,7 +119,7 @@ class Prober:
             examples = max(1, min(_SMALLEST, self._rows(self._batch_size) // 2))
         yield examples
 
-        # `yield` has come back with its report, which has the batch size of the task.
+        # It has been measured by now: its report has the batch size of the task.
         batch_size = reports[examples]["own"]["batch_size"] if self._batch_size is None else self._batch_size
         largest = max(self._rows(batch_size), 2)
         curve = Curve(reports)

@@ -51,7 +51,7 @@ def owner(part: int, done: Sequence[int], workers: int) -> int:
         done: the numbers of the parts that are complete, increasing.
         workers: how many there are.
     """
-    # Its place among the missing ones: those before it, without those that are complete.
+    # The number of missing parts before this one decides.
     return (part - bisect.bisect_left(done, part)) % workers
 
 

@@ -118,7 +118,7 @@ def table(
     """
     columns = len(head or next(iter(rows), ()))
     kept = list(range(columns))
-    # A log has any width: nothing is left out where it may be looked for.
+    # A log has any width, so nothing is left out of it.
     if spare and sys.stdout.isatty():
         lengths = _lengths(rows, head)
         for index in spare:
@@ -154,7 +154,7 @@ def _lengths(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[int]:
     lengths = [0] * len(head or rows[0])
     for row in [head, *rows]:
         for index, cell in enumerate(row):
-            plain_cell = Text.from_ansi(cell).plain if "\x1b" in cell else cell  # the codes of colors take no room
+            plain_cell = Text.from_ansi(cell).plain if "\x1b" in cell else cell  # color codes take no columns
             lengths[index] = max(lengths[index], cell_len(plain_cell))
     return lengths
 
@@ -177,7 +177,7 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
     for row in rows:
         cells: list[RenderableType] = []
         for index in kept:
-            # rich counts the codes of colors as characters, unless it knows them.
+            # rich would count color codes as characters of the text.
             cells.append(Text.from_ansi(row[index]) if "\x1b" in row[index] else row[index])
         drawn.add_row(*cells)
     return drawn
@@ -264,7 +264,7 @@ def _finite(points: Points) -> Points:
 
 def _thinned(points: Points) -> Points:
     """So many points as a plot can show, and the last one."""
-    # With the last one, the curve ends where the run has come to.
+    # Without the last point, a curve would seem to end before the run's last step.
     return [*points[:: 1 + len(points) // 1000], points[-1]]
 
 

@@ -61,7 +61,7 @@ def _end_with_memory(typed: SimpleNamespace, problem: str) -> NoReturn:
     command_line.say(problem)
     workers = typed.workers or 1
     options = {"precision": typed.precision, "ema": typed.ema}  # those that change what the variables take
-    # Workers on this machine share its memory; on other machines, each is taken to have one to itself.
+    # Workers on this machine share its memory; on other machines, each is assumed to have one for itself.
     share = 1 if typed.hosts_ or typed.launcher else 1 / workers
     memory_advice.replace_process(typed.target_, typed.set_ or (), typed.batch_size, workers, options, share)
 
@@ -208,7 +208,7 @@ def _run_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) 
         how = "going on from the last checkpoint" if done.lost_run else "starting again"
         tell(f"{done.error}; {how}, where Ray finds room")
         if done.lost_run:
-            # Of an option that is there twice, the last one counts.
+            # If an option is given twice, the last one counts.
             arguments = [*arguments, f"--run-dir={done.lost_run}", "--resume=auto"]
         try:
             done = _attempt_on_ray(typed, place, arguments)

@@ -211,7 +211,7 @@ class _Tuner:
         """Doubles the batch size while memory and examples suffice, and training becomes faster; returns the rows."""
         assert best.against is not None
         rows = [best]
-        growth = best.memory  # of the first doubling, nothing is known yet: at most, all of it grows
+        growth = best.memory  # before the first doubling: at most, all of it grows with the batch
         slower = 0  # sizes in a row that were no faster
         while slower < 2:
             batch *= 2
@@ -262,7 +262,7 @@ class _Tuner:
 
     def _train(self, row: Row, directory: Path) -> None:
         """Trains in a process of its own, until the trial has been measured."""
-        # Behind the user's arguments: of an option that is there twice, the last one counts.
+        # Behind the user's arguments: if an option is given twice, the last one counts.
         changes = [f"--{name}={value}" for name, value in row.changes.items()]
         own = [command_line.callback_option(ThroughputProbe, self._seconds), f"--run-dir={directory / 'run'}"]
         self._code = trial.run([*self._arguments, *changes, *_ALWAYS, *own], directory)

@@ -40,7 +40,7 @@ Rounding in float64 is below 1e-12; but some layers, and the states of Keras's m
 In float32 only the first step is judged. A gradient may be 0 except for rounding. An optimizer such as Adam makes steps
 of the size of the learning rate out of it, so that after a few steps weights differ by as much on any backend.
 """
-_JUDGED = {"float32": ("gradients/1/", "metrics/1/"), "float64": ("",)}  # how the names of judged numbers begin
+_JUDGED = {"float32": ("gradients/1/", "metrics/1/"), "float64": ("",)}  # prefixes of names; see `BOUNDS`
 EPOCHS = 2
 """The number of epochs that a task is trained for."""
 REPLICAS = 2, 3
@@ -121,7 +121,7 @@ def verify(
     Raises:
         UsageError: the task can't be trained at all.
     """
-    compared_on = devices.alike(max(replicas))  # first: once TensorFlow has started, its devices can't be cut up
+    compared_on = devices.alike(max(replicas))  # first: once TensorFlow has started, its devices can't be split
     # One replica is compared with itself, too: numbers that differ there are random.
     in_process = [Backend(), *(backends.create("mirrored", n) for n in replicas)]
     comparisons: list[Comparison] = []

@@ -13,7 +13,7 @@ from loop.commands import completion
 VerifyBatchSize = Annotated[int | None, Option(help="The global batch; the task's own if not given.")]
 VerifyCompile = Annotated[str | None, Option("--compile", help="graph or xla; the task's own if not given.")]
 Processes = Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")]
-# Only `verify` types this one itself, for the workers that it starts.
+# Not for users: `verify` gives it to the workers that it starts.
 Record = Annotated[Path | None, Option(hidden=True)]
 
 # Of replay.

@@ -59,7 +59,7 @@ class Command(TyperCommand):
                 is_argument = parameter.param_type_name == "argument"
                 theme = ARGUMENTS if is_argument else getattr(parameter, "rich_help_panel", None) or REST
                 rows.append((theme, *record))
-        if len(rows) <= _GROUPED:  # headings would take more lines than they save reading
+        if len(rows) <= _GROUPED:  # a short help needs no headings
             ungrouped: list[Row] = []
             for theme, name, text in rows:
                 ungrouped.append((theme if theme == ARGUMENTS else REST, name, text))

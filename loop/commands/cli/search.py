@@ -194,7 +194,7 @@ def _check_goes_on(context: typer.Context, directory: str) -> None:
     """Refuses options that a sweep which goes on has from its beginning."""
     for name in context.params:
         source = context.get_parameter_source(name)
-        # Those that decide how many trials are made and how, and not what a trial is.
+        # These decide how many trials are made, and not what a trial is.
         may_differ = name in ("target_", "trials", "jobs", "trust", "as_json")
         if source and source.name == "COMMANDLINE" and not may_differ:
             option = f"--{name.rstrip('_').replace('_', '-')}"

@@ -41,7 +41,7 @@ class Configurable(help_.Command):
     """A command that takes options from files, as if they had been typed before all others."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        # Parsed twice: the first time only to learn which files are named, and which options need nothing of them.
+        # Parsed twice: the first time only to learn which files are named, and which options are typed.
         given: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
         names = {name.rstrip("_").replace("_", "-") for name in given}
         paths = list(map(Path, given.get("config_") or ()))
@@ -131,7 +131,7 @@ def train(given: TrainArguments) -> None:
 @functools.cache
 def train_options() -> dict[str, config.Option]:
     """What files for `--config` may have."""
-    # typer knows the names and the texts for False only of a whole application: one is made of `train` alone.
+    # Only typer's own object of the command knows each option's names, and what is typed for False.
     parser = typer.Typer(add_completion=False)
     parser.command()(train)
     hints = typing.get_type_hints(TrainArguments)
