@@ -207,8 +207,8 @@ def bars(seconds: Mapping[str, float], size: int = 40) -> Table:
     rows = []
     for name, part in sorted(seconds.items(), key=lambda item: -item[1]):
         if part > whole / 1000:
-            share = part / whole
-            rows.append([part_name(name), lasting(part), f"{share:.0%}", bar * round(size * part / whole)])
+            length = round(size * part / whole)
+            rows.append([part_name(name), lasting(part), f"{part / whole:.0%}", bar * length])
     return table(rows, right=(1, 2))
 
 
