@@ -42,8 +42,9 @@ def check(words: Sequence[str]) -> None:
 def number_or_word(text: str | None) -> int | str | None:
     """A typed value that may be a number."""
     # 18 digits fit into 64 bits. A longer number stays a text, which the checks of the options refuse.
-    is_number = text is not None and re.fullmatch(r"[+-]?\d{1,18}", text)
-    return int(text) if text is not None and is_number else text
+    if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text):
+        return int(text)
+    return text
 
 
 def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | None:

@@ -215,7 +215,8 @@ def _row(
     activations = curve.slope * micro_batch + about["example"] * (rows - micro_batch)
     # With micro-batches, a step holds the sum of gradients and those to be added; with replicas, what is sent and
     # what is received.
-    copies = 2 if setting.accumulate > 1 or (workers > 1 and extra is None) else 1
+    is_unmeasured = workers > 1 and extra is None  # where it was measured, it is in `extra`
+    copies = 2 if setting.accumulate > 1 or is_unmeasured else 1
     share = math.ceil(state / workers) if setting.shard else state
     # While a checkpoint is being written, it holds a copy of the variables, which the next steps change.
     checkpoint = about["weights"] + share

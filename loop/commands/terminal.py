@@ -243,7 +243,8 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         marker = letter if plain() else plotext.marker("braille", plotext.pixel(color))
         steps, values = zip(*_thinned(points), strict=True)
         figure.draw(figure.signal(steps, values, marker=marker).lines())
-        legend.append(colored(f"{letter} {label}" if plain() and letter != label else label, color))
+        entry = f"{letter} {label}" if plain() and letter != label else label
+        legend.append(colored(entry, color))
         # The axes show all points, also those that are too many to be drawn.
         for step, value in points:
             all_steps.append(step)

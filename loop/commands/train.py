@@ -176,7 +176,9 @@ def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> O
         where = " on Ray"
     limits = place.limits
     # On Ray, an elastic job starts with as many workers as there is room for.
-    fewest = f"{limits.low} to " if limits and limits.low < limits.high and place.ray else ""
+    fewest = ""
+    if place.ray and limits and limits.low < limits.high:
+        fewest = f"{limits.low} to "
     many = place.workers or (limits.high if limits else 1)
     tell(f"starting {fewest}{plural(many, 'worker')}{where} ({place.backend}) ...")
     if place.ray is None:
