@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 IN_ONE_CALL = 50
 """How many steps the faster way of a contender makes in one call."""
+# Names in the report, and of the ways that `bench_contender` knows.
 OURS, BY_HAND, KERAS = "tfloop", "by hand", "Keras fit"
 _MODULE = "loop.commands.bench_contender"
 # A training makes no checkpoint and no evaluation: the contenders make none either.
@@ -105,10 +106,10 @@ def bench(
     contenders = [Contender(OURS)]
     for name in (BY_HAND, KERAS):
         contenders += [Contender(name, 1), Contender(name, IN_ONE_CALL)]
-    size = batch_size
+    size = batch_size  # if it isn't given, tfloop is asked, which is measured before the others
     for number in range(rounds):
         for contender in contenders:
-            if contender.problem:
+            if contender.problem:  # it would fail again
                 continue
             progress(f"{contender}, round {number + 1}")
             with tempfile.TemporaryDirectory(prefix="tfloop-bench-", ignore_cleanup_errors=True) as directory:
@@ -130,6 +131,7 @@ def _measure_ours(
 ) -> int:
     """Measures tfloop; returns the batch size."""
     probe = command_line.callback_option(ThroughputProbe, seconds)
+    # On one device, as the contenders.
     given = command_line.arguments({"batch_size": batch_size, "backend": "single"}, assignments, ())
     code = trial.run([target, *given, *_ALWAYS, probe, f"--run-dir={directory / 'run'}"], directory)
     speed = read_json(directory / "run" / "trial-0.json").get("examples_per_second")
@@ -159,7 +161,10 @@ def _measure_other(
     }
     code = trial.run_module(_MODULE, [json.dumps(asked)], directory)
     found = read_json(directory / "out.json")
-    contender.problem = found.get("problem", "") or (trial.problem(code, directory) if code else "")
+    # Its own reason, if it had time to write one; else what the process has said.
+    contender.problem = found.get("problem", "")
+    if code and not contender.problem:
+        contender.problem = trial.problem(code, directory)
     if not contender.problem:
         contender.speeds.append(found["examples_per_second"])
 
@@ -178,6 +183,7 @@ def lines(report: Report) -> Iterator[RenderableType | tuple[str, bool | None]]:
     yield f"{report.target}, batch {report.batch_size}, {os.cpu_count()} cores, {report.rounds} rounds"
     yield terminal.table(rows, ["", "examples/s", "range", ""], right=[1, 2])
     ours = report.contenders[0]
+    # Against the faster way of each: one that is slower by choice would be no fair contender.
     for name in (BY_HAND, KERAS):
         best = report.best(name)
         if best is not None:

@@ -33,7 +33,7 @@ def main() -> None:
         from loop.backends import devices
         from loop.target import task_loader
 
-        devices.prepare()
+        devices.prepare()  # before the task is loaded: its code may use TensorFlow
         task = task_loader.load(asked["target"], asked["assignments"])
     try:
         found: dict[str, object] = {"examples_per_second": _speed(task, asked)}
@@ -48,7 +48,7 @@ def _speed(task: TrainTask, asked: dict[str, object]) -> float:
     assert isinstance(batch_size, int)
     assert isinstance(steps, int)
     assert isinstance(seconds, float)
-    make = _by_hand if asked["contender"] == "by hand" else _keras
+    make = _by_hand if asked["contender"] == "by hand" else _keras  # see `bench.BY_HAND`
     _check(task)
     train = make(task, batch_size, steps)
     train()  # which compiles
@@ -90,7 +90,7 @@ def _batches(task: TrainTask, batch_size: int) -> tf.data.Dataset:
     data = task.train_data()
     if isinstance(data, ArrayData) and data.padding is None:
         examples = tf.data.Dataset.from_tensor_slices(data.arrays).shuffle(min(data.size, 10_000))
-    elif isinstance(data, tf.data.Dataset):
+    elif isinstance(data, tf.data.Dataset):  # the task has shuffled it, where it wants to
         examples = data
     else:
         raise _NotComparableError(f"the data is {type(data).__name__}: ArrayData and tf.data.Dataset are compared")
@@ -123,7 +123,7 @@ def _by_hand(task: TrainTask, batch_size: int, steps: int) -> Trainer:
     optimizer = _optimizer(task)
     batches = _batches(task, batch_size)
     variables = model.trainable_variables
-    if hasattr(optimizer, "build"):
+    if hasattr(optimizer, "build"):  # its variables must exist before the function is traced
         optimizer.build(variables)
 
     @tf.function(reduce_retracing=True)
@@ -136,6 +136,7 @@ def _by_hand(task: TrainTask, batch_size: int, steps: int) -> Trainer:
 
     iterator = iter(batches)
 
+    # The loop runs without end over one iterator, so that no call waits for the first batch.
     def call() -> int:
         train(iterator)
         return steps * batch_size
@@ -165,7 +166,7 @@ def _keras(task: TrainTask, batch_size: int, steps: int) -> Trainer:
 
     optimizer.build(variables)
     model = Trained()
-    model.built = True
+    model.built = True  # it has no variables of its own, which Keras would miss
     model.compile(steps_per_execution=steps)
     batches = _batches(task, batch_size)
     in_epoch = max(IN_EPOCH, steps)

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from callbacks.example_log import Example, differences, used
+from callbacks.example_log import differences, used
 from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.store import copies
-from loop.commands.killed_run import KINDS, STARTING, TRAINING, WRITING, Attempt, Machine, Run
+from loop.commands.chaos_aim import Aim, Reference
+from loop.commands.killed_run import KINDS, STARTING, TRAINING, WRITING, Machine, Run  # noqa: F401 - for `Report.kills`
 from loop.errors import UsageError
 from loop.launch.machine import horovod_missing
 
@@ -34,6 +32,7 @@ Each step rounds differently, and an optimizer such as Adam makes steps of full 
 for rounding. That no step is lost or made twice is shown by the examples, which must be the same.
 """
 _GONE = 30.0  # seconds in which a job must be gone when one of its processes was killed
+_FEW = 5  # of the problems of one kind, so many are listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,24 +98,6 @@ class Report:
         return not self.problems
 
 
-class Reference(NamedTuple):
-    """The undisturbed run.
-
-    Attributes:
-        result: the result that it printed.
-        variables: those of its last checkpoint, in order.
-        examples: the examples that it used, by epoch.
-        starting: the seconds until its first step.
-        trained: how much it trained; see `Attempt.trained`.
-    """
-
-    result: JsonObject
-    variables: list[np.ndarray]
-    examples: dict[int, list[Example]]
-    starting: float
-    trained: int
-
-
 def chaos(
     arguments: Sequence[str], plan: Plan, directory: Path, progress: Callable[[str], None] = lambda text: None
 ) -> Report:
@@ -142,21 +123,25 @@ def chaos(
     folder = _folder(plan, directory)
     progress("undisturbed")
     whole = Run(directory / "whole", arguments, plan.checkpoint_every)
-    whole.move(machines[-1])
+    whole.move(machines[-1])  # a run that moves ends there, too
     reference = _undisturbed(whole)
     report = _report(arguments[0], reference)
-    report.machines = [" ".join(each.options) for each in machines if each.options]
+    for machine in machines:
+        if machine.options:  # a run that stays where it is has none
+            report.machines.append(" ".join(machine.options))
     every = _steps_between(plan, report.steps)
-    aim = _Aim(plan, reference, every)
+    aim = Aim(plan.kills, plan.seed, reference, every)
     # An attempt may take longer than the undisturbed run: it reads a checkpoint, and the machine may be busier.
     patience = 120 + 10 * (time.monotonic() - begun)
     while aim.left and not report.problems:
         report.runs += 1
         name = f"killed-{report.runs}"
-        run = Run(directory / name, arguments, plan.checkpoint_every or str(every), folder and f"{folder}/{name}")
+        url = folder and f"{folder}/{name}"
+        run = Run(directory / name, arguments, plan.checkpoint_every or str(every), url)
         _until_it_ends(run, machines, aim, report, patience, progress)
         if run.finished:
             _compare(report, run, reference)
+        # Without `plan.store`, the folder lies in `directory`, and is removed or kept with it.
         if plan.store and run.url:
             _remove(run.url, report)
     report.seconds = time.monotonic() - begun
@@ -183,6 +168,7 @@ def _folder(plan: Plan, directory: Path) -> str | None:
     if folder is None:
         return None
     copies.runs_below(folder)  # an error of the store comes before an hour of training
+    # A name of its own: the folder of the user may have runs of an earlier `chaos`.
     return f"{folder}/chaos-{secrets.token_hex(4)}"
 
 
@@ -203,7 +189,7 @@ def _undisturbed(run: Run) -> Reference:
     with run.attempt() as attempt:
         attempt.wait_for(lambda: attempt.trained() > 0)
         starting = time.monotonic() - attempt.begun
-        attempt.wait_for(lambda: False)
+        attempt.wait_for(lambda: False)  # until it ends
         trained = attempt.trained()
     return Reference(run.result(), _variables(run), used(run.examples), starting, trained)
 
@@ -216,7 +202,9 @@ def _variables(run: Run) -> list[np.ndarray]:
 
 def _report(target: str, reference: Reference) -> Report:
     """The report before the first kill, with what is wrong with the undisturbed run itself."""
-    result, examples = reference.result, reference.examples
+    result = reference.result
+    examples = reference.examples
+    # Compared with itself: that finds an example that is used twice in an epoch.
     problems = _few(differences(examples, examples))
     seen = sum(map(len, examples.values()))
     if seen != result["examples"]:
@@ -228,13 +216,14 @@ def _report(target: str, reference: Reference) -> Report:
 def _until_it_ends(
     run: Run,
     machines: Sequence[Machine],
-    aim: _Aim,
+    aim: Aim,
     report: Report,
     patience: float,
     progress: Callable[[str], None],
 ) -> None:
     """Makes attempts of a run until it has ended, or something went wrong."""
     for machine in itertools.cycle(machines):
+        # The last attempt, which isn't killed, runs on the machine of the undisturbed run.
         run.move(machine if aim.left else machines[-1])
         report.attempts += 1
         goal = f"a kill {aim.left[0]}" if aim.left else "to its end"
@@ -244,13 +233,14 @@ def _until_it_ends(
             return
 
 
-def _attempt(run: Run, aim: _Aim, report: Report, patience: float) -> None:
+def _attempt(run: Run, aim: Aim, report: Report, patience: float) -> None:
     """Starts a run (again), and kills it at the next moment; or lets it end, where all kills have been made."""
     with run.attempt() as attempt:
         killed = bool(aim.left) and aim.strike(attempt, patience)
         seconds = _GONE if killed else patience
         if not attempt.gone(seconds):
             report.problems.append(f"attempt {report.attempts}: did not end within {seconds:.0f} s")
+    # A kill may come too late: the run has ended all the same, and the kill counts as a miss.
     hit = attempt.hit() if killed and not run.finished else ""
     aim.done(hit)
     if hit:
@@ -262,11 +252,14 @@ def _attempt(run: Run, aim: _Aim, report: Report, patience: float) -> None:
 
 
 def _compare(report: Report, run: Run, reference: Reference) -> None:
+    """Notes in the report how a run has come out, compared with the undisturbed one."""
     expected = reference.result["weights_sha256"]
     weights = run.result()["weights_sha256"]
     distance = 0.0 if weights == expected else _distance(reference.variables, _variables(run))
     report.distance = max(report.distance, distance)
-    if weights != expected and not (report.machines and distance <= ROUNDING):
+    # Only a run that has moved may differ, and by rounding alone.
+    is_rounding = bool(report.machines) and distance <= ROUNDING
+    if weights != expected and not is_rounding:
         report.same_weights = False
         found = f"weights {weights[:12]}..., without kills {expected[:12]}...; {distance:.1e} apart"
         report.problems.append(f"run {report.runs}: {found}")
@@ -291,72 +284,9 @@ def _distance(expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> fl
 
 def _few(texts: Iterator[str]) -> list[str]:
     """The first texts, and how many more there are."""
-    first = list(itertools.islice(texts, 5))
-    more = sum(1 for _ in texts)
+    first = list(itertools.islice(texts, _FEW))
+    more = sum(1 for _ in texts)  # those that `islice` has left
     return [*first, f"and {more} more"] if more else first
-
-
-class _Aim:
-    """Chooses the moments of the kills.
-
-    A third shall hit a checkpoint write, a few the start-up, all others any step. A moment that comes too late, because
-    the run is over, is tried again, sooner, in another run.
-    """
-
-    def __init__(self, plan: Plan, reference: Reference, every: int) -> None:
-        kills = plan.kills
-        self._draw = random.Random(plan.seed)  # noqa: S311 - no secret
-        self._reference = reference
-        self._every = every
-        writing = math.ceil(kills / 3)
-        starts = math.ceil(kills / 6) if kills > 2 else 0
-        self.left = [WRITING] * writing + [STARTING] * starts + [TRAINING] * (kills - writing - starts)
-        self._draw.shuffle(self.left)
-        self._misses = 0
-
-    def strike(self, attempt: Attempt, patience: float) -> bool:
-        """Waits for the moment, and kills; whether the run had not ended before."""
-        kind = self.left[0]
-        done = max((int(path.name[5:]) for path in checkpoint_files.complete(attempt.run.checkpoints)), default=0)
-        # On average as many steps as bring the run to its end with the last kill; more than are lost by a kill.
-        all_steps = self._reference.result["steps"]
-        steps = self._draw.uniform(0.2, 1.8) * max(self._every, (all_steps - done) / (len(self.left) + 1))
-        steps /= 2**self._misses
-        if kind == STARTING:
-            moment = attempt.begun + self._draw.uniform(0, self._reference.starting)
-            came = attempt.wait_for(lambda: time.monotonic() >= moment or attempt.trained() > 0, patience)
-        elif kind == TRAINING:
-            enough = max(1, self._reference.trained * steps / all_steps)
-            came = attempt.wait_for(lambda: attempt.trained() >= enough, patience, 0.002)
-        else:
-            came = _wait_for_write(attempt, max(1, round(steps / self._every)), patience)
-        if came:
-            attempt.kill(self._draw, chief=kind == WRITING)
-        return came
-
-    def done(self, hit: str) -> None:
-        """Goes on to the next kill; or repeats this one, if it has hit nothing."""
-        if hit:
-            # If a kill was to hit a write and missed it, a later kill that was to hit training is to hit a write.
-            if self.left.pop(0) == WRITING != hit and TRAINING in self.left:
-                self.left[self.left.index(TRAINING)] = WRITING
-            self._misses = 0
-        elif self.left:
-            self._misses += 1
-            if self._misses > 2:
-                self.left[0] = STARTING  # the start can't be missed
-
-
-def _wait_for_write(attempt: Attempt, writes: int, patience: float) -> bool:
-    """Waits until an attempt is writing its checkpoint number `writes`, from 1; returns whether it came to that."""
-    seen = attempt.run.unfinished_checkpoints()
-    enough = len(seen) + writes
-
-    def reached() -> bool:
-        seen.update(attempt.run.unfinished_checkpoints())
-        return len(seen) >= enough
-
-    return attempt.wait_for(lambda: attempt.trained() > 0, patience) and attempt.wait_for(reached, patience, 0.0002)
 
 
 def as_json(report: Report) -> JsonObject:
@@ -385,4 +315,7 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     yield "", None
     for problem in report.problems:
         yield problem, False
-    yield ("nothing is lost", True) if report.exact else ("not the same as without kills", False)
+    if report.exact:
+        yield "nothing is lost", True
+    else:
+        yield "not the same as without kills", False

@@ -35,6 +35,7 @@ def onnx_outputs(model: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndar
     """The outputs of an ONNX file, by name."""
     import onnxruntime
 
+    # On the CPU, where the expected outputs were computed.
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, inputs), strict=True))
@@ -56,14 +57,15 @@ def tensorflow_outputs(model: str, inputs: dict[str, np.ndarray], about: dict[st
     from loop.run.serving import plain_outputs
 
     tensors = {name: tf.constant(value) for name, value in inputs.items()}
-    if about["call"] is None:
+    if about["call"] is None:  # a SavedModel needs no class of the task
         outputs = tf.saved_model.load(model).signatures["serving_default"](**tensors)
     else:
-        if about["target"]:
+        if about["target"]:  # loading it registers the classes of the model
             from loop.target import task_loader
 
             with contextlib.suppress(Exception):  # not all that the task needs is here: the model may need none of it
                 task_loader.load(about["target"])
+        # Imported by name: Keras 3 and tf_keras have files of different formats.
         loaded = importlib.import_module(f"{about['family']}.models").load_model(model)
         args, kwargs = filled(about["call"], tensors)
         outputs = plain_outputs(loaded(*args, **kwargs))
@@ -73,15 +75,19 @@ def tensorflow_outputs(model: str, inputs: dict[str, np.ndarray], about: dict[st
 
 def filled(call: Any, inputs: dict[str, Any]) -> Any:
     """What the model is called with, with the inputs in their places."""
-    if isinstance(call, dict):
-        if set(call) == {"input"} and isinstance(call["input"], str):
-            return inputs[call["input"]]
-        return {name: filled(part, inputs) for name, part in call.items()}
-    return [filled(part, inputs) for part in call] if isinstance(call, list) else call
+    if isinstance(call, list):
+        return [filled(part, inputs) for part in call]
+    if not isinstance(call, dict):  # a constant, such as training=False
+        return call
+    if set(call) == {"input"} and isinstance(call["input"], str):
+        return inputs[call["input"]]
+    return {name: filled(part, inputs) for name, part in call.items()}
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except Exception as error:
-        sys.exit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+        # In one line: `export` shows the last one of stderr.
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        sys.exit(f"{type(error).__name__}: {first_line[:300]}")

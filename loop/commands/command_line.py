@@ -31,15 +31,20 @@ def check(words: Sequence[str]) -> None:
         UsageError: there is one.
     """
     for before, word in zip(["", *words], words, strict=False):
-        if "\0" in word:
+        if "\0" in word:  # no path or variable of the environment can have one
             raise UsageError("an argument has a NUL character in it: leave it out")
-        if (re.fullmatch(r"--[a-z][a-z-]*", before) and not word) or re.fullmatch(r"--[a-z-]+=", word):
+        # `--option ""`, and `--option=`.
+        is_empty_word = not word and re.fullmatch(r"--[a-z][a-z-]*", before)
+        if is_empty_word or re.fullmatch(r"--[a-z-]+=", word):
             raise UsageError(f"{(word or before).rstrip('=')}: the value is empty: give one, or leave the option out")
 
 
 def number_or_word(text: str | None) -> int | str | None:
     """A typed value that may be a number."""
-    return int(text) if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text) else text
+    # 18 digits fit into 64 bits. A longer number stays a text, which the checks of the options refuse.
+    if text is not None and re.fullmatch(r"[+-]?\d{1,18}", text):
+        return int(text)
+    return text
 
 
 def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | None:
@@ -88,11 +93,14 @@ def evaluates_beside(device: str | None, eval_every: str | None) -> list[Callbac
 
 def arguments(typed: Mapping[str, object], assignments: Sequence[str], files: Sequence[Path] = ()) -> list[str]:
     """Options of one command, as they are to be typed for `train`; those that weren't given (None) are left out."""
-    return [
-        *(f"--{name.replace('_', '-')}={value}" for name, value in typed.items() if value is not None),
-        *(f"--set={text}" for text in assignments),
-        *(f"--config={path}" for path in files),
-    ]
+    # With "=": a value that begins with a dash must not be taken for an option.
+    words = []
+    for name, value in typed.items():
+        if value is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    words += [f"--set={text}" for text in assignments]
+    words += [f"--config={path}" for path in files]
+    return words
 
 
 def callback_option(kind: type[Callback], argument: object = None) -> str:
@@ -110,6 +118,7 @@ def callback_option(kind: type[Callback], argument: object = None) -> str:
 
 def report_error(error: Exception) -> int:
     """Says on stderr why a command failed, and returns its exit code."""
+    # Errors that tfloop expects: their text says what to do.
     if isinstance(error, UsageError | TrainingError | FileError):
         _say_once(str(error))
         return FAILED if isinstance(error, TrainingError | MovedError) else BAD_INPUT
@@ -120,10 +129,11 @@ def report_error(error: Exception) -> int:
         say(f"{reprlib.repr(error.filename)}: the name is too long")
         return BAD_INPUT
 
+    # All others are failures, of the machine or of code.
     if isinstance(error, OSError) and error.errno in _FULL:
         what = f"{error.filename or 'stdout, or a file,'} can't be written ({os.strerror(error.errno)})"
         _say_once(f"{what}: make room there, and start the same command again")
-        flushed(is_reported=False)
+        flushed(is_reported=False)  # what stdout still holds must not fail once more, at the end
     elif explain.DEBUG in os.environ:
         tell(_traceback(error))
     else:
@@ -175,7 +185,7 @@ def flushed(is_reported: bool = True) -> bool:
 def _wrong_usage(error: Any) -> str:
     """What typer finds wrong with the words typed, in one line, with the value; or the help, where there were none."""
     text = error.format_message()
-    if type(error).__name__ == "NoArgsIsHelpError":
+    if type(error).__name__ == "NoArgsIsHelpError":  # of typer's private classes, only the name is known
         return str(text)
     if hasattr(error.__cause__, "errors"):  # why a value is none of its type
         first = error.__cause__.errors()[0]

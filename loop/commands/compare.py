@@ -35,7 +35,7 @@ class Comparison:
         """What a notebook shows of it."""
         names = [record.name for record in self._records]
         curves = {}
-        for metric, *_ in self.results:
+        for metric, *_ in self.results:  # a run that lacks the metric has an empty curve
             curves[metric] = [record.curves.get(metric, []) for record in self._records]
         return cell.comparison(names, self.results, curves, self.differences)
 
@@ -55,5 +55,7 @@ def compare(*results: FitResult | str | Path) -> Comparison:
         if not isinstance(result, FitResult | str | Path):
             what = type(result).__name__
             raise UsageError(f"compare(): a {what} is no run: give results of fit, run directories or names")
+    # By name, as on the command line: `several` also refuses a run that is given twice.
     names = [str(result.run_dir if isinstance(result, FitResult) else result) for result in results]
-    return Comparison([read(path) for path in runs.several(runs.ROOT, names)])
+    paths = runs.several(runs.ROOT, names)
+    return Comparison(list(map(read, paths)))

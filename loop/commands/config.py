@@ -48,13 +48,15 @@ def arguments(paths: Sequence[Path], options: Mapping[str, Option], typed: Colle
     arguments_of: dict[str, list[str]] = {}
     # What is typed is the last layer. It has no arguments here, and takes those of files away.
     of_typed: dict[str, list[str]] = {name: [] for name in typed}
-    for layer in [*(_layer(path, options) for path in paths), of_typed]:
+    layers = [_layer(path, options) for path in paths]
+    for layer in [*layers, of_typed]:
         for pair in EXCLUSIVE:
             if not layer.keys().isdisjoint(pair):
                 for name in pair:
                     arguments_of.pop(name, None)
         arguments_of |= layer
     from_files = list(itertools.chain.from_iterable(arguments_of.values()))
+    # Secrets in a file are hidden in all output, as those on the command line are.
     redaction.as_typed += [text.removeprefix("--set=") for text in from_files]
     return from_files
 
@@ -63,10 +65,11 @@ def _layer(path: Path, options: Mapping[str, Option]) -> dict[str, list[str]]:
     """What a file says, by the names of options; for a field `hidden` of the task, by the name `set hidden`."""
     layer: dict[str, list[str]] = {}
     for key, value in _table(path).items():
-        name = str(key).replace("_", "-")
+        name = str(key).replace("_", "-")  # both may be written, as `fit` and the command line have them
         if name == "set":
             if not isinstance(value, dict):
                 raise UsageError(f"--config {path}: set = {shown(value)}: give a table of the task's fields")
+            # A layer of its own for each field: a later file replaces single fields, and not the table.
             for field, content in value.items():
                 layer[f"set {field}"] = [f"--set={field}={_field(path, field, content)}"]
         elif name not in options:
@@ -79,14 +82,22 @@ def _layer(path: Path, options: Mapping[str, Option]) -> dict[str, list[str]]:
     return layer
 
 
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+}
+"""By the type of an option: the types that a file may have for it, and what to give, in words."""
+
+_OF_TEXT = ((str, int), "a text, in quotes")
+"""The same for all other options; also a number, since `steps-per-call` and others are a number or a word."""
+
+
 def _typed(path: Path, name: str, value: object, option: Option) -> list[str]:
-    kinds, what = {
-        bool: ((bool,), "true or false"),
-        int: ((int,), "a whole number"),
-        float: ((int, float), "a number"),
-    }.get(option.kind, ((str, int), "a text, in quotes"))
+    """The words of a command line that say what a file says of an option."""
     if typing.get_origin(option.kind) is list and isinstance(value, list):
-        return [text for item in value for text in _typed(path, name, item, option)]
+        return list(itertools.chain.from_iterable(_typed(path, name, item, option) for item in value))
+    kinds, what = _KINDS.get(option.kind, _OF_TEXT)
     if not _plain(value, kinds) or (isinstance(value, str) and not value.isprintable()):
         raise UsageError(f"--config {path}: {name} = {shown(value)}: give {what}")
     if value is True:
@@ -102,6 +113,7 @@ def _field(path: Path, field: object, value: object) -> str:
         raise UsageError(f"--config {path}: set has {shown(field)}, which can't be the name of a field")
     kinds = (bool, int, float, str)
     if isinstance(value, list) and all(_plain(item, kinds) for item in value):
+        # As it is typed: texts in quotes, and other values as Python writes them.
         items = [json.dumps(item) if isinstance(item, str) else str(item) for item in value]
         return f"[{', '.join(items)}]"
     if value is not None and not _plain(value, kinds):
@@ -131,12 +143,14 @@ def _table(path: Path) -> dict[str, object]:
 
 
 def _text(path: Path) -> str:
+    """The text of a file."""
     try:
+        # Never more than that: the path may be one of an endless device, or of a data set.
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise UsageError(f"--config {path}: it has more than {MOST_BYTES:,} bytes: that is no file of options")
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")  # editors on Windows put a mark in front
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}{near_file(path)}") from None
     except UnicodeDecodeError as error:
@@ -163,6 +177,7 @@ def _yaml(text: str) -> object:
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> object:
+            # PyYAML would silently take the last one.
             for key, count in Counter(str(key.value) for key, _ in node.value).most_common(1):
                 if count > 1:
                     raise yaml.MarkedYAMLError(None, None, f"{key} is there {count} times", node.start_mark)

@@ -28,9 +28,9 @@ def check_installed(out: Path) -> None:
         UsageError: a package is missing.
     """
     extra, modules = EXTRAS.get(out.suffix, ("", ()))
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"{out}: {missing[0]} is not installed; install it with pip install 'tfloop[{extra}]'")
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"{out}: {name} is not installed; install it with pip install 'tfloop[{extra}]'")
 
 
 def convert(served: Served, partial: Path, out: Path) -> None:
@@ -43,7 +43,7 @@ def convert(served: Served, partial: Path, out: Path) -> None:
     function = served.named_function()
     try:
         writer(function, partial)
-    except OSError:
+    except OSError:  # a disk that is full says nothing of the model: `export` tells it
         raise
     except Exception as error:  # the converters raise whatever type an unknown operation leads to
         raise UsageError(f"{out}: {_reason(error)}: export the model to a directory (SavedModel)") from None

@@ -43,7 +43,7 @@ def causes(task: TrainTask, options: Options) -> list[str]:
         task: the task.
         options: the options of `fit`.
     """
-    enter(task, options, 0)
+    enter(task, options, 0)  # of a task with phases, the first one
     mistakes = list(_data(task, options))
     if type(task).compute is TrainTask.compute:
         return mistakes  # in a training step of the task's own, one loss may follow from another
@@ -60,6 +60,7 @@ def _data(task: TrainTask, options: Options) -> Iterator[str]:
         fingerprints = set()
         for _ in range(2):
             arrays: list[np.ndarray] = []
+            # As `fit` does: global generators give the same data on each worker. Only the task's own can be a mistake.
             seed_generators(options["seed"])
             for data in evaluation_sets.named(getattr(task, method)()).values():
                 arrays += contents(data, 2 * options["batch_size"] + 1)
@@ -74,12 +75,14 @@ def _data(task: TrainTask, options: Options) -> Iterator[str]:
 
 def _compute(task: TrainTask, options: Options, precision: str) -> list[str]:
     """The mistakes in `compute`: whether the values of an example depend on anything but the example."""
+    # In float64, rounding is so small that it neither looks like a mistake nor hides one.
     options = options | {"precision": precision, "drop_remainder": False, "eval_every": "never"}
     session = Session(task, Backend(), options, trained_on=1, change=_few)  # of a task with phases: the first one
     built = session.built
     batch = session.data.train.head(EXAMPLES)
     if built.fixed_rows is not None:
         return []  # the model doesn't take an example by itself
+    # As in training: an example draws the same numbers in any batch, so that dropout is no mistake.
     row_random.reseed(built.model)
     row_random.by_row()
     with keras_precision(precision):
@@ -113,10 +116,10 @@ class _Probe:
         # Graphs with an open number of rows, as in training: with a known number, `row_random` wouldn't draw by row.
         rows = tf.nest.map_structure(lambda tensor: tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype), batch)
         signature = [rows, tf.TensorSpec([], tf.int64)]
-        self._losses = {
-            training: tf.function(functools.partial(self._loss, training), input_signature=signature)
-            for training in (False, True)
-        }
+        self._losses: dict[bool, tf.types.experimental.PolymorphicFunction] = {}
+        for training in (False, True):
+            loss = functools.partial(self._loss, training)
+            self._losses[training] = tf.function(loss, input_signature=signature)
 
     def causes(self, options: Options) -> Iterator[str]:
         """The mistakes, the most obvious first. A mistake that only follows from another one is left out."""
@@ -135,6 +138,7 @@ class _Probe:
         if all_gathers() != gathers or self.size < 2:
             return  # the loss is meant to look at the whole batch
 
+        # Layers before losses: a layer that depends on the batch makes the loss depend on it.
         dependent = list(self.dependent_layers())
         norms = [layer.name for layer in batch_norms(self.model)]
         if dependent:
@@ -144,8 +148,9 @@ class _Probe:
                 "BatchNormalization, whose statistics are taken over all replicas, or loop.all_gather() in it"
             )
         else:
-            # In training, the output of BatchNorm depends on the batch, as it must.
-            together = {False: evaluated} if norms else {False: evaluated, True: trained}
+            together = {False: evaluated}
+            if not norms:  # in training, the output of BatchNorm depends on the batch, as it must
+                together[True] = trained
             yield from self.dependent_losses(together)
         if norms and not options["sync_batch_norm"]:
             yield (
@@ -162,6 +167,7 @@ class _Probe:
         for training, losses in together.items():
             alone = [self.loss(self.rows(i, i + 1), training, first=i) for i in range(self.size)]
             if self.differ(losses, np.concatenate(alone)):
+                # In reverse order, an example has the same neighbors, but another place.
                 reversed_batch = tf.nest.map_structure(lambda tensor: tf.reverse(tensor, [0]), self.batch)
                 by_position = self.differ(together[False], self.loss(reversed_batch, training=False)[::-1])
                 yield DEPENDS_ON_POSITION if by_position else self.mixing(losses, training)
@@ -173,6 +179,7 @@ class _Probe:
 
     def mixing(self, together: np.ndarray, training: bool) -> str:
         """How the loss of an example depends on its batch."""
+        # Copies of one example: nothing but their number can make a difference.
         if self.differ(self.loss_of_copies(2, training), self.loss_of_copies(4, training)):
             return (
                 "a loss that depends on the batch size: the same example has another loss in a batch of 2 than in one "
@@ -204,7 +211,7 @@ class _Probe:
             training: whether the model trains.
             first: the position of the first row in the whole batch.
         """
-        self.reset()
+        self.reset()  # a call may change state, such as the statistics of BatchNorm
         value = self._losses[training](batch, tf.constant(first, tf.int64)).numpy()
         return value.reshape(len(value), -1).sum(1)
 
@@ -226,6 +233,7 @@ class _Probe:
 
     def differ(self, one: np.ndarray, other: np.ndarray) -> bool:
         """Whether two arrays differ by more than rounding."""
+        # What isn't finite in both is taken for the same; the rest is compared.
         finite = np.isfinite(one)
         if (finite != np.isfinite(other)).any():
             return True
@@ -240,8 +248,9 @@ class _Probe:
         except Exception:
             return "something in compute()"
         names = {operation.type for operation in graph.get_operations()}
+        # The bodies of loops and branches aren't operations of the graph itself.
         for function in graph.as_graph_def().library.function:
-            names |= {node.op for node in function.node_def}
+            names.update(node.op for node in function.node_def)
         return ", ".join(sorted(filter(_is_random, names))) or "something in compute()"
 
     def dependent_layers(self) -> Iterator[str]:
@@ -264,13 +273,14 @@ class _Probe:
 
             return record
 
-        norms = {id(layer) for layer in batch_norms(self.model)}
+        norms = set(map(id, batch_norms(self.model)))
         watchable = [layer for layer in layers(self.model) if is_leaf(layer) and id(layer) not in norms]
         for layer in watchable:
             # Past the layer's own `__setattr__`, which would track the attribute.
             object.__setattr__(layer, "call", watched(layer, layer.call))
         try:
             self.reset()
+            # Not compiled: a layer that is called again below needs the values of its inputs.
             with within(self.replica(self.batch, 0)):
                 self.task.compute(self.model, self.batch, training=True)
         finally:
@@ -281,7 +291,8 @@ class _Probe:
     def mixes_rows(self, layer_call: _LayerCall) -> bool:
         """Whether a layer's output for the first row changes if the other rows are left out."""
         inputs = layer_call.args, layer_call.kwargs
-        lengths = {leaf.shape[0] for leaf in tf.nest.flatten(inputs) if _has_rows(leaf)}
+        with_rows = filter(_has_rows, tf.nest.flatten(inputs))
+        lengths = {leaf.shape[0] for leaf in with_rows}
         if lengths != {self.size}:
             return False  # it isn't called with examples
         first_row = tf.nest.map_structure(lambda leaf: leaf[:1] if _has_rows(leaf) else leaf, inputs)

@@ -44,6 +44,7 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def _safely(part: object) -> Finding:
+    """A finding also where the examination itself fails."""
     try:
         return part()  # type: ignore[operator]
     except Exception as error:  # a broken installation is what this is here to find
@@ -64,6 +65,7 @@ def _python() -> Finding:
 
 
 def _tensorflow() -> Finding:
+    # Imported here, and in the other parts, so that a package that can't be imported is a finding.
     import keras
     import tensorflow as tf
 
@@ -83,6 +85,7 @@ def _devices() -> Finding:
     gpus = tf.config.list_physical_devices("GPU")
     names = [_gpu(gpu.name, tf.config.experimental.get_device_details(gpu)) for gpu in gpus]
     found = f"{os.cpu_count()} CPU cores, " + (", ".join(names) or "no GPU")
+    # The driver knows of GPUs that TensorFlow's build, or its libraries, can't use.
     if machine.count_gpus() > len(gpus):
         fix = "TensorFlow doesn't see it: uv sync --extra gpu, and check nvidia-smi"
         return finding("Devices", "broken", f"{found}, but the machine has {machine.count_gpus()}", fix)
@@ -109,27 +112,34 @@ def _horovod() -> Finding:
         "nccl": bool(hvd.nccl_built()),
         "cuda": hvd.cuda_built(),
     }
-    built = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in parts.items())
-    return finding(
-        "Horovod", "ok" if parts["gloo"] or parts["mpi"] else "broken", f"{version('horovod')}, built with: {built}"
-    )
+    # Without either of these two, its workers can't find each other.
+    state = "ok" if parts["gloo"] or parts["mpi"] else "broken"
+    return finding("Horovod", state, f"{version('horovod')}, built with: {_yes_or_no(parts)}")
+
+
+def _yes_or_no(parts: Mapping[str, object]) -> str:
+    """What is there, and what isn't, in a line."""
+    return ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in parts.items())
 
 
 def _plugin(name: str) -> Finding:
-    what, where = f"Backend {name}", plugins.origin(name)
+    what = f"Backend {name}"
+    where = plugins.origin(name)
     try:
         _, missing = plugins.ask(name)
     except UsageError as error:
         return finding(what, "broken", str(error))
-    return finding(what, "missing" if missing else "ok", f"{where}: {missing}" if missing else where)
+    if missing:
+        return finding(what, "missing", f"{where}: {missing}")
+    return finding(what, "ok", where)
 
 
 def _compilers() -> Finding:
     there = {name: shutil.which(name) for name in ("g++", "clang++", "make")}
-    found = ", ".join(f"{name} {'yes' if path else 'no'}" for name, path in there.items())
     if (there["g++"] or there["clang++"]) and there["make"]:
-        return finding("Compilers", "ok", found)
-    return finding("Compilers", "missing", found, "install g++ and make to build Horovod; nothing else needs them")
+        return finding("Compilers", "ok", _yes_or_no(there))
+    fix = "install g++ and make to build Horovod; nothing else needs them"
+    return finding("Compilers", "missing", _yes_or_no(there), fix)
 
 
 def _tf_config() -> Finding:
@@ -147,13 +157,13 @@ def _mlflow() -> Finding:
     uri = default_uri()
     found = f"{version('mlflow')}, store {redact(uri)}"
     if path := sqlite_path(uri):
-        there = path if path.exists() else next(parent for parent in path.parents if parent.exists())
+        # The file, or the directory in which it would be made.
+        there = path if path.exists() else next(filter(Path.exists, path.parents))
         if not os.access(there, os.W_OK):
-            return finding(
-                "MLflow", "broken", found, f"{there} can't be written: go elsewhere, or set MLFLOW_TRACKING_URI"
-            )
+            fix = f"{there} can't be written: go elsewhere, or set MLFLOW_TRACKING_URI"
+            return finding("MLflow", "broken", found, fix)
         return finding("MLflow", "ok", found + ("" if path.exists() else " (made by the first run)"))
-    from mlflow import MlflowClient
+    from mlflow import MlflowClient  # only where a server is to be asked: the import takes seconds
 
     # A server that doesn't answer is a finding, not worth minutes of waiting.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -172,8 +182,10 @@ def _run_directory() -> Finding:
     if not os.access(here, os.W_OK):
         return finding("Run directory", "broken", f"{here} can't be written", "go elsewhere, or give --run-dir")
     free = shutil.disk_usage(here).free / 2**30
-    fix = "" if free > 1 else "make room: checkpoints need it"
-    return finding("Run directory", "ok" if free > 1 else "missing", f"{here / 'runs'}, {free:.1f} GiB free", fix)
+    found = f"{here / 'runs'}, {free:.1f} GiB free"
+    if free > 1:
+        return finding("Run directory", "ok", found)
+    return finding("Run directory", "missing", found, "make room: checkpoints need it")
 
 
 def _ports() -> Finding:

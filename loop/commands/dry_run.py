@@ -44,9 +44,13 @@ def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
     from loop.fit import fit
 
     look = _Look()
+    # What is evaluated at all is evaluated after the last step that is made.
     every = with_defaults(task, options)["eval_every"]
     if isinstance(every, dict):
-        every = {name: STEPS if pace != "never" else pace for name, pace in every.items()}
+        every = dict(every)
+        for name, pace in every.items():
+            if pace != "never":
+                every[name] = STEPS
     elif every != "never":
         every = STEPS
     # Without checkpoints there are no best weights to keep.
@@ -54,8 +58,14 @@ def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
     chosen = callbacks.standard(checkpoint=None, journal=None, mlflow=None, progress=None) + [look]
     with signals.temporary_directory("tfloop-dry-run-") as directory:
         result = fit(task, **{**options, **changes, "backend": backend}, run_dir=directory, callbacks=chosen)
+    # After the run, which has reached its peak: of each worker, on the host and on a GPU.
     memory = backend.gather_json(peak_memory())
-    look.about["memory"] |= {"peak": [host for host, _ in memory], "gpu_peak": [gpu for _, gpu in memory]}
+    hosts = []
+    gpus = []
+    for host, gpu in memory:
+        hosts.append(host)
+        gpus.append(gpu)
+    look.about["memory"] |= {"peak": hosts, "gpu_peak": gpus}
     return look.about | {"status": result.status, "steps": result.steps}
 
 
@@ -140,6 +150,7 @@ def _outputs(run: Run, example: Batch) -> list[Tensors]:
 
     model = _RecordedModel(run.model)
     probe = probing(int(count(example)))
+    # Only the shapes are wanted: a mistake of `compute` itself comes again in the first step, with its own message.
     with contextlib.suppress(Exception), run.backend.scope(), keras_precision(run.options["precision"]), probe:
         run.task.compute(model, example, training=False)
     return model.recorded
@@ -154,7 +165,8 @@ def _shapes(value: Tensors, example: Batch, size: int, name: str = "") -> list[J
     elif isinstance(value, list | tuple):
         parts = [(name, part) for part in value]
     else:
-        shape = [int(length) for length in getattr(value, "shape", ())]
+        shape = list(map(int, getattr(value, "shape", ())))
+        # The example has a few rows alone. An axis that is as long is taken for the batch.
         if shape and shape[0] == int(count(example)):
             shape[0] = size
         return [{"name": name, "dtype": getattr(value.dtype, "name", str(value.dtype)), "shape": shape}]
@@ -171,7 +183,7 @@ def _learning_rates(optimizer: Optimizer) -> list[JsonObject]:
     rates: list[JsonObject] = []
     optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
     for name, member in optimizers.items():
-        own = getattr(member, "_learning_rate", None)
+        own = getattr(member, "_learning_rate", None)  # `learning_rate` of Keras gives a schedule's present value
         schedule = type(own).__name__ if callable(own) else None
         now = member.learning_rate  # of tf_keras it may be the schedule itself
         rate = float(np.asarray(now(member.iterations) if callable(now) else now))
@@ -208,9 +220,10 @@ def _tensors(shapes: list[JsonObject]) -> str:
 
 
 def _memory(memory: About, workers: int, replicas: int) -> str:
-    copies = " on each replica" if replicas > 1 else ""
     parts = [f"{name} {size(memory[name])}" for name in ("parameters", "gradients", "optimizer")]
-    text = f"{', '.join(parts)}{copies}"
+    text = ", ".join(parts)
+    if replicas > 1:
+        text += " on each replica"
     text += f"; peak {size(max(memory['peak']))}"
     if workers > 1:
         text += f" in a worker, {size(sum(memory['peak']))} in all {workers}"
@@ -230,7 +243,8 @@ def _batch_size(batch: Mapping[str, int], replicas: int) -> str:
         text += f", {batch['replica']:,} on each of {replicas} replicas"
     if batch["micro_batches"] > 1:
         text += f", in {batch['micro_batches']} micro-batches of {batch['micro_batch']:,}"
-        text += f" ({batch['micro_batch_replica']:,} on each replica)" if replicas > 1 else ""
+        if replicas > 1:
+            text += f" ({batch['micro_batch_replica']:,} on each replica)"
     return text
 
 

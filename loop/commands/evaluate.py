@@ -73,6 +73,7 @@ class Evaluator:
     def metrics(self, path: Path) -> dict[str, float]:
         """The means over the whole evaluation data; see `evaluate`."""
         weights, self.manifest = read_weights(path)
+        # A task with phases may have another model in each: the checkpoint says which one it is of.
         with run_directory.of_a_run(path):
             session = self._in_phase(index_of(self.manifest, self._task))
         assign(numbered("model", all_variables(session.built.model)), weights)
@@ -91,7 +92,7 @@ class Evaluator:
         """A session in this phase of the task: the one that there is, or a new one."""
         if self._session is not None and self._session.index == index:
             return self._session
-        self.close()
+        self.close()  # what reads the data of the other phase
         session = Session(self._task, self._backend, self._options, index, trained_on=self._backend.replicas)
         if session.data.eval is None:
             raise UsageError(f"{type(self._task).__name__}.eval_data() returned None: there is nothing to evaluate on")

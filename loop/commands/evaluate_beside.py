@@ -42,12 +42,13 @@ def answer_all(paths: Iterator[str], about: Json) -> None:
     evaluator = None
     for path in paths:
         try:
-            if evaluator is None:
+            if evaluator is None:  # within `try`: a task that can't be loaded is an answer, too
                 _check_device(about["device"])
                 task = task_loader.load(about["target"], fields=about["fields"])
                 evaluator = Evaluator(task, {**about["options"], "backend": "single"})
             answer = _evaluated(evaluator, task, Path(path))
         except Exception as error:  # the task's code may fail in any way
+            # The next checkpoint is tried all the same.
             text = str(error) if isinstance(error, UsageError) else explain.in_a_line(error)
             answer = {"error": mask(text)}
         give_answer(jsonable({"path": path, **answer}))

@@ -64,6 +64,7 @@ def export(
         UsageError: there is no such checkpoint, the model has no such format, or a package is missing.
         TrainingError: what was written can't be loaded, or gives other outputs.
     """
+    # Beside `out`, since only within one file system is a rename atomic; with its ending, which writers look at.
     partial = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
     shown = ""
     try:
@@ -88,6 +89,7 @@ def export(
     except OSError as error:
         raise UsageError(f"{out} can't be written ({error.strerror or error})") from None
     finally:
+        # After a success there is nothing left of it.
         if partial.is_dir():
             shutil.rmtree(partial)
         partial.unlink(missing_ok=True)
@@ -97,9 +99,9 @@ def export(
 def _write_weights(path: Path, partial: Path) -> None:
     """Writes the variables of the model alone."""
     weights, _ = read_weights(path)
-    weights = {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
+    arrays = {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
     with partial.open("wb") as file:
-        np.savez(file, allow_pickle=False, **weights)
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def _write_model(served: Served, partial: Path, out: Path) -> None:
@@ -116,7 +118,9 @@ def rebuild(task: TrainTask, path: Path) -> tuple[BuiltModel, Source]:
     about = manifest["run"]
     # Nothing is trained: a length and a whole batch are asked of no data.
     options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1, "drop_remainder": False}
-    options |= {name: about["options"][name] for name in ("precision", "batch_size", "accumulate")}
+    # What the model itself is built by, as the run had it.
+    for name in ("precision", "batch_size", "accumulate"):
+        options[name] = about["options"][name]
     session = Session(task, Backend(), options, index_of(manifest, task), trained_on=about.get("replicas", 1))
     assign(numbered("model", all_variables(session.built.model)), weights)
     return session.built, session.data.eval or session.data.train
@@ -127,6 +131,7 @@ def compare(served: Served, partial: Path, out: Path, target: str | None) -> str
     is_keras = out.suffix == ".keras"
     inputs = served.named_example()
     loaded = _loaded_outputs(served, inputs, partial, out, target)
+    # A Keras file is called as the model is, and not by a signature with named inputs.
     returned = served.call(served._inputs.value) if is_keras else served.outputs()
     if not isinstance(returned, dict):
         returned = {"output_0": returned}
@@ -137,7 +142,8 @@ def compare(served: Served, partial: Path, out: Path, target: str | None) -> str
     worst = max((distance(value, loaded[name]) for name, value in expected.items()), default=0.0)
     examples = len(next(iter(inputs.values())))
     result = f"loaded in a new process, its outputs for {examples} examples differ by {worst:.2g}"
-    if not worst <= (TOLERANCE_CONVERTED if out.suffix in conversion.EXTRAS else TOLERANCE):
+    tolerance = TOLERANCE_CONVERTED if out.suffix in conversion.EXTRAS else TOLERANCE
+    if not worst <= tolerance:  # also where it is nan
         raise TrainingError(f"{out} is not written: {result}; give --no-check to have it all the same")
     return result
 
@@ -154,16 +160,19 @@ def _loaded_outputs(
     with tempfile.TemporaryDirectory(prefix="tfloop-export-") as directory:
         question = Path(directory, "inputs.npz")
         answer = Path(directory, "outputs.npz")
-        np.savez(question, allow_pickle=False, **{name: texts_as_bytes(value) for name, value in inputs.items()})
+        arrays = {name: texts_as_bytes(value) for name, value in inputs.items()}
+        np.savez(question, allow_pickle=False, **arrays)
         arguments = [str(partial), str(question), str(answer), json.dumps(how, default=str)]
         done = subprocess.run(
             [sys.executable, "-P", "-m", "loop.commands.check_export", *arguments],
             capture_output=True,
             text=True,
+            # On the CPU, as this process: a GPU would round differently.
             env={**os.environ, "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": "-1"},
         )
         if done.returncode:
-            why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            said = done.stderr.strip().splitlines()
+            why = said[-1] if said else f"exit code {done.returncode}"
             hint = ": its classes need @keras.saving.register_keras_serializable()" if is_keras else ""
             raise TrainingError(
                 f"{out} is not written: a new process can't load it ({why}){hint}; export it to another format, or "
@@ -174,15 +183,17 @@ def _loaded_outputs(
 
 
 def _shapes(arrays: dict[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    """The shapes of arrays, by their names."""
     return {name: array.shape for name, array in arrays.items()}
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
     """How far outputs lie apart, by the greatest of them if that is above 1."""
-    if a.dtype.kind not in "fc":
+    if a.dtype.kind not in "fc":  # whole numbers and texts don't round: they are equal, or not
         return float(not np.array_equal(a, b))
     with np.errstate(invalid="ignore"):
-        apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a.astype("f8") - b.astype("f8")))
+        same = (a == b) | (np.isnan(a) & np.isnan(b))  # also infinities, whose difference is nan
+        apart = np.where(same, 0.0, np.abs(a.astype("f8") - b.astype("f8")))
     size = np.abs(a[np.isfinite(a)]).max(initial=1.0)
     return float(np.max(apart, initial=0.0) / size)
 

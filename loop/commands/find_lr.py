@@ -65,18 +65,23 @@ class RangeTest:
         # The fall is measured over a tenth of the steps. The first tenth is left out: its average has too few losses.
         smoothed = np.array(self.smoothed)
         width = max(2, len(self.losses) // 10)
-        end = width + int(np.argmin(smoothed[width:])) + 1 if len(smoothed) > width else 0
+        end = 0  # behind the minimum
+        if len(smoothed) > width:
+            end = width + int(np.argmin(smoothed[width:])) + 1
         if end <= 2 * width:
             return None
+
+        # Of differences between steps, so that the fall itself doesn't count: their variance is twice that of a loss.
         noise = np.std(np.diff(self.losses[:end])) / math.sqrt(2)
         if np.max(smoothed[width:end]) - smoothed[end - 1] < _NOISE * noise:
             return None
         steepest = int(np.argmin(smoothed[2 * width : end] - smoothed[width : end - width]))
-        return self.rates[steepest + width + width // 2]
+        return self.rates[steepest + width + width // 2]  # in the middle of that stretch
 
     @property
     def top(self) -> float:
         """The greatest loss that a plot shows. How far the loss diverges is of no interest."""
+        # As far above the greatest loss before the minimum as that lies above the minimum.
         smoothed = self.smoothed
         return 2 * max(smoothed[: int(np.argmin(smoothed)) + 1]) - min(smoothed)
 
@@ -106,6 +111,7 @@ def find_lr(
     Raises:
         UsageError: the task can't be trained, or its rates have no ratio.
     """
+    # The test ends where the loss isn't finite: skipping such steps would hide it.
     options = options | approximations.OFF
     options |= {"ema": None, "profile": None, "eval_every": "never", "on_nonfinite": "stop"}
     session = Session(task, backend, options)
@@ -117,7 +123,8 @@ def find_lr(
     for name, ratio in ratios.items():
         optimizer = optimizers[name] if name else optimizers
         optimizer.learning_rate = _schedule(optimizer, rate, ratio)
-    session.make_step()
+    session.make_step()  # only now: the step is traced with the schedules
+
     losses: list[float] = []
     rates: list[float] = np.geomspace(low, high, steps).tolist()
     best = math.inf
@@ -126,6 +133,7 @@ def find_lr(
         progress(1)
         smoothed = _average(losses)[-1]
         best = min(best, smoothed)
+        # With `abs`, because a loss may be negative: then 4 times the best one would be better still.
         if not math.isfinite(loss) or smoothed > best + (_DIVERGED - 1) * abs(best):
             finite = losses if math.isfinite(loss) else losses[:-1]
             return RangeTest(rates[: len(finite)], finite, True, ratios)
@@ -198,7 +206,7 @@ def lines(test: RangeTest, width: int = 78) -> Iterator[str]:
         return
     yield f"suggestion: {best:.1e}, where the loss falls fastest"
     for name, ratio in test.scaled.items():
-        if name:
+        if name:  # "" is a single optimizer, whose rate has been shown
             yield f"  {name}: {ratio * best:.1e}"
 
 
@@ -208,15 +216,18 @@ def plot(test: RangeTest, width: int, height: int = 16) -> list[str]:
         return []
     import plotext
 
-    figure = plotext.figure
+    figure = plotext.figure  # one for the whole process: it still has what was drawn before
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, height)
-    powers = [math.log10(rate) for rate in test.rates]
+
+    # The powers are drawn, and their ticks show the rates: so the axis is logarithmic.
+    powers = list(map(math.log10, test.rates))
     shown = [point for point in zip(powers, test.smoothed, strict=True) if point[1] <= test.top]
     figure.draw(figure.signal(*zip(*shown, strict=True), marker="braille").lines())
     if test.suggestion is not None:
         figure.line(math.log10(test.suggestion), "vertical", style="dotted")
+
     whole_powers = range(math.ceil(powers[0]), math.floor(powers[-1]) + 1)
     ticks = list(map(float, whole_powers)) or [powers[0], powers[-1]]
     figure.ruler("x").lim(powers[0], powers[-1])
@@ -244,7 +255,7 @@ def write(path: Path, test: RangeTest) -> None:
 
 def _draw(file: IO[bytes], form: str, test: RangeTest) -> None:
     """Writes the plot as a picture."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # without pyplot, which would look for a display
 
     if not test.losses:
         raise UsageError("the loss is not finite from the start: there is nothing to plot")

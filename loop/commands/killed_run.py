@@ -21,11 +21,12 @@ from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.store import address
 from loop.commands import command_line
-from loop.errors import TrainingError, UsageError
+from loop.errors import BAD_INPUT, TrainingError, UsageError
 
 MARK = "TFLOOP_CHAOS"
 """The environment variable that marks all processes of an attempt, even those whose parent has ended."""
 WRITING, STARTING, TRAINING = KINDS = ("in a checkpoint write", "in start-up", "in training")
+# With -P, a file in the working directory can't take the place of a module.
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _FIRST_LINE = 30
 """The greatest size of the first line in a file of examples, in bytes."""
@@ -66,6 +67,7 @@ class Run:
     ) -> None:
         self.directory = directory
         self.examples = directory / "witness"
+        # Outside of the run directory, so that attempts on other machines write to it, too.
         log = command_line.callback_option(ExampleLog, self.examples)
         saving = ["--checkpoint-every", checkpoint_every] if checkpoint_every else []
         own = ["--run-dir", url or str(directory / "run"), log, "--track", "off", "--json"]
@@ -83,6 +85,7 @@ class Run:
         self.environment = {"TMPDIR": str(self.directory / "tmp")}
         self.run_dir = self.directory / "run"
         if self.url is not None:
+            # A run in a store has its spool below the user's state: another home is another machine to it.
             home = self.directory / machine.name
             self.environment["XDG_STATE_HOME"] = str(home)
             self.run_dir = address.directory_of(self.url, address.SPOOLS, home)
@@ -105,7 +108,7 @@ class Run:
             try:
                 yield attempt
             finally:
-                attempt.gone(0)
+                attempt.gone(0)  # also after an error or a signal: nothing goes on training behind the command
                 self.code = attempt.process.wait()
 
     def result(self) -> JsonObject:
@@ -116,14 +119,17 @@ class Run:
             TrainingError: it failed.
         """
         if not self.finished:
-            raise (UsageError if self.code == 2 else TrainingError)(self.last_line().removeprefix("tfloop: error: "))
+            kind = UsageError if self.code == BAD_INPUT else TrainingError
+            raise kind(self.last_line().removeprefix("tfloop: error: "))
+        # All attempts write to one file: the last line is that of the one that has finished.
         result: JsonObject = json.loads((self.directory / "stdout").read_bytes().splitlines()[-1])
         return result
 
     def last_line(self) -> str:
         """The last line that the run wrote to stderr."""
         lines = (self.directory / "stderr").read_text(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
+        from_the_end = map(str.strip, reversed(lines))
+        return next(filter(None, from_the_end), "it ended without a word")
 
     def unfinished_checkpoints(self) -> dict[str, int]:
         """The inodes, by name, of checkpoints that are half written, and newer than all complete ones."""
@@ -149,10 +155,12 @@ class Attempt:
     def __init__(self, run: Run, out: BinaryIO, err: BinaryIO) -> None:
         self.run = run
         self.begun = time.monotonic()
+        # What earlier attempts have left, to be told from what this one makes.
         self._files_before = {path.name for path in run.examples.iterdir()}
         self._unfinished_before = run.unfinished_checkpoints().items()
         self._token = secrets.token_hex(8)
         environment = {**os.environ, **run.environment, MARK: self._token}
+        # In a session of its own, so that Ctrl-C in the terminal reaches this command alone.
         self.process = subprocess.Popen(
             run.command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
         )
@@ -187,7 +195,7 @@ class Attempt:
         """Kills the launcher or one of the workers, or the chief."""
         # Launcher and workers run the same command. Other processes that they start aren't killed.
         targets = [pid for pid, argv in self.processes().items() if argv[1:5] == self.run.command[1:5]]
-        if chief:
+        if chief:  # as long as run.json doesn't name it, any of the processes
             with contextlib.suppress(OSError, ValueError, KeyError):
                 pid = json.loads((self.run.run_dir / "run.json").read_bytes())["pid"]
                 targets = [pid] if pid in targets else targets
@@ -203,13 +211,17 @@ class Attempt:
         deadline = time.monotonic() + seconds
         while self.process.poll() is None or self.processes():
             if time.monotonic() > deadline:
-                while pids := self.processes():
-                    for pid in pids:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
+                self._kill_all()
                 return False
             time.sleep(0.05)
         return True
+
+    def _kill_all(self) -> None:
+        """Kills all processes, again until there is none: one that is killed may just have started another."""
+        while pids := self.processes():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def hit(self) -> str:
         """What the attempt was doing when it was killed, one of `KINDS`; by the files that it left."""

@@ -164,12 +164,18 @@ def memory(
         own = plain.about["own"]
         full = plain if own["remat"] == "full" else prober.curve(remat=True)
         settings = [setting for setting in SETTINGS if _is_offered(setting, own, workers)]
-        extras = {shard: prober.worker_extra(plain, shard) for shard in sorted({setting.shard for setting in settings})}
+        # What a worker takes beyond a single process is measured once for each way to keep the optimizer's state.
+        extras: dict[bool, float | None] = {}
+        for shard in sorted({setting.shard for setting in settings}):
+            extras[shard] = prober.worker_extra(plain, shard)
+
     batch_size = own["batch_size"] if batch_size is None else batch_size
     rows = []
     for setting in settings:
         curve = full if setting.remat else plain
         rows.append(_row(setting, curve, extras[setting.shard], batch_size, workers, limit))
+
+    # The command without what the task has by itself, and what is the default.
     typed = {"batch_size": batch_size if batch_size != own["batch_size"] else None}
     typed["workers"] = workers if workers > 1 else None
     command = ["tfloop", "train", target, *command_line.arguments(typed | options, assignments)]
@@ -179,10 +185,11 @@ def memory(
 
 def _is_offered(setting: Setting, own: JsonObject, workers: int) -> bool:
     """Whether a setting differs from the task's own options, and can be typed for the task."""
-    if own["remat"] == "full" and not setting.remat:
+    if own["remat"] == "full" and not setting.remat:  # what the task has on can't be typed off
         return False
     if setting.shard:
         return workers > 1
+    # Nor can this be typed off; with one worker, it changes nothing.
     return workers == 1 or not own["shard_optimizer"]
 
 
@@ -201,17 +208,19 @@ def _row(
     """
     about = curve.about
     own = about["own"]
-    rows = math.ceil(batch_size / workers)
+    rows = math.ceil(batch_size / workers)  # of the replica that has the most
     micro_batch = math.ceil(rows / setting.accumulate)
-    state = about["optimizer"] + about["averages"]
+    state = about["optimizer"] + about["averages"]  # what `shard_optimizer` shares out
     # All rows of the batch are in memory, but activations only of the rows of one micro-batch.
     activations = curve.slope * micro_batch + about["example"] * (rows - micro_batch)
     # With micro-batches, a step holds the sum of gradients and those to be added; with replicas, what is sent and
     # what is received.
-    copies = 2 if setting.accumulate > 1 or (workers > 1 and extra is None) else 1
+    is_unmeasured = workers > 1 and extra is None  # where it was measured, it is in `extra`
+    copies = 2 if setting.accumulate > 1 or is_unmeasured else 1
     share = math.ceil(state / workers) if setting.shard else state
     # While a checkpoint is being written, it holds a copy of the variables, which the next steps change.
     checkpoint = about["weights"] + share
+    # A single process without micro-batches was measured: it has one copy of everything, and no checkpoint.
     rest = curve.fixed - about["weights"] - about["gradients"] - state + checkpoint + (extra or 0)
     row = Row(
         name=_name(setting, own),
@@ -253,8 +262,9 @@ def _options(setting: Setting, own: JsonObject) -> list[str]:
 
 def lines(report: Report) -> Iterator[RenderableType]:
     """The report for people: a table, and the setting to take."""
-    each = f"{math.ceil(report.batch_size / report.workers):,} on each of {report.workers:,} replicas"
-    batch = f"a batch of {report.batch_size:,}" + (f", {each}" if report.workers > 1 else "")
+    batch = f"a batch of {report.batch_size:,}"
+    if report.workers > 1:
+        batch += f", {math.ceil(report.batch_size / report.workers):,} on each of {report.workers:,} replicas"
     where = "a GPU" if report.on_gpu else "a process"
     yield f"{report.task}, {batch}: peak memory of {where}, in MB"
     head = ["", "weights", "gradients", "optimizer", "activations", "rest", "total"]
@@ -266,12 +276,18 @@ def _cells(report: Report, row: Row) -> list[str]:
     """A row of the table."""
     parts = [row.weights, row.gradients, row.optimizer, row.activations, row.rest]
     cells = [row.name, *(f"{part / 1e6:,.0f}" for part in parts)]
-    # The mark shows also where there are no colors.
-    mark = "" if report.limit is None else "  " if row.fits else " !"
+    # The mark shows also where there are no colors. Blanks in its place keep the numbers flush.
+    mark = ""
+    if report.limit is not None:
+        mark = "  " if row.fits else " !"
     cells.append(f"{row.total / 1e6:,.0f}{mark}")
+
+    color = None
     if row is report.best:
-        return [terminal.colored(cell, "green") for cell in cells]
-    return [terminal.colored(cell, "red") for cell in cells] if row.fits is False else cells
+        color = "green"
+    elif row.fits is False:  # and not None, which means that there is no limit
+        color = "red"
+    return cells if color is None else [terminal.colored(cell, color) for cell in cells]
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -295,7 +311,7 @@ def _verdict(report: Report) -> Iterator[str]:
 def as_json(report: Report) -> JsonObject:
     """The report for programs."""
     rows = [dataclasses.asdict(row) | {"total": row.total} for row in report.rows]
-    best = report.best
+    best = report.best  # without a limit, and where none fits, the smallest is the one to take
     return {
         "task": report.task,
         "batch_size": report.batch_size,

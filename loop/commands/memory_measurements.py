@@ -82,8 +82,11 @@ class Prober:
         """Measures larger and larger batches, until the peak grows clearly, or the batch of a replica is reached."""
         reports: dict[int, dict[str, Any]] = {}
         for examples in self._sizes(reports):
-            settings = ["--backend=single", *["--remat=full"] * remat]
-            reports[examples] = self._measured(f"{'remat' if remat else 'plain'}, a batch of", examples, settings)
+            settings = ["--backend=single"]
+            if remat:
+                settings.append("--remat=full")
+            name = f"{'remat' if remat else 'plain'}, a batch of"
+            reports[examples] = self._measured(name, examples, settings)
         return Curve(reports)
 
     def worker_extra(self, curve: Curve, shard: bool) -> float | None:
@@ -98,6 +101,7 @@ class Prober:
         Returns:
             None: there is one worker, or two can't be tried here.
         """
+        # The smallest batch: what workers send doesn't depend on it, and memory must do for two processes.
         examples = min(curve.peaks)
         alone = curve.peaks[examples]
         if self._workers == 1 or curve.on_gpu or 3 * alone > available():
@@ -110,13 +114,17 @@ class Prober:
 
     def _sizes(self, reports: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
         """The batches to measure; `reports` has what was measured so far."""
-        examples = _SMALLEST if self._batch_size is None else max(1, min(_SMALLEST, self._rows(self._batch_size) // 2))
+        examples = _SMALLEST
+        if self._batch_size is not None:  # half of what is trained, so that a second batch can be larger
+            examples = max(1, min(_SMALLEST, self._rows(self._batch_size) // 2))
         yield examples
+
+        # It has been measured by now: its report has the batch size of the task.
         batch_size = reports[examples]["own"]["batch_size"] if self._batch_size is None else self._batch_size
         largest = max(self._rows(batch_size), 2)
         curve = Curve(reports)
         too_much = not curve.on_gpu and 4 * curve.peaks[examples] > available()
-        if examples >= largest or too_much:
+        if examples >= largest or too_much:  # then the second point of the line is below the first one
             yield max(1, min(examples, largest) // 2)
             return
         while examples < largest and (curve.growth < _CLEAR or self._is_far(curve, examples, largest)):

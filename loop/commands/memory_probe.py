@@ -34,10 +34,10 @@ class MemoryProbe(Callback):
         from loop.data import count
 
         example = data.train.example
-        bytes_ = sum(
-            tensor.dtype.size * tensor.shape.num_elements() for tensor in map(tf.constant, tf.nest.flatten(example))
-        )
-        self.about["example"] = bytes_ / int(count(example))
+        bytes_ = 0
+        for tensor in map(tf.constant, tf.nest.flatten(example)):
+            bytes_ += tensor.dtype.size * tensor.shape.num_elements()
+        self.about["example"] = bytes_ / int(count(example))  # it has a few rows
         return data
 
     def on_fit_start(self, run: Run) -> None:
@@ -50,7 +50,7 @@ class MemoryProbe(Callback):
             "weights": bytes_of(model_variables(run.model)),
             "gradients": trained,
             "optimizer": bytes_of(optimizer_variables(run.optimizer)),
-            "averages": trained if run.options["ema"] is not None else 0,
+            "averages": trained if run.options["ema"] is not None else 0,  # one for each trained variable
         }
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:

@@ -34,7 +34,7 @@ def new(name: str) -> str:
         raise UsageError(f"NAME {name!r}: {what}; how about {better!r}?")
     text = shipped_path(TEMPLATE.lower()).read_text()
     path = Path(f"{name}.py")
-    kind = class_name(name, set(re.findall(r"\w+", text)))
+    kind = class_name(name, set(re.findall(r"\w+", text)))  # no word of the file may be the name of the class
     text = text.replace(f"{TEMPLATE.lower()}.py", path.name)  # the commands at its top name the file that they train
     try:
         with path.open("x", encoding="utf-8") as file:  # never over another one
@@ -53,8 +53,9 @@ def fitting(name: str) -> str:
         like = re.sub(r"\W+", "_", Path(like).name.removesuffix(".py")).strip("_")
     if not like.isidentifier():
         like = f"task_{like}".rstrip("_")
-    like = like[:100]
+    like = like[:100]  # the name of a file can't be of any length
     hidden = like in sys.stdlib_module_names or like in OURS or keyword.iskeyword(like)
+    # An installed module counts, too; but the file itself is found where it is there already.
     if not hidden and (spec := PathFinder.find_spec(like)) and spec.origin:
         hidden = Path(spec.origin) != Path(f"{like}.py").resolve()
     return f"{like}_task" if hidden else like
@@ -62,6 +63,6 @@ def fitting(name: str) -> str:
 
 def class_name(name: str, taken: set[str]) -> str:
     """The name of the class in a task's file; one that means something else in the file gets `Task` behind it."""
-    words = re.sub(r"(?<=[^_])task$", "_task", name).split("_")
+    words = re.sub(r"(?<=[^_])task$", "_task", name).split("_")  # `mytask` has two words, as `my_task`
     made = "".join(word[:1].upper() + word[1:] for word in words)
     return f"{made}Task" if made in taken or keyword.iskeyword(made) else made

@@ -35,7 +35,7 @@ from loop.step.prediction import Prediction
 from loop.step.tracing import as_written
 from loop.task import TrainTask, hyperparameters
 
-_FORMAT = 1
+_FORMAT = 1  # of the parts on disk: those of another format belong to another prediction
 
 
 def predict(
@@ -68,14 +68,16 @@ def predict(
     Raises:
         UsageError: the data can't be predicted on, or `out` can't be written.
     """
+    # What can be refused without a model is refused before one is made.
     path = None if out is None else Path(out)
     if path is not None:
         check_out(path)
     if isinstance(data, str | Path):
         check_data(str(data))
     options, backend = options_and_backend(task, {"batch_size": batch_size, "backend": backend, "precision": precision})
-    if path is None and backend.workers > 1:
+    if path is None and backend.workers > 1:  # each has its own blocks alone
         raise UsageError(f"predict() on {backend.workers} workers returns no arrays: give out='predictions.npy'")
+
     session, weights = _session(task, run_or_model, options, _reads_eval(task, data))
     examples = _source(session, data)
     prediction = Prediction(session.built, examples, _function(session, data), session.phase_options["seed"])
@@ -103,6 +105,7 @@ def _session(task: TrainTask, run_or_model: Any, options: dict[str, Any], reads_
     options |= {"eval_every": "epoch" if reads_eval else "never", "steps": 1, "shuffle": False, "ema": None}
     options |= approximations.OFF | {"drop_remainder": False, "overfit": None, "shard_optimizer": False}
     with run_directory.of_a_run(str(run_or_model)):
+        # On one device, whatever backend shares the blocks: a block must be computed in the same graph everywhere.
         session = Session(task, Backend(), options, index_of(manifest, task), trained_on=1, change=_in_order)
     assign(numbered("model", all_variables(session.built.model)), weights)
     return session, fingerprint(*weights.values())
@@ -113,7 +116,7 @@ def _in_order(data: Any, options: Mapping[str, Any]) -> Any:
     padding = getattr(data, "padding", None)
     if padding is None or not padding.bucket_by:
         return data
-    unsorted = copy.copy(data)
+    unsorted = copy.copy(data)  # the task may go on using its own
     unsorted.padding = dataclasses.replace(padding, bucket_by=False)
     return unsorted
 
@@ -128,21 +131,28 @@ def _source(session: Session, data: Any) -> Source:
     batching = BatchOptions(session.phase_options["batch_size"], prefetch=session.phase_options["prefetch"])
     if not is_own(data):
         return source(_inputs(data), batching, f"DATA {data}" if isinstance(data, str | Path) else "data")
-    if data == "test" and hasattr(session.task, "test_data"):
-        examples = _in_order(session.task.test_data(), {})
-        found = None if examples is None else source(examples, batching, "test_data()")
+
+    examples: Source | None
+    if data == "train":
+        examples = session.data.train
+    # Without the method, an evaluation set may be named test.
+    elif data == "test" and hasattr(session.task, "test_data"):
+        test_data = _in_order(session.task.test_data(), {})
+        examples = None if test_data is None else source(test_data, batching, "test_data()")
     else:
-        found = session.data.train if data == "train" else _evaluated(session, data)
-    if found is None:
+        examples = _evaluated(session, data)
+    if examples is None:
         raise UsageError(f"{kind}.{data}_data() returned None, or isn't defined: give other DATA, or define it")
-    if found.endless:
+    if examples.endless:
         raise UsageError(f"{kind}.{data}_data() is endless: .take(n) gives it an end")
-    return found
+    return examples
 
 
 def _reads_eval(task: TrainTask, data: Any) -> bool:
     """Whether the evaluation data is predicted on."""
-    return is_own(data) and data != "train" and not (data == "test" and hasattr(task, "test_data"))
+    if not is_own(data) or data == "train":
+        return False
+    return not (data == "test" and hasattr(task, "test_data"))
 
 
 def _evaluated(session: Session, data: str) -> Source | None:
@@ -158,6 +168,7 @@ def _evaluated(session: Session, data: str) -> Source | None:
         return session.data.eval
     if session.data.eval_sets:
         raise UsageError(f"DATA {data!r}: eval_data() of {type(session.task).__name__} has the sets {', '.join(sets)}")
+    # No data has this name: it was taken for that of a set, because there is no such file.
     if is_set(data):
         raise UsageError(f"DATA {data!r}: give {', '.join(OWN_DATA)}, or a file that is there")
     return None
@@ -171,8 +182,8 @@ def _inputs(data: Any) -> Any:
     if path.suffix != ".npz":
         return IndexedData(str(path))
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return ArrayData({name: arrays[name] for name in arrays.files})
+        with np.load(path, allow_pickle=False) as arrays:  # pickle could run code that the file brings
+            return ArrayData(dict(arrays))
     except (OSError, ValueError) as error:
         raise UsageError(
             f"DATA {path}: it can't be read as .npz ({first_line(error)}): write it with np.savez"
@@ -183,12 +194,11 @@ def _function(session: Session, data: Any) -> Callable[[Any, Any], Any]:
     """What is called while the forward pass is traced."""
     task = session.task
     own = as_written(task.predict)
-    if is_own(data):
-        if type(task).predict is not TrainTask.predict:
-            return own
-        return lambda model, batch: plain_outputs(own(model, batch))
     if type(task).predict is not TrainTask.predict:
         return own
+    if is_own(data):
+        return lambda model, batch: plain_outputs(own(model, batch))
+    # Inputs alone are no batch of the task: the model is called as `compute` calls it with the task's own data.
     served = served_by(task, session.built, session.data.eval or session.data.train)
     return lambda model, batch: served.call(_named(served, batch))
 
@@ -200,12 +210,12 @@ def _named(served: Served, batch: Any) -> dict[str, tf.Tensor]:
     arrays = batch if isinstance(batch, dict) else dict(zip(wanted, tf.nest.flatten(batch), strict=False))
     if len(wanted) == len(arrays) == 1:
         arrays = dict(zip(wanted, arrays.values(), strict=True))
-    missing = [name for name in wanted if name not in arrays]
-    if missing:
-        raise UsageError(
-            f"DATA has no array {missing[0]!r}: the model's inputs are {', '.join(wanted)}, the arrays are "
-            f"{', '.join(map(str, arrays))}: give them the same names"
-        )
+    for name in wanted:
+        if name not in arrays:
+            raise UsageError(
+                f"DATA has no array {name!r}: the model's inputs are {', '.join(wanted)}, the arrays are "
+                f"{', '.join(map(str, arrays))}: give them the same names"
+            )
     return {name: _as_dtype(arrays[name], array.dtype) for name, array in wanted.items()}
 
 
@@ -220,6 +230,7 @@ def _names(prediction: Prediction, session: Session, data: Any) -> list[str]:
     except Exception as error:
         if isinstance(error.__context__, UsageError):  # AutoGraph shows the lines of the task that led to it
             raise error.__context__ from None
+        # With data of the task, such an error is a mistake of the task: it is shown as it is.
         is_of_inputs = isinstance(error, ValueError | TypeError | tf.errors.InvalidArgumentError)
         if isinstance(error, UsageError) or not is_of_inputs or is_own(data):
             raise
@@ -233,7 +244,7 @@ def _about(session: Session, data: Any, examples: Source) -> dict[str, Any]:
     """What the numbers depend on, as JSON; a prediction that goes on must have the same."""
     size = None if isinstance(examples, StreamSource) else examples.size
     batch_size = examples.options.batch_size
-    blocks = None if size is None else -(-size // batch_size)
+    blocks = None if size is None else -(-size // batch_size)  # rounded up, as the parts below
     in_part = blocks_in_part(blocks, batch_size)
     return {
         "format": _FORMAT,
@@ -253,18 +264,25 @@ def _described(data: Any) -> str:
     """What tells data from other data."""
     if isinstance(data, str | Path):
         path = Path(data)
-        if is_own(data):
+        if is_own(data):  # the task's name and fields, which are compared too, stand for its contents
             return str(data)
+        # A large file isn't read for a hash: one that is written anew has another time.
         return f"{path.resolve()}, {path.stat().st_size} bytes, of {path.stat().st_mtime_ns}"
     arrays = data.arrays if isinstance(data, ArrayData) else data
-    leaves = [leaf for leaf in tf.nest.flatten(arrays) if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject]
-    return f"arrays {fingerprint(*leaves)}"
+    # Python objects have no bytes of their own to be hashed.
+    hashed = []
+    for leaf in tf.nest.flatten(arrays):
+        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            hashed.append(leaf)
+    return f"arrays {fingerprint(*hashed)}"
 
 
 def _in_memory(prediction: Prediction) -> Any:
     """An array of all examples, or a dict of them."""
     blocks = [columns for _, columns in prediction.blocks(lambda number: True)]
-    joined = {name: np.concatenate([columns[name] for columns in blocks]) for name in blocks[0]}
+    joined = {}
+    for name in blocks[0]:
+        joined[name] = np.concatenate([columns[name] for columns in blocks])
     return joined["output"] if list(joined) == ["output"] else joined
 
 
@@ -278,8 +296,10 @@ def _to_file(parts: Parts, prediction: Prediction, about: dict[str, Any], backen
         count = _compute(parts, prediction, about, backend, parts.begin(about))
         rows = parts.read(count)
         write(parts, rows)
-        parts.remove()
-    arrays = {name: f"{np.dtype(dtype).name}{shape}" for name, (dtype, shape) in rows.specs.items()}
+        parts.remove()  # last: a kill before this leaves parts with which the same command goes on
+    arrays = {}
+    for name, (dtype, shape) in rows.specs.items():
+        arrays[name] = f"{np.dtype(dtype).name}{shape}"
     return backend.broadcast_json({"out": str(parts.out), "rows": rows.rows, "arrays": arrays})
 
 
@@ -288,6 +308,7 @@ def _compute(
 ) -> int:
     """Computes this worker's share of the parts that are missing; returns how many parts there are in all."""
     in_part = about["blocks_in_part"]
+    # The chief's list counts: a worker that looked by itself might see parts that others have just written.
     complete = backend.broadcast_json(complete)
     done = set(complete)
 
@@ -297,6 +318,7 @@ def _compute(
 
     for part, blocks in itertools.groupby(prediction.blocks(is_mine), lambda block: block[0] // in_part):
         parts.write(part, (columns for _, columns in blocks))
+    # Also waits for all workers: only then is every part on disk.
     read = backend.exchange(prediction.blocks_read)[:, 0].tolist()
     if len(set(read)) > 1:
         raise TrainingError(f"the workers have read {read} blocks of the data: it must be the same on all of them")

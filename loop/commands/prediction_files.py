@@ -17,6 +17,7 @@ from loop.commands.prediction_parts import Parts, StoredRows
 from loop.errors import UsageError
 from loop.step.prediction import Columns
 
+# Of a row group in a Parquet file, at most.
 _GROUP_BYTES = 32 << 20
 _GROUP_ROWS = 1 << 16
 
@@ -51,6 +52,7 @@ def _write_npz(file: IO[bytes], rows: StoredRows) -> None:
 
 
 def _write_array(file: IO[bytes], rows: StoredRows, name: str) -> None:
+    # The format of `np.save`, written block by block: the whole array need not fit into memory.
     dtype, shape = rows.specs[name]
     header = {"descr": dtype, "fortran_order": False, "shape": (rows.rows, *shape)}
     np.lib.format.write_array_header_1_0(file, header)
@@ -62,7 +64,7 @@ def _write_jsonl(file: IO[bytes], rows: StoredRows) -> None:
     for columns in rows.blocks():
         values = {name: array.tolist() for name, array in columns.items()}
         for row in zip(*values.values(), strict=True):
-            line = jsonable(dict(zip(values, row, strict=True)))
+            line = jsonable(dict(zip(values, row, strict=True)))  # JSON has no nan
             file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
@@ -74,7 +76,7 @@ def _write_parquet(file: IO[bytes], rows: StoredRows) -> None:
     with contextlib.ExitStack() as stack:
         for columns in _grouped(rows):
             table = pyarrow.table({name: _column(pyarrow, array) for name, array in columns.items()})
-            if writer is None:
+            if writer is None:  # only the first group shows the schema
                 writer = stack.enter_context(pyarrow.parquet.ParquetWriter(file, table.schema))
             writer.write_table(table, row_group_size=len(table))
 
@@ -96,11 +98,16 @@ def _grouped(rows: StoredRows) -> Iterator[Columns]:
 
 
 def _joined(blocks: Sequence[Columns]) -> Columns:
-    return {name: np.concatenate([columns[name] for columns in blocks]) for name in blocks[0]}
+    """Blocks as one."""
+    joined: Columns = {}
+    for name in blocks[0]:
+        joined[name] = np.concatenate([columns[name] for columns in blocks])
+    return joined
 
 
 def _column(pyarrow: Any, array: np.ndarray) -> Any:
     """A column; rows that are arrays become lists of fixed size, also within each other."""
+    # From the innermost axis outwards.
     column = pyarrow.array(array.reshape(-1))
     for size in reversed(array.shape[1:]):
         column = pyarrow.FixedSizeListArray.from_arrays(column, size)

@@ -46,8 +46,10 @@ def check_out(out: Path) -> None:
         raise UsageError(f"--out {out}: there is no such format: give a name that ends in {', '.join(OUT_ENDINGS)}")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no directory {out.parent}: make it first")
+    # With parts beside it, it is a file that was written before a kill, and is written again. A link may point nowhere.
     if (out.exists() or out.is_symlink()) and not files.read_json(manifest_path(out)):
         raise UsageError(f"--out {out} exists already: remove it, or give another name")
+    # Looked for without importing it: it is needed only at the end.
     if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise UsageError(f"--out {out} needs pyarrow: pip install pyarrow, or give .npy, .npz or .jsonl")
 
@@ -90,11 +92,13 @@ def threads_for(out: Path, threads: int | None) -> int:
     """
     if threads is not None and not 1 <= threads <= MOST_WORKERS:
         raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {MOST_WORKERS}")
+    if threads is not None:
+        return threads
     before = files.read_json(manifest_path(out)).get("threads")
-    if threads is None and isinstance(before, int) and 1 <= before <= MOST_WORKERS:
+    if isinstance(before, int) and 1 <= before <= MOST_WORKERS:  # the file may have been changed by hand
         return before
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return threads or cores
+    # Those that this process may use, which a container or `taskset` may have limited.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
@@ -119,15 +123,16 @@ def shown_parts(out: Path) -> Iterator[None]:
 
 
 def _show(out: Path, stderr: Any, ended: threading.Event) -> None:
+    """Draws the bar of `shown_parts`, until it has ended."""
     about: dict[str, Any] = {}
-    while not about:
+    while not about:  # the chief writes the manifest when its model is made
         if ended.wait(0.2):
             return
         about = files.read_json(manifest_path(out))
     shown = 0
     with counted(about.get("parts"), " parts", stderr) as move:
         while not ended.wait(0.2):
-            complete = sum(1 for _ in parts_directory(out).glob("*.part"))
-            if complete > shown:
+            complete = len(list(parts_directory(out).glob("*.part")))
+            if complete > shown:  # at the end, the parts are removed
                 move(complete - shown)
                 shown = complete

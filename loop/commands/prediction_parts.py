@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,9 @@ Specs = dict[str, tuple[str, list[int]]]
 _ROWS_IN_PART = 4096
 _PARTS = 64
 
+# A part is a file: a line of JSON with the specs, then for each block its number of rows (8 bytes, little-endian) and
+# the bytes of its arrays, in the order of the specs.
+
 
 def blocks_in_part(blocks: int | None, block_rows: int) -> int:
     """How many blocks a part has. It doesn't depend on the number of workers.
@@ -33,7 +37,7 @@ def blocks_in_part(blocks: int | None, block_rows: int) -> int:
         block_rows: the rows of a block.
     """
     most = max(1, _ROWS_IN_PART // block_rows)
-    if blocks is None:
+    if blocks is None:  # a stream, whose length only its end shows
         return most
     # Enough parts to share out and to go on from; not more files than a directory holds well.
     return max(1, min(blocks // _PARTS, max(most, blocks // _ROWS_IN_PART)))
@@ -47,6 +51,7 @@ def owner(part: int, done: Sequence[int], workers: int) -> int:
         done: the numbers of the parts that are complete, increasing.
         workers: how many there are.
     """
+    # The number of missing parts before this one decides.
     return (part - bisect.bisect_left(done, part)) % workers
 
 
@@ -84,16 +89,16 @@ class Parts:
             UsageError: there are parts of another prediction.
         """
         before = self.manifest()
-        if before:
-            differing = [name for name in about if before.get(name) != about[name]]
-            if differing:
-                name = differing[0]
+        if not before:
+            files.write_json(manifest_path(self.out), about)
+            return self.complete()
+        # Parts of other weights or data would be mixed silently: all that the numbers depend on must be the same.
+        for name, value in about.items():
+            if before.get(name) != value:
                 raise UsageError(
                     f"{self.directory} has parts of another prediction ({name} was {before.get(name)!r:.99}, is "
-                    f"{about[name]!r:.99}): remove that directory, give another --out, or the same {name}"
+                    f"{value!r:.99}): remove that directory, give another --out, or the same {name}"
                 )
-        else:
-            files.write_json(manifest_path(self.out), about)
         return self.complete()
 
     def manifest(self) -> dict[str, Any]:
@@ -102,19 +107,25 @@ class Parts:
 
     def complete(self) -> list[int]:
         """The parts that are complete, increasing."""
-        return sorted(int(path.stem) for path in self.directory.glob("*.part") if path.stem.isdecimal())
+        numbers = []
+        for path in self.directory.glob("*.part"):
+            if path.stem.isdecimal():
+                numbers.append(int(path.stem))
+        return sorted(numbers)
 
     def write(self, part: int, blocks: Iterable[Columns]) -> None:
         """Writes a part, block by block."""
         specs: Specs | None = None
+        # Durable: a part that is found after a crash counts as complete, and isn't computed again.
         with files.replacing(self._path(part), durable=True) as file:
             for columns in blocks:
-                own: Specs = {name: (array.dtype.str, [*array.shape[1:]]) for name, array in columns.items()}
+                own = _specs_of(columns)
                 if specs is None:
                     specs = own
                     file.write(json.dumps(specs).encode() + b"\n")
                 _check_same(specs, own)
-                file.write(len(next(iter(columns.values()))).to_bytes(8, "little"))
+                rows = len(next(iter(columns.values())))
+                file.write(rows.to_bytes(8, "little"))
                 for array in columns.values():
                     file.write(array.tobytes())
 
@@ -124,8 +135,7 @@ class Parts:
         Raises:
             TrainingError: a part is missing.
         """
-        done = set(self.complete())
-        missing = [part for part in range(count) if part not in done]
+        missing = sorted(set(range(count)).difference(self.complete()))
         if missing:
             raise TrainingError(
                 f"{self.directory}: {plural(len(missing), 'part')} of {count} missing, the first is "
@@ -161,26 +171,32 @@ class StoredRows:
             with files.reading(path) as file:
                 specs = _specs_in(file)
                 self.specs = self.specs or specs
-                _check_same(self.specs, specs)
-                while n := int.from_bytes(file.read(8), "little"):
+                _check_same(self.specs, specs)  # parts may come from other workers, and from an earlier start
+                while n := int.from_bytes(file.read(8), "little"):  # nothing is left: 0
                     self.rows += n
                     file.seek(n * self.row_bytes, 1)
 
     @property
     def row_bytes(self) -> int:
         """The bytes of a row of all arrays."""
-        return sum(_bytes(dtype, shape) for dtype, shape in self.specs.values())
+        return sum(itertools.starmap(_bytes, self.specs.values()))
 
     def blocks(self) -> Iterator[Columns]:
         """All blocks, in order."""
         for path in self._paths:
             with files.reading(path) as file:
-                _specs_in(file)
+                _specs_in(file)  # which has been checked: read, so that the first block comes next
                 while n := int.from_bytes(file.read(8), "little"):
-                    yield {
-                        name: np.frombuffer(file.read(n * _bytes(dtype, shape)), dtype).reshape(n, *shape)
-                        for name, (dtype, shape) in self.specs.items()
-                    }
+                    columns: Columns = {}
+                    for name, (dtype, shape) in self.specs.items():
+                        values = np.frombuffer(file.read(n * _bytes(dtype, shape)), dtype)
+                        columns[name] = values.reshape(n, *shape)
+                    yield columns
+
+
+def _specs_of(columns: Columns) -> Specs:
+    """The specs of a block."""
+    return {name: (array.dtype.str, [*array.shape[1:]]) for name, array in columns.items()}
 
 
 def _specs_in(file: IO[bytes]) -> Specs:

@@ -89,6 +89,7 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     path, manifest = locate(Path(path))
     bad = manifest["bad"]
     tensors = checkpoint_files.read(path, manifest)
+    # On one device, whatever the run had: the whole batch is seen at once.
     session = Session(task, Backend(), _options(task, manifest), index_of(manifest, task), trained_on=1)
     model = session.built.model
     batch, index = unpacked(tensors, session.data.train.example)
@@ -100,13 +101,19 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     variables |= numbered("carried", carried_variables(model))
     # A checkpoint also holds the batch, moving averages and iterators, which this step doesn't have.
     kinds = {name.partition("/")[0] for name in variables}
-    assign(variables, {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] in kinds})
+    kept = {}
+    for name, tensor in tensors.items():
+        if name.partition("/")[0] in kinds:
+            kept[name] = tensor
+    assign(variables, kept)
     trained = trainable_variables(model)
     weights = [variable.numpy() for variable in as_tf(trained)]  # before the step
 
     step.train((), bad["epoch"], bad["step_in_epoch"], 1)
 
-    values = [show(name, np.concatenate(parts), index.numpy()) for name, parts in recorder.recorded.items()]
+    values = []
+    for name, parts in recorder.recorded.items():
+        values.append(show(name, np.concatenate(parts), index.numpy()))
     gradients = []
     for name, gradient, weight in zip(variable_names(trained), recorder.last, weights, strict=True):
         largest_weight = show(name, weight).largest
@@ -118,7 +125,9 @@ def _options(task: TrainTask, manifest: JsonObject) -> Options:
     """The options of the run, except those that would hide what wasn't finite."""
     options = {name: value for name, value in manifest["run"]["options"].items() if value is not None}
     lengths = {name: options.pop(name, None) for name in ("epochs", "steps")}  # a task with phases doesn't take them
+    # XLA can't call the Python function that records values.
     options |= {"compile": "graph", "on_nonfinite": "stop"}
+    # Clipping would change the gradients that are shown; the others have no part in a single step.
     unused = dict.fromkeys(("clip_norm", "clip_value", "ema", "profile"))
     # `unused` twice: where None is given, `with_defaults` takes the task's own default.
     return with_defaults(task, options | unused) | lengths | unused
@@ -138,12 +147,14 @@ def locate(path: Path) -> tuple[Path, JsonObject]:
 
 def show(name: str, array: np.ndarray, index: np.ndarray | None = None) -> Shown:
     """The numbers that describe a tensor; `index` has the indices of its examples in the data."""
-    array = np.asarray(array, np.float64)
+    array = np.asarray(array, np.float64)  # in which the square of any float32 is finite
     bad = ~np.isfinite(array)
     with np.errstate(invalid="ignore", over="ignore"):
         norm = float(np.sqrt(np.sum(array**2)))
     largest = float(np.abs(array[~bad]).max(initial=0.0))
-    examples = [] if index is None else index[bad.reshape(len(array), -1).any(1)][:NUMBERS].tolist()
+    examples = []
+    if index is not None:  # the rows of a value are the examples
+        examples = index[bad.reshape(len(array), -1).any(1)][:NUMBERS].tolist()
     return Shown(name, list(array.shape), largest, norm, int(bad.sum()), examples)
 
 
@@ -169,6 +180,7 @@ class _Recorder(GradientObserver):
         def keep(value: np.ndarray) -> None:
             self.recorded.setdefault(key, []).append(value)
 
+        # What is traced is called in each micro-batch: so `keep` gets the values of all of them.
         tf.numpy_function(keep, [tf.cast(tensor, tf.float64)], [])
 
 
@@ -190,6 +202,7 @@ class _OneBatch(ArraySource):
         return tf.constant(self.size, tf.int64)
 
     def replica_rows(self, feed: Feed, replica: tf.Tensor | int, part: tf.Tensor | int = 0, parts: int = 1) -> Rows:
+        # One device has all rows: a part of them is a micro-batch.
         epoch, step, _ = feed
         low, high = rows(tf.constant(self.size, tf.int64), part, parts)
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], self.example)

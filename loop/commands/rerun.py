@@ -16,6 +16,7 @@ from callbacks.run_record.redaction import HIDDEN, tell
 from loop.commands.config import Option
 from loop.errors import PREEMPTED, TrainingError, UsageError
 
+# With -P, a file in the working directory can't take the place of a module.
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _UNUSED = ("backend", "resume", "accept_changes", "profile", "stall_timeout")
 """Options that decide no number, or that are given in another way."""
@@ -57,6 +58,7 @@ def arguments(record: Record, options: Mapping[str, Option]) -> list[str]:
         UsageError: the run isn't one that has the same bits twice.
     """
     _check(record)
+    # The backend that was chosen, whatever was asked for: `auto` may choose another one now.
     typed = [f"--backend={record.backend}"]
     parallel = record.replicas if record.backend in _DEVICES else record.workers
     if (parallel or 1) > 1:
@@ -67,7 +69,7 @@ def arguments(record: Record, options: Mapping[str, Option]) -> list[str]:
             typed += _typed(flag, value, options[flag])
     for name, value in record.hyperparameters.items():
         text = json.dumps(value) if isinstance(value, list | dict) else str(value)
-        if HIDDEN in text:
+        if HIDDEN in text:  # the mask that stands in the place of a secret is no value
             tell(f"note: {name}: a run does not record secrets, so the task's default is taken")
         else:
             typed.append(f"--set={name}={text}")
@@ -75,13 +77,15 @@ def arguments(record: Record, options: Mapping[str, Option]) -> list[str]:
 
 
 def _typed(flag: str, value: object, option: Option) -> list[str]:
+    """The words of a command line for an option of a run."""
     if value is True:
         return [f"--{flag}"]
-    if value is False:
+    if value is False:  # without a word for it, an option is off when it isn't typed
         return [option.off] if option.off else []
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # of several evaluation sets, the pace of each
         value = [f"{name}={pace}" for name, pace in value.items()]
-    return [f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"]
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return [f"--{flag}={text}"]
 
 
 def _check(record: Record) -> None:
@@ -121,7 +125,9 @@ def train(target: str, options: list[str], run_dir: Path | None) -> Path:
         UsageError: it could not start.
         TrainingError: it failed, or was stopped.
     """
-    own = ["--track=off", "--resume=never", "--json", *([f"--run-dir={run_dir}"] if run_dir else [])]
+    own = ["--track=off", "--resume=never", "--json"]
+    if run_dir:
+        own.append(f"--run-dir={run_dir}")
     done = subprocess.run([*_COMMAND, target, *options, *own], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         why = "was stopped" if done.returncode == PREEMPTED else f"ended with exit code {done.returncode}"
@@ -144,12 +150,19 @@ def compare(first: Path, second: Path) -> Rerun:
         steps.append(int(manifest["step"]))
         arrays = averaged(checkpoint_files.read(checkpoint, manifest))
         # `model/00003:dense/kernel`: by number alone, since Keras counts names up from fit to fit in a process.
-        weights.append({name.partition(":")[0]: array for name, array in arrays.items() if name.startswith("model/")})
+        of_model = {}
+        for name, array in arrays.items():
+            if name.startswith("model/"):
+                of_model[name.partition(":")[0]] = array
+        weights.append(of_model)
+
     differing: dict[str, float] = {}
     for name in sorted(weights[0].keys() | weights[1].keys()):
-        one, other = weights[0].get(name), weights[1].get(name)
+        one = weights[0].get(name)
+        other = weights[1].get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
             differing[name] = float("nan")
+        # By bytes: 0.0 equals -0.0, and nan doesn't equal itself.
         elif one.tobytes() != other.tobytes():
             differing[name] = float(np.max(np.abs(one.astype("float64") - other.astype("float64"))))
     return Rerun(first, second, (steps[0], steps[1]), len(weights[0]), differing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shutil
@@ -22,10 +21,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Points = Sequence[tuple[int, float]]
+"""A curve: steps with their values."""
 
 STATUS_COLORS = {"finished": "green", "running": "cyan", "failed": "red", "killed": "red"}
 COLORS = ("cyan", "yellow", "magenta", "green", "red", "blue")
-MARKERS = "*o+x#@"
+MARKERS = "*o+x#@"  # in place of colors, in the same order
 _ASCII = str.maketrans("─│┌┐└┘├┤┬┴┼", "-|+++++++++")
 _GAP = "  "  # between two columns of a table
 _NARROW = 9  # characters: a column that has more is not made narrower than this while there is another way
@@ -50,7 +50,8 @@ def write(parts: Iterable[RenderableType]) -> None:
     for part in parts:
         for line in as_text(part).split("\n"):
             # A character that stdout can't have must not end the command.
-            typer.echo(line.encode(encoding, "backslashreplace").decode(encoding), color=False if plain() else None)
+            printable = line.encode(encoding, "backslashreplace").decode(encoding)
+            typer.echo(printable, color=False if plain() else None)
 
 
 def as_text(part: RenderableType) -> str:
@@ -60,11 +61,12 @@ def as_text(part: RenderableType) -> str:
     console = _console(width() if sys.stdout.isatty() else _ENDLESS)
     with console.capture() as capture:
         console.print(part)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
+    # rich fills each line up to the width of the table.
+    return "\n".join(map(str.rstrip, capture.get().rstrip("\n").split("\n")))
 
 
 def _console(columns: int) -> Console:
-    from rich.console import Console
+    from rich.console import Console  # late, here and below: the import takes a while
 
     return Console(
         # Without a height, rich takes the width from the environment.
@@ -114,11 +116,14 @@ def table(
         right: the columns whose cells end flush.
         spare: the columns that are left out on a terminal that is too narrow for all, in this order.
     """
-    kept = list(range(len(head or next(iter(rows), ()))))
+    columns = len(head or next(iter(rows), ()))
+    kept = list(range(columns))
+    # A log has any width, so nothing is left out of it.
     if spare and sys.stdout.isatty():
         lengths = _lengths(rows, head)
         for index in spare:
-            if sum(lengths[column] for column in kept) + len(_GAP) * (len(kept) - 1) <= width():
+            needed = sum(lengths[column] for column in kept) + len(_GAP) * (len(kept) - 1)
+            if needed <= width():
                 break
             kept.remove(index)
     return _table(rows, head, right, kept)
@@ -127,11 +132,12 @@ def table(
 def tables(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection[int] = ()) -> list[Table]:
     """A table; or several with the same first column, where a terminal is too narrow for all other columns in one."""
     lengths = _lengths(rows, head)
+    # The first column names the rows, and is in each table: it takes a third of the width at most.
     room = width() - min(lengths[0], width() // 3) if sys.stdout.isatty() else _ENDLESS
     parts = [[0]]
     used = 0
     for index, length in enumerate(lengths[1:], 1):
-        needed = min(length, _NARROW) + len(_GAP)
+        needed = min(length, _NARROW) + len(_GAP)  # a longer cell goes on below
         if used and used + needed > room:
             parts.append([0])
             used = 0
@@ -148,7 +154,7 @@ def _lengths(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[int]:
     lengths = [0] * len(head or rows[0])
     for row in [head, *rows]:
         for index, cell in enumerate(row):
-            plain_cell = Text.from_ansi(cell).plain if "\x1b" in cell else cell
+            plain_cell = Text.from_ansi(cell).plain if "\x1b" in cell else cell  # color codes take no columns
             lengths[index] = max(lengths[index], cell_len(plain_cell))
     return lengths
 
@@ -169,7 +175,11 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
         justify: Literal["left", "right"] = "right" if index in right else "left"
         drawn.add_column(head[index] if head else "", justify=justify, overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text.from_ansi(row[index]) if "\x1b" in row[index] else row[index] for index in kept))
+        cells: list[RenderableType] = []
+        for index in kept:
+            # rich would count color codes as characters of the text.
+            cells.append(Text.from_ansi(row[index]) if "\x1b" in row[index] else row[index])
+        drawn.add_row(*cells)
     return drawn
 
 
@@ -197,7 +207,8 @@ def bars(seconds: Mapping[str, float], size: int = 40) -> Table:
     rows = []
     for name, part in sorted(seconds.items(), key=lambda item: -item[1]):
         if part > whole / 1000:
-            rows.append([part_name(name), lasting(part), f"{part / whole:.0%}", bar * round(size * part / whole)])
+            length = round(size * part / whole)
+            rows.append([part_name(name), lasting(part), f"{part / whole:.0%}", bar * length])
     return table(rows, right=(1, 2))
 
 
@@ -209,26 +220,38 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         curves: by label. One that is a single character is its own marker where there are no colors.
         height: lines of the plot.
     """
-    shown = {label: finite for label, points in curves.items() if (finite := _finite(points))}
+    shown = {}
+    for label, points in curves.items():
+        finite = _finite(points)
+        if finite:
+            shown[label] = finite
     if not shown:
         return [f"{title}: nothing to plot"]
     import plotext
 
-    figure = plotext.figure
+    figure = plotext.figure  # one for the whole process: it still has what was drawn before
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(min(width(), 120), height)
+
     legend = []
+    all_steps: list[float] = []
+    all_values: list[float] = []
     for index, (label, points) in enumerate(shown.items()):
         color = COLORS[index % len(COLORS)]
         letter = label if len(label) == 1 else MARKERS[index % len(MARKERS)]
         marker = letter if plain() else plotext.marker("braille", plotext.pixel(color))
         steps, values = zip(*_thinned(points), strict=True)
         figure.draw(figure.signal(steps, values, marker=marker).lines())
-        legend.append(colored(f"{letter} {label}" if plain() and letter != label else label, color))
-    every_point = list(itertools.chain.from_iterable(shown.values()))
-    _scale(figure.ruler("x"), [step for step, _ in every_point], "{:,.0f}")
-    _scale(figure.ruler("y"), [value for _, value in every_point], "{:.4g}")
+        entry = f"{letter} {label}" if plain() and letter != label else label
+        legend.append(colored(entry, color))
+        # The axes show all points, also those that are too many to be drawn.
+        for step, value in points:
+            all_steps.append(step)
+            all_values.append(value)
+    _scale(figure.ruler("x"), all_steps, "{:,.0f}")
+    _scale(figure.ruler("y"), all_values, "{:.4g}")
+
     lines = figure.build().string(plain()).splitlines()
     if plain():
         lines = [line.translate(_ASCII).rstrip() for line in lines]
@@ -242,6 +265,7 @@ def _finite(points: Points) -> Points:
 
 def _thinned(points: Points) -> Points:
     """So many points as a plot can show, and the last one."""
+    # Without the last point, a curve would seem to end before the run's last step.
     return [*points[:: 1 + len(points) // 1000], points[-1]]
 
 

@@ -53,6 +53,7 @@ def tracker(
             track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
         )
     except ValueError as error:
+        # "MLflowTracker(wait=...): give ...": the same text, with the option in place of the argument.
         what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
         names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
         raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
@@ -85,6 +86,7 @@ def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
     if not _is_deliverable(run_dir):
         raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
     store = _deliver_rest(run_dir, track, trusted)
+    # The trials of a sweep go where it has gone: their own directories aren't asked.
     if "sweep" in read_json(run_dir / "run.json"):
         for trial in filter(_is_deliverable, sorted(run_dir.glob("trial-*"))):
             try:
@@ -137,7 +139,9 @@ def _store(run_dir: Path, track: str | None, trusted: bool) -> str:
     from callbacks.mlflow import tracker
 
     uri = track or read_json(run_dir / tracker.STATE).get("uri")
-    if not (track or trusted or uri in (None, redact(tracker.store(None))) or trust.may_contact(run_dir, uri)):
+    # A directory may come from anyone, and a server that it names learns of this machine: who made it must be known.
+    is_trusted = track or trusted or uri in (None, redact(tracker.store(None))) or trust.may_contact(run_dir, uri)
+    if not is_trusted:
         raise UsageError(
             f"{run_dir}: you haven't trained there on this machine, and the store that it names ({str(uri)!r:.200}) "
             "isn't contacted unasked: give it as --track URI, or --trust if that directory is yours"
@@ -148,7 +152,7 @@ def _store(run_dir: Path, track: str | None, trusted: bool) -> str:
             where = run_dir / tracker.STATE
             raise UsageError(f"{where} has the store's URI without its secrets: give it as --track URI")
     store = tracker.store(uri)
-    trust.note_store(run_dir, redact(store))
+    trust.note_store(run_dir, redact(store))  # what was given once need not be given again
     return store
 
 
@@ -156,7 +160,7 @@ def _store(run_dir: Path, track: str | None, trusted: bool) -> str:
 def _sole_deliverer(run_dir: Path) -> Iterator[None]:
     """Holds the lock of a run directory, if it has one: a run that is under way delivers by itself."""
     path = run_dir / lock.NAME
-    if not os.path.lexists(path):
+    if not os.path.lexists(path):  # not `exists`: `opened` refuses a link, wherever it points
         yield
         return
     with os.fdopen(opened(path, os.O_RDWR), "r+b") as file:
@@ -164,6 +168,8 @@ def _sole_deliverer(run_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = read_json(path)
-            who = f" (pid {holder['pid']}, host {holder['host']})" if {"pid", "host"} <= set(holder) else ""
+            who = ""
+            if {"pid", "host"} <= set(holder):
+                who = f" (pid {holder['pid']}, host {holder['host']})"
             raise UsageError(f"{run_dir}: the run is under way{who}: it delivers by itself") from None
         yield

@@ -11,40 +11,29 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import callbacks
 from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
+from callbacks.types import JsonObject
 from loop.checkpoint.store import address
 from loop.commands import command_line, dry_run, memory_advice, runs, tracking, typed_callbacks
+from loop.commands.train_place import Place, read_place
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
-from loop.launch import host_slots, hosts, job, machine, ray_cluster, ray_options, signals, ssh, stderr
-from loop.launch.backend_choice import MOST_WORKERS, check_servers, choose_backend, choose_for_command
+from loop.launch import hosts, job, ray_cluster, signals, ssh, stderr
+from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.elastic_job import run_elastic_job
-from loop.launch.elastic_limits import Limits, read_limits
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import MOST_RESTARTS, run_job
 from loop.launch.ray_places import NodeLostError
 from loop.launch.worker import before_training, die_with_parent, reporting
-from loop.options import DEFAULTS, check_communication, read_partition, with_defaults
+from loop.options import DEFAULTS, Options, with_defaults
 from loop.target import task_loader
 from loop.task import TrainTask
 
 Outcome = tuple[int, str, dict[str, Any] | None]
 """The exit code; what went wrong, or ""; the result, if it is this process that prints it."""
-
-
-class Place(NamedTuple):
-    """Where a task is trained: the backend, why that one, and what it is to have."""
-
-    backend: str
-    why: str
-    workers: int | None
-    hosts: dict[str, int]
-    ray: ray_options.Request | None
-    limits: Limits | None
-    devices: list[str] | None
 
 
 def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
@@ -60,6 +49,7 @@ def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
         if JOB in os.environ:  # the launcher hears of it
             raise
         outcome = (FAILED, str(error), None)
+    # A command that measures settings itself reads why a trial has failed: no table for it.
     is_trial = typed_callbacks.of_commands(typed.callback) or LAUNCHER in os.environ
     if OUT_OF_MEMORY in outcome[1] and not is_trial:
         _end_with_memory(typed, outcome[1])
@@ -70,7 +60,8 @@ def _end_with_memory(typed: SimpleNamespace, problem: str) -> NoReturn:
     """Ends with what the training would need with each setting that saves memory."""
     command_line.say(problem)
     workers = typed.workers or 1
-    options = {"precision": typed.precision, "ema": typed.ema}
+    options = {"precision": typed.precision, "ema": typed.ema}  # those that change what the variables take
+    # Workers on this machine share its memory; on other machines, each is assumed to have one for itself.
     share = 1 if typed.hosts_ or typed.launcher else 1 / workers
     memory_advice.replace_process(typed.target_, typed.set_ or (), typed.batch_size, workers, options, share)
 
@@ -81,6 +72,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     Raises:
         OutOfMemoryError: a step has found too little memory, in this process.
     """
+    # All that can be refused without TensorFlow is refused before it loads, and before any worker starts.
     given = _options(typed)
     with_defaults(None, given)
     every = command_line.schedule(typed.checkpoint_every)
@@ -88,12 +80,12 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     tracker = tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
     task_loader.check(typed.target_)
     _check(typed)
-    place = _place(typed)
+    place = read_place(typed)
     with contextlib.ExitStack() as beginning:
         beginning.enter_context(before_training())
         if _needs_launch(place):
             code, problem, fields = _launch(typed, place, arguments)
-        elif place.backend == "parameter_server" and job_rank():
+        elif place.backend == "parameter_server" and job_rank():  # rank 0 trains, the others serve
             return _serve(typed.threads or 0)
         else:
             chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=every), mlflow=tracker) + beside
@@ -118,7 +110,7 @@ def _needs_launch(place: Place) -> bool:
 def _warm(tracker: callbacks.MLflowTracker | None, beginning: contextlib.ExitStack) -> None:
     """Has the chief's tracker begin, while TensorFlow is loaded."""
     if tracker is not None and job_rank() == 0:
-        beginning.callback(tracker.close)
+        beginning.callback(tracker.close)  # before it starts anything: a failure in between must not leave that behind
         tracker.warm()
 
 
@@ -126,24 +118,32 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
     """Says with which command an interrupted run goes on."""
     command = ["tfloop", *arguments]
     directory = Path(fields["run_dir"])
+    # A run directory that is given goes on by itself: what `--resume` said was for the start.
     for index in reversed(range(len(command))):  # from the end: what is deleted moves what stands behind it
         if command[index].partition("=")[0] == "--resume":
-            del command[index : index + (1 if "=" in command[index] else 2)]
+            words = 1 if "=" in command[index] else 2  # `--resume=auto`, or `--resume auto`
+            del command[index : index + words]
     if typed.resume not in (None, "auto") and typed.config_:  # a file may have it
         command.append("--resume=auto")
     if typed.run_dir is None:
-        shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
+        here = Path.cwd()
+        shown = directory.relative_to(here) if directory.is_relative_to(here) else directory
         command += ["--run-dir", str(shown)]
     with contextlib.suppress(OSError):  # a terminal that is gone
         tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
 
 
-def _options(typed: SimpleNamespace) -> dict[str, Any]:
+def _options(typed: SimpleNamespace) -> Options:
     """The options of `fit`; None: not typed."""
-    given = {name.rstrip("_"): value for name, value in vars(typed).items() if name.rstrip("_") in DEFAULTS}
-    words = {name: command_line.number_or_word(given[name]) for name in ("steps_per_call", "prefetch")}
-    eval_every = "never" if typed.eval_beside else command_line.eval_every(given["eval_every"])
-    return given | words | {"eval_every": eval_every}
+    given: Options = {}
+    for parameter, value in vars(typed).items():
+        name = parameter.rstrip("_")  # a parameter such as `compile_` must not hide what Python has by that name
+        if name in DEFAULTS:
+            given[name] = value
+    for name in ("steps_per_call", "prefetch"):
+        given[name] = command_line.number_or_word(given[name])
+    given["eval_every"] = "never" if typed.eval_beside else command_line.eval_every(given["eval_every"])
+    return given
 
 
 def _check(typed: SimpleNamespace) -> None:
@@ -157,93 +157,28 @@ def _check(typed: SimpleNamespace) -> None:
         if not 0 < typed.start_timeout < float("inf"):
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
         os.environ[START_TIMEOUT] = str(typed.start_timeout)  # workers inherit it
-    start_timeout()
+    start_timeout()  # for its check of the variable, which may have been set from outside
     at_url = isinstance(typed.run_dir, str)
-    fresh = (
-        at_url or typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()
-    )  # else it goes on from those
-    if fresh and typed.resume not in (None, "auto", "never") and not typed.hosts_ and job_size() is None:
+    # A run directory with checkpoints goes on from those, whatever `--resume` names.
+    is_fresh = at_url or typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()
+    names_checkpoint = typed.resume not in (None, "auto", "never")
+    # Only where it is certain to be on this machine's disk: other hosts have disks of their own.
+    if is_fresh and names_checkpoint and not typed.hosts_ and job_size() is None:
         runs.checkpointed(Path(typed.resume), "--resume ")
-
-
-def _place(typed: SimpleNamespace) -> Place:
-    """Where the task is to be trained; refuses what doesn't fit together."""
-    asked = typed.backend
-    if typed.tpu is not None:
-        os.environ["TPU_NAME"] = typed.tpu  # where TensorFlow looks for it
-        asked = asked or "tpu"
-    by_host = host_slots.read_hosts(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
-    workers = sum(by_host.values()) or typed.workers
-    limits = _limits(typed, asked or "auto", workers)
-    ray = ray_options.read_request(typed, limits)
-    devices = _devices(typed)
-    if limits is not None:
-        asked = "horovod"
-    elif ray is not None:
-        asked = ray.backend
-    asked = asked or ("mirrored" if devices else "auto")
-
-    backend = choose_for_command(asked, workers, asynchronous=True)
-    why = choose_backend(asked, workers)[1] if typed.dry_run_ else ""
-    place = Place(backend, why, workers, by_host, ray, limits, devices)
-    _check_fits(typed, place)
-    return place
-
-
-def _devices(typed: SimpleNamespace) -> list[str] | None:
-    """The devices that were typed; None: none were."""
-    return None if typed.devices is None else machine.device_names(typed.devices.split(","))
-
-
-def _limits(typed: SimpleNamespace, backend: str, workers: int | None) -> Limits | None:
-    """How many workers an elastic job may have; None if none was asked for."""
-    limits = read_limits(typed.elastic_, typed.discovery, backend, workers, typed.hosts_)
-    if limits is not None:
-        for option in ("profile", "devices", "tpu"):
-            value = getattr(typed, option)
-            if value is not None:
-                raise UsageError(f"--elastic {typed.elastic_} with --{option} {value}: leave one of them out")
-    return limits
-
-
-def _check_fits(typed: SimpleNamespace, place: Place) -> None:
-    """Refuses options that mean nothing to the backend, or contradict each other."""
-    _check_servers(typed, place.backend)
-    check_communication(place.backend, typed.communication)
-    if place.ray is not None and place.backend not in ("horovod", "multiworker", "single"):
-        raise UsageError(f"--launcher ray with the backend {place.backend}: give --backend horovod or multiworker")
-    several = ("devices_per_replica", ("single", "horovod"))
-    for option, allowed in (("tpu", ("tpu",)), ("devices", ("mirrored", "central")), several):
-        value = getattr(typed, option)
-        if value not in (None, 1) and place.backend not in allowed:
-            name = option.replace("_", "-")
-            use = " or ".join(allowed)
-            raise UsageError(f"--{name} {value} with --backend {place.backend}: leave one out, or use {use}")
-    if place.devices and place.workers not in (None, len(place.devices)):
-        raise UsageError(f"--workers {place.workers} with {len(place.devices)} devices: leave --workers out")
-
-
-def _check_servers(typed: SimpleNamespace, backend: str) -> None:
-    """Refuses a number of parameter servers, or a partition of variables, that the backend can't use."""
-    if typed.ps is not None:
-        check_servers(backend, typed.ps)
-    least = typed.min_shard_bytes
-    if least is not None and (backend != "parameter_server" or least < 1):
-        raise UsageError(f"--min-shard-bytes {least}: give a number >= 1, with --backend parameter_server")
-    if typed.partition is None:
-        return
-    if backend != "parameter_server" or least is not None:
-        raise UsageError(
-            f"--partition {typed.partition}: give it with --backend parameter_server, and without --min-shard-bytes"
-        )
-    read_partition(typed.partition)
 
 
 def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> Outcome:
     """Starts workers, which come to `_work` with the same arguments, and waits for them."""
-    where = f" on {len(place.hosts)} hosts" if place.hosts else " on Ray" if place.ray else ""
+    where = ""
+    if place.hosts:
+        where = f" on {len(place.hosts)} hosts"
+    elif place.ray:
+        where = " on Ray"
     limits = place.limits
-    fewest = f"{limits.low} to " if limits and limits.low < limits.high and place.ray else ""
+    # On Ray, an elastic job starts with as many workers as there is room for.
+    fewest = ""
+    if place.ray and limits and limits.low < limits.high:
+        fewest = f"{limits.low} to "
     many = place.workers or (limits.high if limits else 1)
     tell(f"starting {fewest}{plural(many, 'worker')}{where} ({place.backend}) ...")
     if place.ray is None:
@@ -258,6 +193,7 @@ def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> O
 def _run_job(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> job.Outcome:
     """Runs the job of these workers, here or on other machines."""
     with contextlib.ExitStack() as stack:
+        # Without other machines there is no cluster, and workers are started here.
         cluster = stack.enter_context(_connected(typed, place)) if place.hosts or place.ray else None
         if place.limits is None:
             return run_job(place.backend, place.workers or 1, arguments, typed.ps or 1, cluster)
@@ -270,9 +206,11 @@ def _run_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) 
     for _ in range(MOST_RESTARTS):
         if done.lost_run is None:
             break
+        # "" means that the node was lost before there was a run: see `_attempt_on_ray`.
         how = "going on from the last checkpoint" if done.lost_run else "starting again"
         tell(f"{done.error}; {how}, where Ray finds room")
         if done.lost_run:
+            # If an option is given twice, the last one counts.
             arguments = [*arguments, f"--run-dir={done.lost_run}", "--resume=auto"]
         try:
             done = _attempt_on_ray(typed, place, arguments)
@@ -312,9 +250,25 @@ def _serve(threads: int) -> Outcome:
     return 0, "", None
 
 
+def _with_typed(chosen: callbacks.StandardSet, texts: Sequence[str] | None) -> callbacks.StandardSet:
+    """The callbacks of a run, with those that were typed."""
+    added = typed_callbacks.make(texts)
+    # What another command measures must not be slowed down, or made larger, by other callbacks.
+    if any(getattr(callback, "alone", False) for callback in added):
+        chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None)
+    return callbacks.StandardSet(callbacks.complete(chosen, added))
+
+
+def _fields(result: object) -> JsonObject:
+    """What `fit` returned, as far as it can be printed."""
+    fields = dict(vars(result))
+    del fields["model"]
+    return fields | {"run_dir": str(fields["run_dir"])}
+
+
 def _work(
     typed: SimpleNamespace,
-    given: dict[str, Any],
+    given: Options,
     place: Place,
     chosen: callbacks.StandardSet,
     beginning: contextlib.ExitStack,
@@ -342,16 +296,12 @@ def _work(
                 communication=typed.communication,
             )
 
-        added = typed_callbacks.make(typed.callback)
-        if any(getattr(callback, "alone", False) for callback in added):
-            chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None)
-        chosen = callbacks.StandardSet(callbacks.complete(chosen, added))
+        chosen = _with_typed(chosen, typed.callback)
         if typed.dry_run_:
             fields = dry_run.dry_run(task, backend, given)
         else:
-            result = fit(task, **given | {"backend": backend}, run_dir=typed.run_dir, callbacks=chosen)
-            fields = {name: value for name, value in vars(result).items() if name != "model"}
-            fields["run_dir"] = str(result.run_dir)
+            fields = _fields(fit(task, **given | {"backend": backend}, run_dir=typed.run_dir, callbacks=chosen))
+        # From here on, a signal no longer ends the process at once: the result is about to be reported.
         beginning.close()
         backend.close()
         # The chief alone delivers; the others end before it has.

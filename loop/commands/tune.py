@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
 """The settings that can be tried, in this order: each together with the best of those before it."""
 # A trial trains until the probe has measured it, and does nothing else that takes time.
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
+
 _GAIN = 1.02
 """A setting that gains less than this ratio isn't worth a change."""
 _CLOSE = 0.9
@@ -138,17 +140,21 @@ class _Tuner:
             raise (UsageError if self._code == 2 else TrainingError)(default.problem)
         default.against = 1.0
         about = self._about
-        now = {name: about["options"][name.replace("-", "_")] for name in TUNED if name != "threads"}
+        now = _settings(about)
         others = _others(now, about)
         for name, values in others.items():
             if name in only:
-                best = self._best(best, [self._measured(best.changes | {name: value}) for value in values])
+                rows = [self._measured(best.changes | {name: value}) for value in values]
+                best = self._best(best, rows)
+        # Last, with the best of all other settings: the memory that a batch needs depends on them.
         if "batch-size" in only:
-            rows = self._batch_sizes(best, now["batch-size"])
+            rows = self._batch_sizes(best, about["options"]["batch_size"])
             if batch_size and rows:
-                best = self._best(best, [max(rows, key=lambda row: row.speed)])
+                best = self._best(best, [max(rows, key=attrgetter("speed"))])
         if len(best.changes) > 1:
             best = self._confirmed(best, default)
+
+        # Unchanged settings are written, too: what was measured holds for all of them together.
         settings = {name: now[name] for name in others if name in now} | best.changes
         return Report(self._arguments, about, self._rows, best, settings, self._notes)
 
@@ -181,17 +187,19 @@ class _Tuner:
 
     def _best(self, best: Row, rows: Sequence[Row]) -> Row:
         """The fastest row, if it is faster than the best so far by more than the noise; else the best so far."""
-        # In turns: a machine may become slower or faster with time.
         assert best.against is not None
         close = [row for row in rows if row.speed >= _CLOSE * best.speeds[-1]]
+        # In turns: a machine may become slower or faster with time. Each row has had its first trial already.
         for _ in range(self._rounds - 1 if close else 0):
             for row in (best, *close):
                 self._measure(row)
+
         fastest = best
         gain = _GAIN if self._rounds > 1 else 1 / _CLOSE  # a single trial doesn't show the noise
         for row in rows:
             if not row.speeds:
                 continue
+            # By way of the best row, which took turns with this one: the default may have been measured long before.
             row.against = best.against * self._recent(row) / self._recent(best)
             noise = max(self._noise(row), self._noise(best))
             is_faster = self._recent(row) - self._recent(best) > noise and row.against >= gain * best.against
@@ -203,13 +211,14 @@ class _Tuner:
         """Doubles the batch size while memory and examples suffice, and training becomes faster; returns the rows."""
         assert best.against is not None
         rows = [best]
-        growth = best.memory
+        growth = best.memory  # before the first doubling: at most, all of it grows with the batch
         slower = 0  # sizes in a row that were no faster
         while slower < 2:
             batch *= 2
             if self._examples is not None and batch > self._examples:
                 self._notes.append(f"batch-size {batch}: there are only {self._examples} examples")
                 break
+            # Not tried where memory may not suffice: running out of it could end another process, too.
             needed = rows[-1].memory + growth
             free = available()
             if needed > free:
@@ -221,8 +230,10 @@ class _Tuner:
             if row.problem:
                 break
             row.against = best.against * row.speed / best.speed
+            # Memory grows linearly with the batch, so each doubling adds twice as much as the one before.
             growth = 2 * max(0, row.memory - rows[-1].memory)
-            slower = 0 if row.speed >= _GAIN * max(smaller.speed for smaller in rows) else slower + 1
+            fastest_before = max(map(attrgetter("speed"), rows))
+            slower = 0 if row.speed >= _GAIN * fastest_before else slower + 1
             rows.append(row)
         return rows[1:]
 
@@ -231,39 +242,59 @@ class _Tuner:
         self._progress(f"{row}, trial {len(row.speeds) + 1}" if row.speeds else f"{row}")
         directory = Path(tempfile.mkdtemp(dir=self._directory))
         self._train(row, directory)
+        # The chief's file is the first, and the only one with a speed; each worker has its own memory.
         workers = [read_json(path) for path in sorted((directory / "run").glob("trial-*.json"))]
         if self._code == 0 and workers and (speed := workers[0]["examples_per_second"]):
             row.speeds.append(speed)
-            row.memory = max(row.memory, sum(worker["memory"] for worker in workers))
-            row.gpu_memory = max(row.gpu_memory, *(worker["gpu_memory"] for worker in workers))
+            # On the host, workers share one memory; each has a GPU to itself.
+            host_memory = 0
+            for worker in workers:
+                host_memory += worker["memory"]
+                row.gpu_memory = max(row.gpu_memory, worker["gpu_memory"])
+            row.memory = max(row.memory, host_memory)
+            # The first trial is that of the training as it is.
             if not self._about:
                 self._about = read_json(directory / "run" / "run.json") | {"stream": workers[0]["stream"]}
                 self._examples = workers[0]["examples"]
-        elif not row.speeds:
+        elif not row.speeds:  # else it has worked before, and what was measured then counts
             row.problem = trial.problem(self._code, directory)
         shutil.rmtree(directory, ignore_errors=True)
 
     def _train(self, row: Row, directory: Path) -> None:
         """Trains in a process of its own, until the trial has been measured."""
+        # Behind the user's arguments: if an option is given twice, the last one counts.
         changes = [f"--{name}={value}" for name, value in row.changes.items()]
         own = [command_line.callback_option(ThroughputProbe, self._seconds), f"--run-dir={directory / 'run'}"]
         self._code = trial.run([*self._arguments, *changes, *_ALWAYS, *own], directory)
+
+
+def _settings(about: JsonObject) -> dict[str, object]:
+    """The settings of the run without changes, by the names of options. Threads are no option of `fit`."""
+    settings = {}
+    for name in TUNED:
+        if name != "threads":
+            settings[name] = about["options"][name.replace("-", "_")]
+    return settings
 
 
 def _others(now: Mapping[str, object], about: JsonObject) -> dict[str, list[object]]:
     """The values to try of each setting beside its own, by the name of the option; without the batch size."""
     cpus = about["machine"]["cpus"]
     settings: dict[str, list[object]] = {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
-    if about["stream"]:
+    if about["stream"]:  # the only data that `prefetch` means something to
         settings["prefetch"] = [1, 2, 8, "auto"]
     settings["threads"] = sorted({1, max(1, cpus // 2), cpus, max(1, cpus // about["workers"])})
+    # 0 threads means that TensorFlow decides, which takes all cores.
     used = {**now, "threads": about["machine"]["intra_op_threads"] or cpus}
-    return {name: [value for value in values if value != used[name]] for name, values in settings.items()}
+    for name, values in settings.items():
+        if used[name] in values:
+            values.remove(used[name])
+    return settings
 
 
 def available() -> int:
     """The memory that is free on this machine, or left to this container, in bytes."""
-    free = [sys.maxsize]
+    free = [sys.maxsize]  # where neither says anything, nothing is refused
     with contextlib.suppress(OSError):
         [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free.append(1024 * int(kilobytes))
@@ -286,11 +317,11 @@ def lines(report: Report) -> list[RenderableType]:
             problems.append(f"{row}: failed: {row.problem}")
             continue
         memory = [size(row.memory), *[size(row.gpu_memory)] * on_gpu]
-        cells = [str(row), f"{row.speed:,.0f}", f"{row.against:.2f}", *memory]
+        cells = [str(row), f"{row.speed:,.0f}", f"{row.against:.2f}", *memory, ""]
         if row is report.best:
-            rows.append([terminal.colored(cell, "green") for cell in [*cells, "best"]])
-        else:
-            rows.append([*cells, ""])
+            cells[-1] = "best"
+            cells = [terminal.colored(cell, "green") for cell in cells]
+        rows.append(cells)
     return [terminal.table(rows, head, right=range(1, len(head) - 1)), *problems, *report.notes]
 
 
@@ -316,7 +347,9 @@ def write(path: Path, report: Report) -> None:
     ]
     if "batch-size" in report.best.changes:
         comments.append("with another batch size something else is learned: look at the learning rate")
+    # A command may hold secrets, and line breaks, with which a comment would end.
     written = [f"# {' '.join(mask(text).split())}" for text in comments]
+    # Numbers and texts are the same in TOML as in JSON.
     written += [f"{name} = {json.dumps(value)}" for name, value in report.settings.items()]
     try:
         with replacing(path, aside=hidden_name(path)) as file:

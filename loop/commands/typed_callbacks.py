@@ -23,12 +23,12 @@ _REFUSED = {
     "SamplePredictions": "takes a function",
 }
 """Callbacks whose arguments can't be typed, and why."""
-_MOST_CHARACTERS = 2000
+_MOST_CHARACTERS = 2000  # of a text: Python's parser may end the process on one that nests without end
 
 
 def of_commands(texts: Iterable[str] | None) -> bool:
     """Whether another command has started this training, and has added a callback."""
-    return any(_OF_COMMANDS.fullmatch(text) for text in texts or ())
+    return any(map(_OF_COMMANDS.fullmatch, texts or ()))
 
 
 def names() -> list[str]:
@@ -38,6 +38,7 @@ def names() -> list[str]:
 
 def _is_callback(name: str) -> bool:
     kind = getattr(callbacks, name)
+    # `__all__` also has functions, types and the base class.
     return isinstance(kind, type) and issubclass(kind, callbacks.Callback) and kind is not callbacks.Callback
 
 
@@ -47,10 +48,15 @@ def make(texts: Sequence[str] | None) -> list[callbacks.Callback]:
     Raises:
         UsageError: there is no such callback, or an argument is no literal or not one that it takes.
     """
-    return [_made_by_command(text) if _OF_COMMANDS.fullmatch(text) else _made(text) for text in texts or ()]
+    made = []
+    for text in texts or ():
+        is_of_command = _OF_COMMANDS.fullmatch(text) is not None
+        made.append(_made_by_command(text) if is_of_command else _made(text))
+    return made
 
 
 def _made_by_command(text: str) -> callbacks.Callback:
+    """The callback of a text that `command_line.callback_option` has made."""
     name, has_argument, argument = text.partition("=")
     module, _, class_name = name.partition(":")
     kind = getattr(importlib.import_module(module), class_name)
@@ -59,6 +65,7 @@ def _made_by_command(text: str) -> callbacks.Callback:
 
 
 def _made(text: str) -> callbacks.Callback:
+    """The callback of a text that a user has typed."""
     name, positional, named = _parsed(text)
     if name in _REFUSED:
         raise UsageError(f"--callback {name}: it {_REFUSED[name]}: return it from the task's build_callbacks()")
@@ -78,9 +85,9 @@ def _parsed(text: str) -> tuple[str, list[object], dict[str, object]]:
     text = text[:_MOST_CHARACTERS].strip()
     try:
         node = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: brackets that nest too deep
         raise UsageError(f"{shown}: it can't be read: {usage}") from None
-    if isinstance(node, ast.Name):
+    if isinstance(node, ast.Name):  # a name alone is a call without arguments
         return node.id, [], {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise UsageError(f"{shown}: it is no callback: {usage}")
@@ -95,6 +102,7 @@ def _parsed(text: str) -> tuple[str, list[object], dict[str, object]]:
 
 
 def _literal(node: ast.expr, text: str) -> object:
+    """The value of an argument."""
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

@@ -40,6 +40,7 @@ Rounding in float64 is below 1e-12; but some layers, and the states of Keras's m
 In float32 only the first step is judged. A gradient may be 0 except for rounding. An optimizer such as Adam makes steps
 of the size of the learning rate out of it, so that after a few steps weights differ by as much on any backend.
 """
+_JUDGED = {"float32": ("gradients/1/", "metrics/1/"), "float64": ("",)}  # prefixes of names; see `BOUNDS`
 EPOCHS = 2
 """The number of epochs that a task is trained for."""
 REPLICAS = 2, 3
@@ -120,7 +121,8 @@ def verify(
     Raises:
         UsageError: the task can't be trained at all.
     """
-    compared_on = devices.alike(max(replicas))
+    compared_on = devices.alike(max(replicas))  # first: once TensorFlow has started, its devices can't be split
+    # One replica is compared with itself, too: numbers that differ there are random.
     in_process = [Backend(), *(backends.create("mirrored", n) for n in replicas)]
     comparisons: list[Comparison] = []
     steps = 0
@@ -136,6 +138,7 @@ def verify(
             if isinstance(reference, str):
                 comparisons.append(Comparison(precision, "single", 1, same=True, note=reference))
                 continue
+            # Each step has gradients: `gradients/<step>/...`.
             steps = len({name.split("/")[1] for name in reference if name.startswith("gradients/")})
             for backend in in_process:
                 progress(f"{precision}: {_way(backend.name, backend.replicas)}")
@@ -171,8 +174,10 @@ def _why_not(task: TrainTask, error: BaseException) -> str:
     """Why a task that can be computed in float32 can't be computed in float64."""
     text = str(error)
     file = inspect.getsourcefile(type(task)) or "?"
+    # The last line within the task's own file: the frames below it are TensorFlow's, which tell the user nothing.
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    lines += [int(number) for number in re.findall(rf'File "{re.escape(file)}", line (\d+)', text)]  # of AutoGraph
+    # What AutoGraph has converted has no frame in that file: it names the lines in the text of its error.
+    lines += map(int, re.findall(rf'File "{re.escape(file)}", line (\d+)', text))
     where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
     if not re.search(r"float32|\bfloat\b", text):
         first = (text.strip().splitlines() or [""])[0][:200]
@@ -208,8 +213,9 @@ def record(task: TrainTask, backend: Backend, options: Options) -> Arrays:
         steps = _train(session, steps, numbers)
 
     model = session.built.model
-    kinds = {id(variable): "statistics" for variable in statistics(model)}
-    kinds |= {id(variable): "weights" for variable in as_tf(trainable_variables(model))}
+    kinds = dict.fromkeys(map(id, statistics(model)), "statistics")
+    kinds |= dict.fromkeys(map(id, as_tf(trainable_variables(model))), "weights")
+    # Other variables of the model, such as the seeds of layers, are no result that replicas must share.
     for name, variable in named_variables_of(session.built).items():
         if name.startswith("model/") and id(variable) in kinds:
             kind = kinds[id(variable)]
@@ -229,10 +235,12 @@ def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
         if ending == NOT_FINITE:
             raise UsageError(f"step {steps + 1}: not finite: {', '.join(step.not_finite)}: nothing can be compared")
         steps += 1
+        # With an index, because two variables may have one name.
         for index, (name, gradient) in enumerate(zip(names, gradients.last, strict=True)):
             numbers[f"gradients/{steps}/{index:05d}:{name}"] = backend.local_values(gradient)[0]
         for name, value in step.means(totals).items():
             numbers[f"metrics/{steps}/{name}"] = np.array(value)
+    # Each phase is evaluated at its end: a later one must not take the place of an earlier one.
     end = f"end-{steps_before}" if steps_before else "end"
     for evaluation in step.evaluations.values():
         for name, value in evaluation.means(evaluation.whole()).items():
@@ -243,6 +251,7 @@ def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
 
 def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in the precision of the options."""
+    # Two whole batches, and one of a single example: on several replicas, some have no row of it.
     few = part(data, 2 * options["batch_size"] + 1)
     return in_float64(few) if options["precision"] == "float64" else few
 
@@ -250,19 +259,23 @@ def _few(data: Dataset, options: Options) -> Dataset:
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbers: Arrays) -> Comparison:
     """Compares recorded numbers with those of one replica; see `difference`."""
     comparison = Comparison(precision, engine, replicas)
-    in_one = [name for name in [*reference, *numbers] if name not in reference or name not in numbers]
-    if in_one:
-        comparison.note = f"only one of the two has {in_one[0]}"
-        return comparison
-    judged = ("gradients/1/", "metrics/1/") if precision == "float32" else tuple(f"{kind}/" for kind in KINDS)
+    for name in [*reference, *numbers]:
+        if name not in reference or name not in numbers:
+            comparison.note = f"only one of the two has {name}"
+            return comparison
+
     scales = _scales(reference)
     for kind in KINDS:
-        names = [name for name in reference if name.startswith(f"{kind}/")]
-        apart = {name: difference(name, reference[name], numbers[name], scales) for name in names}
+        apart: dict[str, float] = {}
+        for name, expected in reference.items():
+            if name.startswith(f"{kind}/"):
+                apart[name] = difference(name, expected, numbers[name], scales)
         # A nan that comes later is lost in `max`; the comparison with the bound below finds it.
         comparison.differences[kind] = max(apart.values(), default=float("nan"))
-        beyond = [name for name, value in apart.items() if name.startswith(judged) and not value <= BOUNDS[precision]]
-        comparison.first = comparison.first or next(iter(beyond), "")
+        for name, value in apart.items():
+            # Not `>`, which would take a nan for rounding.
+            if not comparison.first and name.startswith(_JUDGED[precision]) and not value <= BOUNDS[precision]:
+                comparison.first = name
     comparison.same = not comparison.first
     return comparison
 
@@ -295,6 +308,7 @@ def difference(name: str, reference: np.ndarray, numbers: np.ndarray, scales: di
     if same.all():
         return 0.0
     apart = float(np.abs(one - other)[~same].max())
+    # Each metric has a scale of its own, since one says nothing about another. Near 0, the scale is a fixed one.
     if name.startswith("metrics/"):
         return apart / max(1e-3, float(np.abs(one).max()))
     scale = scales.get(_group(name), 0.0)
@@ -327,8 +341,9 @@ def as_json(report: Report) -> str:
     """The report as one line of JSON."""
     fields = dataclasses.asdict(report)
     for comparison in fields["comparisons"]:
-        differences = comparison["differences"].items()
-        comparison["differences"] = {kind: None if math.isnan(value) else value for kind, value in differences}
+        for kind, value in comparison["differences"].items():
+            if math.isnan(value):  # JSON has no nan
+                comparison["differences"][kind] = None
     return json.dumps(fields)
 
 
@@ -349,6 +364,7 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
             yield line, False
     if report.same:
         yield "the same numbers everywhere", True
+    # No number differs, but `diagnose` has found a mistake.
     elif all(comparison.same for comparison in report.comparisons):
         yield "the numbers agree here by chance: with weights, or other data, they won't", False
     else:
@@ -359,7 +375,9 @@ def _comparison_lines(comparison: Comparison, width: int) -> Iterator[str]:
     """A row of the table, and below it its note and what differs first."""
     result = "  not compared"
     if comparison.differences:
-        result = "".join(f"{number(comparison.differences[kind]):>{len(kind) + 2}}" for kind in KINDS)
+        result = ""
+        for kind in KINDS:
+            result += f"{number(comparison.differences[kind]):>{len(kind) + 2}}"
         result += "  same" if comparison.same else "  apart"
     yield f"{comparison.precision:9}{_way(comparison.engine, comparison.replicas):{width}}{result}"
     if comparison.note:

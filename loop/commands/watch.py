@@ -27,7 +27,7 @@ class LivePage:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._readers = [Reader(path) for path in paths]
+        self._readers = list(map(Reader, paths))
         self._lock = threading.Lock()  # browsers ask at the same time
         self._state: object = None
         self._content = b""
@@ -36,7 +36,8 @@ class LivePage:
     def read(self) -> tuple[bytes, str]:
         """The page, and a tag that is another one whenever the page is."""
         with self._lock:
-            state = [_state(path) for path in self._paths]
+            # Asked before the runs are read: what comes in between is seen the next time.
+            state = list(map(_state, self._paths))
             if state != self._state:
                 text = runs.page_of([reader.read() for reader in self._readers], live=True)
                 self._content = text.encode()
@@ -105,7 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, with_content: bool) -> None:
         assert isinstance(self.server, Server)
         port = self.server.server_port
-        if self.headers.get_all("Host") not in [[f"{name}:{port}"] for name in _NAMES]:
+        hosts = self.headers.get_all("Host") or []
+        # Exactly one: of several, a browser and this server might mean different ones.
+        if len(hosts) != 1 or hosts[0] not in [f"{name}:{port}" for name in _NAMES]:
             self._send(HTTPStatus.FORBIDDEN, b"This server is for browsers of its own machine.\n", with_content)
         elif self.path != "/":
             self._send(HTTPStatus.NOT_FOUND, b"There is one page: /\n", with_content)
@@ -124,6 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             kind = "text/html" if status == HTTPStatus.OK else "text/plain"
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(content)))
+        # Pages of elsewhere can neither show nor read this one, and it stays in no cache.
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("X-Frame-Options", "DENY")

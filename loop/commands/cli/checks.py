@@ -13,6 +13,7 @@ from callbacks.run_record.redaction import tell
 from loop.checkpoint.store import address
 from loop.commands import command_line, runs
 from loop.commands import rerun as rerun_
+from loop.commands.cli import check_options as check
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import show, shown_stages, stopped_clean
 from loop.commands.cli.training import train_options
@@ -28,25 +29,26 @@ from loop.target import task_loader
 def verify(
     target_: typed.Target,
     set_: typed.Set = None,
-    batch_size: typed.VerifyBatchSize = None,
-    compile_: typed.VerifyCompile = None,
-    processes: typed.Processes = True,
+    batch_size: check.VerifyBatchSize = None,
+    compile_: check.VerifyCompile = None,
+    processes: check.Processes = True,
     as_json: typed.AsJson = False,
-    record: typed.Record = None,
+    record: check.Record = None,
 ) -> None:
     """Show that a task has the same numbers on any number of replicas."""
     with_defaults(None, {"batch_size": batch_size, "compile": compile_})
     task_loader.check(target_)
-    if record is not None:
+    if record is not None:  # this process is a worker of the job below
         _record(target_, set_ or (), batch_size, compile_, record)
         return
 
     def job(directory: Path) -> str:
         code, problem, *_ = run_job(backend, 2, [*sys.argv[1:], "--record", str(directory)])
         if code == PREEMPTED:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # the wish to stop was for the whole command, not for its job alone
         return problem
 
+    # In each of two precisions: one replica, itself again, and two numbers of replicas; then the causes.
     with shown_stages(9 + processes) as progress, stderr.quiet_start():
         from loop.backends import devices
         from loop.commands import verify as verify_
@@ -72,7 +74,7 @@ def _record(
             from loop import backends
             from loop.commands import verify
 
-            name, _ = choose_backend("auto")
+            name, _ = choose_backend("auto")  # by the environment of the job
             task, backend = backends.with_task(lambda: task_loader.load(target_, assignments), name)
         verify.write(directory, task, backend, batch_size, compile_)
         backend.exchange(0)  # no worker leaves before all are done
@@ -81,12 +83,13 @@ def _record(
 
 
 def replay(
-    kept: typed.Kept,
+    kept: check.Kept,
     task_target: typed.TaskTarget = None,
     trust: typed.Trust = False,
     as_json: typed.AsJson = False,
 ) -> None:
     """Make a step that was not finite once more. Show its values and gradients, and which example it was."""
+    # What can be refused without TensorFlow is refused before it loads.
     path = runs.named(kept)
     if not (path / "bad").is_dir():
         runs.checkpointed(path)
@@ -97,7 +100,7 @@ def replay(
         from loop.commands import replay as replay_
         from loop.run import run_directory
 
-        devices.prepare()
+        devices.prepare()  # before the task is loaded: its code may use TensorFlow
         directory, _ = replay_.locate(path)
         task, _ = run_directory.task_of(directory, task_target, trust)
         report = replay_.replay(task, directory)
@@ -118,6 +121,7 @@ def rerun(
     path = runs.locate(root or runs.ROOT, run)
     record = read(path)
     options = rerun_.arguments(record, train_options())
+    # A target runs code: one that only the directory names is taken if this user trained there, or trusts it.
     target = known_target(path, read_about(path).get("target"), task_target, trust)
     task_loader.check(target)
     for change in rerun_.changes(record):
@@ -131,27 +135,28 @@ def rerun(
 
 def chaos(
     target_: typed.Target,
-    kills: typed.Kills = 6,
+    kills: check.Kills = 6,
     epochs: typed.Epochs = None,
     steps: typed.Steps = None,
     batch_size: typed.BatchSize = None,
     backend: typed.Backend = None,
     workers: typed.Workers = None,
     set_: typed.Set = None,
-    checkpoint_every: typed.ChaosCheckpointEvery = None,
-    migrate: typed.ChaosMigrate = False,
-    store: typed.ChaosStore = None,
-    seed: typed.ChaosSeed = 0,
-    keep: typed.ChaosKeep = None,
+    checkpoint_every: check.ChaosCheckpointEvery = None,
+    migrate: check.ChaosMigrate = False,
+    store: check.ChaosStore = None,
+    seed: check.ChaosSeed = 0,
+    keep: check.ChaosKeep = None,
     as_json: typed.AsJson = False,
 ) -> None:
     """Show that kill -9 at any moment loses nothing of a training."""
-    from loop.commands import chaos as chaos_
+    from loop.commands import chaos as chaos_  # late: it imports NumPy, which most commands don't need
 
     if not 1 <= kills <= chaos_.MOST_KILLS:
         raise UsageError(f"--kills {kills}: give a whole number from 1 to {chaos_.MOST_KILLS}")
     if migrate:
         _refuse_chosen(backend, workers)
+    # Checked here as the trainings would check it, which start only later.
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
     with_defaults(None, options)
     plan = chaos_.Plan(kills, seed, checkpoint_every, store and address.read_url(store), migrate)
@@ -161,9 +166,11 @@ def chaos(
     choose_for_command(backend or "auto", workers)
     _refuse_used(keep)
     arguments = command_line.arguments(options | {"workers": workers}, set_ or ())
+    left = f"what was made is in {keep}" if keep else "nothing is left behind"
     with (
-        stopped_clean(f"what was made is in {keep}" if keep else "nothing is left behind"),
+        stopped_clean(left),
         signals.temporary_directory("tfloop-chaos-") as directory,
+        # Beside an attempt for each kill: the undisturbed run, and the attempt that comes to the end.
         shown_stages(kills + 2) as progress,
     ):
         report = chaos_.chaos([target_, *arguments], plan, keep or Path(directory), progress)
@@ -180,5 +187,7 @@ def _refuse_chosen(backend: str | None, workers: int | None) -> None:
 
 def _refuse_used(keep: Path | None) -> None:
     """Refuses a directory for runs that has something in it."""
-    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+    if keep is None or not keep.exists():
+        return
+    if not keep.is_dir() or any(keep.iterdir()):
         raise UsageError(f"--keep {keep}: it is there already: give a new directory, or an empty one")

@@ -59,8 +59,11 @@ class Command(TyperCommand):
                 is_argument = parameter.param_type_name == "argument"
                 theme = ARGUMENTS if is_argument else getattr(parameter, "rich_help_panel", None) or REST
                 rows.append((theme, *record))
-        if len(rows) <= _GROUPED:
-            rows = [(theme if theme == ARGUMENTS else REST, name, text) for theme, name, text in rows]
+        if len(rows) <= _GROUPED:  # a short help needs no headings
+            ungrouped: list[Row] = []
+            for theme, name, text in rows:
+                ungrouped.append((theme if theme == ARGUMENTS else REST, name, text))
+            rows = ungrouped
         _write(formatter, rows)
 
 
@@ -69,18 +72,24 @@ class Group(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows: list[Row] = []
+        # `sorted` is stable: within groups, and within commands, the order is that in which they were added.
         for name in sorted(self.list_commands(ctx), key=lambda name: not isinstance(self.commands[name], TyperGroup)):
             command = self.commands[name]
             if not command.hidden:
-                rows.append((str(getattr(command, "rich_help_panel", LOOK)), name, command.get_short_help_str(1000)))
+                theme = str(getattr(command, "rich_help_panel", LOOK))
+                rows.append((theme, name, command.get_short_help_str(1000)))
         _write(formatter, rows)
 
 
 def _write(formatter: Any, rows: Sequence[Row]) -> None:
     """Writes rows by their themes; in all of them the texts are flush."""
+    # Each theme is a list of its own to the formatter: padded by hand, all of them have one column of texts.
     widest = max(len(name) for _, name, _ in rows)
     for theme in _ORDER:
-        entries = [(name.ljust(min(widest, 30)), text) for row_theme, name, text in rows if row_theme == theme]
+        entries = []
+        for row_theme, name, text in rows:
+            if row_theme == theme:
+                entries.append((name.ljust(min(widest, 30)), text))
         if entries:
             with formatter.section(_heading(theme)):
                 formatter.write_dl(entries)

@@ -53,6 +53,7 @@ def ui(
         tell(f"port {port} is in use, taking {free}")
         port = free
     # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
+    # Said before the process is replaced: after that, this code prints nothing more.
     tell(f"MLflow UI: http://{host}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
     # MLflow starts four processes, and ends those that are slow to start: a busy machine never shows the page.

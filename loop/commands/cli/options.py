@@ -27,6 +27,10 @@ def _told(read: Callable[[str], Path | str]) -> Callable[[str], Path | str]:
     return parse
 
 
+# None means that an option wasn't typed: the task's own default counts then, which a signature can't know. Where the
+# type has no None, the default in the command's signature is the default.
+
+# Of many commands.
 Target = Annotated[
     str,
     Argument(
@@ -99,7 +103,8 @@ Root = Annotated[
 _NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
-Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
+
+# Of train: devices, servers and hosts.
 Ps = Annotated[int | None, Option(help="Parameter servers, with parameter_server; 1.", rich_help_panel=help_.DEVICES)]
 MinShardBytes = Annotated[
     int | None,
@@ -180,10 +185,12 @@ Discovery = Annotated[
     Path | None,
     Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.", rich_help_panel=help_.HOSTS),
 ]
+
+# Of train: the run, its numbers and its speed.
 TrainRunDir = Annotated[
     Path | None,
     Option(
-        parser=_told(address.run_dir),
+        parser=_told(address.run_dir),  # a URL stays a text, whatever the annotation says
         metavar="DIR|URL",
         help="The run directory, or s3://bucket/path (gs, az, https, file); a new one below runs/ if not given.",
         rich_help_panel=help_.FIRST,
@@ -263,6 +270,8 @@ Prefetch = Annotated[
 Threads = Annotated[
     int | None, Option(help="TensorFlow's threads in each worker; its share of the cores.", rich_help_panel=help_.SPEED)
 ]
+
+# Of train: saving, tracking and trouble.
 CheckpointEvery = Annotated[
     str,
     Option(
@@ -323,8 +332,12 @@ Callback = Annotated[
         rich_help_panel=help_.LENGTH,
     ),
 ]
+
+# Of evaluate.
 EvaluateBackend = Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")]
 EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
+
+# Of predict.
 PredictData = Annotated[
     str,
     Argument(
@@ -339,6 +352,8 @@ PredictBatchSize = Annotated[int | None, Option("--batch-size", help="Examples i
 PredictThreads = Annotated[
     int | None, Option("--threads", help="TensorFlow's threads for an operation, in each worker; all cores.")
 ]
+
+# Of export.
 Out = Annotated[
     Path,
     Argument(help="OUT.npz (weights), OUT.keras (Keras file), OUT.onnx, OUT.tflite, or a directory (SavedModel)."),
@@ -350,51 +365,8 @@ Check = Annotated[
 Serving = Annotated[
     bool, Option("--serving", help="The layout that TensorFlow Serving reads, and a Dockerfile that serves it.")
 ]
-VerifyBatchSize = Annotated[int | None, Option(help="The global batch; the task's own if not given.")]
-VerifyCompile = Annotated[str | None, Option("--compile", help="graph or xla; the task's own if not given.")]
-Processes = Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")]
-Record = Annotated[Path | None, Option(hidden=True)]
-Kept = Annotated[
-    str,
-    Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs),
-]
-Kills = Annotated[int, Option(help="How many processes are killed, one after the other.")]
-ChaosCheckpointEvery = Annotated[
-    str | None, Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
-]
-ChaosMigrate = Annotated[
-    bool,
-    Option("--migrate", help="Go on on another machine after each kill: on 2 workers, on 3, at last on 1."),
-]
-ChaosStore = Annotated[str | None, Option(metavar="URL", help="A folder in object storage, for the runs with kills.")]
-ChaosSeed = Annotated[int, Option(help="Of the moments of the kills, and of the training.")]
-ChaosKeep = Annotated[Path | None, Option(help="Where to keep all runs; they are removed if not given.")]
+
+# Of new and ui.
 NewName = Annotated[str, Argument(metavar="NAME", help="Of the file, without .py.")]
 Port = Annotated[int, Option(max=65535, min=1, help="The port; another one is taken if it is in use.")]
 Host = Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")]
-SyncTrack = Annotated[str | None, Option(help="MLflow's tracking URI; the run's own if not given.")]
-Filter = Annotated[
-    list[str] | None,
-    Option("--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."),
-]
-Sort = Annotated[
-    str | None, Option(help="A column, metric or hyperparameter; with a - before it, the other way round.")
-]
-Yes = Annotated[bool, Option("--yes", help="Don't ask.")]
-Count = Annotated[int, Option("-n", min=0, help="How many events of before are shown first.")]
-Follow = Annotated[bool, Option("--follow/--no-follow", help="Show what comes until the run ends.")]
-ReportNames = Annotated[
-    list[str],
-    Argument(
-        metavar="RUN... [OUT.html]",
-        help="A run, or several to compare: name, path, ...",
-        autocompletion=completion.runs,
-    ),
-]
-ReportOut = Annotated[
-    Path | None,
-    Option(
-        "--out", help="The page; if not given: report.html in the run's directory; of several: comparison.html here."
-    ),
-]
-WatchPort = Annotated[int, Option("--port", max=65535, min=1, help="The port; another one is taken if it is in use.")]

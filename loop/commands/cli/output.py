@@ -34,7 +34,7 @@ def finish(
         command_line.say(error)
     if result is not None:
         show(result, lines(result), as_json)
-        if page and code == 0 and sys.stderr.isatty():
+        if page and code == 0 and sys.stderr.isatty():  # in a log, it would be no help
             tell(f"see it in the browser: {page}")
     raise typer.Exit(code)
 
@@ -42,6 +42,7 @@ def finish(
 def show(result: object, lines: Iterable[Line], as_json: bool) -> None:
     """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
     if as_json:
+        # A text is JSON already. Anything else may hold secrets, and numbers that JSON doesn't have.
         print(result if isinstance(result, str) else json.dumps(jsonable(redact(result))))
     else:
         terminal.write(_in_color(line) for line in lines)

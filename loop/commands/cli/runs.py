@@ -13,6 +13,7 @@ from callbacks.run_record.redaction import tell
 from loop.checkpoint.store import address
 from loop.commands import command_line, runs, terminal, tracking
 from loop.commands.cli import options as typed
+from loop.commands.cli import runs_options as listing
 from loop.errors import PREEMPTED, TrainingError, UsageError
 
 runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_mode=None)
@@ -21,9 +22,9 @@ runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_
 @runs_app.callback(invoke_without_command=True)
 def list_runs(
     context: typer.Context,
-    filter_: typed.Filter = None,
-    sort: typed.Sort = None,
-    metric: typed.Metric = None,
+    filter_: listing.Filter = None,
+    sort: listing.Sort = None,
+    metric: listing.Metric = None,
     as_json: typed.AsJson = False,
     root: typed.Root = None,
 ) -> None:
@@ -46,7 +47,7 @@ def list_runs(
 def show_run(
     context: typer.Context,
     run: typed.Name,
-    metric: typed.Metric = None,
+    metric: listing.Metric = None,
     as_json: typed.AsJson = False,
     root: typed.Root = None,
 ) -> None:
@@ -60,10 +61,11 @@ def show_run(
 
 @runs_app.command("compare")
 def compare_runs(
-    context: typer.Context, names: typed.Names, metric: typed.Metric = None, root: typed.Root = None
+    context: typer.Context, names: typed.Names, metric: listing.Metric = None, root: typed.Root = None
 ) -> None:
     """Show what runs differ in, and their curves in one plot."""
-    records = [read(runs.locate(root or context.obj or runs.ROOT, name)) for name in names]
+    folder = root or context.obj or runs.ROOT
+    records = [read(runs.locate(folder, name)) for name in names]
     terminal.write(runs.compare(records, metric))
 
 
@@ -71,25 +73,31 @@ def compare_runs(
 def diff_runs(context: typer.Context, first: typed.Name, second: typed.Name, root: typed.Root = None) -> None:
     """Show what two runs differ in: settings, versions, data, commit, and the lines of their code."""
     folder = root or context.obj or runs.ROOT
-    terminal.write(runs.diff(read(runs.locate(folder, first)), read(runs.locate(folder, second))))
+    one = read(runs.locate(folder, first))
+    other = read(runs.locate(folder, second))
+    terminal.write(runs.diff(one, other))
 
 
 @runs_app.command("rm")
 def remove_runs(
     context: typer.Context,
     names: typed.Names,
-    yes: typed.Yes = False,
+    yes: listing.Yes = False,
     root: typed.Root = None,
 ) -> None:
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
     folder = root or context.obj or runs.ROOT
+    # Two names may mean the same run, which is removed once.
     paths = list(dict.fromkeys(runs.locate(folder, name) for name in names))
     # All are checked before the first one is removed.
     for path in paths:
         runs.check_removable(path, folder)
     if not yes:
         _confirm_removal(paths)
-    left = [text for path in paths for text in runs.remove(path)]
+    # What can't be removed is reported at the end, so that it doesn't keep the other runs.
+    left: list[str] = []
+    for path in paths:
+        left += runs.remove(path)
     if left:
         raise TrainingError(f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}")
 
@@ -98,6 +106,7 @@ def _confirm_removal(paths: list[Path]) -> None:
     """Shows what is to be removed, and asks; ends the command unless the answer is yes."""
     if not sys.stdin.isatty():
         raise UsageError("runs rm asks first, and there is no terminal: give --yes")
+    # A directory that came from elsewhere may have control characters in its name.
     for path in paths:
         terminal.write([f"{printable(str(path))}  {size(runs.size(path))}"])
     if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
@@ -106,22 +115,22 @@ def _confirm_removal(paths: list[Path]) -> None:
 
 def tail(
     run: typed.Name,
-    count: typed.Count = 10,
-    follow: typed.Follow = True,
+    count: listing.Count = 10,
+    follow: listing.Follow = True,
     root: typed.Root = None,
 ) -> None:
     """Follow a run: a line for each event, until it ends."""
     try:
         for line in runs.tail(runs.locate(root or runs.ROOT, run), count, follow):
             terminal.write([line])
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the usual end of watching, not an error
         tell("the run goes on without being watched")
         raise typer.Exit(130) from None
 
 
 def report(
-    names: typed.ReportNames,
-    out: typed.ReportOut = None,
+    names: listing.ReportNames,
+    out: listing.ReportOut = None,
     root: typed.Root = None,
 ) -> None:
     """Make the page of a run anew, or one that compares several. It has curves, settings, time and faults."""
@@ -130,12 +139,15 @@ def report(
     if out is None and len(names) > 1 and names[-1].endswith(".html"):
         out = Path(names.pop())
     paths = runs.several(root or runs.ROOT, names)
-    out = out or (paths[0] / "report.html" if len(paths) == 1 else Path("comparison.html"))
+    if out is None:
+        out = paths[0] / "report.html" if len(paths) == 1 else Path("comparison.html")
     shown = printable(str(out))
     try:
+        # Only a page that tfloop has made is written over.
         if out.exists() and not page.is_page(out):
             raise UsageError(f"{shown} exists already, and is no report: give another name")
-        page.write(out, runs.page_of([read(path) for path in paths]))
+        records = list(map(read, paths))
+        page.write(out, runs.page_of(records))
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
     tell(f"wrote {shown}")
@@ -143,7 +155,7 @@ def report(
 
 def watch(
     names: typed.Names,
-    port: typed.WatchPort = 8080,
+    port: listing.WatchPort = 8080,
     root: typed.Root = None,
 ) -> None:
     """Show the page of a run in a browser while it trains. It is served on this machine, and updates by itself."""
@@ -160,13 +172,13 @@ def watch(
 
 def sync(
     run: typed.Name,
-    track: typed.SyncTrack = None,
+    track: listing.SyncTrack = None,
     trust: typed.Trust = False,
 ) -> None:
     """Deliver what is still missing: to MLflow, or to the store of a URL. Of a run that is over, or of a sweep."""
     if address.is_url(run):
         _deliver_to_store(address.read_url(run))
-        if track is None:
+        if track is None:  # of a run in a store, MLflow's part is delivered only where it is asked for
             return
     tracking.deliver(runs.named(run), track, trust)
 
@@ -182,4 +194,4 @@ def _deliver_to_store(url: str) -> None:
         command_line.say(str(error))
         delivered = False
     if not delivered:
-        raise typer.Exit(PREEMPTED)
+        raise typer.Exit(PREEMPTED)  # as after an interrupted run: the same command goes on

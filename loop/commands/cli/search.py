@@ -20,6 +20,7 @@ from loop.commands import tune as tune_
 from loop.commands.cli import options as typed
 from loop.commands.cli import search_options as search
 from loop.commands.cli.output import show, shown_stages, stopped_clean
+from loop.commands.cli.signature import takes
 from loop.commands.cli.training import train_options
 from loop.errors import FAILED, PREEMPTED, UsageError
 from loop.launch import ray_options, stderr
@@ -51,7 +52,7 @@ def tune(
     for name in only or ():
         if name not in tune_.TUNED:
             raise UsageError(f"--only {name}: nothing of that name can be tried{nearest(name, tune_.TUNED)}")
-    _check_tune_file(out, force)
+    _check_tune_file(out, force)  # now, and not after minutes of trials
     if job_size() is not None:
         raise UsageError("tune starts its workers itself: call it once, with --workers")
     config.arguments(config_ or (), train_options(), ())  # checked here, and read again by each trial
@@ -59,6 +60,7 @@ def tune(
     choose_for_command(backend or "auto", workers)
     given = {"batch_size": batch_size, "backend": backend, "workers": workers}
     arguments = command_line.arguments(given, set_ or (), config_ or ())
+    # A guess, for the bar: how many values are tried depends on the machine and on what is found.
     stages = len(tune_.TUNED) * rounds * 2
     with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
         report = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
@@ -90,6 +92,7 @@ def bench(
     if job_size() is not None:
         raise UsageError("bench measures in processes of its own: call it once")
     task_loader.check(target_)
+    # Five ways take turns: tfloop, and two of each other contender.
     with stopped_clean("nothing is left behind"), shown_stages(5 * rounds) as progress:
         report = bench_.bench(target_, set_ or (), batch_size, seconds, rounds, progress)
     show(bench_.as_json(report), bench_.lines(report), as_json)
@@ -112,50 +115,56 @@ def memory(
     with stopped_clean("nothing is left behind"), shown_stages(memory_measurements.STAGES) as progress:
         report = memory_.memory(target_, set_ or (), batch_size, workers, limit, progress)
     show(memory_.as_json(report), memory_.lines(report), as_json)
-    raise typer.Exit(FAILED if limit is not None and report.best is None else 0)
+    none_fits = limit is not None and report.best is None
+    raise typer.Exit(FAILED if none_fits else 0)
 
 
 _OF_TRAIN = ("workers", "launcher", "address", "cpus_per_worker", "placement", "eval_every", "track")
 """Options of `train` that a sweep has, beside those of `fit`."""
 
 
-def sweep(
-    context: typer.Context,
-    target_: search.SweepTarget,
-    grid: search.Grid = None,
-    random: search.Random = None,
-    trials: search.Trials = None,
-    metric: search.SweepMetric = "eval_loss",
-    direction: search.Direction = None,
-    jobs: search.Jobs = 1,
-    sampler: search.Sampler = "tpe",
-    pruner: search.Pruner = "none",
-    sweep_dir: search.SweepDir = None,
-    epochs: typed.Epochs = None,
-    steps: typed.Steps = None,
-    batch_size: typed.BatchSize = None,
-    backend: typed.Backend = None,
-    workers: typed.Workers = None,
-    launcher: typed.Launcher = None,
-    address: typed.Address = None,
-    cpus_per_worker: typed.CpusPerWorker = None,
-    placement: typed.Placement = None,
-    set_: typed.Set = None,
-    trust: typed.Trust = False,
-    seed: search.SweepSeed = None,
-    eval_every: typed.EvalEvery = None,
-    track: typed.Track = None,
-    config_: typed.Config = None,
-    as_json: typed.AsJson = False,
-) -> None:
+class SweepArguments(types.SimpleNamespace):
+    """What is typed for `tfloop sweep`."""
+
+    context: typer.Context
+    target_: search.SweepTarget
+    grid: search.Grid = None
+    random: search.Random = None
+    trials: search.Trials = None
+    metric: search.SweepMetric = "eval_loss"
+    direction: search.Direction = None
+    jobs: search.Jobs = 1
+    sampler: search.Sampler = "tpe"
+    pruner: search.Pruner = "none"
+    sweep_dir: search.SweepDir = None
+    epochs: typed.Epochs = None
+    steps: typed.Steps = None
+    batch_size: typed.BatchSize = None
+    backend: typed.Backend = None
+    workers: typed.Workers = None
+    launcher: typed.Launcher = None
+    address: typed.Address = None
+    cpus_per_worker: typed.CpusPerWorker = None
+    placement: typed.Placement = None
+    set_: typed.Set = None
+    trust: typed.Trust = False
+    seed: search.SweepSeed = None
+    eval_every: typed.EvalEvery = None
+    track: typed.Track = None
+    config_: typed.Config = None
+    as_json: typed.AsJson = False
+
+
+@takes(SweepArguments)
+def sweep(given: SweepArguments) -> None:
     """Train a task with other values of its fields, and find the best. Several at once; it goes on after a kill."""
-    given = types.SimpleNamespace(**locals())
-    with_defaults(None, _options(given) | {"eval_every": command_line.eval_every(eval_every)})
-    directory = sweep_dir
-    if sweep_.is_directory(target_):
-        _check_goes_on(context, target_)
-        directory = Path(target_).resolve()
-        plan, before = sweep_.reopened(Path(target_), trust)
+    with_defaults(None, _options(given) | {"eval_every": command_line.eval_every(given.eval_every)})
+    directory = given.sweep_dir
+    trials = given.trials
+    if sweep_.is_directory(given.target_):
+        _check_goes_on(given.context, given.target_)
+        directory = Path(given.target_).resolve()
+        plan, before = sweep_.reopened(Path(given.target_), given.trust)
         trials = before if trials is None else trials
         os.chdir(plan.place)  # the paths in its arguments are relative to where it was begun
     else:
@@ -166,16 +175,17 @@ def sweep(
     with stderr.quiet_start():
         from loop.backends import devices
 
-        devices.prepare()
+        devices.prepare()  # before the task's module is imported: it may use TensorFlow
         kind = task_loader.find(plan.target)
-    report = sweep_.sweep(plan, kind, count, jobs, directory)
-    show(report.as_json(), report.lines(), as_json)
+    report = sweep_.sweep(plan, kind, count, given.jobs, directory)
+    show(report.as_json(), report.lines(), given.as_json)
     if report.stopped:
         tell(f"stopped; tfloop sweep {report.directory} goes on")
-    raise typer.Exit(PREEMPTED if report.stopped else 0 if report.best else FAILED)
+        raise typer.Exit(PREEMPTED)
+    raise typer.Exit(0 if report.best else FAILED)
 
 
-def _options(given: types.SimpleNamespace) -> dict[str, object]:
+def _options(given: SweepArguments) -> dict[str, object]:
     """Those options of `fit` that all trials of a sweep have."""
     return {name: getattr(given, name) for name in ("epochs", "steps", "batch_size", "backend", "seed")}
 
@@ -184,21 +194,26 @@ def _check_goes_on(context: typer.Context, directory: str) -> None:
     """Refuses options that a sweep which goes on has from its beginning."""
     for name in context.params:
         source = context.get_parameter_source(name)
+        # These decide how many trials are made, and not what a trial is.
         may_differ = name in ("target_", "trials", "jobs", "trust", "as_json")
         if source and source.name == "COMMANDLINE" and not may_differ:
             option = f"--{name.rstrip('_').replace('_', '-')}"
             raise UsageError(f"{option}: {directory} is a directory, whose sweep has its own: leave {option} out")
 
 
-def _plan(given: types.SimpleNamespace) -> sweep_.Plan:
+def _plan(given: SweepArguments) -> sweep_.Plan:
     """The plan of a new sweep."""
+    # What each trial would refuse is refused here, once, before the first one starts.
     task_loader.check(given.target_)
     choose_for_command(given.backend or "auto", given.workers, asynchronous=True)
     ray_options.read_request(given)
     grid = sweep_.assigned("--grid", given.grid or ())
     random = sweep_.assigned("--random", given.random or ())
     options = _options(given) | {name: getattr(given, name) for name in _OF_TRAIN}
+    # Grid and random name the fields that trials set by themselves: they can't be given with --set, too.
+    varied = [*grid, *random]
     return sweep_.Plan(
+        # A sweep may go on from another directory, so its target must not be relative to this one.
         target=task_loader.absolute(given.target_),
         grid=grid,
         random=random,
@@ -208,7 +223,7 @@ def _plan(given: types.SimpleNamespace) -> sweep_.Plan:
         pruner=given.pruner,
         seed=given.seed or 0,
         place=str(Path.cwd()),
-        arguments=sweep_.arguments(options, given.set_ or (), given.config_ or (), train_options(), [*grid, *random]),
+        arguments=sweep_.arguments(options, given.set_ or (), given.config_ or (), train_options(), varied),
     )
 
 
@@ -227,7 +242,7 @@ def find_lr(
 ) -> None:
     """Find a learning rate. Trains some steps with one that grows, and sees where the loss falls fastest."""
     given = {"batch_size": batch_size, "backend": backend, "seed": seed}
-    with_defaults(None, given)
+    with_defaults(None, given)  # for its checks; the task's own defaults come below, once it is loaded
     if not 0 < low < high < float("inf"):
         raise UsageError(f"--low {low} --high {high}: give learning rates > 0, the lower one first")
     if out is not None and out.suffix not in (".json", ".png", ".svg"):
@@ -240,7 +255,7 @@ def find_lr(
         from loop import backends
 
         task, chosen = backends.with_task(lambda: task_loader.load(target_, set_ or ()), backend_name, workers)
-        from loop.commands import find_lr as find_lr_
+        from loop.commands import find_lr as find_lr_  # only now: it imports TensorFlow, whose devices are set
 
         options = with_defaults(task, given | {"backend": backend_name})
     with counted(steps, "step", sys.stderr) as advance:

@@ -10,6 +10,7 @@ from typer import Argument, Option
 from loop.commands.cli import help as help_
 from loop.commands.tune import TUNED
 
+# Of tune and bench.
 Only = Annotated[list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
 Seconds = Annotated[float, Option(help="How long a trial measures, when it is warm.")]
 BenchRounds = Annotated[int, Option(min=1, help="How often each is measured, in turns.")]
@@ -20,6 +21,8 @@ TuneBatchSize = Annotated[
 ]
 TuneOut = Annotated[Path, Option(help="Where to write the best settings, for --config.")]
 Force = Annotated[bool, Option("--force", help="Write over the file.")]
+
+# Of sweep.
 SweepTarget = Annotated[
     str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
 ]
@@ -59,11 +62,15 @@ SweepDir = Annotated[
     ),
 ]
 SweepSeed = Annotated[int | None, Option(help="Of what is drawn, and of the training.", rich_help_panel=help_.TRIALS)]
+
+# Of find-lr. Fewer steps than this don't show where the loss falls.
 FindLrSteps = Annotated[int, Option(min=10, max=100_000, help="How many steps to make.")]
 Low = Annotated[float, Option(help="The learning rate of the first step.")]
 High = Annotated[float, Option(help="That of the last one.")]
 FindLrBackend = Annotated[str | None, Option(help="single, mirrored or central.")]
 FindLrOut = Annotated[Path | None, Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")]
+
+# Of memory.
 Memory = Annotated[
     str | None,
     Option(

@@ -19,6 +19,7 @@ from loop.commands import train as train_
 from loop.commands.cli import help as help_
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import finish, shown_stages
+from loop.commands.cli.signature import takes
 from loop.commands.prediction_output import check_data, check_out, shown_parts, threads_for
 from loop.errors import UsageError
 from loop.launch import explain, stderr
@@ -40,96 +41,105 @@ class Configurable(help_.Command):
     """A command that takes options from files, as if they had been typed before all others."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        # Parsed twice: the first time only to learn which files are named, and which options are typed.
         given: dict[str, Any] = self.make_parser(context).parse_args(args=list(args))[0]
         names = {name.rstrip("_").replace("_", "-") for name in given}
-        paths = [Path(path) for path in given.get("config_") or ()]
-        return super().parse_args(context, [*config.arguments(paths, train_options(), names), *args])
+        paths = list(map(Path, given.get("config_") or ()))
+        from_files = config.arguments(paths, train_options(), names)
+        return super().parse_args(context, [*from_files, *args])
 
 
-def train(
-    target_: typed.Target,
-    epochs: typed.Epochs = None,
-    steps: typed.Steps = None,
-    batch_size: typed.BatchSize = None,
-    backend: typed.Backend = None,
-    workers: typed.Workers = None,
-    ps: typed.Ps = None,
-    min_shard_bytes: typed.MinShardBytes = None,
-    partition: typed.Partition = None,
-    communication: typed.Communication = "auto",
-    hosts_: typed.Hosts = None,
-    launcher: typed.Launcher = None,
-    address: typed.Address = None,
-    cpus_per_worker: typed.CpusPerWorker = None,
-    placement: typed.Placement = None,
-    interface: typed.Interface = None,
-    remote_python: typed.RemotePython = None,
-    devices: typed.Devices = None,
-    devices_per_replica: typed.DevicesPerReplica = None,
-    tpu: typed.Tpu = None,
-    elastic_: typed.Elastic = None,
-    discovery: typed.Discovery = None,
-    set_: typed.Set = None,
-    run_dir: typed.TrainRunDir = None,
-    resume: typed.Resume = None,
-    seed: typed.Seed = None,
-    shuffle: typed.Shuffle = None,
-    precision: typed.Precision = None,
-    accumulate: typed.Accumulate = None,
-    compression: typed.Compression = None,
-    groups: typed.Groups = None,
-    reduction: typed.Reduction = None,
-    local_steps: typed.LocalSteps = None,
-    clip_norm: typed.ClipNorm = None,
-    clip_value: typed.ClipValue = None,
-    on_nonfinite: typed.OnNonfinite = None,
-    accept_changes: typed.AcceptChanges = None,
-    stall_timeout: typed.StallTimeout = None,
-    profile: typed.Profile = None,
-    sync_batch_norm: typed.SyncBatchNorm = None,
-    shard_optimizer: typed.ShardOptimizer = None,
-    ema: typed.Ema = None,
-    remat: typed.Remat = None,
-    compile_: typed.Compile = None,
-    steps_per_call: typed.StepsPerCall = None,
-    prefetch: typed.Prefetch = None,
-    threads: typed.Threads = None,
-    eval_every: typed.EvalEvery = None,
-    eval_beside: typed.EvalBeside = None,
-    checkpoint_every: typed.CheckpointEvery = "auto",
-    track: typed.Track = None,
-    track_wait: typed.TrackWait = 60.0,
-    tag: typed.Tag = None,
-    log_model: typed.LogModel = False,
-    register: typed.Register = None,
-    start_timeout: typed.StartTimeout = None,
-    overfit: typed.Overfit = None,
-    keep: typed.Keep = None,
-    dry_run_: typed.DryRun = False,
-    debug: typed.Debug = False,
-    config_: typed.Config = None,
-    as_json: typed.AsJson = False,
-    callback: typed.Callback = None,
-) -> None:
+class TrainArguments(types.SimpleNamespace):
+    """What is typed for `tfloop train`. The order of a theme's options in the help is theirs here."""
+
+    target_: typed.Target
+    epochs: typed.Epochs = None
+    steps: typed.Steps = None
+    batch_size: typed.BatchSize = None
+    backend: typed.Backend = None
+    workers: typed.Workers = None
+    ps: typed.Ps = None
+    min_shard_bytes: typed.MinShardBytes = None
+    partition: typed.Partition = None
+    communication: typed.Communication = "auto"
+    hosts_: typed.Hosts = None
+    launcher: typed.Launcher = None
+    address: typed.Address = None
+    cpus_per_worker: typed.CpusPerWorker = None
+    placement: typed.Placement = None
+    interface: typed.Interface = None
+    remote_python: typed.RemotePython = None
+    devices: typed.Devices = None
+    devices_per_replica: typed.DevicesPerReplica = None
+    tpu: typed.Tpu = None
+    elastic_: typed.Elastic = None
+    discovery: typed.Discovery = None
+    set_: typed.Set = None
+    run_dir: typed.TrainRunDir = None
+    resume: typed.Resume = None
+    seed: typed.Seed = None
+    shuffle: typed.Shuffle = None
+    precision: typed.Precision = None
+    accumulate: typed.Accumulate = None
+    compression: typed.Compression = None
+    groups: typed.Groups = None
+    reduction: typed.Reduction = None
+    local_steps: typed.LocalSteps = None
+    clip_norm: typed.ClipNorm = None
+    clip_value: typed.ClipValue = None
+    on_nonfinite: typed.OnNonfinite = None
+    accept_changes: typed.AcceptChanges = None
+    stall_timeout: typed.StallTimeout = None
+    profile: typed.Profile = None
+    sync_batch_norm: typed.SyncBatchNorm = None
+    shard_optimizer: typed.ShardOptimizer = None
+    ema: typed.Ema = None
+    remat: typed.Remat = None
+    compile_: typed.Compile = None
+    steps_per_call: typed.StepsPerCall = None
+    prefetch: typed.Prefetch = None
+    threads: typed.Threads = None
+    eval_every: typed.EvalEvery = None
+    eval_beside: typed.EvalBeside = None
+    checkpoint_every: typed.CheckpointEvery = "auto"
+    track: typed.Track = None
+    track_wait: typed.TrackWait = 60.0
+    tag: typed.Tag = None
+    log_model: typed.LogModel = False
+    register: typed.Register = None
+    start_timeout: typed.StartTimeout = None
+    overfit: typed.Overfit = None
+    keep: typed.Keep = None
+    dry_run_: typed.DryRun = False
+    debug: typed.Debug = False
+    config_: typed.Config = None
+    as_json: typed.AsJson = False
+    callback: typed.Callback = None
+
+
+@takes(TrainArguments)
+def train(given: TrainArguments) -> None:
     """Train a task."""
-    if debug:
-        os.environ[explain.DEBUG] = "1"
-    code, problem, fields = train_.train(types.SimpleNamespace(**locals()), sys.argv[1:])
-    page = tracking.seen(track, fields.get("run_dir")) if fields is not None else ""
-    finish(code, problem, fields, as_json, dry_run.lines if dry_run_ and code == 0 else lambda fields: (), page)
+    if given.debug:
+        os.environ[explain.DEBUG] = "1"  # in the environment, so that workers have it, too
+    code, problem, fields = train_.train(given, sys.argv[1:])
+    page = tracking.seen(given.track, fields.get("run_dir")) if fields is not None else ""
+    is_shown_dry_run = given.dry_run_ and code == 0
+    finish(code, problem, fields, given.as_json, dry_run.lines if is_shown_dry_run else lambda fields: (), page)
 
 
 @functools.cache
 def train_options() -> dict[str, config.Option]:
     """What files for `--config` may have."""
+    # Only typer's own object of the command knows each option's names, and what is typed for False.
     parser = typer.Typer(add_completion=False)
     parser.command()(train)
-    hints = typing.get_type_hints(train)
+    hints = typing.get_type_hints(TrainArguments)
     options = {}
     for parameter in typer.main.get_command(parser).params:
         name = parameter.name or ""
         is_shown_option = parameter.param_type_name == "option" and not getattr(parameter, "hidden", False)
-        if is_shown_option and name != "config_":
+        if is_shown_option and name != "config_":  # a file of options names no other files
             # An option that may be left out is of a type or None.
             kind, *_ = typing.get_args(hints[name]) or (hints[name],)
             options[parameter.opts[0].removeprefix("--")] = config.Option(kind, *parameter.secondary_opts)
@@ -154,11 +164,11 @@ def evaluate(
     as_json: typed.AsJson = False,
 ) -> None:
     """Evaluate a checkpoint on the whole evaluation data."""
-    with_defaults(None, {"batch_size": batch_size, "backend": backend})
+    with_defaults(None, {"batch_size": batch_size, "backend": backend})  # for its checks
     path = _checkpointed(run, task_target)
     backend_name = choose_for_command(backend or "auto", workers)
     if backend_name in ("horovod", "multiworker") and job_size() is None:
-        # Its workers come here again, with the same arguments, and go on below.
+        # Its workers come here again, with the same arguments, and go on below. `finish` doesn't return.
         finish(*run_job(backend_name, workers or 1, sys.argv[1:])[:3], as_json, _metric_lines)
     with reporting() as report, stderr.quiet_start():
         from loop import backends
@@ -171,6 +181,7 @@ def evaluate(
         precision = manifest["run"]["options"]["precision"]
         metrics = evaluate_(task, path, batch_size=batch_size, backend=chosen, precision=precision)
         report(0, None, metrics)
+    # In a job of tfloop's, the launcher prints what the chief has reported.
     if JOB not in os.environ and chosen.is_chief:
         finish(0, "", metrics, as_json, _metric_lines)
 
@@ -189,6 +200,7 @@ def predict(
     as_json: typed.AsJson = False,
 ) -> None:
     """Predict for each example, in order, into a file. A killed one goes on where it was."""
+    # All that can be refused is refused before TensorFlow loads, and by the launcher before it starts workers.
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
     path = _checkpointed(run, task_target)
     check_out(out)
@@ -196,6 +208,7 @@ def predict(
     cores = threads_for(out, threads)
     backend_name = choose_for_command(backend or "auto", workers)
     if backend_name in ("horovod", "multiworker") and job_size() is None:
+        # As in `evaluate`. The launcher draws the bar, by the parts that its workers have written.
         with shown_parts(out):
             ended = run_job(backend_name, workers or 1, sys.argv[1:])[:3]
         finish(*ended, as_json, _prediction_lines)
@@ -237,6 +250,7 @@ def export(
     path = _checkpointed(run, task_target)
     if out.exists():
         raise UsageError(f"{out} exists already: remove it, or give another name")
+    # Any other name is that of a directory, with a dot in it or not.
     is_file = out.suffix.lower() in _FILE_ENDINGS
     if is_file and out.suffix not in _EXPORTED_ENDINGS:
         raise UsageError(
@@ -253,6 +267,7 @@ def export(
         devices.prepare()  # before anything is imported that may use them
         from loop.commands.export import export as export_
 
+        # Weights alone are copied from the checkpoint: no code of the task is run.
         needs_model = out.suffix != ".npz"
         task = run_directory.task_of(path, task_target, trust)[0] if needs_model else None
         shown = export_(task, path, out, check, progress, serving)
