@@ -19,7 +19,7 @@ from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.store import copies
 from loop.commands.chaos_aim import Aim, Reference
-from loop.commands.killed_run import KINDS, STARTING, TRAINING, WRITING, Machine, Run  # noqa: F401 - for `Report.kills`
+from loop.commands.killed_run import KINDS, Machine, Run
 from loop.errors import UsageError
 from loop.launch.machine import horovod_missing
 

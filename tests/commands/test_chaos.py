@@ -134,7 +134,7 @@ def test_chaos_finds_what_is_planted(fault, problem, tmp_path, monkeypatch):
     assert report.exact == (problem is None)
     if problem is None:
         assert sum(report.kills.values()) == 6
-        assert report.kills[chaos.WRITING] > 0
+        assert report.kills[killed_run.WRITING] > 0
         assert report.attempts == report.runs + 6
     else:
         assert any(problem in text for text in report.problems), report.problems
