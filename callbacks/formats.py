@@ -31,10 +31,10 @@ def plural(count: int, noun: str) -> str:
 
 def lasting(seconds: float) -> str:
     """A duration, in its two largest units."""
-    # Rounded first: not "1000 ms" or "60.0 s".
-    if round(1000 * seconds) < 1000:
+    # What would be rounded to "1000 ms" or "60.0 s" has the next unit.
+    if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
-    if round(seconds, 1) < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
