@@ -30,8 +30,11 @@ def connect(
     Raises:
         UsageError: hosts that can't be reached, or differ from this machine; each with its reason.
     """
-    cluster = Cluster([Host(name, count, open_agent(name, python)) for name, count in slots.items()])
+    cluster = Cluster([])
     try:
+        # One by one: if an agent can't be started, those that run are closed below.
+        for name, count in slots.items():
+            cluster.hosts.append(Host(name, count, open_agent(name, python)))
         question: Question = {"directory": str(Path.cwd()), "interface": interface}
         cluster.compare([question] * len(cluster.hosts), backend, files)
         cluster.meet(interface)
