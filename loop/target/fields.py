@@ -48,6 +48,8 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
             raise UsageError(f"{option} {text}: give key=value")
         if name not in fields:
             hint = nearest(name, fields) if fields else "; it has no dataclass fields"
+            if name in _names(kind, computed=True):
+                raise UsageError(f"{option} {text}: {kind.__name__} computes {name} itself (init=False): leave it out")
             raise UsageError(f"{option} {text}: {kind.__name__} has no field {name!r}{hint}")
         remember(value, name)  # first, so that errors about a secret don't show it
         values[name] = _parse(typing.get_type_hints(kind)[name], name, value, option)
@@ -59,8 +61,13 @@ def restored(kind: type, recorded: Mapping[str, Value]) -> dict[str, Value]:
     try:
         hints = typing.get_type_hints(kind)
     except NameError:  # a type that is imported for type checkers alone
-        return dict(recorded)
-    return {name: _restored(hints.get(name), value) for name, value in recorded.items()}
+        hints = {}
+    computed = _names(kind, computed=True)  # which an earlier version has recorded, too
+    values = {}
+    for name, value in recorded.items():
+        if name not in computed:
+            values[name] = _restored(hints.get(name), value)
+    return values
 
 
 def split(text: str) -> list[str]:
@@ -91,11 +98,11 @@ def split(text: str) -> list[str]:
     return [*parts, part]
 
 
-def _names(kind: type) -> list[str]:
-    """The names of a task's fields."""
+def _names(kind: type, computed: bool = False) -> list[str]:
+    """The names of a task's fields that can be given; or of those that it computes, which have `init=False`."""
     if not dataclasses.is_dataclass(kind):
         return []
-    return [field.name for field in dataclasses.fields(kind)]
+    return [field.name for field in dataclasses.fields(kind) if field.init != computed]
 
 
 def _parse(hint: Hint, name: str, text: str, option: str) -> Value:

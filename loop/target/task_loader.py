@@ -18,7 +18,7 @@ from callbacks.run_record.redaction import remember
 from loop.errors import UsageError
 from loop.target import task_file
 from loop.target.fields import restored, set_fields
-from loop.task import TrainTask, hyperparameters
+from loop.task import TrainTask, field_values
 
 OURS = ("loop", "callbacks", "cli")
 SHIPPED = {
@@ -92,7 +92,7 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, obje
             how = "the fields of the run"
             fix = "give the task that the run is of"
         raise UsageError(f"TARGET {target!r}: {kind.__name__} can't be made from {how} ({error}): {fix}") from None
-    remember(hyperparameters(task))
+    remember(field_values(task))
     return task
 
 

@@ -3,12 +3,13 @@
 import enum
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
 
 import pytest
 
+from callbacks.run_record.redaction import HIDDEN, mask
 from loop import UsageError, fit
 from loop.commands import config, sweep
 from loop.run.run_directory import task_of
@@ -170,3 +171,34 @@ def test_a_run_of_such_a_task_is_read_and_goes_on(quiet, tmp_path, monkeypatch):
     assert {name: fields[name] for name in ("place", "sizes")} == {"place": Path("/data"), "sizes": (8, 4)}
     assert fields["act"].name == "TANH"
     assert fit(found, epochs=2, callbacks=quiet(), run_dir=tmp_path / "run").epochs == 2
+
+
+@dataclass
+class Computing(Plain):
+    """Has fields that it computes: one as soon as it is made, one when it builds its model."""
+
+    sizes: tuple[int, ...] = (4,)
+    token: str = field(init=False)
+    depth: int = field(init=False)
+
+    def __post_init__(self):
+        self.token = "computed-secret-91"
+
+    def build_model(self):
+        self.depth = len(self.sizes)
+        return super().build_model()
+
+
+def test_a_run_of_a_task_that_computes_fields_is_read_and_goes_on(quiet, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fit(Computing(sizes=(8, 4)), epochs=1, callbacks=quiet(), run_dir=tmp_path / "run")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "depth" not in about["hyperparameters"]
+    assert about["changed"] == ["sizes"]
+    assert mask("computed-secret-91") == HIDDEN  # it is no hyperparameter, and still a secret
+    found, _ = task_of(tmp_path / "run", f"{__file__}:Computing")
+    assert found.sizes == (8, 4)
+    assert restored(type(found), {"sizes": [8, 4], "depth": 2}) == {"sizes": (8, 4)}  # an earlier version's record
+    assert fit(found, epochs=2, callbacks=quiet(), run_dir=tmp_path / "run").epochs == 2
+    with pytest.raises(UsageError, match="--set depth=3: Computing computes depth itself"):
+        set_fields(Computing, ["depth=3"])
