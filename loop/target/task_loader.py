@@ -40,13 +40,15 @@ def check(target: str) -> None:
     if target in SHIPPED:
         return
     origin, colon, name = target.partition(":")
-    if not colon or not name.isidentifier():
+    is_file = origin.endswith(".py")
+    is_module = all(origin.split("."))  # no name of a module is empty, as in `.task`
+    if not colon or not name.isidentifier() or not (is_file or is_module):
         candidates = [f"{origin}:{kind}" for kind in task_file.classes(Path(origin))]
         raise UsageError(
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
             f"{nearest(target, candidates or SHIPPED)}"
         )
-    if origin.endswith(".py"):
+    if is_file:
         path = Path(origin)
         if not path.is_file():
             raise UsageError(f"TARGET {target!r}: there is no file {path}{near_file(path)}")
