@@ -7,8 +7,10 @@ allows it, lists and tuples of these, and unions of all of them. Imports no Tens
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
+import inspect
 import json
 import types
 import typing
@@ -52,16 +54,13 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
                 raise UsageError(f"{option} {text}: {kind.__name__} computes {name} itself (init=False): leave it out")
             raise UsageError(f"{option} {text}: {kind.__name__} has no field {name!r}{hint}")
         remember(value, name)  # first, so that errors about a secret don't show it
-        values[name] = _parse(typing.get_type_hints(kind)[name], name, value, option)
+        values[name] = _parse(_hints(kind)[name], name, value, option)
     return values
 
 
 def restored(kind: type, recorded: Mapping[str, Value]) -> dict[str, Value]:
     """The values of a task's fields from the JSON values that a run has recorded."""
-    try:
-        hints = typing.get_type_hints(kind)
-    except NameError:  # a type that is imported for type checkers alone
-        hints = {}
+    hints = _hints(kind)
     computed = _names(kind, computed=True)  # which an earlier version has recorded, too
     values = {}
     for name, value in recorded.items():
@@ -96,6 +95,22 @@ def split(text: str) -> list[str]:
                 closing = closing.removesuffix(character)
         part += character
     return [*parts, part]
+
+
+def _hints(kind: type) -> dict[str, Hint]:
+    """The types of a task's fields; of a type that is imported for type checkers alone, its text."""
+    with contextlib.suppress(NameError):
+        return typing.get_type_hints(kind)
+    hints: dict[str, Hint] = {}
+    for base in reversed(kind.__mro__):
+        for name, annotation in inspect.get_annotations(base).items():
+            # A class with this field alone, so that no other one matters.
+            alone = type(base.__name__, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
+            try:
+                hints |= typing.get_type_hints(alone, localns=dict(vars(base)))
+            except NameError:
+                hints[name] = annotation
+    return hints
 
 
 def _names(kind: type, computed: bool = False) -> list[str]:
@@ -313,5 +328,5 @@ def _is_class(kind: Hint, *classes: type) -> bool:
 
 
 def _is_sequence(kind: Hint) -> bool:
-    """Whether a type is a list or tuple whose elements have types."""
-    return _origin(kind) in (list, tuple, collections.abc.Sequence)
+    """Whether a type is a list or tuple whose elements have types; those of `typing.List` have none."""
+    return _origin(kind) in (list, tuple, collections.abc.Sequence) and bool(typing.get_args(kind))

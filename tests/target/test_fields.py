@@ -2,10 +2,11 @@
 
 import enum
 import json
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Optional
+from typing import List, Literal, Optional  # noqa: UP035
 
 import pytest
 
@@ -49,6 +50,8 @@ class Typed:
     act_or_none: Activation | None = None
     rate: float = 1.0
     bare: tuple = ()
+    bare_list: List = None  # noqa: UP006 - as some write it
+    bare_sequence: typing.Sequence = ()
     pwd: int = 3
 
 
@@ -114,6 +117,8 @@ def test_what_is_typed_has_the_type_of_the_field_and_comes_back_from_a_run(text,
         ("sizes=[1", "'[1' is no list[int] or None"),
         ("acts=relu,gelu", "is no list[Activation (one of RELU, TANH)] or None"),
         ("bare=1", "the field is of type tuple, which can't be typed on a command line"),
+        ("bare_list=1", "the field is of type List, which can't be typed on a command line"),
+        ("bare_sequence=1", "the field is of type Sequence, which can't be typed on a command line"),
         ("pwd=topsecret", "--set pwd=***: '***' is no int"),
     ],
 )
@@ -122,6 +127,32 @@ def test_what_can_not_be_typed_is_told_with_what_is_allowed(text, message):
         set_fields(Typed, [text])
     assert message in str(told.value)
     assert "topsecret" not in str(told.value)
+
+
+def test_a_list_whose_elements_have_no_type_comes_back_from_a_run():
+    assert restored(Typed, {"bare_list": [1, "a"], "bare_sequence": [2]}) == {
+        "bare_list": [1, "a"],
+        "bare_sequence": [2],
+    }
+
+
+@dataclass
+class Inherited(Typed):
+    mode: "Mode" = "fast"
+    later: "OnlyForTypeCheckers | None" = None  # noqa: F821
+
+    class Mode(enum.Enum):
+        FAST = "fast"
+
+
+def test_a_type_that_is_there_for_type_checkers_alone_leaves_the_other_fields_their_types():
+    assert set_fields(Inherited, ["sizes=1,2", "mode=fast"]) == {"sizes": [1, 2], "mode": Inherited.Mode.FAST}
+    recorded = {"steps": [1], "place": "/x", "mode": "fast", "later": "as it was"}
+    assert restored(Inherited, recorded) == {
+        "steps": (1,), "place": Path("/x"), "mode": Inherited.Mode.FAST, "later": "as it was",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=r"later=1: the field is of type OnlyForTypeCheckers \| None, which can't be"):
+        set_fields(Inherited, ["later=1"])
 
 
 def test_commas_within_brackets_and_quotes_do_not_part():
