@@ -58,6 +58,11 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
     return values
 
 
+def typed(value: Value) -> str:
+    """The value of a field as it is typed; `set_fields` makes it again."""
+    return f"[{', '.join(map(_typed_element, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
 def restored(kind: type, recorded: Mapping[str, Value]) -> dict[str, Value]:
     """The values of a task's fields from the JSON values that a run has recorded."""
     hints = _hints(kind)
@@ -237,6 +242,12 @@ def _unquoted(text: str) -> str:
     if text[0] == '"':
         return str(json.loads(text))  # as JSON, so that the text may hold escaped quotes
     return text[1:-1] if text[0] == "'" else text
+
+
+def _typed_element(value: Value) -> str:
+    """An element of a list as it is typed: texts in quotes, since they may have commas, and None by that name."""
+    is_text = isinstance(value, str | PurePath) and not isinstance(value, enum.Enum)
+    return json.dumps(str(value)) if is_text else typed(value)
 
 
 def _literal(allowed: Iterable[Value], text: str) -> Value:

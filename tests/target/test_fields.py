@@ -15,7 +15,7 @@ from loop import UsageError, fit
 from loop.commands import config, sweep
 from loop.run.run_directory import task_of
 from loop.run.state import plain
-from loop.target.fields import restored, set_fields, split
+from loop.target.fields import restored, set_fields, split, typed
 from loop.task import hyperparameters
 from tests.tasks import Plain
 
@@ -43,6 +43,8 @@ class Typed:
     pair: tuple[int, str] = (1, "a")
     texts: list[str] | None = None
     pairs: list[tuple[int, int]] | None = None
+    maybe: list[str | None] | None = None
+    places: list[Path] | None = None
     text_or_texts: str | list[str] = ""
     one_or_more: int | tuple[int, ...] = 3
     acts: list[Activation] | None = None
@@ -80,6 +82,8 @@ class Typed:
         ("steps=1,2,3", (1, 2, 3)),
         ("pair=1,x", (1, "x")),
         ('texts=a,"b,c",d e', ["a", "b,c", "d e"]),
+        ('maybe=[none,"a, b"]', [None, "a, b"]),
+        ("places=/a,/b", [Path("/a"), Path("/b")]),
         ("pairs=[[1,2],(3,4)]", [(1, 2), (3, 4)]),
         ("pairs=(1,2),(3,4)", [(1, 2), (3, 4)]),
         ("text_or_texts=a,b", "a,b"),
@@ -98,6 +102,7 @@ def test_what_is_typed_has_the_type_of_the_field_and_comes_back_from_a_run(text,
     found = set_fields(Typed, [text])[name]
     assert found == value
     assert type(found) is type(value)
+    assert set_fields(Typed, [f"{name}={typed(found)}"])[name] == value
     recorded = json.loads(json.dumps({name: plain(found)}))
     again = restored(Typed, recorded)[name]
     assert again == value
