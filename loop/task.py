@@ -302,6 +302,12 @@ def field_values(task: TrainTask) -> dict[str, object]:
     return hyperparameters(task) | computed
 
 
+def without_computed(task: TrainTask, recorded: dict[str, object]) -> dict[str, object]:
+    """The recorded fields of a run without those that the task computes, which an earlier version has recorded, too."""
+    computed = field_values(task).keys() - hyperparameters(task).keys()
+    return {name: value for name, value in recorded.items() if name not in computed}
+
+
 def changed_fields(task: TrainTask) -> list[str]:
     """The names of the fields whose values aren't the task's defaults."""
     if not dataclasses.is_dataclass(task):

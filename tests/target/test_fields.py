@@ -16,7 +16,7 @@ from loop.commands import config, sweep
 from loop.run.run_directory import task_of
 from loop.run.state import plain
 from loop.target.fields import restored, set_fields, split, typed
-from loop.task import hyperparameters
+from loop.task import hyperparameters, without_computed
 from tests.tasks import Plain
 
 
@@ -234,7 +234,9 @@ def test_a_run_of_a_task_that_computes_fields_is_read_and_goes_on(quiet, tmp_pat
     assert mask("computed-secret-91") == HIDDEN  # it is no hyperparameter, and still a secret
     found, _ = task_of(tmp_path / "run", f"{__file__}:Computing")
     assert found.sizes == (8, 4)
-    assert restored(type(found), {"sizes": [8, 4], "depth": 2}) == {"sizes": (8, 4)}  # an earlier version's record
+    # What an earlier version has recorded.
+    assert restored(type(found), {"sizes": [8, 4], "depth": 2}) == {"sizes": (8, 4)}
+    assert without_computed(found, {"sizes": [8, 4], "token": HIDDEN}) == {"sizes": [8, 4]}
     assert fit(found, epochs=2, callbacks=quiet(), run_dir=tmp_path / "run").epochs == 2
     with pytest.raises(UsageError, match="--set depth=3: Computing computes depth itself"):
         set_fields(Computing, ["depth=3"])
