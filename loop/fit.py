@@ -26,7 +26,7 @@ from loop.run.run import Run
 from loop.run.session import Session, options_and_backend
 from loop.run.worker_processes import fit_in_workers
 from loop.step.train_step import LAST_SKIPPED, NOT_FINITE, not_finite
-from loop.task import TrainTask, check_is_task, hyperparameters
+from loop.task import TrainTask, check_is_task, field_values
 
 
 def fit(
@@ -168,7 +168,7 @@ def fit(
     # First, while the local variables are the arguments and nothing else.
     given = {name: value for name, value in locals().items() if name in DEFAULTS}
     check_is_task(task)
-    remember(hyperparameters(task))  # from here on, the secrets among them are hidden in all output
+    remember(field_values(task))  # from here on, the secrets among them are hidden in all output
     with notebook.short_interrupt():
         if workers is not None:
             return fit_in_workers(task, given, workers, callbacks, run_dir)

@@ -284,10 +284,28 @@ def check_is_task(task: object) -> None:
 
 
 def hyperparameters(task: TrainTask) -> dict[str, object]:
-    """The task's dataclass fields and their values; {} if it isn't a dataclass."""
+    """The task's dataclass fields and their values; {} if it isn't a dataclass.
+
+    Those with `init=False` are left out: the task computes them of the others, and can't be made with them.
+    """
     if not dataclasses.is_dataclass(task):
         return {}
-    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.init}
+
+
+def field_values(task: TrainTask) -> dict[str, object]:
+    """The values of all dataclass fields, also of those that the task computes, if they are set by now."""
+    computed = {}
+    for field in dataclasses.fields(task) if dataclasses.is_dataclass(task) else ():
+        if not field.init and hasattr(task, field.name):
+            computed[field.name] = getattr(task, field.name)
+    return hyperparameters(task) | computed
+
+
+def without_computed(task: TrainTask, recorded: dict[str, object]) -> dict[str, object]:
+    """The recorded fields of a run without those that the task computes, which an earlier version has recorded, too."""
+    computed = field_values(task).keys() - hyperparameters(task).keys()
+    return {name: value for name, value in recorded.items() if name not in computed}
 
 
 def changed_fields(task: TrainTask) -> list[str]:
@@ -296,6 +314,8 @@ def changed_fields(task: TrainTask) -> list[str]:
         return []
     changed = []
     for field in dataclasses.fields(task):
+        if not field.init:  # the task computes it
+            continue
         # A field without a default has `MISSING` here, which no value equals: it is always among the changed ones.
         value = getattr(task, field.name)
         default = field.default

@@ -160,6 +160,9 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--config", "."], r"--config \.: Is a directory$"),
     (["train", "mine.py"], "TARGET 'mine.py': .*; did you mean 'mine.py:Mine'"),
     (["train", "mine.py:"], "TARGET 'mine.py:': .*; did you mean 'mine.py:Mine'"),
+    (["train", ":Mine"], "TARGET ':Mine': give file.py:Class, package.module:Class"),
+    (["train", ".mine:Mine"], "TARGET '.mine:Mine': give file.py:Class, package.module:Class"),
+    (["train", "mine..mine:Mine"], "TARGET 'mine..mine:Mine': give file.py:Class, package.module:Class"),
     (["train", "wrong.py:Mine"], "TARGET 'wrong.py:Mine': wrong.py, line 2: "),
     (["train", "binary.py:Mine"], "TARGET 'binary.py:Mine': binary.py is no text: give a Python file"),
     (

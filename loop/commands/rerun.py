@@ -15,6 +15,7 @@ from callbacks.run_record.record import Record
 from callbacks.run_record.redaction import HIDDEN, tell
 from loop.commands.config import Option
 from loop.errors import PREEMPTED, TrainingError, UsageError
+from loop.target.fields import typed as typed_field
 
 # With -P, a file in the working directory can't take the place of a module.
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
@@ -47,12 +48,13 @@ class Rerun(NamedTuple):
         return not self.differing and self.steps[0] == self.steps[1]
 
 
-def arguments(record: Record, options: Mapping[str, Option]) -> list[str]:
+def arguments(record: Record, options: Mapping[str, Option], changed: object = None) -> list[str]:
     """The options of `tfloop train` with which a run is made again.
 
     Args:
         record: of the run.
         options: those that can be typed, by their long names without dashes.
+        changed: the names of the fields that weren't at their defaults, as the run has recorded them; None: it has not.
 
     Raises:
         UsageError: the run isn't one that has the same bits twice.
@@ -67,13 +69,20 @@ def arguments(record: Record, options: Mapping[str, Option]) -> list[str]:
         flag = name.replace("_", "-")
         if name not in _UNUSED and value is not None and flag in options:
             typed += _typed(flag, value, options[flag])
+    return [*typed, *_typed_fields(record, changed)]
+
+
+def _typed_fields(record: Record, changed: object) -> Iterator[str]:
+    """The words of a command line for the fields of a run's task."""
     for name, value in record.hyperparameters.items():
-        text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+        # Whether None or a list can be typed depends on the field's type; a default needn't be.
+        if isinstance(changed, list) and name not in changed and isinstance(value, list | dict | None):
+            continue
+        text = typed_field(value)
         if HIDDEN in text:  # the mask that stands in the place of a secret is no value
             tell(f"note: {name}: a run does not record secrets, so the task's default is taken")
         else:
-            typed.append(f"--set={name}={text}")
-    return typed
+            yield f"--set={name}={text}"
 
 
 def _typed(flag: str, value: object, option: Option) -> list[str]:

@@ -33,7 +33,7 @@ from loop.run.session import index_of
 from loop.run.state import restore as restore_state
 from loop.run.state import scatter, stored_history, stream_of
 from loop.target import task_loader
-from loop.task import TrainTask, target_of
+from loop.task import TrainTask, target_of, without_computed
 
 Located: TypeAlias = tuple[Path, Json]
 """A checkpoint, and its manifest."""
@@ -330,7 +330,7 @@ def _compare(run: Run, path: Path, state: Json) -> list[str]:
         if name in before["options"]:  # an older version of tfloop may not have had it
             pairs[name] = (before["options"][name], now["options"][name])
     pairs["the stream's split over workers"] = (state["layout"], run.step.data.train.layout)
-    old_fields = before["hyperparameters"]
+    old_fields = without_computed(run.task, before["hyperparameters"])
     new_fields = now["hyperparameters"]
     for name in dict.fromkeys([*old_fields, *new_fields]):  # a field of either, once
         pairs[f"the field {name}"] = (old_fields.get(name), new_fields.get(name))

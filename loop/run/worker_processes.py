@@ -28,6 +28,7 @@ from loop.run.session import Session, index_of
 from loop.run.state import assign, numbered
 from loop.step import approximations
 from loop.target import cells
+from loop.target.fields import typed as typed_field
 from loop.task import Model, TrainTask, hyperparameters, target_of
 
 UNTYPED = ("drop_remainder",)
@@ -137,8 +138,7 @@ def _typed_fields(task: TrainTask) -> list[str]:
                 f"fit(workers=...): the field {name} of {type(task).__name__} is {type(value).__name__}, which can't "
                 "be handed to other processes: make it in a method, of fields that are numbers or texts"
             )
-        text = json.dumps(value) if isinstance(value, list | tuple) else str(value)
-        typed.append(f"--set={name}={text}")
+        typed.append(f"--set={name}={typed_field(value)}")
     return typed
 
 

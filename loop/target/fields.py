@@ -7,8 +7,10 @@ allows it, lists and tuples of these, and unions of all of them. Imports no Tens
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
+import inspect
 import json
 import types
 import typing
@@ -48,19 +50,28 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
             raise UsageError(f"{option} {text}: give key=value")
         if name not in fields:
             hint = nearest(name, fields) if fields else "; it has no dataclass fields"
+            if name in _names(kind, computed=True):
+                raise UsageError(f"{option} {text}: {kind.__name__} computes {name} itself (init=False): leave it out")
             raise UsageError(f"{option} {text}: {kind.__name__} has no field {name!r}{hint}")
         remember(value, name)  # first, so that errors about a secret don't show it
-        values[name] = _parse(typing.get_type_hints(kind)[name], name, value, option)
+        values[name] = _parse(_hints(kind)[name], name, value, option)
     return values
+
+
+def typed(value: Value) -> str:
+    """The value of a field as it is typed; `set_fields` makes it again."""
+    return f"[{', '.join(map(_typed_element, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def restored(kind: type, recorded: Mapping[str, Value]) -> dict[str, Value]:
     """The values of a task's fields from the JSON values that a run has recorded."""
-    try:
-        hints = typing.get_type_hints(kind)
-    except NameError:  # a type that is imported for type checkers alone
-        return dict(recorded)
-    return {name: _restored(hints.get(name), value) for name, value in recorded.items()}
+    hints = _hints(kind)
+    computed = _names(kind, computed=True)  # which an earlier version has recorded, too
+    values = {}
+    for name, value in recorded.items():
+        if name not in computed:
+            values[name] = _restored(hints.get(name), value)
+    return values
 
 
 def split(text: str) -> list[str]:
@@ -91,11 +102,27 @@ def split(text: str) -> list[str]:
     return [*parts, part]
 
 
-def _names(kind: type) -> list[str]:
-    """The names of a task's fields."""
+def _hints(kind: type) -> dict[str, Hint]:
+    """The types of a task's fields; of a type that is imported for type checkers alone, its text."""
+    with contextlib.suppress(NameError):
+        return typing.get_type_hints(kind)
+    hints: dict[str, Hint] = {}
+    for base in reversed(kind.__mro__):
+        for name, annotation in inspect.get_annotations(base).items():
+            # A class with this field alone, so that no other one matters.
+            alone = type(base.__name__, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
+            try:
+                hints |= typing.get_type_hints(alone, localns=dict(vars(base)))
+            except NameError:
+                hints[name] = annotation
+    return hints
+
+
+def _names(kind: type, computed: bool = False) -> list[str]:
+    """The names of a task's fields that can be given; or of those that it computes, which have `init=False`."""
     if not dataclasses.is_dataclass(kind):
         return []
-    return [field.name for field in dataclasses.fields(kind)]
+    return [field.name for field in dataclasses.fields(kind) if field.init != computed]
 
 
 def _parse(hint: Hint, name: str, text: str, option: str) -> Value:
@@ -217,6 +244,12 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if text[0] == "'" else text
 
 
+def _typed_element(value: Value) -> str:
+    """An element of a list as it is typed: texts in quotes, since they may have commas, and None by that name."""
+    is_text = isinstance(value, str | PurePath) and not isinstance(value, enum.Enum)
+    return json.dumps(str(value)) if is_text else typed(value)
+
+
 def _literal(allowed: Iterable[Value], text: str) -> Value:
     """The value of a `Literal` that a text means."""
     for value in allowed:
@@ -306,5 +339,5 @@ def _is_class(kind: Hint, *classes: type) -> bool:
 
 
 def _is_sequence(kind: Hint) -> bool:
-    """Whether a type is a list or tuple whose elements have types."""
-    return _origin(kind) in (list, tuple, collections.abc.Sequence)
+    """Whether a type is a list or tuple whose elements have types; those of `typing.List` have none."""
+    return _origin(kind) in (list, tuple, collections.abc.Sequence) and bool(typing.get_args(kind))

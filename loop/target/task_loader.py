@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from callbacks.run_record.redaction import remember
 from loop.errors import UsageError
 from loop.target import task_file
 from loop.target.fields import restored, set_fields
-from loop.task import TrainTask, hyperparameters
+from loop.task import TrainTask, field_values
 
 OURS = ("loop", "callbacks", "cli")
 SHIPPED = {
@@ -39,13 +40,15 @@ def check(target: str) -> None:
     if target in SHIPPED:
         return
     origin, colon, name = target.partition(":")
-    if not colon or not name.isidentifier():
+    is_file = origin.endswith(".py")
+    is_module = all(origin.split("."))  # no name of a module is empty, as in `.task`
+    if not colon or not name.isidentifier() or not (is_file or is_module):
         candidates = [f"{origin}:{kind}" for kind in task_file.classes(Path(origin))]
         raise UsageError(
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
             f"{nearest(target, candidates or SHIPPED)}"
         )
-    if origin.endswith(".py"):
+    if is_file:
         path = Path(origin)
         if not path.is_file():
             raise UsageError(f"TARGET {target!r}: there is no file {path}{near_file(path)}")
@@ -92,7 +95,7 @@ def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, obje
             how = "the fields of the run"
             fix = "give the task that the run is of"
         raise UsageError(f"TARGET {target!r}: {kind.__name__} can't be made from {how} ({error}): {fix}") from None
-    remember(hyperparameters(task))
+    remember(field_values(task))
     return task
 
 
@@ -130,13 +133,36 @@ class _FromSource(importlib.machinery.SourceFileLoader):
 
 def _import_file(path: Path, target: str, shipped: str | None) -> ModuleType:
     """Runs a Python file as a module; `shipped` is its name if it is a shipped example."""
-    origin = target.rpartition(":")[0]
     sys.path.insert(0, str(path.parent))  # as for `python file.py`: modules beside the task can be imported
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=_FromSource(path.stem, str(path)))
+    try:
+        return _run(path.stem, path, target)
+    except ImportError as error:
+        if shipped is not None and isinstance(error, ModuleNotFoundError):
+            # On PyPI, names have dashes where Python has underscores, as tf-keras.
+            package = (error.name or "").replace("_", "-")
+            raise UsageError(
+                f"the example {shipped!r} needs {package}: install it, with pip install {package}"
+            ) from None
+        root = _root_of_package(path, error)
+        if root is None:
+            raise
+    # A run records the file, also of a task that was typed as `package.module:Class`.
+    check_shadows(root)
+    sys.path.insert(0, str(root))
+    sys.modules.pop(path.stem, None)
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    importlib.import_module(name.rpartition(".")[0])
+    return _run(name, path, target)
+
+
+def _run(name: str, path: Path, target: str) -> ModuleType:
+    """Runs a Python file as the module of this name."""
+    origin = target.rpartition(":")[0]
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and type hints look their module up
+    sys.modules[name] = module  # dataclasses and type hints look their module up
     try:
         spec.loader.exec_module(module)
     except (SyntaxError, ValueError) as error:
@@ -146,13 +172,24 @@ def _import_file(path: Path, target: str, shipped: str | None) -> ModuleType:
         if "\0" in path.read_text(errors="replace"):
             raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file") from None
         raise
-    except ModuleNotFoundError as error:
-        if shipped is None:
-            raise
-        # On PyPI, names have dashes where Python has underscores, as tf-keras.
-        package = (error.name or "").replace("_", "-")
-        raise UsageError(f"the example {shipped!r} needs {package}: install it, with pip install {package}") from None
     return module
+
+
+def _root_of_package(path: Path, error: ImportError) -> Path | None:
+    """The directory that holds the package of a file which can't be imported outside of it; None: it isn't that."""
+    if isinstance(error, ModuleNotFoundError):
+        top = (error.name or "").partition(".")[0]
+        # A folder may have the name of a package that isn't installed, without being meant.
+        imports = re.search(rf"^\s*(from|import) {re.escape(top)}\.", path.read_text(errors="replace"), re.MULTILINE)
+        for directory in path.parents:
+            if directory.name == top and (imports or (directory / "__init__.py").exists()):
+                return directory.parent
+        return None
+    root = path.parent
+    if "no known parent package" in str(error):  # the file has a relative import
+        while (root / "__init__.py").exists():
+            root = root.parent
+    return None if root == path.parent else root
 
 
 def _import_module(name: str, target: str) -> ModuleType:

@@ -107,6 +107,25 @@ def test_rerun_has_the_same_bits_and_says_what_has_changed(project, command):
     assert report["differing"]
 
 
+def test_a_run_with_fields_that_cannot_be_typed_is_made_again(project, command):
+    fields = """    rates: tuple[float, ...] = (0.1, 0.2)
+    data: str = None
+    count: int = None
+    sizes: list = field(default_factory=lambda: [1])
+    weights: dict = field(default_factory=dict)
+    names: list[str | None] = field(default_factory=list)
+
+    def __post_init__(self):
+        assert self.data is None
+        assert self.names in ([], [None, "a"])
+"""
+    changed = TASK.replace("    rates: tuple[float, ...] = (0.1, 0.2)\n", fields)
+    (project / "line.py").write_text(changed.replace("import dataclass\n", "import dataclass, field\n"))
+    train(command, "a", "--set", "names=none,a")
+    code, shown, said = command("rerun", "a", "--run-dir", "again")
+    assert (code, "the same weights to the bit" in shown) == (0, True), said
+
+
 def test_a_run_that_goes_on_tells_what_has_changed_in_code_and_data(project, command):
     def goes_on(epochs):
         code, _, said = command("train", "line.py:Line", "--epochs", epochs, "--track", "off", "--run-dir", "a")

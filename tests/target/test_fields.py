@@ -2,19 +2,21 @@
 
 import enum
 import json
+import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Optional
+from typing import List, Literal, Optional  # noqa: UP035
 
 import pytest
 
+from callbacks.run_record.redaction import HIDDEN, mask
 from loop import UsageError, fit
 from loop.commands import config, sweep
 from loop.run.run_directory import task_of
 from loop.run.state import plain
-from loop.target.fields import restored, set_fields, split
-from loop.task import hyperparameters
+from loop.target.fields import restored, set_fields, split, typed
+from loop.task import hyperparameters, without_computed
 from tests.tasks import Plain
 
 
@@ -41,6 +43,8 @@ class Typed:
     pair: tuple[int, str] = (1, "a")
     texts: list[str] | None = None
     pairs: list[tuple[int, int]] | None = None
+    maybe: list[str | None] | None = None
+    places: list[Path] | None = None
     text_or_texts: str | list[str] = ""
     one_or_more: int | tuple[int, ...] = 3
     acts: list[Activation] | None = None
@@ -48,6 +52,8 @@ class Typed:
     act_or_none: Activation | None = None
     rate: float = 1.0
     bare: tuple = ()
+    bare_list: List = None  # noqa: UP006 - as some write it
+    bare_sequence: typing.Sequence = ()
     pwd: int = 3
 
 
@@ -76,6 +82,8 @@ class Typed:
         ("steps=1,2,3", (1, 2, 3)),
         ("pair=1,x", (1, "x")),
         ('texts=a,"b,c",d e', ["a", "b,c", "d e"]),
+        ('maybe=[none,"a, b"]', [None, "a, b"]),
+        ("places=/a,/b", [Path("/a"), Path("/b")]),
         ("pairs=[[1,2],(3,4)]", [(1, 2), (3, 4)]),
         ("pairs=(1,2),(3,4)", [(1, 2), (3, 4)]),
         ("text_or_texts=a,b", "a,b"),
@@ -94,6 +102,7 @@ def test_what_is_typed_has_the_type_of_the_field_and_comes_back_from_a_run(text,
     found = set_fields(Typed, [text])[name]
     assert found == value
     assert type(found) is type(value)
+    assert set_fields(Typed, [f"{name}={typed(found)}"])[name] == value
     recorded = json.loads(json.dumps({name: plain(found)}))
     again = restored(Typed, recorded)[name]
     assert again == value
@@ -113,6 +122,8 @@ def test_what_is_typed_has_the_type_of_the_field_and_comes_back_from_a_run(text,
         ("sizes=[1", "'[1' is no list[int] or None"),
         ("acts=relu,gelu", "is no list[Activation (one of RELU, TANH)] or None"),
         ("bare=1", "the field is of type tuple, which can't be typed on a command line"),
+        ("bare_list=1", "the field is of type List, which can't be typed on a command line"),
+        ("bare_sequence=1", "the field is of type Sequence, which can't be typed on a command line"),
         ("pwd=topsecret", "--set pwd=***: '***' is no int"),
     ],
 )
@@ -121,6 +132,32 @@ def test_what_can_not_be_typed_is_told_with_what_is_allowed(text, message):
         set_fields(Typed, [text])
     assert message in str(told.value)
     assert "topsecret" not in str(told.value)
+
+
+def test_a_list_whose_elements_have_no_type_comes_back_from_a_run():
+    assert restored(Typed, {"bare_list": [1, "a"], "bare_sequence": [2]}) == {
+        "bare_list": [1, "a"],
+        "bare_sequence": [2],
+    }
+
+
+@dataclass
+class Inherited(Typed):
+    mode: "Mode" = "fast"
+    later: "OnlyForTypeCheckers | None" = None  # noqa: F821
+
+    class Mode(enum.Enum):
+        FAST = "fast"
+
+
+def test_a_type_that_is_there_for_type_checkers_alone_leaves_the_other_fields_their_types():
+    assert set_fields(Inherited, ["sizes=1,2", "mode=fast"]) == {"sizes": [1, 2], "mode": Inherited.Mode.FAST}
+    recorded = {"steps": [1], "place": "/x", "mode": "fast", "later": "as it was"}
+    assert restored(Inherited, recorded) == {
+        "steps": (1,), "place": Path("/x"), "mode": Inherited.Mode.FAST, "later": "as it was",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=r"later=1: the field is of type OnlyForTypeCheckers \| None, which can't be"):
+        set_fields(Inherited, ["later=1"])
 
 
 def test_commas_within_brackets_and_quotes_do_not_part():
@@ -170,3 +207,36 @@ def test_a_run_of_such_a_task_is_read_and_goes_on(quiet, tmp_path, monkeypatch):
     assert {name: fields[name] for name in ("place", "sizes")} == {"place": Path("/data"), "sizes": (8, 4)}
     assert fields["act"].name == "TANH"
     assert fit(found, epochs=2, callbacks=quiet(), run_dir=tmp_path / "run").epochs == 2
+
+
+@dataclass
+class Computing(Plain):
+    """Has fields that it computes: one as soon as it is made, one when it builds its model."""
+
+    sizes: tuple[int, ...] = (4,)
+    token: str = field(init=False)
+    depth: int = field(init=False)
+
+    def __post_init__(self):
+        self.token = "computed-secret-91"
+
+    def build_model(self):
+        self.depth = len(self.sizes)
+        return super().build_model()
+
+
+def test_a_run_of_a_task_that_computes_fields_is_read_and_goes_on(quiet, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fit(Computing(sizes=(8, 4)), epochs=1, callbacks=quiet(), run_dir=tmp_path / "run")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "depth" not in about["hyperparameters"]
+    assert about["changed"] == ["sizes"]
+    assert mask("computed-secret-91") == HIDDEN  # it is no hyperparameter, and still a secret
+    found, _ = task_of(tmp_path / "run", f"{__file__}:Computing")
+    assert found.sizes == (8, 4)
+    # What an earlier version has recorded.
+    assert restored(type(found), {"sizes": [8, 4], "depth": 2}) == {"sizes": (8, 4)}
+    assert without_computed(found, {"sizes": [8, 4], "token": HIDDEN}) == {"sizes": [8, 4]}
+    assert fit(found, epochs=2, callbacks=quiet(), run_dir=tmp_path / "run").epochs == 2
+    with pytest.raises(UsageError, match="--set depth=3: Computing computes depth itself"):
+        set_fields(Computing, ["depth=3"])

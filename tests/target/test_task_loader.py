@@ -1,6 +1,9 @@
 """How a task's file is found and run."""
 
 import os
+import sys
+
+import pytest
 
 from loop.target import task_loader
 
@@ -20,3 +23,35 @@ def test_a_file_is_run_as_it_is_now(tmp_path, monkeypatch):
         path.write_text(TASK.replace("= 1", f"= {number}"))
         os.utime(path, (1e9, 1e9))  # with the same size: what Python's cache of compiled files can't tell apart
         assert task_loader.find(f"{path}:Short").number == number
+
+
+@pytest.mark.parametrize(
+    ("folder", "line"),
+    [
+        ("inner", "from ..numbers_of_it import NUMBER"),
+        ("inner", "from whole_package.numbers_of_it import NUMBER"),
+        ("", "from .numbers_of_it import NUMBER"),
+        ("", "from folder_alone.numbers_of_it import NUMBER"),
+    ],
+)
+def test_a_file_of_a_package_is_run_as_a_module_of_it(tmp_path, monkeypatch, folder, line):
+    """A run records the file, so that its task can be found again from any working directory."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    package = tmp_path / ("folder_alone" if "folder_alone" in line else "whole_package")
+    place = package / folder
+    place.mkdir(parents=True)
+    if package.name == "whole_package":
+        (package / "__init__.py").touch()
+        (place / "__init__.py").touch()
+    (package / "numbers_of_it.py").write_text("NUMBER = 7\n")
+    (place / "task_of_it.py").write_text(f"{line}\n{TASK.replace('= 1', '= NUMBER')}")
+    assert task_loader.find(f"{place}/task_of_it.py:Short").number == 7
+
+
+def test_a_package_that_is_missing_is_not_taken_from_a_folder_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "no_such_package").mkdir()
+    path = tmp_path / "no_such_package" / "short_task.py"
+    path.write_text(f"import no_such_package\n{TASK}")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package'"):
+        task_loader.find(f"{path}:Short")

@@ -120,9 +120,10 @@ def rerun(
 
     path = runs.locate(root or runs.ROOT, run)
     record = read(path)
-    options = rerun_.arguments(record, train_options())
+    about = read_about(path)
+    options = rerun_.arguments(record, train_options(), about.get("changed"))
     # A target runs code: one that only the directory names is taken if this user trained there, or trusts it.
-    target = known_target(path, read_about(path).get("target"), task_target, trust)
+    target = known_target(path, about.get("target"), task_target, trust)
     task_loader.check(target)
     for change in rerun_.changes(record):
         tell(f"note: {change}")
