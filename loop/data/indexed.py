@@ -112,7 +112,10 @@ class IndexedData:
         """All but the first `count` examples."""
         return self._range(min(_whole(count, "skip"), self.size), self.size)
 
-    head = take
+    def head(self, count: int) -> IndexedData:
+        """The first examples, the same ones in each epoch; those of a mixture are others in the next one."""
+        taken = self.take(count)
+        return taken.replaced(_resolve=lambda indices, epoch, seed: taken.resolve(indices, 0, seed))
 
     def filter(self, keep: Callable[[int], bool] | Sequence[bool] | np.ndarray) -> IndexedData:
         """The examples for which `keep` is true: a function of the index, or an array of bools [examples]."""
