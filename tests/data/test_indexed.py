@@ -466,6 +466,22 @@ def test_an_example_unlike_the_first_one_is_named(other, said, quiet, tmp_path):
         _trained(quiet, loop.IndexedData(Odd()), run_dir=tmp_path / "run")
 
 
+@pytest.mark.parametrize("make", [pyarrow.table, pyarrow.RecordBatch.from_pydict])
+def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(make):
+    numbers = [*range(2**53, 2**53 + 7), None, 8, 9]
+    table = make({"number": pyarrow.array(numbers), "odd": pyarrow.array([True, False] * 5)})
+    made = source(loop.IndexedData(table, on_bad_example="skip"), BatchOptions(10), "train_data()")
+    zero = tf.constant(0, tf.int64)
+    with pytest.warns(UserWarning, match="example 7: array 'number': dtype float64 instead of int64"):
+        rows = made.whole(zero, zero)
+    made.close()
+    assert rows.batch["number"].numpy().tolist() == [*range(2**53, 2**53 + 7), 8, 9]
+    assert rows.batch["odd"].numpy().tolist() == [True, False, True, False, True, False, True, True, False]
+    # Of a list that isn't there, too.
+    with pytest.raises(UsageError, match="example 1: array 'list': None instead of an array"):
+        _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, quiet, tmp_path):
     @dataclasses.dataclass
@@ -500,6 +516,7 @@ def _opened(data):
     [
         (lambda: loop.IndexedData(5), "it has no __len__ and __getitem__"),
         (lambda: loop.IndexedData(iter([1])), "it has no __len__ and __getitem__"),
+        (lambda: loop.IndexedData(pyarrow.table({"x": [1]}).to_reader()), "it has no __len__ and __getitem__"),
         (lambda: loop.IndexedData((INPUTS, LABELS[:50])), "sources of unequal length"),
         (lambda: loop.IndexedData("nothing.npy"), "there is no such file"),
         (lambda: loop.IndexedData(__file__), "only .npy and .parquet files"),
