@@ -1137,6 +1137,15 @@ def test_the_first_examples_of_a_mixture_are_the_same_in_each_epoch():
     made.close()
 
 
+@pytest.mark.parametrize("method", ["split", "skip", "filter"])
+def test_a_mixture_is_not_divided_by_index(method):
+    # What is held out in one epoch would be trained on in another.
+    mixture, _ = _mixed(0)
+    for data in (mixture, mixture.take(50), loop.mix({mixture: 1, loop.IndexedData(list(range(9))): 1})):
+        with pytest.raises(UsageError, match=f"IndexedData.{method} of a mixture: .* choose examples of the sources"):
+            getattr(data, method)({"split": 0.2, "skip": 10, "filter": [True] * data.size}[method])
+
+
 def test_an_unshuffled_mixture_alternates():
     _, [read] = _mixed(1, shuffle=False, sizes=(100, 100), shares=(3, 1))
     for start in range(0, 40, 4):
