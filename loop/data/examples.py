@@ -269,7 +269,10 @@ def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
     kind = array.dtype.kind
     # An array of objects may hold anything: each of its values must be looked at.
     is_text = kind in "SUO" and all(isinstance(value, str | bytes) for value in array.reshape(-1).tolist())
-    if kind in "biufc" or is_text or kind == "V":  # V: types of other packages, such as bfloat16
+    # V: types of other packages, such as bfloat16; but also NumPy's structured ones.
+    if array.dtype.char in "gG" or issubclass(array.dtype.type, np.void):
+        raise BadExampleError(f"example {index}: {label}dtype {array.dtype}, which no tensor has: convert it in map")
+    if kind in "biufcV" or is_text:
         return array
     raise BadExampleError(f"example {index}: {label}{type(part).__name__} is no array of numbers or text")
 

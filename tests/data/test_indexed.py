@@ -536,6 +536,12 @@ def _opened(data):
         (lambda: loop.IndexedData(Text(), padding=loop.Padding(bucket_by=len), lengths=[1]), "give bucket_by=True"),
         (lambda: _opened(loop.IndexedData(Text(), padding=0, lengths={"words": [1]})), "there is no array 'words'"),
         (lambda: _opened(loop.IndexedData(Text(), padding=0, lengths=[7] * 15)), "7 for example 0, whose arrays have"),
+        (
+            lambda: _opened(loop.IndexedData(np.zeros(3, "f4,i4"))),
+            r"example 0: array 0: dtype \[.*, which no tensor",
+        ),
+        (lambda: _opened(loop.IndexedData([np.zeros(3, "V4")])), r"dtype \|V4, which no tensor has: convert it in map"),
+        (lambda: _opened(loop.IndexedData({"x": LABELS.astype("longdouble")})), "array 'x': dtype .*, which no tensor"),
         (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
         (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
         (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),
