@@ -36,7 +36,7 @@ def in_float64(data: Dataset) -> Dataset:
         return data.replaced(in_float64(data.dataset))
     if not isinstance(data, tf.data.Dataset):
         return data
-    is_tuple = isinstance(data.element_spec, tuple)  # whose parts tf.data hands over as arguments
+    is_tuple = type(data.element_spec) is tuple  # of a plain tuple, tf.data hands the parts over
 
     def widened(*example: Any) -> Any:
         return tf.nest.map_structure(_wide, example if is_tuple else example[0])
