@@ -86,7 +86,12 @@ class RecordSource:
             try:
                 parsed = tf.io.parse_example(records, dict(self._features))
             except tf.errors.OpError as error:
-                raise UsageError(f"loop.records(features=...): a record can't be parsed ({_message(error)})") from None
+                # Of several, each is then read by itself.
+                reason = _message(error).split("}} ")[-1]  # without TensorFlow's name of the operation
+                raise UsageError(
+                    f"loop.records(features=...): record {indices[0]} can't be parsed ({reason}): give the "
+                    "features that records have, or leave such records out with on_bad_example='skip'"
+                ) from None
         return {name: tensor.numpy() for name, tensor in parsed.items()}
 
     def _reader(self, number: int) -> TFReader:
