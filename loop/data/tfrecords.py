@@ -137,6 +137,9 @@ def records(
         paths += map(Path, sorted(glob.glob(os.fspath(one_pattern))))  # noqa: PTH207
     if not paths:
         raise UsageError(f"loop.records({', '.join(map(repr, map(str, patterns)))}): there is no such file")
+    for path in paths:
+        if path.is_dir():
+            raise UsageError(f"loop.records({str(path)!r}): it is a directory: give its files, as {path}/*.tfrecord")
     for name, feature in (features or {}).items():
         if not isinstance(feature, tf.io.FixedLenFeature):
             raise UsageError(

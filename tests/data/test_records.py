@@ -143,6 +143,7 @@ def test_damaged_records_are_named(tmp_path):
     ("make", "said"),
     [
         (lambda directory: loop.records(directory / "nothing-*"), "there is no such file"),
+        (loop.records, "it is a directory: give its files"),
         (lambda directory: loop.records(__file__), "is no TFRecord file"),
         (
             lambda directory: loop.records(_write(directory), {"x": tf.io.VarLenFeature(tf.int64)}),
