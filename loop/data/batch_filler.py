@@ -34,7 +34,8 @@ class BatchFiller:
         self._layout = layout
         self._seed = seed
         # Rows that are read by column are a batch as they come, without another copy.
-        self.whole_batches = data.reader.by_column and not data.readers and not layout.padded
+        # Unless one of them may have to be left out.
+        self.whole_batches = data.reader.by_column and not (data.readers or layout.padded or data.skips)
         self._processes = ReaderProcesses(pickled(data.reader, layout.specs), data.readers) if data.readers else None
 
     def fill(self, batches: PendingBatches, stretch: slice, thread: int) -> None:
@@ -56,7 +57,8 @@ class BatchFiller:
         seeds = example_seeds(indices, epoch, self._seed)
         if self.whole_batches:
             columns = arrays_of(self._data.reader, self._layout.specs, ids, seeds)
-            assert isinstance(columns, tuple)  # of a reader by column
+            if not isinstance(columns, tuple):  # one of them can't be read
+                raise next(error for error in columns if isinstance(error, Exception))
             batches.leaves = self._layout.leaves_of(columns)
             return
 

@@ -92,14 +92,8 @@ class ExampleReader:
         """
         try:
             examples = self.unmapped(ids)
-        except Exception:  # one by one, to find which of them can't be read
-            if len(ids) == 1:
-                raise
-            attempts = []
-            for row in range(len(ids)):
-                own = slice(row, row + 1)
-                attempts.append(self._attempt(ids[own], seeds[own]))
-            return attempts
+        except Exception:
+            return self.attempts(ids, seeds)
         if self._map is None:
             return examples
         for row, example in enumerate(examples):
@@ -109,13 +103,17 @@ class ExampleReader:
                 examples[row] = error
         return examples
 
-    def _attempt(self, ids: np.ndarray, seeds: np.ndarray) -> Read:
+    def attempts(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
+        """See `read`; one by one, to find which of them can't be read."""
+        return [self._attempt(ids[row : row + 1], seeds[row]) for row in range(len(ids))]
+
+    def _attempt(self, ids: np.ndarray, seed: np.ndarray) -> Read:
         """Reads one example; returns it, or the error."""
         try:
-            [example] = self.read(ids, seeds)
+            [example] = self.unmapped(ids)
+            return example if self._map is None else self.mapped(example, seed)
         except Exception as error:
             return error
-        return example
 
 
 class MixedReader:
@@ -189,7 +187,10 @@ def arrays_of(
         seeds: the seeds of the examples: int64 [n, 2].
     """
     if isinstance(reader, ExampleReader) and reader.by_column:
-        return tuple(reader.columns(ids))
+        try:
+            return tuple(reader.columns(ids))
+        except Exception:  # one by one, to find which of them can't be read
+            return checked(reader.attempts(ids, seeds), specs, ids)
     return checked(reader.read(ids, seeds), specs, ids)
 
 
@@ -269,7 +270,10 @@ def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
     kind = array.dtype.kind
     # An array of objects may hold anything: each of its values must be looked at.
     is_text = kind in "SUO" and all(isinstance(value, str | bytes) for value in array.reshape(-1).tolist())
-    if kind in "biufc" or is_text or kind == "V":  # V: types of other packages, such as bfloat16
+    # V: types of other packages, such as bfloat16; but also NumPy's structured ones.
+    if array.dtype.char in "gG" or issubclass(array.dtype.type, np.void):
+        raise BadExampleError(f"example {index}: {label}dtype {array.dtype}, which no tensor has: convert it in map")
+    if kind in "biufcV" or is_text:
         return array
     raise BadExampleError(f"example {index}: {label}{type(part).__name__} is no array of numbers or text")
 

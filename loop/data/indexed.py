@@ -88,6 +88,7 @@ class IndexedData:
         self.skips = on_bad_example == "skip"
         self.size = len(self.reader)
         self.wide = False
+        self._mixes = False  # whether an index stands for another example in each epoch
         self._lengths = lengths
 
         # Of parts and mixtures, which replace them: a part has its examples under other numbers than its source.
@@ -110,12 +111,21 @@ class IndexedData:
 
     def skip(self, count: int) -> IndexedData:
         """All but the first `count` examples."""
+        self._check_indices("skip")
         return self._range(min(_whole(count, "skip"), self.size), self.size)
 
-    head = take
+    def head(self, count: int) -> IndexedData:
+        """The first examples, the same ones in each epoch; those of a mixture are others in the next one."""
+        taken = self.take(count)
+
+        def resolve(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+            return taken.resolve(indices, 0, seed)
+
+        return taken.replaced(_resolve=resolve, _mixes=False)
 
     def filter(self, keep: Callable[[int], bool] | Sequence[bool] | np.ndarray) -> IndexedData:
         """The examples for which `keep` is true: a function of the index, or an array of bools [examples]."""
+        self._check_indices("filter")
         if callable(keep):
             kept = np.fromiter(map(bool, map(keep, range(self.size))), bool, self.size)
         else:
@@ -142,6 +152,7 @@ class IndexedData:
         """
         if not 0 < share < 1:
             raise UsageError(f"IndexedData.split({share!r}): give a number between 0 and 1")
+        self._check_indices("split")
         if key is None:
             scattered = _scattered(np.arange(self.size, dtype=np.uint64))
         else:
@@ -226,6 +237,15 @@ class IndexedData:
             first_axes = {name_of(path): np.shape(part)[:1] for path, part in flatten(other)}
             padded = [name for name in padded if first_axes.get(name) != shapes[name][:1]]
         return padded
+
+    def _check_indices(self, what: str) -> None:
+        """Refuses to choose examples of a mixture by index; `what` is the method that was called."""
+        # What is held out of the training in one epoch would be trained on in the next one.
+        if self._mixes:
+            raise UsageError(
+                f"IndexedData.{what} of a mixture: an index stands for another example in each epoch: choose examples "
+                f"of the sources with {what}, and mix these"
+            )
 
     def _range(self, start: int, stop: int) -> IndexedData:
         return self._narrowed(lambda indices: indices + start, stop - start)

@@ -25,7 +25,7 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
     Order and shares are exact, on any number of workers and after a resume, as those of one source. An epoch is as long
     as it can be without using more examples of a source than it has. A source with more of them than its share goes on
     in the next epoch where it has stopped, in a shuffled order of its own: all its examples are used before one is used
-    again.
+    again. So an index of the mixture stands for another example in each epoch: split the sources, and not the mixture.
 
     Args:
         shares: how much of the examples comes from each source; they are divided by their sum. Sources may have a
@@ -49,6 +49,7 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
         size=pattern.blocks * len(pattern.sources),
         _resolve=mixture.resolve,
         _lengths_of=mixture.lengths,
+        _mixes=True,
     )
 
 

@@ -84,7 +84,7 @@ class PaddedBatches:
     @tf.autograph.experimental.do_not_convert
     def _measured(self, *example: Structure) -> Measured:
         """An example with its sizes, and the length by which it is sorted."""
-        structure = example if isinstance(self._spec, tuple) else example[0]
+        structure = example if type(self._spec) is tuple else example[0]
         leaves = tf.nest.flatten(structure)
         shapes = []
         for leaf, axes in zip(leaves, self.axes, strict=True):

@@ -160,8 +160,8 @@ def along_axis(axis: int, axes: int) -> list[int]:
 
 
 def call_with(function: Callable[..., T], example: Structure) -> T:
-    """Calls a function of an example as `tf.data` does: with the parts of a tuple as arguments."""
-    return function(*example) if isinstance(example, tuple) else function(example)
+    """Calls a function of an example as `tf.data` does: with the parts of a tuple as arguments, if it isn't named."""
+    return function(*example) if type(example) is tuple else function(example)
 
 
 def leaf_names(structure: Structure) -> list[str | int]:

@@ -36,7 +36,7 @@ def in_float64(data: Dataset) -> Dataset:
         return data.replaced(in_float64(data.dataset))
     if not isinstance(data, tf.data.Dataset):
         return data
-    is_tuple = isinstance(data.element_spec, tuple)  # whose parts tf.data hands over as arguments
+    is_tuple = type(data.element_spec) is tuple  # of a plain tuple, tf.data hands the parts over
 
     def widened(*example: Any) -> Any:
         return tf.nest.map_structure(_wide, example if is_tuple else example[0])
@@ -85,14 +85,16 @@ def first(data: Dataset, size: int) -> Dataset:
     for index, (spec, column) in enumerate(zip(specs, zip(*examples, strict=True), strict=True)):
         # Axes that the stream calls open are padded, also where these few examples have one length.
         axes = 0 if stream.padding is None else open_axes(spec)
-        arrays.append(as_sequences(column, index, axes) if axes else _stacked(column))
+        arrays.append(as_sequences(column, index, axes) if axes else _stacked(column, spec))
     return ArrayData.of_structure(tf.nest.pack_sequence_as(stream.dataset.element_spec, arrays), stream.padding)
 
 
-def _stacked(column: Sequence[np.ndarray]) -> np.ndarray:
+def _stacked(column: Sequence[np.ndarray], spec: tf.TensorSpec) -> np.ndarray:
     """The examples of one array, stacked."""
+    # The dtype is said: of numbers without axes, TensorFlow would make 32 bits out of 64.
+    tensors = [tf.convert_to_tensor(example, spec.dtype) for example in column]
     try:
-        return tf.stack(column).numpy()
+        return tf.stack(tensors).numpy()
     except tf.errors.InvalidArgumentError as error:
         raise stacking_problem(error) or error from None
 

@@ -24,7 +24,7 @@ def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
     specs = tf.nest.flatten(dataset.element_spec)
     if not any(map(_is_dense_row, specs)):
         return dataset
-    is_tuple = isinstance(dataset.element_spec, tuple)  # whose parts tf.data hands over as arguments
+    is_tuple = type(dataset.element_spec) is tuple  # of a plain tuple, tf.data hands the parts over
 
     @tf.autograph.experimental.do_not_convert
     def unchanged(*example: Any) -> Any:

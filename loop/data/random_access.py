@@ -68,7 +68,7 @@ def reader_of(source: Source) -> Reader:
     if hasattr(source, "by_column"):  # a reader already, such as `loop.records` and `loop.sequences` return
         return source
     # An Arrow table is recognized by its interface, so that pyarrow isn't imported for other sources.
-    if hasattr(source, "__arrow_c_stream__") and hasattr(source, "schema"):
+    if hasattr(source, "__arrow_c_stream__") and hasattr(source, "num_rows"):
         return _Table(source)
     if not isinstance(source, RandomAccess):
         kind = type(source)
@@ -287,10 +287,17 @@ def _column(column: Foreign) -> Sequence[Part]:
     arrow_type = column.type
     if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
         # `to_pylist` would make Python's numbers, which have lost their dtype.
-        return [value.values.to_numpy(zero_copy_only=False) for value in column]
+        return [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
     if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):
         return column.to_pylist()
-    return column.to_numpy()
+    if types.is_integer(arrow_type) and column.null_count:
+        # NumPy makes floats of all, but an example must not depend on which others are read together with it.
+        values: list[Part] = list(column.to_numpy(zero_copy_only=False))
+        rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+        for row, number in zip(rows, column.drop_null().to_numpy(zero_copy_only=False), strict=True):
+            values[row] = number
+        return values
+    return column.to_numpy(zero_copy_only=False)  # bits and nulls are copied
 
 
 class _Batches:

@@ -150,4 +150,5 @@ def _can_be_shared(array: object) -> bool:
     """Whether it is a large array of numbers, one after the other in memory."""
     if not isinstance(array, np.ndarray) or array.nbytes < _LEAST:
         return False
-    return array.dtype.kind in "fiu" and array.dtype.isnative and array.flags.c_contiguous
+    is_number = array.dtype.kind in "fiu" and array.dtype.char != "g"  # no tensor has long doubles: `constant` says so
+    return is_number and array.dtype.isnative and array.flags.c_contiguous

@@ -86,7 +86,12 @@ class RecordSource:
             try:
                 parsed = tf.io.parse_example(records, dict(self._features))
             except tf.errors.OpError as error:
-                raise UsageError(f"loop.records(features=...): a record can't be parsed ({_message(error)})") from None
+                # Of several, each is then read by itself.
+                reason = _message(error).split("}} ")[-1]  # without TensorFlow's name of the operation
+                raise UsageError(
+                    f"loop.records(features=...): record {indices[0]} can't be parsed ({reason}): give the "
+                    "features that records have, or leave such records out with on_bad_example='skip'"
+                ) from None
         return {name: tensor.numpy() for name, tensor in parsed.items()}
 
     def _reader(self, number: int) -> TFReader:
@@ -132,6 +137,9 @@ def records(
         paths += map(Path, sorted(glob.glob(os.fspath(one_pattern))))  # noqa: PTH207
     if not paths:
         raise UsageError(f"loop.records({', '.join(map(repr, map(str, patterns)))}): there is no such file")
+    for path in paths:
+        if path.is_dir():
+            raise UsageError(f"loop.records({str(path)!r}): it is a directory: give its files, as {path}/*.tfrecord")
     for name, feature in (features or {}).items():
         if not isinstance(feature, tf.io.FixedLenFeature):
             raise UsageError(

@@ -31,6 +31,7 @@ from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked
 from loop.data.graph_ahead import GraphReadAhead
+from loop.data.parts import first
 from loop.data.pending_batches import PendingBatches, Position
 from loop.data.random_access import ArrayRows
 from loop.data.read_ahead import ReadAhead
@@ -465,6 +466,22 @@ def test_an_example_unlike_the_first_one_is_named(other, said, quiet, tmp_path):
         _trained(quiet, loop.IndexedData(Odd()), run_dir=tmp_path / "run")
 
 
+@pytest.mark.parametrize("make", [pyarrow.table, pyarrow.RecordBatch.from_pydict])
+def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(make):
+    numbers = [*range(2**53, 2**53 + 7), None, 8, 9]
+    table = make({"number": pyarrow.array(numbers), "odd": pyarrow.array([True, False] * 5)})
+    made = source(loop.IndexedData(table, on_bad_example="skip"), BatchOptions(10), "train_data()")
+    zero = tf.constant(0, tf.int64)
+    with pytest.warns(UserWarning, match="example 7: array 'number': dtype float64 instead of int64"):
+        rows = made.whole(zero, zero)
+    made.close()
+    assert rows.batch["number"].numpy().tolist() == [*range(2**53, 2**53 + 7), 8, 9]
+    assert rows.batch["odd"].numpy().tolist() == [True, False, True, False, True, False, True, True, False]
+    # Of a list that isn't there, too.
+    with pytest.raises(UsageError, match="example 1: array 'list': None instead of an array"):
+        _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, quiet, tmp_path):
     @dataclasses.dataclass
@@ -499,6 +516,7 @@ def _opened(data):
     [
         (lambda: loop.IndexedData(5), "it has no __len__ and __getitem__"),
         (lambda: loop.IndexedData(iter([1])), "it has no __len__ and __getitem__"),
+        (lambda: loop.IndexedData(pyarrow.table({"x": [1]}).to_reader()), "it has no __len__ and __getitem__"),
         (lambda: loop.IndexedData((INPUTS, LABELS[:50])), "sources of unequal length"),
         (lambda: loop.IndexedData("nothing.npy"), "there is no such file"),
         (lambda: loop.IndexedData(__file__), "only .npy and .parquet files"),
@@ -518,6 +536,12 @@ def _opened(data):
         (lambda: loop.IndexedData(Text(), padding=loop.Padding(bucket_by=len), lengths=[1]), "give bucket_by=True"),
         (lambda: _opened(loop.IndexedData(Text(), padding=0, lengths={"words": [1]})), "there is no array 'words'"),
         (lambda: _opened(loop.IndexedData(Text(), padding=0, lengths=[7] * 15)), "7 for example 0, whose arrays have"),
+        (
+            lambda: _opened(loop.IndexedData(np.zeros(3, "f4,i4"))),
+            r"example 0: array 0: dtype \[.*, which no tensor",
+        ),
+        (lambda: _opened(loop.IndexedData([np.zeros(3, "V4")])), r"dtype \|V4, which no tensor has: convert it in map"),
+        (lambda: _opened(loop.IndexedData({"x": LABELS.astype("longdouble")})), "array 'x': dtype .*, which no tensor"),
         (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
         (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
         (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),
@@ -1108,6 +1132,24 @@ def test_no_example_of_a_mixture_comes_twice_in_an_epoch(sizes, share):
     assert len(read) == data.size == len(set(read))
     of_first = sum(number < 1000 for number in read)
     assert abs(of_first - share * len(read)) <= 1 + len(read) / 1000
+
+
+def test_the_first_examples_of_a_mixture_are_the_same_in_each_epoch():
+    data, [expected] = _mixed(1, shuffle=False)
+    made = source(first(data, 10), BatchOptions(10, seed=2), "train_data()")  # as for `overfit`
+    for epoch in (0, 1, 2, EVALUATION_EPOCH):
+        batch = made.read_batch((), tf.constant(epoch, tf.int64), tf.constant(0, tf.int64))[1]
+        assert batch.numpy().tolist() == expected[:10]
+    made.close()
+
+
+@pytest.mark.parametrize("method", ["split", "skip", "filter"])
+def test_a_mixture_is_not_divided_by_index(method):
+    # What is held out in one epoch would be trained on in another.
+    mixture, _ = _mixed(0)
+    for data in (mixture, mixture.take(50), loop.mix({mixture: 1, loop.IndexedData(list(range(9))): 1})):
+        with pytest.raises(UsageError, match=f"IndexedData.{method} of a mixture: .* choose examples of the sources"):
+            getattr(data, method)({"split": 0.2, "skip": 10, "filter": [True] * data.size}[method])
 
 
 def test_an_unshuffled_mixture_alternates():

@@ -1,6 +1,7 @@
 """Examples of different lengths, which are padded; and data that is batched already, which is refused."""
 
 import itertools
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -197,6 +198,31 @@ def test_streams_are_padded_and_opened_at_any_position(bucket_by):
             np.testing.assert_array_equal(again["tokens"], batches[position]["tokens"])
     in_memory = first(StreamData(pipeline(), Padding(-1)), 6)
     assert set(source(in_memory, BatchOptions(6), "data").head(6)) == {"tokens", "place", "mask"}
+
+
+class Pair(NamedTuple):
+    tokens: tf.Tensor
+    place: tf.Tensor
+
+
+def _length(pair):
+    return tf.shape(pair.tokens)[0]
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("change", [lambda data: data, lambda data: first(data, 3), in_float64])
+def test_examples_of_a_stream_may_be_named_tuples(change, ragged):
+    # Functions get them whole, unlike the parts of a plain tuple.
+    if ragged:
+        pairs = tf.data.Dataset.from_tensor_slices(Pair(tf.ragged.constant([[1.0], [1.0, 1.0]]), np.arange(2)))
+    else:
+        pairs = tf.data.Dataset.range(2).map(lambda i: Pair(tf.ensure_shape(tf.ones([i + 1]), [None]), i))
+    tokens, place, mask = opened(change(StreamData(pairs, Padding(bucket_by=_length)))).head(2)
+    assert tokens.numpy().tolist() == mask.numpy().tolist() == [[1, 0], [1, 1]]
+    assert place.numpy().tolist() == [0, 1]
+    bare = opened(change(StreamData(pairs.map(lambda pair: pair._replace(tokens=tf.reduce_sum(pair.tokens)))))).head(2)
+    assert type(bare) is Pair
+    assert bare.tokens.numpy().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,29 @@ def test_compressed_files_are_refused_with_what_to_do(kind, tmp_path):
         loop.records(_write(tmp_path, kind))
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("map", [None, dict])
+def test_parsed_records_that_are_bad_are_left_out(map, batch_size, tmp_path):
+    with tf.io.TFRecordWriter(str(tmp_path / "x.tfrecord")) as file:
+        for number in range(6):
+            numbers = tf.train.Int64List(value=[number] * (number != 4))
+            features = tf.train.Features(feature={"x": tf.train.Feature(int64_list=numbers)})
+            file.write(tf.train.Example(features=features).SerializeToString())
+    parsed = loop.records(tmp_path / "x.tfrecord", {"x": tf.io.FixedLenFeature([], tf.int64)})
+
+    def read(on_bad_example):
+        data = loop.IndexedData(parsed, map=map, on_bad_example=on_bad_example)
+        made = source(data, BatchOptions(batch_size), "train_data()")
+        steps = [made.whole(tf.constant(0, tf.int64), tf.constant(step, tf.int64)) for step in range(6 // batch_size)]
+        made.close()
+        return [number for rows in steps for number in rows.batch["x"].numpy().tolist()]
+
+    with pytest.warns(UserWarning, match="record 4 can't be parsed"):
+        assert read("skip") == [0, 1, 2, 3, 5]
+    with pytest.raises(UsageError, match=r"record 4 can't be parsed .*Key: x.*: give the features that records have"):
+        read("stop")
+
+
 def test_damaged_records_are_named(tmp_path):
     pattern = _write(tmp_path)
     path = tmp_path / "train-1.tfrecord"
@@ -120,6 +143,7 @@ def test_damaged_records_are_named(tmp_path):
     ("make", "said"),
     [
         (lambda directory: loop.records(directory / "nothing-*"), "there is no such file"),
+        (loop.records, "it is a directory: give its files"),
         (lambda directory: loop.records(__file__), "is no TFRecord file"),
         (
             lambda directory: loop.records(_write(directory), {"x": tf.io.VarLenFeature(tf.int64)}),

@@ -127,6 +127,12 @@ def test_what_differs_is_not_taken(arrays):
         assert shared_arrays._views(memory, arrays) == {}
 
 
+def test_what_no_tensor_has_is_not_shared():
+    assert shared_arrays._can_be_shared(np.zeros(1 << 18))
+    # So that the error is that of one worker, which names the type: DLPack has another one.
+    assert not shared_arrays._can_be_shared(np.zeros(1 << 18, "longdouble"))
+
+
 def test_a_part_of_it_that_tensorflow_cannot_take_as_it_is_is_copied(arrays):
     with shared_arrays._memory(arrays) as memory:
         view = shared_arrays._views(memory, arrays)[id(arrays[1])]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loop import ArrayData, UsageError
 from loop.backends.base import Backend
 from loop.backends.devices import logical_cpus
-from loop.data import BatchOptions, StreamSource, count, source
+from loop.data import BatchOptions, StreamSource, count, first, source
 
 
 class Worker(Backend):
@@ -169,6 +169,16 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
             step += 1
             if step == 4:
                 handle, epoch, step = stream.next_epoch(handle), epoch + 1, 0
+
+
+@pytest.mark.parametrize("shape", [[], [2]])
+def test_the_first_examples_of_a_stream_keep_their_dtypes(shape):
+    arrays = {dtype: np.full([4, *shape], 1, dtype) for dtype in ("uint8", "int64", "float32", "complex64", "bool")}
+    arrays["text"] = np.full([4, *shape], b"a\0", object)
+    held = first(tf.data.Dataset.from_tensor_slices(arrays), 3).arrays  # as for `overfit`
+    for name, array in arrays.items():
+        assert held[name].dtype == array.dtype
+        np.testing.assert_array_equal(held[name], array[:3])
 
 
 def test_stream_is_shared_by_example_over_workers_and_replicas():
