@@ -150,10 +150,13 @@ def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | 
     if axis is not None:
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
     weights = weight
-    if trailing := [1] * (value.shape.rank - weight.shape.rank):
+    # Of what `tf.numpy_function` or `tf.py_function` returns, the graph doesn't know the rank.
+    known = value.shape.rank is not None and weight.shape.rank is not None
+    if not known or value.shape.rank > weight.shape.rank:
         # A weight with fewer axes than the value weighs all elements along the other axes.
-        sizes = tf.unstack(tf.shape(weight))
-        weights = tf.broadcast_to(tf.reshape(weight, [*sizes, *trailing]), tf.shape(value))
+        trailing = tf.ones([tf.rank(value) - tf.rank(weight)], tf.int32)
+        sizes = tf.concat([tf.shape(weight), trailing], 0)
+        weights = tf.broadcast_to(tf.reshape(weight, sizes), tf.shape(value))
     return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)
 
 

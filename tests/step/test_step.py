@@ -136,6 +136,27 @@ def test_weight_of_an_example_weighs_all_its_elements(quiet):
     assert metrics["eval_matrix"] == pytest.approx(matrix, rel=1e-5)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_values_that_python_computes_are_weighed_too(replicas, quiet):
+    """The graph doesn't know the shape of what `tf.numpy_function` returns."""
+
+    class Scored(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            row = tf.numpy_function(lambda inputs: np.abs(inputs[:, 0]), [batch[0]], tf.float32)
+            matrix = tf.numpy_function(np.abs, [batch[0]], tf.float32)
+            return values | {"row": row, "matrix": matrix}
+
+    inputs, _, weight = regression(101)
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    metrics = fit(Scored(), epochs=1, batch_size=20, backend=backend, callbacks=quiet()).metrics
+    row = (np.abs(inputs[:, 0]) * weight).sum() / weight.sum()
+    matrix = (np.abs(inputs) * weight[:, None]).sum() / (5 * weight.sum())
+    for name, expected in (("row", row), ("matrix", matrix)):
+        assert metrics[name] == pytest.approx(expected, rel=1e-5)
+        assert metrics[f"eval_{name}"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_module_with_keras_layers_trains_them_and_restores_them(quiet, tmp_path):
     class Mixed(tf.Module):
         def __init__(self):
