@@ -248,9 +248,10 @@ class KerasTask(TrainTask):
                 "ArrayData(inputs, labels), where the inputs are the labels too ArrayData(inputs, inputs)"
             )
         inputs, labels, weights = (*batch, None, None)[:3]  # None for what is missing
-        if self._class_weight and weights is not None:
-            raise UsageError("KerasTask(class_weight=...) with examples that have weights: give one of the two")
+        # As in `fit`, evaluation data may have weights beside class weights, which exist only in training.
         if self._class_weight and training:
+            if weights is not None:
+                raise UsageError("KerasTask(class_weight=...) with examples that have weights: give one of the two")
             weights = keras_compile.class_weights(labels, self._class_weight)
         return inputs, labels, weights
 

@@ -1,5 +1,7 @@
 """KerasTask against Keras's own `fit`: the same weights and metrics, on 1 replica and on several."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -200,6 +202,19 @@ class Reducing(keras.losses.Loss):
 
 def averaging(frequency):
     return keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=frequency)
+
+
+def test_evaluation_data_may_have_weights_beside_class_weights(quiet):
+    _, data, options = cases()["names"]
+    make = functools.partial(compiled, loss="sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+    held_out = (*data, np.random.default_rng(0).integers(0, 4, ROWS).astype("float64"))
+    task = KerasTask.from_compiled(lambda: make(dense(3, "softmax")), data, held_out, **options)
+    result = by_task(task, quiet, "single")
+    with keras_precision("float64"):
+        witness = make(dense(3, "softmax"))
+    witness.set_weights(result.model.get_weights())
+    expected = witness.evaluate(*held_out[:2], sample_weight=held_out[2], verbose=0, return_dict=True)
+    assert result.metrics["eval_accuracy"] == pytest.approx(expected["accuracy"])
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,13 @@ def optimizer_variables(optimizer: Optimizer) -> list[tf.Variable]:
     return variables
 
 
+def sums_dtype(model: Model) -> tf.DType:
+    """The type in which a step adds up losses, weights and values of a model."""
+    # float32 with 16-bit models, too: float16 counts exactly up to 2048 only.
+    wide = any(variable.dtype == "float64" for variable in as_tf(trainable_variables(model)))
+    return tf.float64 if wide else tf.float32
+
+
 def bytes_of(variables: Sequence[tf.Variable]) -> int:
     """The memory that variables take in each replica, in bytes."""
     total = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -146,7 +147,7 @@ def build(
 
     # The optimizer comes after the trial of `compute`, which is when some models make their variables.
     with backend.scope(), keras_precision(precision):
-        names, grows = _try_compute(task, model, made, backend, trial)
+        names, grows = _try_compute(task, model, made, backend, trial, example, rows)
         optimizer = task.build_optimizer()
         check_optimizer_is_given(task, optimizer, model)
         minimized = {"": names}
@@ -216,7 +217,13 @@ def _check_trainable(task: TrainTask, model: Model) -> None:
 
 
 def _try_compute(
-    task: TrainTask, model: Model, made: Sequence[tf.Variable], backend: Backend, trial: Trial
+    task: TrainTask,
+    model: Model,
+    made: Sequence[tf.Variable],
+    backend: Backend,
+    trial: Trial,
+    example: Batch,
+    rows: RowCounts | None,
 ) -> tuple[list[str], bool]:
     """Tries `compute` on a few examples. A model without an input shape makes its variables here.
 
@@ -228,8 +235,8 @@ def _try_compute(
         return [], False
     penalties: list[list[float]] = []
 
-    def compute(batch: Batch) -> Values:
-        values = task.compute(model, batch, training=False)
+    def compute(batch: Batch, training: bool = False) -> Values:
+        values = task.compute(model, batch, training=training)
         numbers = []
         for penalty in losses(model):
             # A penalty in the symbolic graph of a Keras model has no value.
@@ -242,6 +249,16 @@ def _try_compute(
         names = trial.names(compute)
         # Only penalties that differ from call to call can be sums over rows, and are worth another call.
         grows = penalties[0] != penalties[-1] and trial.grow(compute, penalties)
+        # A layer of one's own may add a penalty in training alone. Where one replica has all rows, that is all right.
+        shared = rows is not None and rows.replicas * rows.parts > 1
+        if shared and not grows and trial.fixed is None and _has_own_layers(model):
+            before = penalties[0]
+            penalties.clear()
+            in_training = functools.partial(compute, training=True)
+            with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
+                with probing(len(tf.nest.flatten(example)[0])):
+                    in_training(example)
+                grows = penalties[0] != before and trial.grow(in_training, penalties)
     return names, grows
 
 
@@ -365,6 +382,11 @@ def _large(task: TrainTask, variables: Sequence[Variable], backend: Backend) -> 
         if lookups.is_large(variable):
             large.add(index)
     return large
+
+
+def _has_own_layers(model: Model) -> bool:
+    """Whether a layer of the model, or the model itself, isn't Keras's own."""
+    return any(not type(layer).__module__.startswith(("keras.", "tf_keras.")) for layer in layers(model))
 
 
 def _may_look_up(model: Model) -> bool:

@@ -13,7 +13,7 @@ from keras.src.backend.common import global_state
 
 from loop.data import RowCounts
 from loop.errors import UsageError
-from loop.model.variables import Layer, Variable, as_tf
+from loop.model.variables import Layer, Variable, as_tf, sums_dtype
 from loop.step.metric_sums import try_metrics
 from loop.step.replica import all_gathers, probing
 from loop.step.values import Value, check, content
@@ -244,14 +244,16 @@ class StepTrial:
 
     Args:
         names: the names of the optimizers.
+        model: the model.
         trial: tries the functions that `minimize` is called with.
 
     Attributes:
         minimized: the names of the values of each `minimize`, by the optimizer's name.
     """
 
-    def __init__(self, names: Sequence[str], trial: Trial) -> None:
+    def __init__(self, names: Sequence[str], model: Model, trial: Trial) -> None:
         self._names = names
+        self._model = model
         self._trial = trial
         self.minimized: dict[str, list[str]] = {}
 
@@ -273,12 +275,13 @@ class StepTrial:
             )
         # The number does not matter: `train_step` may compute with the means, but nothing is trained here.
         without_state = [name for name in names if name not in self._trial.metrics]
-        return dict.fromkeys(without_state, tf.constant(1.0))
+        # But their type does: the task may multiply a float64 loss by one of them.
+        return dict.fromkeys(without_state, tf.constant(1.0, sums_dtype(self._model)))
 
 
 def tried_step(task: TrainTask, optimizer: Optimizer, model: Model, trial: Trial) -> dict[str, list[str]]:
     """Tries the task's own `train_step`; returns the names of the values of each `step.minimize` in it."""
-    step = StepTrial(list(optimizer) if isinstance(optimizer, Mapping) else [], trial)
+    step = StepTrial(list(optimizer) if isinstance(optimizer, Mapping) else [], model, trial)
     task.train_step(model, step)
     if not step.minimized:
         raise UsageError("train_step() never called step.minimize(...): nothing is trained")

@@ -150,10 +150,13 @@ def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | 
     if axis is not None:
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
     weights = weight
-    if trailing := [1] * (value.shape.rank - weight.shape.rank):
+    # Of what `tf.numpy_function` or `tf.py_function` returns, the graph doesn't know the rank.
+    known = value.shape.rank is not None and weight.shape.rank is not None
+    if not known or value.shape.rank > weight.shape.rank:
         # A weight with fewer axes than the value weighs all elements along the other axes.
-        sizes = tf.unstack(tf.shape(weight))
-        weights = tf.broadcast_to(tf.reshape(weight, [*sizes, *trailing]), tf.shape(value))
+        trailing = tf.ones([tf.rank(value) - tf.rank(weight)], tf.int32)
+        sizes = tf.concat([tf.shape(weight), trailing], 0)
+        weights = tf.broadcast_to(tf.reshape(weight, sizes), tf.shape(value))
     return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)
 
 
@@ -195,7 +198,7 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
     """Has metrics make their variables, on the values of a few examples; and checks that their states are sums.
 
     Raises:
-        UsageError: a state is no sum that starts from 0.
+        UsageError: a state is no sum that starts from 0, or no sum over the examples.
     """
     for name, metric in metrics.items():
         # A metric whose value this `compute` doesn't return can't be updated; its other properties are checked.
@@ -207,6 +210,13 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
                     f"(aggregation {variable.aggregation!r}): parts of it that replicas gather can't be put together. "
                     "Keep sums in it, and make the result of them in result()"
                 )
+        if name in values and not _is_sum_over_rows(metric, *_arguments(metric, values, name)):
+            raise UsageError(
+                f"build_metrics(): {name!r} of several examples isn't made of those of each example, so that it would "
+                "depend on the number of replicas: a function in it must return one value per example, never a mean, "
+                "such as keras.ops.mean(..., axis=-1) instead of keras.ops.mean(...), whose labels and predictions "
+                "have the shape [n, 1] instead of [n]; a state must be a sum over examples"
+            )
 
 
 def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Value]) -> list[bool]:
@@ -233,6 +243,42 @@ def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Va
     for first, second in zip(once, twice, strict=True):
         doubled.append(np.allclose(2 * first, second, equal_nan=True))
     return doubled
+
+
+def _is_sum_over_rows(
+    metric: keras.metrics.Metric, arguments: Sequence[tf.Tensor], weight: Mapping[str, tf.Tensor]
+) -> bool:
+    """Whether a metric of several rows is made of the sum of its states for parts of them; True if there is no telling.
+
+    Args:
+        metric: the metric, with its variables.
+        arguments: the positional arguments of its update.
+        weight: the named one, if there is one.
+    """
+    sizes = {tensor.shape[0] if tensor.shape.rank else 0 for tensor in [*arguments, *weight.values()]}
+    rows = max(sizes)
+    if len(sizes) > 1 or rows < 2:
+        return True
+
+    def states(part: slice) -> list[tf.Tensor]:
+        start = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
+        named = {name: tensor[part] for name, tensor in weight.items()}
+        return list(metric.stateless_update_state(start, *[tensor[part] for tensor in arguments], **named))
+
+    # The parts stand for the rows of two replicas, whose states are added up. The whole is cut as well: a cut tensor
+    # has lost the mask that Keras may have given it.
+    try:
+        of_all, of_first, of_rest = map(states, (slice(rows), slice(1), slice(1, rows)))
+    except Exception:
+        return True  # it takes no other number of rows
+    added = list(map(tf.add, of_first, of_rest))
+    # The results, too: one of two states may be a count of updates, which the result doesn't depend on.
+    for one, other in ((of_all, added), ([metric.stateless_result(of_all)], [metric.stateless_result(added)])):
+        pairs = zip(one, other, strict=True)
+        # With room for rounding: states are float32 within.
+        if all(np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in pairs):
+            return True
+    return False
 
 
 def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:

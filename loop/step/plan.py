@@ -10,7 +10,7 @@ import tensorflow as tf
 from loop.backends.base import Backend
 from loop.data import ArraySource, Data, Source, StreamSource
 from loop.errors import UsageError
-from loop.model.variables import as_tf, trainable_variables, updates_rows
+from loop.model.variables import as_tf, sums_dtype, trainable_variables, updates_rows
 from loop.options import Options
 from loop.step import approximations, communication, lookups
 from loop.step.batch_norm import batch_norms
@@ -93,10 +93,8 @@ def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options,
     # Only such a replica knows the weight of the whole batch before the backward pass.
     has_whole_batch = backend.replicas == 1 and options["accumulate"] == 1
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
-    # Sums are float32 with 16-bit models, too: float16 counts exactly up to 2048 only.
-    wide = any(variable.dtype == "float64" for variable in as_tf(trainable_variables(built.model)))
     plan = StepPlan(
-        dtype=tf.float64 if wide else tf.float32,
+        dtype=sums_dtype(built.model),
         batch_size=options["batch_size"],
         accumulate=options["accumulate"],
         local_steps=options["local_steps"] if backend.replicas > 1 else 1,

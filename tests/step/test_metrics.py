@@ -156,6 +156,33 @@ def test_metrics_that_cannot_be_put_together_are_refused(metrics, message, quiet
         fit(Wrong(), callbacks=quiet())
 
 
+def test_a_metric_of_whole_batches_is_refused(quiet):
+    """Each replica would take the mean of its own rows: on 1 and on 2 replicas there would be other numbers."""
+
+    class OfBatches(Plain):
+        columns = slice(1)  # shape [n, 1]
+
+        def build_metrics(self):
+            return {"error": self.metric}
+
+        def compute(self, model, batch, training):
+            pair = (batch[1][:, self.columns], model(batch[0])[:, self.columns])
+            return super().compute(model, batch, training) | {"error": pair}
+
+    def train(metric, columns=slice(1)):
+        task = OfBatches()
+        task.metric, task.columns = metric, columns
+        return fit(task, steps=1, batch_size=20, callbacks=quiet()).metrics["error"]
+
+    def mean(labels, predictions):
+        return tf.reduce_mean(tf.abs(labels - predictions))
+
+    assert train(keras.metrics.MeanAbsoluteError()) > 0
+    for metric, columns in ((keras.metrics.MeanMetricWrapper(mean), slice(1)), (keras.metrics.MeanAbsoluteError(), 0)):
+        with pytest.raises(UsageError, match=r"'error' of several examples isn't made of those of each example"):
+            train(metric, columns)
+
+
 def test_counts_stay_exact_when_they_are_large(quiet):
     class Counting(Plain):
         def build_metrics(self):

@@ -140,6 +140,22 @@ def test_a_step_may_minimise_twice_and_use_what_it_got(quiet):
     assert result.metrics["loss"] > 0
 
 
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_a_loss_may_be_multiplied_by_a_mean_of_the_step(precision, quiet):
+    class Guided(Weighted):
+        def train_step(self, model, step):
+            means = step.minimize(lambda batch: self.compute(model, batch, True))
+
+            def guided(batch):
+                values = self.compute(model, batch, True)
+                assert means["loss"].dtype == values["loss"].dtype == precision
+                return values | {"loss": values["loss"] * means["loss"]}
+
+            step.minimize(guided)
+
+    assert fit(Guided(), steps=2, batch_size=20, precision=precision, callbacks=quiet()).metrics["loss"] > 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,5 +1,8 @@
 """The mathematics: the same numbers as a hand-written single-device loop, on any number of replicas."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import keras
 import numpy as np
 import pytest
@@ -136,6 +139,27 @@ def test_weight_of_an_example_weighs_all_its_elements(quiet):
     assert metrics["eval_matrix"] == pytest.approx(matrix, rel=1e-5)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_values_that_python_computes_are_weighed_too(replicas, quiet):
+    """The graph doesn't know the shape of what `tf.numpy_function` returns."""
+
+    class Scored(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            row = tf.numpy_function(lambda inputs: np.abs(inputs[:, 0]), [batch[0]], tf.float32)
+            matrix = tf.numpy_function(np.abs, [batch[0]], tf.float32)
+            return values | {"row": row, "matrix": matrix}
+
+    inputs, _, weight = regression(101)
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    metrics = fit(Scored(), epochs=1, batch_size=20, backend=backend, callbacks=quiet()).metrics
+    row = (np.abs(inputs[:, 0]) * weight).sum() / weight.sum()
+    matrix = (np.abs(inputs) * weight[:, None]).sum() / (5 * weight.sum())
+    for name, expected in (("row", row), ("matrix", matrix)):
+        assert metrics[name] == pytest.approx(expected, rel=1e-5)
+        assert metrics[f"eval_{name}"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_module_with_keras_layers_trains_them_and_restores_them(quiet, tmp_path):
     class Mixed(tf.Module):
         def __init__(self):
@@ -199,12 +223,14 @@ def test_loss_scale_optimizer_is_refused(quiet):
 
 
 class Penalty(keras.layers.Layer):
-    def __init__(self, reduce):
+    def __init__(self, reduce, always=True):
         super().__init__()
         self.reduce = reduce
+        self.always = always
 
-    def call(self, inputs):
-        self.add_loss(0.1 * self.reduce(inputs**2))
+    def call(self, inputs, training=None):
+        if training or self.always:
+            self.add_loss(0.1 * self.reduce(inputs**2))
         return inputs
 
 
@@ -229,6 +255,23 @@ def test_penalties_of_activations_are_means_or_refused(quiet):
         with pytest.raises(UsageError, match=r"a loss that the model adds .* is a sum over the examples"):
             trained(Summed(), **options)
     assert largest_difference(trained(Summed()), mean) > 1e-3  # nothing is shared out: it is what it is
+
+
+def test_so_are_penalties_in_training_alone(quiet):
+    @dataclass
+    class Penalised(Unweighted):
+        reduce: Callable = tf.reduce_mean
+
+        def build_model(self):
+            dense = keras.layers.Dense
+            layers = [dense(4, kernel_regularizer="l2"), Penalty(self.reduce, always=False), dense(1)]
+            return keras.Sequential([keras.Input((5,)), *layers])
+
+    for options in ({"backend": create("mirrored", 2)}, {"accumulate": 2}):
+        fit(Penalised(), steps=1, batch_size=20, callbacks=quiet(), **options)
+        with pytest.raises(UsageError, match=r"a loss that the model adds .* is a sum over the examples"):
+            fit(Penalised(reduce=tf.reduce_sum), steps=1, batch_size=20, callbacks=quiet(), **options)
+    fit(Penalised(reduce=tf.reduce_sum), steps=1, batch_size=20, callbacks=quiet())
 
 
 def test_keras_averages_that_nobody_would_take_are_refused(quiet):
