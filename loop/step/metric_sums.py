@@ -150,12 +150,14 @@ def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | 
     if axis is not None:
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
     weights = weight
-    # Of what `tf.numpy_function` or `tf.py_function` returns, the graph doesn't know the rank.
-    known = value.shape.rank is not None and weight.shape.rank is not None
-    if not known or value.shape.rank > weight.shape.rank:
-        # A weight with fewer axes than the value weighs all elements along the other axes.
+    if value.shape.rank is None or weight.shape.rank is None:
+        # Of what `tf.numpy_function` or `tf.py_function` returns, the graph doesn't know the rank.
         trailing = tf.ones([tf.rank(value) - tf.rank(weight)], tf.int32)
         sizes = tf.concat([tf.shape(weight), trailing], 0)
+        weights = tf.broadcast_to(tf.reshape(weight, sizes), tf.shape(value))
+    elif value.shape.rank > weight.shape.rank:
+        # A weight with fewer axes than the value weighs all elements along the other axes.
+        sizes = [*tf.unstack(tf.shape(weight)), *[1] * (value.shape.rank - weight.shape.rank)]
         weights = tf.broadcast_to(tf.reshape(weight, sizes), tf.shape(value))
     return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)
 
