@@ -112,7 +112,9 @@ class Checkpoint(Callback):
         self._judge(run, metrics)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        self._judge(run, metrics)
+        # A metric of the evaluation is judged at its end: here it may be that of an earlier step.
+        if self.best is not None and not self.best.startswith("eval_"):
+            self._judge(run, metrics)
         if self._is_due():
             self._save(run, "epoch")
 
