@@ -128,6 +128,26 @@ def test_no_value_is_compared_with_one_of_another_metric_of_an_earlier_attempt()
     assert (resumed.status, resumed.steps, resumed.best_step) == ("finished", 15, None)
 
 
+@pytest.mark.parametrize("steps", [8, 10])  # within an epoch, and at its end
+def test_the_metrics_are_those_of_the_best_weights_also_within_an_epoch(steps):
+    evaluated = {}
+
+    class ByStep(Callback):
+        def on_eval_end(self, run, metrics):
+            metrics["eval_loss"] = {2: 5.0, 4: 1.0, 6: 3.0, 8: 2.0, 10: 4.0}[run.progress.step]
+            evaluated[run.progress.step] = dict(metrics)
+
+    chosen = callbacks.standard(mlflow=None, progress=None, report=None)
+    best = fit(
+        Weighted(), steps=steps, batch_size=20, eval_every=2, keep="best", run_dir="run",
+        callbacks=callbacks.StandardSet([ByStep(), *chosen]),
+    )  # fmt: skip
+    assert best.best_step == 4
+    assert {name: best.metrics[name] for name in evaluated[4]} == evaluated[4]
+    assert best.metrics["loss"] == best.history[0]["loss"]
+    assert evaluate(Weighted(), "run")["eval_error"] == pytest.approx(best.metrics["eval_error"], rel=1e-6)
+
+
 class WithoutEvaluationAtFirst(Weighted):
     """The training's loss is far below the scores of the evaluation, which only the second phase has."""
 
