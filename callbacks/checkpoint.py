@@ -101,7 +101,10 @@ class Checkpoint(Callback):
         # `keep="best"` needs a metric, and takes the training's loss where there is no evaluation.
         needs_metric = run.options["keep"] == "best" and self._asked in (None, DEFAULT)
         if needs_metric or (self._asked == DEFAULT and data.evaluated):
+            before = self.best
             self.best = _default(data)
+            if self.best != before:  # the phase before had another one, with whose values none of this compares
+                self._forget_values()
         return data
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
@@ -112,7 +115,9 @@ class Checkpoint(Callback):
         self._judge(run, metrics)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        self._judge(run, metrics)
+        # A metric of the evaluation is judged at its end: here it may be that of an earlier step.
+        if self.best is not None and not self.best.startswith("eval_"):
+            self._judge(run, metrics)
         if self._is_due():
             self._save(run, "epoch")
 
@@ -205,7 +210,7 @@ class Checkpoint(Callback):
         # Without these rules nothing of it is needed, and a checkpoint doesn't grow with the number of those kept.
         needed = self._known.values() if self.policy.best > 1 or self.policy.hourly else ()
         known = [[saved.step, saved.value, saved.time] for saved in needed]
-        return {"best_value": self.best_value, "best_step": self.best_step, "known": known}
+        return {"metric": self.best, "best_value": self.best_value, "best_step": self.best_step, "known": known}
 
     def load_state_dict(self, state: JsonObject) -> None:
         self.best_value = state["best_value"]
@@ -215,6 +220,14 @@ class Checkpoint(Callback):
             self._known[step] = Saved(step, value, saved_at)
         if self.best_step is not None and self.best_value is not None:
             self._known.setdefault(self.best_step, Saved(self.best_step, self.best_value))
+        if state.get("metric", self.best) != self.best:  # older versions don't name it
+            self._forget_values()
+
+    def _forget_values(self) -> None:
+        """Forgets how good the checkpoints are by a metric that is no longer the one that counts."""
+        self.best_value = self.best_step = None
+        for step, saved in self._known.items():
+            self._known[step] = dataclasses.replace(saved, value=math.nan)
 
 
 def _default(data: Data) -> str:

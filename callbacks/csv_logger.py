@@ -34,4 +34,6 @@ class CSVLogger(Callback):
         table = csv.DictWriter(text, columns)
         table.writeheader()
         table.writerows(history)
-        write_text(run.directory / self.path, text.getvalue())
+        path = run.directory / self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text.getvalue())

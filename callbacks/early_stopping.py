@@ -79,4 +79,5 @@ class EarlyStopping(Patience):
 
     def load_state_dict(self, state: JsonObject) -> None:
         super().load_state_dict(state)
-        self.best_step = state.get("best_step")  # older checkpoints don't have it
+        # None, too, if that was the best by another metric. Older checkpoints don't have it.
+        self.best_step = state.get("best_step") if self.best is not None else None

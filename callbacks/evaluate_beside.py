@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from callbacks.checkpoint import step_of
 from callbacks.epoch_lines import numbers
 from callbacks.formats import plural
 from callbacks.run_record import journal
+from callbacks.run_record.history import as_numbers
 from callbacks.run_record.record import is_checkpoint
 from callbacks.run_record.redaction import tell
 from callbacks.side_process import SideProcess
@@ -65,13 +67,21 @@ class EvaluateBeside(Callback):
                 'evaluations itself: give eval_every="never" (--eval-every never)'
             )
 
+        # The callback may serve several runs; `on_restore` takes what an earlier attempt of this one has evaluated.
+        self._metrics = {}
+        self._errors = set()
+
     def on_restore(self, run: Run, path: Path | None) -> None:
         # The journal says what has been evaluated, and the folder what an earlier attempt has left to do.
         folder = files.make_directory(run.directory / FOLDER)
         known = set()
         for entry, _ in journal.read(run.directory / journal.NAME, events=("eval_end",)):
-            if entry.get("beside"):
-                known.add(entry.get("step"))
+            # A malformed line is passed over.
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                if entry.get("beside"):
+                    known.add(entry["step"])
+                    if entry["step"] <= run.progress.step:  # else it is made again
+                        self._metrics[entry["step"]] = as_numbers(entry["metrics"])
         self._pending = []
         for leftover in sorted(folder.iterdir()):
             if is_checkpoint(leftover) and step_of(leftover) not in known and step_of(leftover) <= run.progress.step:

@@ -55,6 +55,7 @@ class FromKeras(Callback):
         self.callback = callback
         self._name = type(callback).__name__
         self._kinds = _kinds(callback)
+        self._appends: bool = getattr(callback, "append", False)
         self._batches = any(_overrides(callback, hook) for hook in _BATCHES)
         self.every = 1 if self._batches else "epoch"
         self._view: _ModelView | None = None
@@ -76,8 +77,11 @@ class FromKeras(Callback):
         return data
 
     def on_restore(self, run: Run, path: Path | None) -> None:
-        if path is not None and "CSVLogger" in self._kinds:
-            self.callback.append = True  # else it would empty the file that the earlier attempt has written
+        if "CSVLogger" in self._kinds:
+            # Else it would empty the file that the earlier attempt has written. A new run has a new file.
+            self.callback.append = self._appends or path is not None
+            self.callback.append_header = True  # Keras looks whether the file has one, where it appends
+            self.callback.keys = None
 
     def on_fit_start(self, run: Run) -> None:
         self._view = _ModelView(run)

@@ -73,8 +73,11 @@ class Patience(Callback):
             self.act(run)
 
     def state_dict(self) -> JsonObject:
-        return {"best": self.best, "waited": self.waited}
+        return {"metric": self.metric, "best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        self.best = state["best"]
-        self.waited = state["waited"]
+        # No value compares with one of another metric, which the earlier attempt may have watched. Older checkpoints
+        # don't name it.
+        if state.get("metric", self.metric) == self.metric:
+            self.best = state["best"]
+            self.waited = state["waited"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -53,6 +53,18 @@ class EpochMetrics:
         self.eval_metrics = _as_floats(stored["eval_metrics"])
         self.evaluated = _as_floats(stored.get("evaluated", {}))
         self.history = list(map(history.as_numbers, stored["history"]))
+
+    def drop_evaluations(self, sets: Sequence[str]) -> None:
+        """Drops the restored metrics of all sets but those that this attempt evaluates.
+
+        They would stand in the rows of later epochs, and be taken for the metrics of those.
+        """
+        if not sets:
+            self.eval_metrics = {}
+        others = tuple(f"eval_{name}_" for name in self.evaluated_at if name and name not in sets)
+        for name in list(self.eval_metrics):
+            if name.startswith(others):
+                del self.eval_metrics[name]
 
     def stored_evaluations(self) -> Json:
         """What the manifest of a checkpoint has of the evaluations; `restore` takes it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 from callbacks.base import shown_status
 from callbacks.formats import plural
-from callbacks.run_record import cell
+from callbacks.run_record import cell, history, journal
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.redaction import tell
 from loop.backends.host_collectives import fingerprint
@@ -31,7 +32,7 @@ class FitResult:
         epochs: epochs completed.
         examples: examples used.
         metrics: means over the last epoch, or over the epoch of the best weights if those are kept; with the prefix
-            `eval_`, over the whole evaluation data.
+            `eval_`, over the whole evaluation data, with the best weights if those are kept.
         history: the same for each epoch, with `epoch`, `step` and `examples`.
         run_dir: the run directory.
         weights_sha256: SHA-256 over dtype, shape and little-endian bytes of all model variables, in order.
@@ -75,15 +76,18 @@ def take_best(run: Run) -> None:
         return
     # All workers learn whether the chief could read them, before they enter the broadcast below.
     taken = False
+    evaluated: history.Row = {}
     with run.defer_errors():
         if run.backend.is_chief:
             taken = _read_best(run)
+            evaluated = _evaluated_best(run)
     run.synchronize()
-    if not run.backend.broadcast_json(taken):
+    taken, evaluated = run.backend.broadcast_json([taken, evaluated])
+    if not taken:
         return
     run.step.averages.forget()  # else `take` would write the last averages over these weights
     run.backend.broadcast_variables(run.session.model_variables[-1])
-    run.run_status.take_best(step)
+    run.run_status.take_best(step, evaluated)
     if run.backend.is_chief and run.best is not None:
         about = f"{run.best['metric']} {run.best['value']:.6g}"
         tell(f"note: the weights are those of step {step:,}, the best ({about})")
@@ -103,6 +107,20 @@ def _read_best(run: Run) -> bool:
     variables = run.session.model_variables[index_of(manifest, run.task)]
     assign(numbered("model", variables), tensors)
     return True
+
+
+def _evaluated_best(run: Run) -> history.Row:
+    """The metrics of the evaluation by which the best weights are the best; {} for a metric of the training."""
+    assert run.best is not None
+    if not run.best["metric"].startswith("eval_"):
+        return {}
+    found: history.Row = {}
+    # Another evaluation of the same epoch may have followed, so that the history doesn't have it.
+    for entry, _ in journal.read(run.directory / journal.NAME, events=("eval_end",)):
+        if entry.get("step") == run.best["step"]:
+            with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, OverflowError):  # malformed
+                found = history.as_numbers(entry["metrics"])
+    return found | {run.best["metric"]: run.best["value"]}
 
 
 def read_weights(path: Path) -> tuple[Arrays, Json]:
@@ -125,9 +143,12 @@ def result(run: Run) -> FitResult:
     """What the caller gets."""
     best_step = run.run_status.best_step
     metrics = dict(run.history[-1]) if run.history else {}
-    for row in run.history:
-        if row["step"] == best_step:
-            metrics = dict(row)
+    if best_step is not None:
+        # The row of its epoch, which may have ended later.
+        for row in reversed(run.history):
+            if row["step"] >= best_step:
+                metrics = dict(row)
+        metrics |= run.run_status.best_metrics
     # Position, not metrics: the result has it in fields of its own.
     for name in COUNTERS:
         metrics.pop(name, None)

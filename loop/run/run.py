@@ -183,10 +183,14 @@ class Run(CallbackView):
     def metric_names(self) -> list[str]:
         """The metrics that the epochs of this run will have; known before the first step, once gauges are set."""
         names = [*self.step.metric_names(), *self.gauges]
-        for name, evaluation in self.step.evaluations.items():
-            if evaluation_sets.pace(self.options, name) != "never":
-                names += evaluation.metric_names()
+        for name in self.evaluated_sets:
+            names += self.step.evaluations[name].metric_names()
         return names
+
+    @property
+    def evaluated_sets(self) -> list[str]:
+        """The names of the evaluation sets that this run evaluates."""
+        return [name for name in self.step.evaluations if evaluation_sets.pace(self.options, name) != "never"]
 
     @property
     def evaluation_due(self) -> bool:

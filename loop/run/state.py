@@ -227,6 +227,7 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     run.data.restore_random(mine["random"])
     run.progress.restore(state["progress"])
     run.epoch.restore(state)
+    run.epoch.drop_evaluations(run.evaluated_sets)
     if run.plan.named and "phase" in state:
         run.plan.restore(state["phase"])
     if adopted:

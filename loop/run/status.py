@@ -38,12 +38,14 @@ class RunStatus:
         name: `finished`, unless it was `stopped` by a callback or `preempted` by a signal.
         started: whether this attempt has restored the run's state. Until then `run.json` is the last attempt's.
         best_step: the step of the weights that the model has at the end, if they aren't those of the last step.
+        best_metrics: the metrics of the evaluation of that step.
     """
 
     def __init__(self, directory: Path, is_chief: bool) -> None:
         self.name = "finished"
         self.started = False
         self.best_step: int | None = None
+        self.best_metrics: dict[str, float] = {}
         self._directory = directory
         self._anchor = Anchor(directory) if is_chief else None
         self._provenance: dict[str, object] = {}
@@ -53,9 +55,10 @@ class RunStatus:
         if decision.stop:
             self.name = "preempted" if decision.signalled else "stopped"
 
-    def take_best(self, step: int) -> None:
-        """Notes that the model has the weights of this step."""
+    def take_best(self, step: int, metrics: dict[str, float]) -> None:
+        """Notes that the model has the weights of this step, and the metrics of its evaluation."""
         self.best_step = step
+        self.best_metrics = metrics
 
     def start(self, run: Run) -> None:
         """Records that the run trains."""

@@ -220,8 +220,8 @@ def test_learning_rate_scaling_needs_steps_for_a_stream(quiet):
 
 def test_csv_logger_has_each_epoch_once_also_after_a_resume(quiet, tmp_path):
     for epochs in (2, 3):
-        fit(Plain(), epochs=epochs, callbacks=quiet() + [CSVLogger()], run_dir=tmp_path / "run")
-    with (tmp_path / "run" / "metrics.csv").open() as file:
+        fit(Plain(), epochs=epochs, callbacks=quiet() + [CSVLogger("tables/metrics.csv")], run_dir=tmp_path / "run")
+    with (tmp_path / "run" / "tables" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert set(rows[0]) == {"epoch", "step", "examples", "loss", "eval_loss"}

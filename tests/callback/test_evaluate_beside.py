@@ -102,6 +102,23 @@ def test_a_run_that_was_killed_goes_on_with_those_that_are_missing(within, tmp_p
     assert not (run / FOLDER).exists()
 
 
+def test_the_history_has_those_of_earlier_attempts_and_none_of_another_run(tmp_path, quiet):
+    beside = callbacks.EvaluateBeside()
+
+    def trained(directory, epochs, every):
+        chosen = quiet(checkpoint=callbacks.Checkpoint(every)) + [beside]
+        done = fit(Plain(), epochs=epochs, eval_every="never", run_dir=tmp_path / directory, callbacks=chosen)
+        return [row.get("eval_loss") for row in done.history]
+
+    first = trained("run", 2, "epoch")
+    assert None not in first
+    resumed = trained("run", 3, "epoch")
+    assert resumed[:2] == first
+    assert resumed[2] is not None
+    # This run has no checkpoint of its second epoch, at whose step the same object has evaluated that of another run.
+    assert trained("other", 3, 1000) == [first[0], None, resumed[2]]
+
+
 def test_the_end_of_its_process_is_told_and_stops_nothing(tmp_path, quiet, capfd):
     beside = callbacks.EvaluateBeside()
 

@@ -67,6 +67,13 @@ def test_csv_logger_has_the_names_of_keras_and_appends_on_resume(quiet):
     assert {"loss", "val_loss", "test_loss"} <= rows("several.csv")[0].keys()
 
 
+def test_csv_logger_that_has_served_a_resumed_run_starts_the_file_of_a_new_run_anew(quiet):
+    logger = FromKeras(keras.callbacks.CSVLogger("log.csv"))
+    for directory, epochs in (("run", 1), ("run", 2), ("other", 3)):
+        fit(Plain(), epochs=epochs, batch_size=20, callbacks=quiet() + [logger], run_dir=directory)
+    assert [row["epoch"] for row in rows("log.csv")] == ["0", "1", "2"]
+
+
 class Killed(BaseException):
     """Nothing in the loop catches this."""
 

@@ -141,3 +141,14 @@ def test_a_run_that_is_killed_and_goes_on_keeps_what_an_undisturbed_one_does(
 def test_several_best_ones_need_a_metric():
     with pytest.raises(ValueError, match=r"best=None, keep_best=2\): give the metric by which they are the best"):
         Checkpoint(best=None, keep_best=2)
+
+
+def test_an_evaluation_counts_at_its_own_step_and_not_at_the_end_of_an_epoch_after_it(quiet):
+    scores = {4: 1.0, 8: 2.0, 12: 3.0}
+    judged = callbacks.LambdaCallback(eval_end=lambda run, metrics: metrics.update(eval_loss=scores[run.progress.step]))
+    saving = Checkpoint(every=1, keep_last=1, keep_best=2)
+    chosen = callbacks.StandardSet([judged, *quiet(checkpoint=saving)])
+    fit(Plain(), epochs=2, batch_size=20, eval_every=4, run_dir="run", callbacks=chosen)
+    assert sorted(path.name for path in Path("run", "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (4, 8, 12)
+    ]

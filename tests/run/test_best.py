@@ -112,6 +112,57 @@ def test_best_by_another_metric_with_averages_and_without_an_evaluation():
     assert evaluate(Weighted(), "named")["eval_error"] == pytest.approx(max(errors), rel=1e-6)
 
 
+def test_no_value_is_compared_with_one_of_another_metric_of_an_earlier_attempt():
+    def saving(metric):
+        return Checkpoint("epoch", best=metric, keep_last=1)
+
+    def again(directory, epochs, *more, **options):
+        return train(directory, *more, epochs=epochs, scores=(6, 4, 5, 3, 2, 8), **options)
+
+    again("kept", 2, keep="best", checkpoint=saving("eval_error"))  # which is below all of the scores
+    resumed = again("kept", 6, keep="best", checkpoint=saving("eval_loss"))
+    assert (resumed.steps, resumed.best_step) == (18, 15)
+
+    again("stopped", 2, EarlyStopping("eval_error", patience=2, restore_best=True))
+    resumed = again("stopped", 5, EarlyStopping("eval_loss", patience=2, restore_best=True))
+    assert (resumed.status, resumed.steps, resumed.best_step) == ("finished", 15, None)
+
+
+@pytest.mark.parametrize("steps", [8, 10])  # within an epoch, and at its end
+def test_the_metrics_are_those_of_the_best_weights_also_within_an_epoch(steps):
+    evaluated = {}
+
+    class ByStep(Callback):
+        def on_eval_end(self, run, metrics):
+            metrics["eval_loss"] = {2: 5.0, 4: 1.0, 6: 3.0, 8: 2.0, 10: 4.0}[run.progress.step]
+            evaluated[run.progress.step] = dict(metrics)
+
+    chosen = callbacks.standard(mlflow=None, progress=None, report=None)
+    best = fit(
+        Weighted(), steps=steps, batch_size=20, eval_every=2, keep="best", run_dir="run",
+        callbacks=callbacks.StandardSet([ByStep(), *chosen]),
+    )  # fmt: skip
+    assert best.best_step == 4
+    assert {name: best.metrics[name] for name in evaluated[4]} == evaluated[4]
+    assert best.metrics["loss"] == best.history[0]["loss"]
+    assert evaluate(Weighted(), "run")["eval_error"] == pytest.approx(best.metrics["eval_error"], rel=1e-6)
+
+
+class WithoutEvaluationAtFirst(Weighted):
+    """The training's loss is far below the scores of the evaluation, which only the second phase has."""
+
+    def phases(self):
+        return [Phase("alone", epochs=2), Phase("evaluated", epochs=3)]
+
+    def eval_data(self):
+        return super().eval_data() if self.phase.name == "evaluated" else None
+
+
+def test_no_value_is_compared_with_one_of_another_metric_of_an_earlier_phase():
+    best = train("run", epochs=None, task=WithoutEvaluationAtFirst(), scores=(0, 0, 5, 4, 6), keep="best")
+    assert (best.steps, best.best_step, best.metrics["eval_loss"]) == (15, 12, 4)
+
+
 class InPhases(Legacy):
     """Of tf_keras, whose models order their variables by whether they are trained."""
 

@@ -270,3 +270,15 @@ def test_verify_compares_all_sets(quiet):
 
     numbers = verify.record(Several(), create("mirrored", 2), verify.options_of(Several(), "float32", 20))
     assert {"metrics/end/eval_val_loss", "metrics/end/eval_test_loss"} <= set(numbers)
+
+
+@pytest.mark.parametrize("task", [Single, Several])
+def test_a_resumed_run_shows_no_metrics_of_sets_that_it_no_longer_evaluates(task, quiet):
+    def shown(epochs, every):
+        row = fit(task(), epochs=epochs, run_dir="run", eval_every=every, callbacks=quiet()).history[-1]
+        return {name for name in row if name.startswith("eval_")}
+
+    first = shown(1, "epoch")
+    assert first
+    assert not shown(2, "never")
+    assert shown(3, "epoch") == first
