@@ -295,8 +295,10 @@ def hyperparameters(task: TrainTask) -> dict[str, object]:
 
 def field_values(task: TrainTask) -> dict[str, object]:
     """The values of all dataclass fields, also of those that the task computes, if they are set by now."""
+    if not dataclasses.is_dataclass(task):
+        return {}
     computed = {}
-    for field in dataclasses.fields(task) if dataclasses.is_dataclass(task) else ():
+    for field in dataclasses.fields(task):
         if not field.init and hasattr(task, field.name):
             computed[field.name] = getattr(task, field.name)
     return hyperparameters(task) | computed
