@@ -508,6 +508,7 @@ def test_each_worker_gets_its_own_state_back():
     run = SimpleNamespace(
         backend=backend, callbacks={"mine": SimpleNamespace(load_state_dict=taken.append)}, data=DataPosition(),
         epoch=EpochMetrics(), progress=Progress(), plan=SimpleNamespace(named=[]),
+        evaluated_sets=[],
     )  # fmt: skip
     kept = {
         "evaluating": False, "epoch_ends": False, "progress": {}, "epoch_totals": [], "eval_metrics": {}, "history": [],
