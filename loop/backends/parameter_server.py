@@ -250,7 +250,7 @@ def serve(threads: int = 0) -> None:
     while misses < CHIEF_GONE:
         time.sleep(1.0)
         misses = 0 if answers(chief) else misses + 1
-    del server  # TensorFlow's server runs as long as this object lives
+    del server  # until here, because TensorFlow's server ends with this object
 
 
 def shards(variable: Variable) -> list[tf.Variable]:

@@ -18,7 +18,7 @@ def named(made: Any) -> dict[str, Any]:
     Raises:
         UsageError: a name that can't be part of a metric's.
     """
-    # What isn't a dict is one set, and what is wrong with it is told when it is opened.
+    # Anything but a dict is one set. It is checked later, when it is opened.
     if made is None:
         return {}
     if not isinstance(made, Mapping):

@@ -81,7 +81,7 @@ class Padding:
         fits = is_text == isinstance(given, str | bytes) and np.ndim(given) == 0
         if fits and is_text:
             return given
-        with np.errstate(invalid="ignore", over="ignore"):  # what doesn't fit is told below, in a message that names it
+        with np.errstate(invalid="ignore", over="ignore"):  # the error below names the value
             value = np.asarray(given).astype(dtype) if fits else None
         # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
         if value is None or (dtype.kind in "iub" and value != given):

@@ -98,7 +98,7 @@ def _taken(bucket: Bucket, ended: str | None = None) -> Lease:
             if first is None:
                 first = newest
                 tell(f"{bucket.url} is in use by {who}: waiting up to {newest.ttl:g} s for a sign of it")
-            elif newest.position != first.position:  # it has written another state, so it lives
+            elif newest.position != first.position:  # a new state since the last look: its owner still runs
                 who += f" since {newest.owner.get('time')}"
                 raise UsageError(f"the run {bucket.url} is in use by {who}: wait for it, or give another URL")
         time.sleep(_LOOK)
