@@ -147,7 +147,7 @@ def build(
 
     # The optimizer comes after the trial of `compute`, which is when some models make their variables.
     with backend.scope(), keras_precision(precision):
-        names, grows = _try_compute(task, model, made, backend, trial, example, rows)
+        names, grows = _try_compute(task, model, made, backend, trial)
         optimizer = task.build_optimizer()
         check_optimizer_is_given(task, optimizer, model)
         minimized = {"": names}
@@ -217,13 +217,7 @@ def _check_trainable(task: TrainTask, model: Model) -> None:
 
 
 def _try_compute(
-    task: TrainTask,
-    model: Model,
-    made: Sequence[tf.Variable],
-    backend: Backend,
-    trial: Trial,
-    example: Batch,
-    rows: RowCounts | None,
+    task: TrainTask, model: Model, made: Sequence[tf.Variable], backend: Backend, trial: Trial
 ) -> tuple[list[str], bool]:
     """Tries `compute` on a few examples. A model without an input shape makes its variables here.
 
@@ -249,15 +243,13 @@ def _try_compute(
         names = trial.names(compute)
         # Only penalties that differ from call to call can be sums over rows, and are worth another call.
         grows = penalties[0] != penalties[-1] and trial.grow(compute, penalties)
-        # A layer of one's own may add a penalty in training alone. Where one replica has all rows, that is all right.
-        shared = rows is not None and rows.replicas * rows.parts > 1
-        if shared and not grows and trial.fixed is None and _has_own_layers(model):
+        # A layer that isn't Keras's may add a sum over rows in training alone. One replica with all rows may have it.
+        if trial.shares_batches and not grows and trial.fixed is None and _has_own_layers(model):
             before = penalties[0]
             penalties.clear()
             in_training = functools.partial(compute, training=True)
             with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
-                with probing(len(tf.nest.flatten(example)[0])):
-                    in_training(example)
+                trial.few(in_training)
                 grows = penalties[0] != before and trial.grow(in_training, penalties)
     return names, grows
 

@@ -167,6 +167,16 @@ class Trial:
         except Exception:
             return False
 
+    @property
+    def shares_batches(self) -> bool:
+        """Whether several replicas, or several micro-batches, share a batch in the run."""
+        return self._rows is not None and self._rows.replicas * self._rows.parts > 1
+
+    def few(self, compute: Compute) -> None:
+        """Calls `compute` with the few examples, for what it does beside its values."""
+        with probing(_rows(self._example)):
+            compute(self._example)
+
     def grow(self, compute: Compute, penalties: list[list[float]]) -> bool:
         """Whether a penalty doubles with the number of examples, and so is a sum over them instead of a mean.
 
