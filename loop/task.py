@@ -272,7 +272,7 @@ def check_is_task(task: object) -> None:
     """Refuses an object that `fit` can't train.
 
     Raises:
-        UsageError: it is a class, or not a task.
+        UsageError: it is a class, or not a task; or a method can't take what it is called with.
     """
     if isinstance(task, type):
         raise UsageError(f"fit({task.__name__}): give an object, not its class: fit({task.__name__}())")
@@ -281,6 +281,32 @@ def check_is_task(task: object) -> None:
             f"fit({type(task).__name__}): give an object of a subclass of loop.TrainTask; loop.KerasTask makes one of "
             "a Keras model, its optimizer and its loss"
         )
+    for name, method in vars(TrainTask).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            _check_arguments(task, name)
+
+
+def _check_arguments(task: TrainTask, name: str) -> None:
+    """Refuses a method that can't take what tfloop calls it with, such as a `compute` without `training`."""
+    arguments = list(inspect.signature(getattr(TrainTask, name)).parameters)[1:]
+    # The one argument that is passed by its name.
+    named = {"training": False} if name == "compute" else {}
+    method = getattr(task, name)
+    # Not of the bound method: Python gives no signature for one whose function doesn't even take `self`.
+    function = getattr(method, "__func__", method)
+    bound = [] if function is method else [task]
+    try:
+        own = inspect.signature(function)
+    except (TypeError, ValueError):  # it has none that Python can tell, as a function written in C
+        return
+    try:
+        own.bind(*bound, *arguments[: len(arguments) - len(named)], **named)
+    except TypeError as error:
+        expected = ", ".join(["self", *arguments])
+        raise UsageError(
+            f"{name}() of {type(task).__name__} can't be called as tfloop does ({error}): define it as "
+            f"def {name}({expected})"
+        ) from None
 
 
 def hyperparameters(task: TrainTask) -> dict[str, object]:

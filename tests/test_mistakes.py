@@ -74,6 +74,21 @@ class Softmax(Task):
         return keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, "softmax")])
 
 
+class NoTraining(Task):
+    def compute(self, model, batch):
+        return {"loss": losses(batch[1], model(batch[0]))}
+
+
+class NoSelf(Task):
+    def build_model():
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+
+
+class AnyArguments(Task):
+    def compute(self, *arguments, **named):
+        return super().compute(*arguments, **named)
+
+
 def numpy_method(labels, logits):
     return {"loss": tf.constant(logits.numpy()[:, 0] ** 2)}
 
@@ -98,6 +113,12 @@ MISTAKES = {
         OtherEvaluation(),
         "eval_data() has other examples than train_data(), float32 [4], int64 [] instead of float32 [8], int64 []",
     ),
+    "compute without training": (
+        NoTraining(),
+        "compute() of NoTraining can't be called as tfloop does (got an unexpected keyword argument 'training'): "
+        "define it as def compute(self, model, batch, training)",
+    ),
+    "a method without self": (NoSelf(), "define it as def build_model(self)"),
     "arrays without ArrayData": (BareArrays(), "train_data() returned tuple: return ArrayData(...)"),
 }
 
@@ -131,3 +152,16 @@ def test_without_a_mistake_it_trains_on_evaluation_data_of_another_type(quiet):
             return ArrayData(INPUTS.astype("float64"), LABELS)
 
     assert "eval_loss" in fit(Doubles(), callbacks=quiet()).metrics
+
+
+def test_a_method_may_take_its_arguments_in_any_way(quiet):
+    class Wrapped(Task):
+        compute = tf.function(Task.compute)
+
+    class Static(Task):
+        @staticmethod
+        def compute(*arguments, training):
+            return Task().compute(*arguments, training)
+
+    for task in (AnyArguments(), Wrapped(), Static()):
+        assert "loss" in fit(task, callbacks=quiet()).metrics
