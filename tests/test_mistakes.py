@@ -84,6 +84,16 @@ class NoSelf(Task):
         return keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
 
 
+class BatchAsDict(Task):
+    def compute(self, model, batch, training):
+        return {"loss": losses(batch["label"], model(batch["image"]))}
+
+
+class OptimizerClass(Task):
+    def build_optimizer(self):
+        return keras.optimizers.SGD
+
+
 class AnyArguments(Task):
     def compute(self, *arguments, **named):
         return super().compute(*arguments, **named)
@@ -118,6 +128,15 @@ MISTAKES = {
         "compute() of NoTraining can't be called as tfloop does (got an unexpected keyword argument 'training'): "
         "define it as def compute(self, model, batch, training)",
     ),
+    "a batch of tuples taken for a dict": (
+        BatchAsDict(),
+        "compute() looks up a name in a tuple. If that is the batch, unpack it, as by inputs, labels = batch",
+    ),
+    "a label without a class": (
+        Task(lambda y, x: {"loss": losses(y + 7, x)}),
+        "and the model tells 2 classes apart: give labels from 0",
+    ),
+    "the class of an optimizer": (OptimizerClass(), "returned the class SGD: return an object of it, as SGD(...)"),
     "a method without self": (NoSelf(), "define it as def build_model(self)"),
     "arrays without ArrayData": (BareArrays(), "train_data() returned tuple: return ArrayData(...)"),
 }
@@ -139,6 +158,27 @@ def test_the_line_of_the_user_stands_in_the_message(quiet):
 def test_a_metric_that_is_not_there_is_named(quiet):
     with pytest.raises(UsageError, match="this run has no such metric; did you mean 'loss'"):
         fit(Task(), callbacks=quiet() + [EarlyStopping("val_loss")])
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (EarlyStopping("loss"), "callbacks is an object of type EarlyStopping: give a list of Callback objects"),
+        ([keras.callbacks.History()], "those of Keras within callbacks.FromKeras(...)"),
+    ],
+)
+def test_callbacks_that_are_none_are_refused(given, fix):
+    with pytest.raises(UsageError, match=re.escape(fix)):
+        fit(Task(), callbacks=given)
+
+
+def test_a_task_that_forgets_to_return_its_callbacks_is_refused(quiet):
+    class Forgets(Task):
+        def build_callbacks(self):
+            EarlyStopping("loss")
+
+    with pytest.raises(UsageError, match=r"build_callbacks\(\) returned an object of type NoneType: give a list"):
+        fit(Forgets(), callbacks=quiet())
 
 
 def test_softmax_twice_is_warned_of(quiet):

@@ -20,13 +20,21 @@ from loop.task import TrainTask
 
 def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Options) -> list[Callback]:
     """All callbacks of a run: the standard set, those that were given, the task's own, and what the options add."""
-    callbacks = complete(given, task.build_callbacks())
+    own = task.build_callbacks()
+    _check_list([] if given is None else given, "callbacks is an object")
+    _check_list(own, "build_callbacks() returned an object")
+    callbacks = complete(given, own)
     if options["profile"]:
         callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
     has_checkpoint = any(isinstance(callback, Checkpoint) for callback in callbacks)
     if options["keep"] == "best" and not has_checkpoint:
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
     return callbacks
+
+
+def _check_list(callbacks: object, what: str) -> None:
+    if not isinstance(callbacks, Iterable):
+        raise UsageError(f"{what} of type {type(callbacks).__name__}: give a list of Callback objects")
 
 
 class Bus:
@@ -167,7 +175,10 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
     """The callbacks by the keys of their states in checkpoints: `Callback.key`, else the name of the class."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise UsageError(f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects")
+            raise UsageError(
+                f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects; those of Keras "
+                "within callbacks.FromKeras(...)"
+            )
     names = [callback.key or type(callback).__name__ for callback in callbacks]
     by_key: dict[str, Callback] = {}
     for index, (name, callback) in enumerate(zip(names, callbacks, strict=True)):

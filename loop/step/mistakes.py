@@ -38,6 +38,16 @@ MISTAKES = (
         re.compile(r"has type (\w+) that does not match type (\w+) of argument"),
         "compute() mixes {1} and {0}: cast one of them, as by tf.cast(x, tf.{1})",
     ),
+    Mistake(
+        re.compile(r"(tuple|list) indices must be integers or slices, not str"),
+        "compute() looks up a name in a {0}. If that is the batch, unpack it, as by inputs, labels = batch; or let "
+        "train_data() have dicts as examples, as ArrayData(dict(x=..., y=...)) has",
+    ),
+    Mistake(
+        re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)"),
+        "there is a label {0}, and the model tells {1} classes apart: give labels from 0 up to one less than that, or "
+        "build a model with more outputs",
+    ),
 )
 """Tried in this order."""
 

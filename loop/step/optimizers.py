@@ -68,6 +68,9 @@ def _owners(task: TrainTask, model: Model, names: list[str]) -> list[str]:
 
 def _check_optimizer(optimizer: Optimizer, model: Model, which: str) -> None:
     """Refuses an object that is no Keras optimizer, and one that would scale or average on one replica alone."""
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
+        raise UsageError(f"build_optimizer() returned the class {name}{which}: return an object of it, as {name}(...)")
     what = f"build_optimizer() returned {type(optimizer).__name__}{which}"
     # By its methods, not its class: tf_keras, which may not be installed, has another base class.
     if not hasattr(optimizer, "build") or not hasattr(optimizer, "learning_rate"):
