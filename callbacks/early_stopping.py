@@ -7,6 +7,7 @@ from pathlib import Path
 from callbacks.arguments import check
 from callbacks.base import Run
 from callbacks.checkpoint import step_of, tell_lost_best
+from callbacks.formats import number, plural
 from callbacks.patience import Patience
 from callbacks.types import Data, JsonObject
 
@@ -72,7 +73,7 @@ class EarlyStopping(Patience):
             run.save("best", later=True)
 
     def act(self, run: Run) -> None:
-        run.stop(f"{self.metric} has not improved on {self.best} for {self.waited} measurements")
+        run.stop(f"{self.metric} has not improved on {number(self.best)} for {plural(self.waited, 'measurement')}")
 
     def state_dict(self) -> JsonObject:
         return super().state_dict() | {"best_step": self.best_step}

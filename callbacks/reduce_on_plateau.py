@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_number, is_whole
 from callbacks.base import Metrics, Run, as_floats
+from callbacks.formats import number, plural
 from callbacks.learning_rate import optimizers_of, rate_of
 from callbacks.patience import Patience
 from callbacks.run_record.redaction import tell
@@ -90,8 +91,8 @@ class ReduceOnPlateau(Patience):
             optimizer.learning_rate = rates[-1]
         if run.backend.is_chief:
             tell(
-                f"step {run.progress.step:,}: {self.metric} has not improved on {self.best} for {self.waited} "
-                f"measurements: the learning rate is now {', '.join(f'{rate:.4g}' for rate in rates)}"
+                f"step {run.progress.step:,}: {self.metric} has not improved on {number(self.best)} for "
+                f"{plural(self.waited, 'measurement')}: the learning rate is now {', '.join(map(number, rates))}"
             )
         self.waited = 0
         self._cooling = self.cooldown
