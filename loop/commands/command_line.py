@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
+import itertools
 import os
 import re
 import reprlib
@@ -191,6 +193,22 @@ def _wrong_usage(error: Any) -> str:
         first = error.__cause__.errors()[0]
         what = first["msg"].removeprefix("Input ").partition(",")[0]
         text = f"{error.param.opts[0]} {first['input']}: {what}"
+    elif type(error).__name__ == "NoSuchOption":
+        text = _no_such_option(error)
     elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
         text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
     return f"tfloop: error: {' '.join(text.split())}"
+
+
+def _no_such_option(error: Any) -> str:
+    """Names the option that was probably meant; or how a field of the task is set, which may have been meant."""
+    options = itertools.chain.from_iterable(parameter.opts for parameter in error.ctx.command.params)
+    long_options = [option for option in options if option.startswith("--")]
+    text = f"there is no option {error.option_name}"
+    near = difflib.get_close_matches(error.option_name, long_options, 1)
+    if near:
+        text += f"; did you mean {near[0]!r}?"
+    elif "--set" in long_options and error.option_name.startswith("--"):
+        field = error.option_name.removeprefix("--").replace("-", "_")
+        text += f"; a field of the task is set by --set {field}=VALUE"
+    return text
