@@ -24,6 +24,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import callbacks
 import loop
 from loop.backends import create
 from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, source
@@ -35,7 +36,7 @@ from loop.data.parts import first
 from loop.data.pending_batches import PendingBatches, Position
 from loop.data.random_access import ArrayRows
 from loop.data.read_ahead import ReadAhead
-from loop.errors import TrainingError, UsageError
+from loop.errors import OutOfMemoryError, TrainingError, UsageError
 from loop.monitor.phase_marker import PhaseMarker
 from loop.step.batches import Batches
 
@@ -148,8 +149,6 @@ def _trained(quiet, data, held_out=None, **options):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    import callbacks
-
     directory = tmp_path_factory.mktemp("expected")
     standard = callbacks.standard(mlflow=None, progress=None)
     return loop.fit(
@@ -445,6 +444,18 @@ def test_take_skip_filter_and_split():
 def test_a_bad_example_stops_the_run_and_is_named(quiet, tmp_path):
     with pytest.raises(TrainingError, match="example 57 can't be read: ValueError: broken file"):
         _trained(quiet, loop.IndexedData(Items(bad=[57])), run_dir=tmp_path / "run")
+
+
+def test_an_error_without_a_text_is_named_by_its_type(quiet, tmp_path):
+    def read(index):
+        raise MemoryError
+
+    data = loop.IndexedData(list(range(9)), map=read)
+    with pytest.raises(TrainingError, match=r"^example 0 can't be read: MemoryError$"):
+        _trained(quiet, data, run_dir=tmp_path / "run")
+    stops = callbacks.LambdaCallback(steps_end=lambda run, metrics: read(0), every=1)
+    with pytest.raises(OutOfMemoryError, match=r"with a batch of 16: MemoryError. Whatever the batch is"):
+        _trained(quiet, loop.IndexedData((INPUTS, LABELS)), callbacks=[*quiet(), stops], run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
