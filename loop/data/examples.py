@@ -206,8 +206,8 @@ def _checked(example: Read, specs: list[ArraySpec], index: int) -> Leaves:
         return unusable(index, example)
     try:
         return leaves_of(example, specs, index)
-    except BadExampleError as error:
-        return error
+    except UsageError as error:
+        return unusable(index, error)
 
 
 def unusable(index: int, error: Exception) -> Exception:

@@ -466,6 +466,7 @@ def test_an_error_without_a_text_is_named_by_its_type(quiet, tmp_path):
         (lambda: (INPUTS[0], None), "example 57: array 1: None instead of an array"),
         (lambda: INPUTS[0], r"example 57 has the arrays \[0\], the first example \[0, 1\]"),
         (lambda: (INPUTS[0], object()), "example 57: array 1: object is no array"),
+        (lambda: {"x": INPUTS[0], 1: LABELS[0]}, r"keys \['x', 1\], which can't be sorted"),
     ],
 )
 def test_an_example_unlike_the_first_one_is_named(other, said, quiet, tmp_path):
@@ -553,6 +554,7 @@ def _opened(data):
         ),
         (lambda: _opened(loop.IndexedData([np.zeros(3, "V4")])), r"dtype \|V4, which no tensor has: convert it in map"),
         (lambda: _opened(loop.IndexedData({"x": LABELS.astype("longdouble")})), "array 'x': dtype .*, which no tensor"),
+        (lambda: _opened(loop.IndexedData({"x": INPUTS, 1: INPUTS})), r"keys \['x', 1\], which can't be sorted"),
         (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
         (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
         (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),

@@ -245,6 +245,7 @@ def test_examples_of_a_stream_may_be_named_tuples(change, ragged):
             lambda: opened(ArrayData({"mask": [[1], [2, 3]]}, padding=0)).head(1),
             "the examples have a 'mask': rename it",
         ),
+        (lambda: opened(ArrayData({0: [[1], [2, 3]]}, padding=0)).head(1), r"keys \[0, 'mask'\], which can't be"),
         (
             lambda: opened(ArrayData([[1], [2, 3]], padding=Padding(bucket_by=lambda x: 0.5))),
             "gave float64.* for example 0: return its length as an integer",
