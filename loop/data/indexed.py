@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -190,14 +191,14 @@ class IndexedData:
                 )
             given = given[name]
         if callable(given):
-            return np.array(list(map(given, ids.tolist())), np.int64)
+            return _not_negative(_measured(given, ids), ids)
         counts = np.asarray(given)
         if counts.ndim != 1 or len(counts) != len(self.reader) or counts.dtype.kind not in "iu":
             raise UsageError(
                 f"IndexedData(lengths=...): {counts.dtype}{list(counts.shape)} instead of an integer for each of "
                 f"{len(self.reader)} examples"
             )
-        return counts.take(ids).astype(np.int64)
+        return _not_negative(counts.take(ids).astype(np.int64), ids)
 
     def padded_names(self, specs: Sequence[ArraySpec]) -> list[str | int]:
         """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.
@@ -286,6 +287,32 @@ def _check_lengths(padding: Padding | None, has_lengths: bool) -> None:
             "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
             "bucket_by=True, which sorts by lengths=..."
         )
+
+
+def _measured(length: Callable[[int], int], ids: np.ndarray) -> np.ndarray:
+    """The lengths of examples, by a function of the index: int64 [n]."""
+    lengths = np.empty(len(ids), np.int64)
+    for row, index in enumerate(ids.tolist()):
+        given = length(index)
+        try:
+            lengths[row] = operator.index(given)  # `int` would cut 2.5, and take texts
+        except (TypeError, OverflowError):
+            raise _no_length(given, index) from None
+    return lengths
+
+
+def _not_negative(lengths: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The lengths of these examples, if none is negative."""
+    if (lengths < 0).any():
+        row = int(np.argmax(lengths < 0))
+        raise _no_length(lengths[row].item(), int(ids[row]))
+    return lengths
+
+
+def _no_length(given: object, index: int) -> UsageError:
+    return UsageError(
+        f"IndexedData(lengths=...): {given!r:.80} for example {index}: give its length, an integer from 0 on"
+    )
 
 
 def _checked_readers(readers: int | str) -> int:

@@ -523,6 +523,10 @@ def _opened(data):
     return source(data, BatchOptions(4), "train_data()")
 
 
+def _of_lengths(lengths):
+    return _opened(loop.IndexedData(Text(), padding=0, lengths=lengths))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -555,6 +559,14 @@ def _opened(data):
         (lambda: _opened(loop.IndexedData([np.zeros(3, "V4")])), r"dtype \|V4, which no tensor has: convert it in map"),
         (lambda: _opened(loop.IndexedData({"x": LABELS.astype("longdouble")})), "array 'x': dtype .*, which no tensor"),
         (lambda: _opened(loop.IndexedData({"x": INPUTS, 1: INPUTS})), r"keys \['x', 1\], which can't be sorted"),
+        (lambda: _of_lengths(lambda index: None), "None for example 0: give its length, an integer from 0 on"),
+        (lambda: _of_lengths(lambda index: float("nan")), "nan for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: 2.5), "2.5 for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: "7"), "'7' for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: 2**70), "1180591620717411303424 for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: np.array([7])), r"array\(\[7\]\) for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: len(Text()[index]) - 6 * (index == 3)), "-[0-9] for example 3: give its"),
+        (lambda: _of_lengths([-1] * 15), "-1 for example 0: give its length"),
         (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
         (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
         (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),
