@@ -89,7 +89,7 @@ class IndexedData:
         self.skips = on_bad_example == "skip"
         self.size = len(self.reader)
         self.wide = False
-        self._mixes = False  # whether an index stands for another example in each epoch
+        self.mixes = False  # whether an index stands for another example in each epoch
         self._lengths = lengths
 
         # Of parts and mixtures, which replace them: a part has its examples under other numbers than its source.
@@ -122,7 +122,7 @@ class IndexedData:
         def resolve(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
             return taken.resolve(indices, 0, seed)
 
-        return taken.replaced(_resolve=resolve, _mixes=False)
+        return taken.replaced(_resolve=resolve, mixes=False)
 
     def filter(self, keep: Callable[[int], bool] | Sequence[bool] | np.ndarray) -> IndexedData:
         """The examples for which `keep` is true: a function of the index, or an array of bools [examples]."""
@@ -242,7 +242,7 @@ class IndexedData:
     def _check_indices(self, what: str) -> None:
         """Refuses to choose examples of a mixture by index; `what` is the method that was called."""
         # What is held out of the training in one epoch would be trained on in the next one.
-        if self._mixes:
+        if self.mixes:
             raise UsageError(
                 f"IndexedData.{what} of a mixture: an index stands for another example in each epoch: choose examples "
                 f"of the sources with {what}, and mix these"

@@ -1168,6 +1168,33 @@ def test_the_first_examples_of_a_mixture_are_the_same_in_each_epoch():
     made.close()
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_mixture_is_sorted_by_the_lengths_of_each_epoch(shuffle):
+    padding = loop.Padding(bucket_by=True, buckets=4)
+    sources = []
+    for size in (40, 100):  # of the second one, other examples come in each epoch
+        lengths = np.random.default_rng(size).integers(1, 60, size)
+        values = np.arange(lengths.sum())
+        sources.append(loop.IndexedData(loop.sequences(values, lengths), padding=padding))
+    mixture = loop.mix({sources[0]: 1, sources[1]: 1})
+    options = BatchOptions(5, seed=3, shuffle=shuffle)
+
+    def lengths(made, epoch, step):
+        _, (_, mask) = made.read_batch((), tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
+        return mask.numpy().sum(1)
+
+    made = source(mixture, options, "train_data()")
+    for epoch in (0, 1, 2):
+        read = [lengths(made, epoch, step) for step in range(made.steps_per_epoch)]
+        assert max(map(np.ptp, read)) < 30
+        if not shuffle:
+            assert (np.diff(np.concatenate(read)) >= 0).all()
+        resumed = source(mixture, options, "train_data()")
+        assert lengths(resumed, epoch, 7).tolist() == read[7].tolist()
+        resumed.close()
+    made.close()
+
+
 @pytest.mark.parametrize("method", ["split", "skip", "filter"])
 def test_a_mixture_is_not_divided_by_index(method):
     # What is held out in one epoch would be trained on in another.
