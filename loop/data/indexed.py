@@ -107,7 +107,10 @@ class IndexedData:
         return indices if self._resolve is None else self._resolve(indices, epoch, seed)
 
     def take(self, count: int) -> IndexedData:
-        """The first `count` examples."""
+        """The first `count` examples; of a mixture those of each epoch, which may be any of its sources' in time.
+
+        What an evaluation is to have alone is split off the sources before they are mixed.
+        """
         return self._range(0, min(_whole(count, "take"), self.size))
 
     def skip(self, count: int) -> IndexedData:
