@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.example_parts import flatten
+from loop.data.joined import Sequences
 from loop.data.padding import FillValues, Padding, as_padding
-from loop.data.sequence_arrays import Sequences, as_sequences, is_list_of_examples, lengths_of
+from loop.data.sequence_arrays import as_sequences, is_list_of_examples, lengths_of
 from loop.errors import UsageError
 
 Given: TypeAlias = Any

@@ -1057,8 +1057,8 @@ def test_sequences_are_stretches_of_their_array(data, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_access, "_JOINED_AT_ONCE", data.draw(st.integers(1, 30)))
         read = source.read(np.array(asked, np.int64))
-    assert read.lengths.tolist() == [lengths[index] for index in asked]
-    assert read.values.dtype == np.dtype(dtype).newbyteorder("=")
+    assert read.sizes.tolist() == [lengths[index] for index in asked]
+    assert read.rows.dtype == np.dtype(dtype).newbyteorder("=")
     for index, found in zip(asked, read, strict=True):
         np.testing.assert_array_equal(found, expected[index])
         assert found.flags.writeable  # a `map` may change it
