@@ -63,8 +63,18 @@ def no_exit() -> Iterator[None]:
         ) from error
 
 
+def named(error: BaseException) -> str:
+    """The type and the message of an error in one line; the type alone, if it has no message."""
+    kind = type(error).__name__
+    message = message_of(error)
+    return kind if message == kind else f"{kind}: {message}"
+
+
 def message_of(error: BaseException) -> str:
-    """The message of an error in one line, without what TensorFlow, AutoGraph and Keras put around it."""
+    """The message of an error in one line, without what TensorFlow, AutoGraph and Keras put around it.
+
+    An error without a message, such as most of type `MemoryError`, has the name of its type instead.
+    """
     if isinstance(error, KeyError) and error.args:  # its text is the key alone
         return f"no {error.args[0]!r:.{_LONGEST}}"
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
@@ -79,7 +89,7 @@ def message_of(error: BaseException) -> str:
     lines = _lines(text)
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
         lines = lines[1:]  # the first line names the layer, the second one says what is wrong
-    whole = " ".join(lines[:3])
+    whole = " ".join(lines[:3]) or type(error).__name__
     return whole if len(whole) <= _LONGEST else whole[: _LONGEST - 4] + " ..."
 
 

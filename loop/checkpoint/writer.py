@@ -22,6 +22,7 @@ from callbacks.run_record.redaction import tell
 from loop.checkpoint import array_files, checkpoint_files
 from loop.checkpoint.array_files import InParts, Json
 from loop.checkpoint.background import lower_priority
+from loop.errors import named
 from loop.monitor import fault_injection
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class Writer:
                     fault_injection.reached("write-tensors", rank, step)
                 return files
             except Exception as error:  # as a text: the chief raises it, perhaps in another process
-                return {"error": f"{type(error).__name__}: {error}"}
+                return {"error": named(error)}
 
         return self._submit(job)
 

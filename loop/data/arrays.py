@@ -8,8 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from loop.data.example_parts import flatten
+from loop.data.joined import Sequences
 from loop.data.padding import FillValues, Padding, as_padding
-from loop.data.sequence_arrays import Sequences, as_sequences, is_list_of_examples, lengths_of
+from loop.data.sequence_arrays import as_sequences, is_list_of_examples, lengths_of
 from loop.errors import UsageError
 
 Given: TypeAlias = Any
@@ -75,7 +77,7 @@ class ArrayData:
 
     def _checked_size(self) -> int:
         """The number of examples, which must be the same in all arrays."""
-        arrays = tf.nest.flatten(self.arrays)
+        arrays = [array for _, array in flatten(self.arrays)]
         shapes = [array.shape for array in arrays if isinstance(array, np.ndarray)]
         if () in shapes:
             raise UsageError("ArrayData: a scalar has no examples: give arrays of shape [n, ...]")

@@ -14,7 +14,7 @@ from loop.data.columns import columns_of, fill_column, lengths_of
 from loop.data.example_parts import Example, structure_of
 from loop.data.examples import ArraySpec, BadExampleError, specs_of
 from loop.data.indexed import IndexedData
-from loop.data.joined import SequenceColumn
+from loop.data.joined import Sequences
 from loop.data.own_arrays import array_of_own, array_of_own_of
 from loop.data.padding import Padding, Scalar, in_order
 from loop.data.pending_batches import PendingBatches
@@ -136,27 +136,27 @@ class BatchLayout:
         Args:
             batches: the batches.
             stretch: the rows.
-            columns: the arrays; those that are padded may be a `SequenceColumn`.
+            columns: the arrays; those that are padded may be a `Sequences`.
         """
         padded = []
         for spec, column in zip(self.specs, columns, strict=True):
             if not spec.padded:
                 continue
-            if not isinstance(column, SequenceColumn):
+            if not isinstance(column, Sequences):
                 return False
             padded.append(column)
         if padded:
             # A padded array holds all rows of the batches, and can't be filled by stretches.
             if len(columns[0]) < len(batches.index):
                 return False
-            lengths = np.stack([column.lengths for column in padded], 1)
+            lengths = np.concatenate([column.shapes for column in padded], 1)
             # Filled one by one, the example that is too long is found and named.
             if (lengths > batches.widths_of(stretch)).any():
                 return False
             batches.lengths = lengths
         for number, (spec, column) in enumerate(zip(self.specs, columns, strict=True)):
             if spec.padded:
-                batches.leaves[number] = array_of_own_of(column.values, self.dtype(spec))
+                batches.leaves[number] = array_of_own_of(column.rows, self.dtype(spec))
             else:
                 batches.leaves[number][stretch] = column
         return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from loop.errors import UsageError
+
 Part: TypeAlias = Any
 """A part of an example that is no dict or tuple: an array, or what NumPy can make one of."""
 Example: TypeAlias = Any
@@ -21,13 +23,27 @@ def flatten(example: Example, path: PartPath = ()) -> Iterator[tuple[PartPath, P
     """The parts of an example that aren't dicts or tuples, each with its path; in the order of `tf.nest.flatten`."""
     if isinstance(example, Mapping):
         # Sorted, since `tf.nest` orders dicts by key: names and tensors of one example must meet in the same order.
-        for name in sorted(example):
+        for name in sorted_keys(example):
             yield from flatten(example[name], (*path, name))
     elif isinstance(example, tuple):
         for position, part in enumerate(example):
             yield from flatten(part, (*path, position))
     else:
         yield path, example
+
+
+def sorted_keys(parts: Mapping[Name, Any]) -> list[Name]:
+    """The keys of a dict in the order in which `tf.nest` takes its parts.
+
+    Raises:
+        UsageError: they have no order.
+    """
+    try:
+        return sorted(parts)
+    except TypeError:
+        raise UsageError(
+            f"a dict has the keys {list(parts)}, which can't be sorted: give all keys of one type, such as str"
+        ) from None
 
 
 def structure_of(example: Example) -> Example:

@@ -12,7 +12,7 @@ import numpy as np
 
 from loop.data.example_parts import Example, Part, PartPath, flatten, row_of
 from loop.data.random_access import Reader
-from loop.errors import TrainingError, UsageError, message_of
+from loop.errors import TrainingError, UsageError, named
 
 Read: TypeAlias = Example | Exception
 """An example that was read, or the error that reading it has raised."""
@@ -206,15 +206,15 @@ def _checked(example: Read, specs: list[ArraySpec], index: int) -> Leaves:
         return unusable(index, example)
     try:
         return leaves_of(example, specs, index)
-    except BadExampleError as error:
-        return error
+    except UsageError as error:
+        return unusable(index, error)
 
 
 def unusable(index: int, error: Exception) -> Exception:
     """The error for an example that can't be read or mapped."""
     if isinstance(error, UsageError):
         return BadExampleError(str(error))  # its text is complete: it names what is wrong, and what to do
-    failed = TrainingError(f"example {index} can't be read: {type(error).__name__}: {message_of(error)}")
+    failed = TrainingError(f"example {index} can't be read: {named(error)}")
     failed.__cause__ = error
     return failed
 

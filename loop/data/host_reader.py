@@ -54,12 +54,10 @@ class HostReader:
         self._block_steps = max(_AT_ONCE, _ORDERED // options.batch_size)
         # A few blocks are kept: where two meet, batches of both are asked for.
         self._block = functools.lru_cache(maxsize=4)(self._order_of_block)
-        self._buckets: LengthBuckets | None = None
-        if data.padding is not None and data.padding.bucket_by:
-            # Of several padded arrays, an example is sorted by the longest one.
-            lengths = self._lengths(np.arange(data.size, dtype=np.int64), 0)
-            longest = np.max(list(lengths.values()), axis=0)
-            self._buckets = LengthBuckets(longest, options, data.padding.buckets)
+        self._buckets = functools.lru_cache(maxsize=2)(self._buckets_of_epoch)
+        self._is_bucketed = data.padding is not None and bool(data.padding.bucket_by)
+        if self._is_bucketed:
+            self._buckets(0)  # lengths that are wrong are refused before training
         self._opening = threading.Lock()
         self._ahead: dict[tuple[RowShares, int], tuple[ReadAhead | GraphReadAhead, BatchFiller | None]] = {}
         self._in_graph = data.maps_in_graph and not layout.padded  # tf.data stacks examples, which must have one shape
@@ -206,18 +204,27 @@ class HostReader:
         block, step_in_block = divmod(step, self._block_steps)
         # Not beyond the block, nor the epoch.
         count = min(at_once, self._block_steps - step_in_block, self._steps_per_epoch - step)
-        if self._buckets is not None:
+        if self._is_bucketed:
+            buckets = self._buckets(epoch if self._data.mixes else 0)
             wholes = []
             with tf.device("CPU:0"):
                 epoch_tensor = tf.constant(epoch, tf.int64)
                 for step_of_batch in range(step, step + count):
-                    whole = self._buckets.batch(epoch_tensor, tf.constant(step_of_batch, tf.int64))
+                    whole = buckets.batch(epoch_tensor, tf.constant(step_of_batch, tf.int64))
                     wholes.append(np.asarray(whole))
             return wholes
         order = self._block(epoch, block)
         size = self._options.batch_size
         starts = range(step_in_block * size, (step_in_block + count) * size, size)
         return [order[start : start + size] for start in starts]
+
+    def _buckets_of_epoch(self, epoch: int) -> LengthBuckets:
+        """The order by length; a mixture, which has other examples in each epoch, has another one in each."""
+        padding = self._data.padding
+        assert padding is not None
+        # Of several padded arrays, an example is sorted by the longest one.
+        lengths = self._lengths(np.arange(self._data.size, dtype=np.int64), epoch)
+        return LengthBuckets(np.max(list(lengths.values()), axis=0), self._options, padding.buckets)
 
     def _order_of_block(self, epoch: int, block: int) -> np.ndarray:
         """The indices of the examples of `_block_steps` global batches: int64 [n]."""

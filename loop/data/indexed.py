@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -88,7 +89,7 @@ class IndexedData:
         self.skips = on_bad_example == "skip"
         self.size = len(self.reader)
         self.wide = False
-        self._mixes = False  # whether an index stands for another example in each epoch
+        self.mixes = False  # whether an index stands for another example in each epoch
         self._lengths = lengths
 
         # Of parts and mixtures, which replace them: a part has its examples under other numbers than its source.
@@ -106,7 +107,10 @@ class IndexedData:
         return indices if self._resolve is None else self._resolve(indices, epoch, seed)
 
     def take(self, count: int) -> IndexedData:
-        """The first `count` examples."""
+        """The first `count` examples; of a mixture those of each epoch, which may be any of its sources' in time.
+
+        What an evaluation is to have alone is split off the sources before they are mixed.
+        """
         return self._range(0, min(_whole(count, "take"), self.size))
 
     def skip(self, count: int) -> IndexedData:
@@ -121,7 +125,7 @@ class IndexedData:
         def resolve(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
             return taken.resolve(indices, 0, seed)
 
-        return taken.replaced(_resolve=resolve, _mixes=False)
+        return taken.replaced(_resolve=resolve, mixes=False)
 
     def filter(self, keep: Callable[[int], bool] | Sequence[bool] | np.ndarray) -> IndexedData:
         """The examples for which `keep` is true: a function of the index, or an array of bools [examples]."""
@@ -190,14 +194,14 @@ class IndexedData:
                 )
             given = given[name]
         if callable(given):
-            return np.array(list(map(given, ids.tolist())), np.int64)
+            return _not_negative(_measured(given, ids), ids)
         counts = np.asarray(given)
         if counts.ndim != 1 or len(counts) != len(self.reader) or counts.dtype.kind not in "iu":
             raise UsageError(
                 f"IndexedData(lengths=...): {counts.dtype}{list(counts.shape)} instead of an integer for each of "
                 f"{len(self.reader)} examples"
             )
-        return counts.take(ids).astype(np.int64)
+        return _not_negative(counts.take(ids).astype(np.int64), ids)
 
     def padded_names(self, specs: Sequence[ArraySpec]) -> list[str | int]:
         """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.
@@ -241,7 +245,7 @@ class IndexedData:
     def _check_indices(self, what: str) -> None:
         """Refuses to choose examples of a mixture by index; `what` is the method that was called."""
         # What is held out of the training in one epoch would be trained on in the next one.
-        if self._mixes:
+        if self.mixes:
             raise UsageError(
                 f"IndexedData.{what} of a mixture: an index stands for another example in each epoch: choose examples "
                 f"of the sources with {what}, and mix these"
@@ -286,6 +290,32 @@ def _check_lengths(padding: Padding | None, has_lengths: bool) -> None:
             "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
             "bucket_by=True, which sorts by lengths=..."
         )
+
+
+def _measured(length: Callable[[int], int], ids: np.ndarray) -> np.ndarray:
+    """The lengths of examples, by a function of the index: int64 [n]."""
+    lengths = np.empty(len(ids), np.int64)
+    for row, index in enumerate(ids.tolist()):
+        given = length(index)
+        try:
+            lengths[row] = operator.index(given)  # `int` would cut 2.5, and take texts
+        except (TypeError, OverflowError):
+            raise _no_length(given, index) from None
+    return lengths
+
+
+def _not_negative(lengths: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The lengths of these examples, if none is negative."""
+    if (lengths < 0).any():
+        row = int(np.argmax(lengths < 0))
+        raise _no_length(lengths[row].item(), int(ids[row]))
+    return lengths
+
+
+def _no_length(given: object, index: int) -> UsageError:
+    return UsageError(
+        f"IndexedData(lengths=...): {given!r:.80} for example {index}: give its length, an integer from 0 on"
+    )
 
 
 def _checked_readers(readers: int | str) -> int:

@@ -1,4 +1,4 @@
-"""Sequences that lie one behind the other in one array or file, as examples that are read by index."""
+"""Examples of different shapes that lie one behind the other in one array or file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,65 @@ import numpy as np
 
 from loop.data.random_access import ArrayRows, Reader, Structure, reader_of
 from loop.errors import UsageError
+
+
+class Sequences:
+    """Examples of different shapes, one after the other in one array.
+
+    Attributes:
+        rows: the rows of all examples, [rows of all examples, ...]. A row has the axes that don't differ: if examples
+            differ in length alone, it is one position of a sequence; for pictures of different height and width, it is
+            a pixel.
+        shapes: the sizes of each example that differ: int64 [examples, axes].
+    """
+
+    def __init__(self, rows: np.ndarray, shapes: np.ndarray) -> None:
+        self.rows = rows
+        self.shapes = shapes
+
+    @property
+    def axes(self) -> int:
+        """The number of axes of an example that differ in size, from the first one on."""
+        return self.shapes.shape[1]
+
+    # Computed when they are asked for: what fills a batch at once needs neither.
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """The number of rows of each example: int64 [examples]."""
+        # int64 in any case: the rows of all examples may be more than 32 bits count.
+        return np.prod(self.shapes, axis=1, dtype=np.int64)
+
+    @functools.cached_property
+    def firsts(self) -> np.ndarray:
+        """The index of the first row of each example: int64 [examples]."""
+        return np.cumsum(self.sizes) - self.sizes
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of all examples."""
+        return self.rows.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the examples take, in bytes."""
+        return self.rows.nbytes
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        first = self.firsts[index]
+        rows = self.rows[first : first + self.sizes[index]]
+        return rows if self.axes == 1 else rows.reshape([*self.shapes[index], *self.rows.shape[1:]])
+
+    def head(self, count: int) -> Sequences:
+        """The first examples."""
+        shapes = self.shapes[:count]
+        return Sequences(self.rows[: np.prod(shapes, axis=1, dtype=np.int64).sum()], shapes)
+
+    def astype(self, dtype: str) -> Sequences:
+        """The same examples in another dtype."""
+        return Sequences(self.rows.astype(dtype), self.shapes)
 
 
 class JoinedSequences:
@@ -30,37 +89,12 @@ class JoinedSequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, indices: np.ndarray) -> SequenceColumn:
+    def read(self, indices: np.ndarray) -> Sequences:
         """The sequences of these indices, int64 [n]."""
         # A few array operations for all sequences, and none for each one: that makes reading them fast.
         lengths = self.lengths.take(indices)
         ends = self._ends.take(indices)
-        return SequenceColumn(self._values.stretches(ends - lengths, ends), lengths)
-
-
-class SequenceColumn:
-    """The same array of several examples, which differ in length.
-
-    Attributes:
-        values: the elements of all examples, one behind the other: [elements of all, ...].
-        lengths: the number of elements of each example: int64 [examples].
-    """
-
-    def __init__(self, values: np.ndarray, lengths: np.ndarray) -> None:
-        self.values = values
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        end = self._ends[row]
-        return self.values[end - self.lengths[row] : end]
-
-    # Only when one example is asked for: a column that fills a batch at once needs no ends.
-    @functools.cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum(self.lengths)
+        return Sequences(self._values.stretches(ends - lengths, ends), lengths[:, np.newaxis])
 
 
 def sequences(values: np.ndarray | str | os.PathLike[str], lengths: Sequence[int] | np.ndarray) -> JoinedSequences:

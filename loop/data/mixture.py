@@ -49,7 +49,7 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
         size=pattern.blocks * len(pattern.sources),
         _resolve=mixture.resolve,
         _lengths_of=mixture.lengths,
-        _mixes=True,
+        mixes=True,
     )
 
 

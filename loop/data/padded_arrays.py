@@ -11,8 +11,8 @@ from loop.data.array_source import ArraySource, constant
 from loop.data.arrays import ArrayData, Structure
 from loop.data.batch import BatchOptions, ReadBatch
 from loop.data.buckets import LengthBuckets
+from loop.data.joined import Sequences
 from loop.data.padding import Padding, along_axis, call_with, in_order, leaf_names, lengthened
-from loop.data.sequence_arrays import Sequences
 from loop.errors import UsageError
 from loop.task import Batch
 

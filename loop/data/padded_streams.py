@@ -96,8 +96,7 @@ class PaddedBatches:
         with tf.control_dependencies(checks):  # so that the checks come before all that uses the sizes
             shapes = list(map(tf.identity, shapes))
         if callable(self._padding.bucket_by):
-            length = tf.cast(call_with(self._padding.bucket_by, structure), tf.int64)
-            length = tf.reshape(length, [])
+            length = _length(call_with(self._padding.bucket_by, structure))
         else:
             length = tf.reduce_max(list(map(tf.reduce_prod, shapes)))
         return structure, tuple(shapes), length
@@ -147,6 +146,18 @@ def open_axes(spec: tf.TensorSpec) -> int:
         if size is None:
             axes = axis + 1
     return axes
+
+
+def _length(given: object) -> tf.Tensor:
+    """The length that a function of the user has returned for an example: int64 []."""
+    try:
+        length = tf.convert_to_tensor(given)
+    except (TypeError, ValueError):
+        length = None
+    if length is None or not length.dtype.is_integer or length.shape.num_elements() not in (None, 1):
+        shown = repr(given) if length is None else f"{length.dtype.name}{length.shape}"
+        raise UsageError(f"Padding(bucket_by=...) gave {shown:.80}: return the length of an example as an integer")
+    return tf.reshape(tf.cast(length, tf.int64), [])
 
 
 def _same_lengths(one: tf.Tensor, other: tf.Tensor) -> tf.Operation:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from loop.data.example_parts import sorted_keys
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -133,7 +134,8 @@ class Padding:
             for name in sorted(named):
                 if name in batch:
                     raise UsageError(f"Padding(mask=...) adds {name!r}, but the examples have a {name!r}: rename it")
-            return {**batch, **named}
+            sorted_keys(with_masks := {**batch, **named})
+            return with_masks
         parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         return (*parts, *masks.values())
 
@@ -182,7 +184,7 @@ def _leaf_name(path: tuple[str | int, ...]) -> str | int:
 def _paths(structure: Structure, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
     """The paths to the arrays of a structure, which itself is at `path`."""
     if isinstance(structure, Mapping):
-        for key in sorted(structure):  # as `tf.nest.flatten` does
+        for key in sorted_keys(structure):  # as `tf.nest.flatten` does
             yield from _paths(structure[key], (*path, key))
     elif isinstance(structure, tuple | list):
         for position, part in enumerate(structure):

@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from loop.data.examples import Arrays, ArraySpec, ExampleReader, MixedReader, arrays_of
-from loop.errors import TrainingError, UsageError
+from loop.errors import TrainingError, UsageError, named
 
 _READY = "ready"
 """The first answer of a process: it can read from now on."""
@@ -166,8 +166,8 @@ def pickled(reader: ExampleReader | MixedReader, specs: list[ArraySpec]) -> byte
             return bytes(cloudpickle.dumps((reader, specs)))
     except Exception as error:
         raise UsageError(
-            f"IndexedData(readers=...): the source or its map can't be sent to a process ({type(error).__name__}: "
-            f"{error}): open files and connections within __getitem__ or map, or leave readers out: threads read then"
+            f"IndexedData(readers=...): the source or its map can't be sent to a process ({named(error)}): open "
+            "files and connections within __getitem__ or map, or leave readers out: threads read then"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Sequences: examples of different shapes, in one array."""
+"""Lists of examples of different shapes, and a `tf.RaggedTensor`, as `Sequences`."""
 
 from __future__ import annotations
 
@@ -8,66 +8,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from loop.data.joined import Sequences
 from loop.errors import UsageError
 
 Given: TypeAlias = Any
 """A list, an array of objects, or a `tf.RaggedTensor`, with the examples as its elements."""
-
-
-class Sequences:
-    """Examples of different shapes, one after the other in one array.
-
-    Attributes:
-        rows: the rows of all examples, [rows of all examples, ...]. A row has the axes that don't differ: if examples
-            differ in length alone, it is one position of a sequence; for pictures of different height and width, it is
-            a pixel.
-        shapes: the sizes of each example that differ: int64 [examples, axes].
-        firsts: the index of the first row of each example: int64 [examples].
-    """
-
-    def __init__(self, rows: np.ndarray, shapes: np.ndarray) -> None:
-        self.rows = rows
-        self.shapes = shapes
-        # int64 in any case: the rows of all examples may be more than 32 bits count.
-        sizes = np.prod(shapes, axis=1, dtype=np.int64)
-        self.firsts = np.cumsum(sizes) - sizes
-
-    @property
-    def axes(self) -> int:
-        """The number of axes of an example that differ in size, from the first one on."""
-        return self.shapes.shape[1]
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """The number of rows of each example."""
-        return np.prod(self.shapes, axis=1, dtype=np.int64)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of all examples."""
-        return self.rows.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The memory that the examples take, in bytes."""
-        return self.rows.nbytes
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        first = self.firsts[index]
-        shape = self.shapes[index]
-        return self.rows[first : first + np.prod(shape, dtype=np.int64)].reshape([*shape, *self.rows.shape[1:]])
-
-    def head(self, count: int) -> Sequences:
-        """The first examples."""
-        shapes = self.shapes[:count]
-        return Sequences(self.rows[: np.prod(shapes, axis=1, dtype=np.int64).sum()], shapes)
-
-    def astype(self, dtype: str) -> Sequences:
-        """The same examples in another dtype."""
-        return Sequences(self.rows.astype(dtype), self.shapes)
 
 
 def as_sequences(given: Given, name: str | int, axes: int = 1) -> Sequences:

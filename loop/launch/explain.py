@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from callbacks.files import ROOT
-from loop.errors import message_of
+from loop.errors import named
 
 DEBUG = "TFLOOP_DEBUG"
 """With this variable in the environment, which `--debug` sets, the whole traceback is shown instead."""
@@ -26,7 +26,7 @@ def in_a_line(error: BaseException) -> str:
     if where:
         where += "; "
     how = "--debug" if sys.argv[1:2] == ["train"] else f"{DEBUG}=1"
-    return f"{type(error).__name__}: {message_of(error)} ({where}{how} shows the traceback)"
+    return f"{named(error)} ({where}{how} shows the traceback)"
 
 
 def place(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from callbacks.run_record.redaction import tell
-from loop.errors import UsageError
+from loop.errors import UsageError, named
 from loop.options import BACKENDS
 from loop.options import plugin_entry_points as entry_points
 
@@ -42,7 +42,7 @@ def load(name: str) -> BackendClass:
     try:
         made: BackendClass = entry_points()[name].load()
     except Exception as error:  # an import may raise anything
-        raise _broken(name, f"{type(error).__name__}: {error}") from None
+        raise _broken(name, named(error)) from None
     # Compared by name, because importing the class here would load TensorFlow.
     bases = made.__mro__ if isinstance(made, type) else ()
     if INTERFACE not in [f"{base.__module__}.{base.__qualname__}" for base in bases]:
@@ -62,7 +62,7 @@ def ask(name: str, workers: int = 1) -> tuple[BackendClass, str | None]:
     try:
         return made, made.available(workers)
     except Exception as error:
-        raise _broken(name, f"{type(error).__name__}: {error}") from None
+        raise _broken(name, named(error)) from None
 
 
 def first_available(workers: int) -> str | None:

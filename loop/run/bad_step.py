@@ -11,6 +11,7 @@ from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.writer import arrays
 from loop.data import Rows
+from loop.errors import message_of
 from loop.run import state
 from loop.run.state import Arrays
 from loop.task import Batch
@@ -61,7 +62,7 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
         tensors, rest = state.snapshot(run, whole)
         path = checkpoint_files.write(directory, step + 1, arrays(tensors) | batch, rest | {"bad": bad})
     except Exception as error:  # best effort: must not hide that the step wasn't finite
-        return f"what it was made from could not be kept ({error})"
+        return f"what it was made from could not be kept ({message_of(error)})"
     return f"what it was made from is kept: `tfloop replay {path}` shows it"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.array_files import InParts, Json
 from loop.checkpoint.writer import Snapshot, Writer
+from loop.errors import message_of
 from loop.monitor import fault_injection
 from loop.run import state
 from loop.run.checkpoint_parts import CheckpointParts
@@ -109,7 +110,7 @@ class Checkpointing:
         if self.policy.save_must_succeed:
             self._run.errors.add(error)
         else:
-            tell(f"warning: a checkpoint could not be written ({error}); training goes on")
+            tell(f"warning: a checkpoint could not be written ({message_of(error)}); training goes on")
         return FAILED
 
     def take_outcome(self, outcome: int) -> str:

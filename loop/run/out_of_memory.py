@@ -29,7 +29,7 @@ def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:
     exhausted = isinstance(error, tf.errors.ResourceExhaustedError) and any(sign in str(error) for sign in _SIGNS)
     if not (exhausted or isinstance(error, MemoryError)):
         return None
-    why = message_of(error) if isinstance(error, Exception) else str(error)
+    why = message_of(error)
     target = target_of(run.task) or "TARGET"
     return OutOfMemoryError(
         f"{OUT_OF_MEMORY} {run.progress.step + 1:,}, with a batch of {run.options['batch_size']:,}: {why}. "

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loop.errors import UsageError
+from loop.errors import UsageError, message_of
 from loop.step.values import RESERVED, Unweighted, Value, check, content
 
 SumAndWeight: TypeAlias = tuple[tf.Tensor, tf.Tensor]
@@ -235,8 +235,8 @@ def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Va
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise UsageError(
             f"{type(metric).__name__}, the metric {name!r}, can't be updated with tensors of shape {shapes} "
-            f"(the last is the weight, if there is one): {error}. compute() returns what its update_state() "
-            "takes: a tensor, or a tuple such as (labels, predictions), or (labels, predictions, weights)"
+            f"(the last is the weight, if there is one): {message_of(error)}. compute() returns what its "
+            "update_state() takes: a tensor, or a tuple such as (labels, predictions) or (labels, predictions, weights)"
         ) from None
     if taken := sorted((set(elements) - {name}) & set(values)):
         raise UsageError(f"compute() returns {taken[0]!r}, but that is an element of the metric {name!r}: rename it")

@@ -24,6 +24,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import callbacks
 import loop
 from loop.backends import create
 from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, source
@@ -35,7 +36,7 @@ from loop.data.parts import first
 from loop.data.pending_batches import PendingBatches, Position
 from loop.data.random_access import ArrayRows
 from loop.data.read_ahead import ReadAhead
-from loop.errors import TrainingError, UsageError
+from loop.errors import OutOfMemoryError, TrainingError, UsageError
 from loop.monitor.phase_marker import PhaseMarker
 from loop.step.batches import Batches
 
@@ -148,8 +149,6 @@ def _trained(quiet, data, held_out=None, **options):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    import callbacks
-
     directory = tmp_path_factory.mktemp("expected")
     standard = callbacks.standard(mlflow=None, progress=None)
     return loop.fit(
@@ -447,6 +446,18 @@ def test_a_bad_example_stops_the_run_and_is_named(quiet, tmp_path):
         _trained(quiet, loop.IndexedData(Items(bad=[57])), run_dir=tmp_path / "run")
 
 
+def test_an_error_without_a_text_is_named_by_its_type(quiet, tmp_path):
+    def read(index):
+        raise MemoryError
+
+    data = loop.IndexedData(list(range(9)), map=read)
+    with pytest.raises(TrainingError, match=r"^example 0 can't be read: MemoryError$"):
+        _trained(quiet, data, run_dir=tmp_path / "run")
+    stops = callbacks.LambdaCallback(steps_end=lambda run, metrics: read(0), every=1)
+    with pytest.raises(OutOfMemoryError, match=r"with a batch of 16: MemoryError. Whatever the batch is"):
+        _trained(quiet, loop.IndexedData((INPUTS, LABELS)), callbacks=[*quiet(), stops], run_dir=tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -455,6 +466,7 @@ def test_a_bad_example_stops_the_run_and_is_named(quiet, tmp_path):
         (lambda: (INPUTS[0], None), "example 57: array 1: None instead of an array"),
         (lambda: INPUTS[0], r"example 57 has the arrays \[0\], the first example \[0, 1\]"),
         (lambda: (INPUTS[0], object()), "example 57: array 1: object is no array"),
+        (lambda: {"x": INPUTS[0], 1: LABELS[0]}, r"keys \['x', 1\], which can't be sorted"),
     ],
 )
 def test_an_example_unlike_the_first_one_is_named(other, said, quiet, tmp_path):
@@ -511,6 +523,10 @@ def _opened(data):
     return source(data, BatchOptions(4), "train_data()")
 
 
+def _of_lengths(lengths):
+    return _opened(loop.IndexedData(Text(), padding=0, lengths=lengths))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -542,6 +558,15 @@ def _opened(data):
         ),
         (lambda: _opened(loop.IndexedData([np.zeros(3, "V4")])), r"dtype \|V4, which no tensor has: convert it in map"),
         (lambda: _opened(loop.IndexedData({"x": LABELS.astype("longdouble")})), "array 'x': dtype .*, which no tensor"),
+        (lambda: _opened(loop.IndexedData({"x": INPUTS, 1: INPUTS})), r"keys \['x', 1\], which can't be sorted"),
+        (lambda: _of_lengths(lambda index: None), "None for example 0: give its length, an integer from 0 on"),
+        (lambda: _of_lengths(lambda index: float("nan")), "nan for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: 2.5), "2.5 for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: "7"), "'7' for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: 2**70), "1180591620717411303424 for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: np.array([7])), r"array\(\[7\]\) for example 0: give its length"),
+        (lambda: _of_lengths(lambda index: len(Text()[index]) - 6 * (index == 3)), "-[0-9] for example 3: give its"),
+        (lambda: _of_lengths([-1] * 15), "-1 for example 0: give its length"),
         (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
         (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
         (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),
@@ -1032,8 +1057,8 @@ def test_sequences_are_stretches_of_their_array(data, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_access, "_JOINED_AT_ONCE", data.draw(st.integers(1, 30)))
         read = source.read(np.array(asked, np.int64))
-    assert read.lengths.tolist() == [lengths[index] for index in asked]
-    assert read.values.dtype == np.dtype(dtype).newbyteorder("=")
+    assert read.sizes.tolist() == [lengths[index] for index in asked]
+    assert read.rows.dtype == np.dtype(dtype).newbyteorder("=")
     for index, found in zip(asked, read, strict=True):
         np.testing.assert_array_equal(found, expected[index])
         assert found.flags.writeable  # a `map` may change it
@@ -1140,6 +1165,33 @@ def test_the_first_examples_of_a_mixture_are_the_same_in_each_epoch():
     for epoch in (0, 1, 2, EVALUATION_EPOCH):
         batch = made.read_batch((), tf.constant(epoch, tf.int64), tf.constant(0, tf.int64))[1]
         assert batch.numpy().tolist() == expected[:10]
+    made.close()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_mixture_is_sorted_by_the_lengths_of_each_epoch(shuffle):
+    padding = loop.Padding(bucket_by=True, buckets=4)
+    sources = []
+    for size in (40, 100):  # of the second one, other examples come in each epoch
+        lengths = np.random.default_rng(size).integers(1, 60, size)
+        values = np.arange(lengths.sum())
+        sources.append(loop.IndexedData(loop.sequences(values, lengths), padding=padding))
+    mixture = loop.mix({sources[0]: 1, sources[1]: 1})
+    options = BatchOptions(5, seed=3, shuffle=shuffle)
+
+    def lengths(made, epoch, step):
+        _, (_, mask) = made.read_batch((), tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
+        return mask.numpy().sum(1)
+
+    made = source(mixture, options, "train_data()")
+    for epoch in (0, 1, 2):
+        read = [lengths(made, epoch, step) for step in range(made.steps_per_epoch)]
+        assert max(map(np.ptp, read)) < 30
+        if not shuffle:
+            assert (np.diff(np.concatenate(read)) >= 0).all()
+        resumed = source(mixture, options, "train_data()")
+        assert lengths(resumed, epoch, 7).tolist() == read[7].tolist()
+        resumed.close()
     made.close()
 
 

@@ -225,6 +225,11 @@ def test_examples_of_a_stream_may_be_named_tuples(change, ragged):
     assert bare.tokens.numpy().tolist() == [1, 2]
 
 
+def _bucketed(length):
+    pairs = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]]))
+    return StreamData(pairs, Padding(bucket_by=length))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -245,10 +250,15 @@ def test_examples_of_a_stream_may_be_named_tuples(change, ragged):
             lambda: opened(ArrayData({"mask": [[1], [2, 3]]}, padding=0)).head(1),
             "the examples have a 'mask': rename it",
         ),
+        (lambda: opened(ArrayData({0: [[1], [2, 3]]}, padding=0)).head(1), r"keys \[0, 'mask'\], which can't be"),
         (
             lambda: opened(ArrayData([[1], [2, 3]], padding=Padding(bucket_by=lambda x: 0.5))),
             "gave float64.* for example 0: return its length as an integer",
         ),
+        (lambda: opened(_bucketed(lambda x: None)), "gave None: return the length of an example as an integer"),
+        (lambda: opened(_bucketed(lambda x: 0.5)), r"gave float32\(\): return the length"),
+        (lambda: opened(_bucketed(lambda x: "7")), r"gave string\(\): return the length"),
+        (lambda: opened(_bucketed(lambda x: [1, 2])), r"gave int32\(2,\): return the length"),
         (lambda: StreamData([1]), r"StreamData\(list\): give a tf.data.Dataset"),
         (lambda: opened(StreamData(tf.data.Dataset.range(3), padding=0)), "one known shape, .* leave padding out"),
         (

@@ -246,6 +246,11 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
         (lambda: ArrayData({"x": np.zeros(3)}, np.zeros(3)), "a dict within a dict, or beside other arrays"),
         (lambda: ArrayData({"x": {"y": np.zeros(3)}}), "a dict within a dict, or beside other arrays"),
         (
+            lambda: ArrayData({"x": np.zeros(3), 1: np.zeros(3)}),
+            r"keys \['x', 1\], which can't be sorted: give",
+        ),
+        (lambda: ArrayData.of(({"x": np.zeros(3), 1: np.zeros(3)}, np.zeros(3))), "which can't be sorted"),
+        (
             lambda: source(ArrayData(np.zeros((0, 2))), BatchOptions(4), "train_data()"),
             r"train_data\(\) has no examples",
         ),
