@@ -25,11 +25,13 @@ Structure: TypeAlias = Any
 class ArrayData:
     """Examples in memory: arrays with an equal first axis.
 
-    One array gives bare examples, several give tuples, a dict of arrays gives dicts.
+    One array gives bare examples, several give tuples, a dict of arrays gives dicts; a dict may stand in place of an
+    array, as in `ArrayData({"left": left, "right": right}, labels)`.
 
     Args:
-        *arrays: NumPy arrays of shape [examples, ...] and of any dtype, or what NumPy can make one of; or a dict of
-            them. With `padding` also lists of arrays of different lengths, or a `tf.RaggedTensor`.
+        *arrays: NumPy arrays of shape [examples, ...] and of any dtype, or what NumPy can make one of; or dicts of
+            them. With `padding` also lists of arrays of different lengths, or a `tf.RaggedTensor`, but no dicts within
+            others or beside arrays.
         padding: how examples of different lengths become one batch: a `loop.Padding`, or the value that fills the
             gaps.
 
@@ -44,10 +46,13 @@ class ArrayData:
         # Positions stand for names, so that all that follows is the same for dicts and tuples.
         is_dict = len(arrays) == 1 and isinstance(arrays[0], dict)
         named: dict[str | int, Given] = dict(arrays[0]) if is_dict else dict(enumerate(arrays))
-        if any(isinstance(array, dict) for array in named.values()):
-            raise UsageError("ArrayData: a dict within a dict, or beside other arrays: put all arrays into one dict")
         self.padding = as_padding(padding)
-        converted = _converted(named, self.padding)
+        is_nested = any(isinstance(array, dict) for array in named.values())
+        if is_nested and self.padding is not None:
+            raise UsageError(
+                "ArrayData(padding=...): a dict within a dict, or beside other arrays: put all arrays into one dict"
+            )
+        converted = _nested(named) if is_nested else _converted(named, self.padding)
         self.arrays: Structure = converted
         if not is_dict:
             self.arrays = tuple(converted.values()) if len(arrays) > 1 else converted[0]
@@ -78,6 +83,8 @@ class ArrayData:
     def _checked_size(self) -> int:
         """The number of examples, which must be the same in all arrays."""
         arrays = [array for _, array in flatten(self.arrays)]
+        if not arrays:
+            raise UsageError("ArrayData: a dict without arrays: give at least one array")
         shapes = [array.shape for array in arrays if isinstance(array, np.ndarray)]
         if () in shapes:
             raise UsageError("ArrayData: a scalar has no examples: give arrays of shape [n, ...]")
@@ -125,6 +132,14 @@ def _holds_arrays(structure: Structure) -> bool:
 def _is_array_or_holds_some(value: Structure) -> bool:
     # A NumPy scalar has the shape (), and is a number of a list of numbers.
     return isinstance(value, dict) or bool(getattr(value, "shape", ())) or _holds_arrays(value)
+
+
+def _nested(structure: Structure) -> Structure:
+    """Dicts of dicts and arrays, with all arrays as NumPy arrays."""
+    converted: dict[str | int, Structure] = {}
+    for name, value in structure.items():
+        converted[name] = _nested(value) if isinstance(value, dict) else _converted({name: value}, None)[name]
+    return converted
 
 
 def _converted(arrays: Mapping[str | int, Given], padding: Padding | None) -> dict[str | int, Array]:

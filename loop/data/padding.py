@@ -134,7 +134,8 @@ class Padding:
             for name in sorted(named):
                 if name in batch:
                     raise UsageError(f"Padding(mask=...) adds {name!r}, but the examples have a {name!r}: rename it")
-            sorted_keys(with_masks := {**batch, **named})
+            with_masks = {**batch, **named}
+            sorted_keys(with_masks)  # refuses names of masks and keys of the batch that can't be sorted together
             return with_masks
         parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         return (*parts, *masks.values())

@@ -91,6 +91,17 @@ def test_structures_follow_the_arrays():
     assert read(named, 0, 1)["name"].numpy().tolist() == [b"c", b"d"]
 
 
+def test_dicts_may_stand_in_place_of_arrays():
+    left, right, labels = np.arange(10), np.arange(10.0), list(range(10))
+    nested = ArrayData({"left": left, "more": {"right": right}}, labels)
+    flat = ArrayData({"left": left, "right": right, "label": labels})
+    inputs, label = read(source(nested, BatchOptions(4, seed=3), "data"), 1, 1)
+    expected = read(source(flat, BatchOptions(4, seed=3), "data"), 1, 1)
+    np.testing.assert_array_equal(inputs["left"], expected["left"])
+    np.testing.assert_array_equal(inputs["more"]["right"], expected["right"])
+    np.testing.assert_array_equal(label, expected["label"])
+
+
 def test_a_batch_is_copied_to_the_device_that_computes():
     worker = Worker(0, 1)
     worker.device = logical_cpus(2)[1]
@@ -243,8 +254,9 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
         (lambda: ArrayData(), "give at least one"),
         (lambda: ArrayData(np.zeros(3), np.zeros(4)), r"unequal length \(3, 4 examples"),
         (lambda: ArrayData(np.float32(3)), "a scalar has no examples"),
-        (lambda: ArrayData({"x": np.zeros(3)}, np.zeros(3)), "a dict within a dict, or beside other arrays"),
-        (lambda: ArrayData({"x": {"y": np.zeros(3)}}), "a dict within a dict, or beside other arrays"),
+        (lambda: ArrayData({"x": np.zeros(3)}, np.zeros(3), padding=0), "put all arrays into one dict"),
+        (lambda: ArrayData({"x": {"y": np.zeros(3)}}, np.zeros(4)), r"unequal length \(3, 4 examples"),
+        (lambda: ArrayData({"x": {}}), "a dict without arrays: give at least one"),
         (
             lambda: ArrayData({"x": np.zeros(3), 1: np.zeros(3)}),
             r"keys \['x', 1\], which can't be sorted: give",
