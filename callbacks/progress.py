@@ -20,8 +20,8 @@ from callbacks.types import Foreign
 
 RELAY = "TFLOOP_PROGRESS"
 """Environment variable: "relay" makes a worker write its progress as marked lines, which its launcher draws."""
-MARK = "\x1e"
-"""Starts a relayed line (ASCII record separator)."""
+MARK = "\x1etfloop "
+"""Starts a relayed state. More than a control character, with which a task may begin lines of its own."""
 _BAR_WIDTH = 34  # columns of the shortest useful bar and of the text beside it, without epoch and metrics
 _SHOWN = ("task", "parameters", "backend", "replicas", "workers", "batch_size")
 """The entries of `run.info` that are shown."""

@@ -192,6 +192,17 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, command, tmp_
     assert re.search(message, line)
 
 
+def test_a_deleted_directory_is_named_before_anything_starts_in_it(command, tmp_path, monkeypatch):
+    """Workers failed of it one by one, and the launcher waited two minutes for them."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for arguments in (["train", "digits", "--workers", 2], ["verify", "digits"]):
+        message = "tfloop: error: the current directory was deleted: change to one that is there (cd)\n"
+        assert command(*arguments) == (2, "", message)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -151,8 +151,10 @@ class ElasticJob(Job):
         if report:
             self._take_report(worker, cast("Report", report))
             return
-        code = worker.process.returncode
-        if self._over_by < _GOES_ON or self.stops or not code:  # the job is over, or the worker was sent away
+        code = worker.process.returncode or 0
+        # By its place, too: a worker that ends with 0 by itself is lost like any other.
+        was_sent_away = not code and 0 <= worker.place < self._plan.generation
+        if self._over_by < _GOES_ON or self.stops or was_sent_away:
             return
         how = exit_text(code)
         if worker.host is not None and worker.host.lost:

@@ -8,12 +8,15 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from callbacks.progress import RELAY
+from loop.errors import FAILED
 from loop.launch import signals
 from loop.launch.environment import JOB, LAUNCHER
 from loop.launch.output import Output
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 ENDED_AT_ONCE = "ended at once by a second signal; checkpoints that were there are as they were"
 """The message for a job that was asked to stop twice."""
+_END_GRACE = 10.0  # seconds that the launcher has to end by itself after a second signal
 
 
 class Outcome(NamedTuple):
@@ -125,15 +129,34 @@ class Job(abc.ABC):
         else:
             self._wishes.hear(number)
 
-    def hears_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, `hear` takes the signals that the job passes on to its workers."""
-        return signals.handled(dict.fromkeys([*signals.stops(), signal.SIGUSR1], self.hear))
+    @contextlib.contextmanager
+    def hears_signals(self) -> Iterator[None]:
+        """Within it, `hear` takes the signals that the job passes on to its workers.
+
+        The main thread may wait for ever where nobody reads what it prints. A second signal ends the process then, too.
+        """
+        wishes = signals.Wishes()
+
+        def heard(number: int) -> None:
+            if number in signals.STOPS and wishes.hear(number) > 1:
+                time.sleep(_END_GRACE)
+                self.kill()
+                signals.leave(FAILED)
+
+        with (
+            signals.handled(dict.fromkeys([*signals.stops(), signal.SIGUSR1], self.hear)),
+            signals.watched(heard),
+        ):
+            yield
 
     def pass_signals_on(self) -> None:
         """Sends the signals that were received to the workers."""
         if self.stops and not self._announced and any(self.directory.glob("rank-*.trains")):
             self._announced = True
-            self.output.line(signals.STOPPING)
+            # In a thread of its own: a pipe that nobody reads must not keep the workers from being told.
+            announcing = threading.Thread(target=self.output.line, args=(signals.STOPPING,), daemon=True)
+            announcing.start()
+            self.output.threads.append(announcing)
         # A problem that was found before stays the reason that is given.
         if self.stops > 1 and not self.problem:
             self.problem = ENDED_AT_ONCE

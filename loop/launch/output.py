@@ -49,8 +49,14 @@ class Output:
         text = line.rstrip("\r\n")
         if re.match(stderr.CHATTER, text):
             return
+        # A task may have printed a part of a line before it.
+        before, _, relayed = text.partition(MARK)
+        try:
+            state = json.loads(relayed) if relayed else None
+        except ValueError:  # the task has printed into it
+            before, state = text, None
         with self._lock, contextlib.suppress(OSError):
-            if text.startswith(MARK):
-                self._display.update(json.loads(text[len(MARK) :]))
-            elif text:
-                self._display.line(f"[{source}] {text}")
+            if before:
+                self._display.line(f"[{source}] {before}")
+            if state is not None:
+                self._display.update(state)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import select
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,13 @@ _frozen = False  # whether `gc.freeze` was called
 def descriptor() -> int:
     """The file descriptor of the real stderr, also while `quiet_start` has replaced stderr by a file."""
     return _descriptor
+
+
+def takes_text() -> bool:
+    """Whether a line can be written to the real stderr now: a full pipe, or a terminal that is held, lets one wait."""
+    poll = select.poll()
+    poll.register(_descriptor, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 @contextlib.contextmanager

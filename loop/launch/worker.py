@@ -101,7 +101,8 @@ def before_training() -> Iterator[None]:
     def end() -> None:
         if not ending.acquire(blocking=False):  # the other thread of the two already ends this process
             return
-        if JOB not in os.environ:  # else the launcher prints it, once for all workers
+        # In a job, the launcher prints it, once for all workers. Into a pipe that nobody reads, nobody can.
+        if JOB not in os.environ and stderr.takes_text():
             with contextlib.suppress(OSError):  # the terminal is closed
                 os.write(stderr.descriptor(), f"{signals.STOPPED}\n".encode())
         signals.leave(PREEMPTED)

@@ -32,11 +32,15 @@ SHIPPED = {
 
 
 def check(target: str) -> None:
-    """Refuses a target that can't exist, without importing anything.
+    """Refuses a target that can't exist, without importing anything; any target where there is no current directory.
 
     Raises:
         UsageError: see `load`.
     """
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # else libraries, and the workers of a job, would fail of it one by one
+        raise UsageError("the current directory was deleted: change to one that is there (cd)") from None
     if target in SHIPPED:
         return
     origin, colon, name = target.partition(":")
@@ -54,7 +58,7 @@ def check(target: str) -> None:
             raise UsageError(f"TARGET {target!r}: there is no file {path}{near_file(path)}")
         check_shadows(path.resolve().parent)
     else:
-        check_shadows(Path.cwd())
+        check_shadows(here)
     task_file.check(target)
 
 

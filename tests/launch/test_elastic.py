@@ -58,7 +58,7 @@ def init(start=hvd.init):
     if os.environ["TFLOOP_WORKER"] == "1":  # the other one is in it, and waits for this one
         while not connecting.exists():
             time.sleep(0.01)
-        os._exit(9)
+        os._exit(0)  # whatever it says: nobody has sent it away
     connecting.touch()
     start()
 
@@ -76,7 +76,7 @@ def test_a_death_while_the_others_connect_has_the_job_start_anew(tmp_path, monke
     finally:
         job.close()
     said = job.errors()
-    assert "elastic: worker 1 is gone: exit code 9" in said
+    assert "elastic: worker 1 is gone: exit code 0" in said
     # Horovod ends it or, by chance, waits for minutes.
     assert re.search(
         "elastic: worker 0 (still waits in Horovod for one that is gone|is gone: killed by signal 6)", said

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 import cli
+from callbacks.progress import MARK
 from loop import TrainingError, UsageError
 from loop.backends import strategy
 from loop.launch import machine
 from loop.launch.environment import START_TIMEOUT
 from loop.launch.fixed_job import FixedJob
+from loop.launch.output import Output
 from loop.launch.process import printed_lines, start_worker
 from tests.conftest import ROOT, TFLOOP, needs_horovod
 
@@ -281,6 +283,26 @@ def test_a_launcher_whose_terminal_is_gone_still_takes_what_workers_print():
     os.close(reader)
     assert subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=240, cwd=ROOT).returncode == 0
     os.close(writer)
+
+
+def test_what_a_task_prints_beside_relayed_progress_is_shown_as_it_is(capfd):
+    """What was taken for progress, and was none, ended the thread that reads: the worker waited for ever."""
+    end = {"kind": "end", "metrics": {}, "status": "finished", "why": "", "step": 3, "speed": 1.0}
+    printed = ['\x1e{"a record": "of JSON"}\n', "\x1e{\n", f"{MARK}{{\n", f"half{MARK}{json.dumps(end)}\n"]
+    code = f"import sys\nfor text in {printed!r} + 90_000 * ['x\\n']: sys.stderr.write(text)"
+    shown = Output()
+    with start_worker([sys.executable, "-S", "-c", code], {}) as worker:
+        shown.follow(worker, "0")
+        assert worker.wait(timeout=240) == 0
+        shown.join()
+    first = [
+        '[0] \x1e{"a record": "of JSON"}',
+        "[0] \x1e{",
+        f"[0] {MARK}{{",
+        "[0] half",
+        "finished at step 3, 1 examples/s",
+    ]
+    assert capfd.readouterr().err.split("\n") == [*first, *["[0] x"] * 90_000, ""]
 
 
 def test_an_orphan_that_hangs_is_killed_with_what_it_has_started():

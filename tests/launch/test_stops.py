@@ -1,5 +1,6 @@
 """What stops a run: signals, a closed terminal, sys.exit in the user's code; and what is said and left behind then."""
 
+import contextlib
 import json
 import os
 import pty
@@ -263,6 +264,25 @@ def test_a_terminal_that_is_closed_loses_nothing(task):  # noqa: F811
     assert json.loads((task / "run" / "run.json").read_text())["status"] == "preempted"
     last = max((task / "run" / "checkpoints").glob("step-*"))
     assert json.loads((last / "manifest.json").read_text())["step"] == int(last.name[5:])
+
+
+@pytest.mark.parametrize("place", [["--backend", "single"], ["--backend", "multiworker", "--workers", "2"]])
+def test_where_nobody_reads_what_is_printed_signals_are_heard_and_a_second_one_ends_it(place, start, task):  # noqa: F811
+    job = start(task, "task.py:Slow", *place, "--epochs", 500, "--run-dir", "run")
+    job.wait_for(lambda: training(task))
+    stderr = os.open(f"/proc/{job.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    for size in (512, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(stderr, size * b"x")
+    os.close(stderr)
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for(lambda: json.loads((task / "run" / "run.json").read_text())["status"] == "preempted")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(timeout=240) in (-signal.SIGTERM, 1)
+    job.end(seconds=240)  # what it has started is gone, too
+    assert not job.alive()
+    assert not list(task.glob("tfloop-*"))
 
 
 def in_shell(directory, *arguments, closed):
