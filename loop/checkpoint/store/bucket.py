@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from callbacks.files import fsync_directory, reading, replacing
 from callbacks.run_record.redaction import mask
@@ -264,7 +264,7 @@ def _open(url: str) -> Any:
     stores = importlib.import_module("obstore.store")
     parts = urlsplit(url)
     if parts.scheme == "file":
-        directory = Path(parts.path)
+        directory = Path(unquote(parts.path))
         is_new = not directory.exists()
         store = stores.LocalStore(directory, mkdir=True)
         if is_new:
@@ -277,7 +277,7 @@ def _open(url: str) -> Any:
     }
     # A server of S3's kind, such as MinIO: the bucket is in the path, and not in the host's name as with Amazon.
     if parts.scheme in ("http", "https"):
-        bucket, _, prefix = parts.path.strip("/").partition("/")
+        bucket, _, prefix = unquote(parts.path).strip("/").partition("/")
         endpoint = f"{parts.scheme}://{parts.netloc}"
         return stores.S3Store(bucket, prefix=prefix, endpoint=endpoint, virtual_hosted_style_request=False, **options)
     return stores.from_url(url, **options)

@@ -239,7 +239,7 @@ def copies_below(url: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     names = runs_below(url)
     for name in names:
-        copy(f"{url}/{name}", checkpoints=False)
+        copy(f"{url}/{address.quoted(name)}", checkpoints=False)
     for path in folder.iterdir():
         if path.is_dir() and path.name not in names:  # it was removed
             shutil.rmtree(path)
