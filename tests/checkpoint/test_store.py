@@ -264,6 +264,14 @@ def test_a_url_has_the_names_of_its_path_escaped(name, tmp_path, monkeypatch, co
     assert name in out
 
 
+def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):
+    for words in (["runs", "show"], ["runs", "rm", "--yes"], ["tail"], ["runs", "--root"]):
+        code, _, err = command(*words, f"file://{tmp_path}/mistyped/run")
+        assert code == 2
+        assert "there is no such directory" in err
+    assert not (tmp_path / "mistyped").exists()
+
+
 def test_runs_of_a_folder_and_their_removal(store, url):
     with copies.mirrored(url) as directory:
         write(directory, 1)

@@ -45,7 +45,7 @@ def mirrored(url: str) -> Iterator[Path]:
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # The lock of the spool, for processes of this machine; then the lease, for those of all.
     with lock.locked(directory.parent):
-        bucket = Bucket(url)
+        bucket = Bucket(url, make=True)
         about = read_json(directory.parent / address.ABOUT)
         lease = _taken(bucket, about.get("nonce") if about.get("ended") else None)
         assert lease.state is not None
