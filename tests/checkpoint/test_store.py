@@ -272,6 +272,29 @@ def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):
     assert not (tmp_path / "mistyped").exists()
 
 
+def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_path, monkeypatch):
+    bucket = Bucket(url)
+    with copies.mirrored(url) as directory:
+        write(directory, 1, 2)
+        until(lambda: believed(bucket) and "checkpoints/step-00000002/manifest.json" in believed(bucket).files)
+        files = believed(bucket).files
+        bucket.delete(
+            [files["checkpoints/step-00000001/tensors.npz"]["key"], *(s["key"] for s in believed(bucket).journal)]
+        )
+    assert is_tidy(url)
+    other_machine(monkeypatch, tmp_path)
+    assert steps_in(copies.copy(url)) == [1, 2]
+
+    lost = believed(bucket).files["checkpoints/step-00000002/manifest.json"]["key"]
+    bucket.delete([lost])
+    other_machine(monkeypatch, tmp_path, "a third")
+    with pytest.raises(StoreError, match=f"{lost} isn't there"):
+        copies.copy(url)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    assert copies.deliver(url)
+    assert steps_in(copies.copy(url)) == [1, 2]
+
+
 def test_runs_of_a_folder_and_their_removal(store, url):
     with copies.mirrored(url) as directory:
         write(directory, 1)

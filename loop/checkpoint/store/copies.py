@@ -219,13 +219,18 @@ def copy(url: str, checkpoints: bool = True) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with lock.locked(directory.parent, wait=60):
         bucket = Bucket(url)
+        before = None
         for _ in range(5):
             state = believed(bucket)
             if state is None:
                 raise UsageError(f"{url}: no run there")
-            with contextlib.suppress(MissingError):  # it was pruned in the meantime
+            try:
                 _refresh(bucket, state, directory, checkpoints)
                 return directory
+            except MissingError:
+                if state.position == before:  # else it was pruned in the meantime
+                    raise
+                before = state.position
     raise StoreError(f"{url}: it changes faster than it can be read")
 
 
