@@ -8,8 +8,11 @@ from pathlib import Path
 
 from callbacks.arguments import check
 from callbacks.base import Callback, Metrics, Run
-from callbacks.files import write_text
+from callbacks.files import UnsafeFileError, write_text
 from callbacks.run_record.redaction import redact
+
+_TAKEN = ("run.json", "journal.jsonl", "lock", "mlflow.json", "mlflow.lock", "report.html")
+"""The names of a run's own files."""
 
 
 class CSVLogger(Callback):
@@ -23,7 +26,13 @@ class CSVLogger(Callback):
 
     def __init__(self, path: str | Path = "metrics.csv") -> None:
         check(self, isinstance(path, str | Path) and Path(path).name != "", "give the path of a file", path=path)
+        check(self, str(Path(path)) not in _TAKEN, "the run has a file of that name: give another one", path=path)
         self.path = Path(path)
+
+    def on_setup(self, run: Run) -> None:
+        path = run.directory / self.path
+        if path.is_dir():  # known before the training, not at the end of the first epoch
+            raise UnsafeFileError(path, "it is a directory")
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         history = redact(run.history)  # the task names its metrics, and a name may hold a secret

@@ -117,7 +117,7 @@ def reading(path: Path, shared: bool = False) -> BufferedReader:
 
 def appending(path: Path) -> IO[bytes]:
     """Opens a file for appending without a buffer; creates it if it doesn't exist: see `opened`."""
-    return os.fdopen(opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+    return os.fdopen(opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
 def check(path: Path, shared: bool = False) -> None:

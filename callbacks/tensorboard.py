@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from callbacks.arguments import check, is_whole
 from callbacks.base import Callback, Every, Metrics, Run, of_training
+from callbacks.files import FileError, UnsafeFileError, is_plain
+from callbacks.run_record.redaction import printable
 from callbacks.types import Foreign, Tensors
 
 if TYPE_CHECKING:
@@ -48,6 +51,17 @@ class TensorBoard(Callback):
         self._written: dict[str, int] = {}  # the last step of each tag
         self._graph_written = False
         self._last = 0  # the step at which `on_steps_end` was last called
+
+    def on_setup(self, run: Run) -> None:
+        directory = run.directory / self.directory
+        try:
+            str(directory).encode()
+            directory.mkdir(parents=True, exist_ok=True)
+        except UnicodeEncodeError:  # bytes that are no UTF-8 stand in it
+            text = "TensorFlow writes no event files to a path that isn't UTF-8: give TensorBoard another directory"
+            raise FileError(errno.EILSEQ, text, printable(str(directory))) from None
+        except FileExistsError:
+            raise UnsafeFileError(directory, "it is no directory") from None
 
     def on_restore(self, run: Run, path: Path | None) -> None:
         import tensorflow as tf
@@ -121,6 +135,8 @@ def _written(directory: Path) -> tuple[dict[str, int], bool]:
     last: dict[str, int] = {}
     graph = False
     for path in directory.glob("events.out.tfevents.*"):
+        if not is_plain(path, shared=True):  # opening a pipe would never end
+            continue
         with contextlib.suppress(tf.errors.DataLossError):  # a kill has torn the end of the file
             for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
                 event = tf.compat.v1.Event.FromString(record)

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 from callbacks import Callback, Checkpoint
-from callbacks.run_record import record
+from callbacks.run_record import journal, record
 from loop import fit
 from loop.backends import create
 from loop.checkpoint import checkpoint_files
@@ -616,6 +616,24 @@ def test_a_line_of_the_journal_that_finds_no_room_takes_none_with_it(quiet):
     assert len(torn) == 1
     behind = [json.loads(line)["event"] for line in lines[torn[0] + 1 :]]
     assert behind[-3:] == ["exception", "system", "fit_end"]
+
+
+def test_a_sample_that_finds_no_room_takes_no_line_of_the_journal_with_it(quiet):
+    class Filling(Callback):
+        every = "epoch"
+
+        def on_epoch_start(self, run):
+            if run.progress.epoch == 1:
+                with files_no_longer_than(Path("run/journal.jsonl").stat().st_size + 20):
+                    run.callbacks["SystemMetrics"]._sample(run)
+
+    result = fit(Plain(), epochs=3, batch_size=20, callbacks=quiet() + [Filling()], run_dir="run")
+    assert journal.read_history(Path("run/journal.jsonl")) == result.history
+    events = []
+    for line in Path("run/journal.jsonl").read_text().splitlines():
+        events.append("torn" if len(line) == 20 else json.loads(line)["event"])
+    assert events.count("torn") == 1
+    assert events.count("epoch_start") == 3
 
 
 # The watchdog

@@ -35,7 +35,6 @@ class Journal(Callback):
     def __init__(self, every: Every = "1s") -> None:
         self.every = every
         self._file: IO[bytes] | None = None
-        self._is_torn = False  # the file ends within a line, since the disk was full or the process was killed
         self._is_silent = False  # nothing is written yet
         self._last = 0  # the step at which `on_steps_end` was last called
 
@@ -45,7 +44,6 @@ class Journal(Callback):
             self._file.close()
         # Appended, and each line in one write: lines of other writers, such as `append`, don't mix with it.
         self._file = files.appending(path)
-        self._is_torn = is_torn(path)
         self._is_silent = path.stat().st_size > 0  # an attempt that ends before `on_restore` leaves no line
         run.history_in_journal = True
 
@@ -111,25 +109,27 @@ class Journal(Callback):
         if not files.is_same(path, self._file.fileno()):
             text = "it was moved or deleted while the run was writing it; start again with the run directory's path"
             raise files.MovedError(errno.ENOENT, text, str(path))
-        # A torn line is ended first, so that it spoils no other.
-        line = b"\n" * self._is_torn + _line(run, event, more)
-        self._is_torn = True
-        try:
-            while line:  # a disk that is nearly full takes a part of it
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            error.filename = str(path)  # the system's error names no file, and the user must know which disk is full
-            raise
-        self._is_torn = False
+        _append(path, self._file, _line(run, event, more))
 
 
 def append(run: Run, event: str, **more: Json) -> None:
     """Adds a line to the journal of a run, if it has one. Any thread of the chief may call it."""
     path = run.directory / NAME
     if path.exists():
-        # A descriptor of its own, and one unbuffered write: the line can't mix with one that `Journal` writes.
+        # A descriptor of its own, and unbuffered: the line can't mix with one that `Journal` writes.
         with files.appending(path) as file:
-            file.write(_line(run, event, more))
+            _append(path, file, _line(run, event, more))
+
+
+def _append(path: Path, file: IO[bytes], line: bytes) -> None:
+    """Adds a line to a journal that is open."""
+    # Looked at each time: a full disk or a kill may have torn the last line, of whichever writer. It is ended first, so
+    # that it spoils no other.
+    if _ends_torn(file.fileno()):
+        line = b"\n" + line
+    with files.naming(path):
+        while line:  # a disk that is nearly full takes a part of it
+            line = line[file.write(line) :]
 
 
 def artifact(run: Run, path: Path, to: str | None = None, register: str | None = None) -> None:
@@ -160,10 +160,12 @@ def _line(run: Run, event: str, more: Mapping[str, Json]) -> bytes:
 def is_torn(path: Path) -> bool:
     """Whether a file ends in the middle of a line."""
     with files.reading(path) as file:
-        if not file.seek(0, os.SEEK_END):
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
+        return _ends_torn(file.fileno())
+
+
+def _ends_torn(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 def jsonable(value: object) -> Json:

@@ -85,8 +85,9 @@ def begin(directory: Path, step: int) -> Path:
         directory.mkdir(exist_ok=True)  # without its parents: a run directory that was moved must not appear again
         fsync_directory(directory.parent)
     mend(directory)  # before leftovers are removed: one of them may be the only copy of a good checkpoint
-    for leftover in directory.glob("step-*.tmp"):  # of an attempt that was cut off
-        _remove(leftover)
+    for leftover in directory.glob("step-*.tmp"):  # of an attempt that was cut off, or of a checkpoint that was removed
+        with contextlib.suppress(OSError):  # one that is write-protected is in nobody's way, but if it has this name
+            _remove(leftover)
     with removed_on_error(partial):
         partial.mkdir()
     return partial

@@ -43,7 +43,8 @@ def locked(directory: Path, wait: float = A_LOOK) -> Iterator[None]:
             yield
         finally:
             if files.is_same(path, file.fileno()):  # else the run directory was moved, and the file is of another run
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # free in any case, and how the run ended must not be hidden
+                    path.unlink()
 
 
 @contextlib.contextmanager

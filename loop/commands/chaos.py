@@ -17,7 +17,8 @@ import numpy as np
 from callbacks.example_log import differences, used
 from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
-from loop.checkpoint.store import copies
+from loop.checkpoint.store import address, copies
+from loop.checkpoint.store.bucket import Bucket
 from loop.commands.chaos_aim import Aim, Reference
 from loop.commands.killed_run import KINDS, Machine, Run
 from loop.errors import UsageError
@@ -164,10 +165,10 @@ def _steps_between(plan: Plan, steps: int) -> int:
 
 def _folder(plan: Plan, directory: Path) -> str | None:
     """The URL of a folder for the runs with kills; None: they are on this disk."""
-    folder = plan.store or (f"file://{directory}/store" if plan.migrate else None)
+    folder = plan.store or (f"file://{address.quoted(str(directory))}/store" if plan.migrate else None)
     if folder is None:
         return None
-    copies.runs_below(folder)  # an error of the store comes before an hour of training
+    Bucket(folder, make=True).keys("")  # an error of the store comes before an hour of training
     # A name of its own: the folder of the user may have runs of an earlier `chaos`.
     return f"{folder}/chaos-{secrets.token_hex(4)}"
 

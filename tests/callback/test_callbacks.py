@@ -13,6 +13,7 @@ import pytest
 
 import callbacks
 from callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping, LearningRateScaling, MLflowTracker, Schedule
+from callbacks.files import UnsafeFileError
 from callbacks.metric_direction import lower_is_better
 from callbacks.progress import Display, Progress
 from callbacks.run_record import journal as journal_module
@@ -227,6 +228,13 @@ def test_csv_logger_has_each_epoch_once_also_after_a_resume(quiet, tmp_path):
     assert set(rows[0]) == {"epoch", "step", "examples", "loss", "eval_loss"}
 
 
+def test_csv_logger_refuses_a_directory_before_the_training(quiet, tmp_path):
+    (tmp_path / "run" / "metrics.csv").mkdir(parents=True)
+    with pytest.raises(UnsafeFileError, match=r"metrics.csv: it is a directory"):
+        fit(Plain(), callbacks=quiet() + [CSVLogger()], run_dir=tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_journal_has_every_event(quiet):
     result = fit(Plain(), epochs=2, batch_size=20, callbacks=quiet(journal=callbacks.Journal(every=3)))
     events = [(entry["event"], entry["step"]) for entry in lines(result)]
@@ -415,7 +423,7 @@ BAD = [
     ("ReduceOnPlateau", "patience", [0, None]),
     ("ReduceOnPlateau", "cooldown", [-1, 1.5, "x"]),
     ("ReduceOnPlateau", "min_lr", [-1, "x"]),
-    ("CSVLogger", "path", ["", None, 3]),
+    ("CSVLogger", "path", ["", None, 3, "run.json", "./journal.jsonl"]),
     ("EMA", "decay", [0, 1, "x", None, math.nan]),
     ("LearningRateScaling", "reference_batch_size", [0, "x", 1.5]),
     ("LearningRateScaling", "rule", ["cubic", None]),

@@ -35,6 +35,7 @@ from callbacks import (
     Timer,
     notify,
 )
+from callbacks.files import FileError, UnsafeFileError
 from callbacks.mlflow.points import points
 from callbacks.run_record import journal, redaction
 from loop import ArrayData, UsageError, fit
@@ -168,6 +169,22 @@ def test_tensorboard_has_each_point_once_also_after_a_kill(quiet, tmp_path):
     assert (left[0], right[-1]) == (w.min(), w.max())
     [graph] = graphs
     assert len(tf.compat.v1.GraphDef.FromString(graph).node) > 10
+
+
+def test_tensorboard_refuses_a_place_for_no_event_files_before_the_training(quiet, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UnsafeFileError, match="tensorboard: it is no directory"):
+        fit(Plain(), callbacks=quiet() + [TensorBoard()], run_dir=tmp_path / "run")
+    with pytest.raises(FileError, match=r"not-\\udcff/tensorboard: .* isn't UTF-8: give TensorBoard another directory"):
+        fit(Plain(), callbacks=quiet() + [TensorBoard()], run_dir=tmp_path / os.fsdecode(b"not-\xff"))
+
+
+def test_tensorboard_waits_for_no_pipe_among_its_files(quiet, tmp_path):
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    os.mkfifo(tmp_path / "run" / "tensorboard" / "events.out.tfevents.1")
+    (tmp_path / "run" / "tensorboard" / "events.out.tfevents.2").mkdir()
+    assert fit(Plain(), callbacks=quiet() + [TensorBoard()], run_dir=tmp_path / "run").status == "finished"
 
 
 def test_tensorboard_traces_nothing_for_the_graph(quiet):

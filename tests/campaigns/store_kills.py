@@ -102,7 +102,7 @@ def main(share=1.0, seed=0):
         # This process looks at what the others have left, past all that is made to fail for them.
         patient = {"max_retries": 60, "retry_timeout": timedelta(seconds=120)}
         own = {"endpoint": quiet.endpoint, "client_options": {"allow_http": True}, "retry_config": patient}
-        copies.Bucket = lambda url: bucket.Bucket(
+        copies.Bucket = lambda url, make=False: bucket.Bucket(
             url, S3Store(s3.BUCKET, prefix=url.removeprefix(f"s3://{s3.BUCKET}/"), **own)
         )
         for backend, (kills, options) in KILLS.items():

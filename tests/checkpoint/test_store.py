@@ -1,6 +1,7 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
 import shutil
+from urllib.parse import quote
 
 import numpy as np
 import obstore
@@ -217,6 +218,9 @@ def test_large_files_travel_in_parts(store, url, tmp_path):
         ("s3://bucket", "path of its own"), ("s3://me:secret@bucket/run", "credentials come from"),
         ("https://host/bucket", "bucket/path"), ("file://host/run", "absolute"), ("s3://bucket/a/../b", "without ."),
         ("s3://bucket/run?key=secret", "without user, query"), ("ftp://host/run", "begins with s3://, gs://"),
+        ("file:///a/%2e%2e/b", "without ."), ("file:///a\nb/run", "without control characters"),
+        ("s3://me:secret@bucket/a%00b", "without control characters"), ("file:///a\udcffb/run", "in UTF-8"),
+        ("file:///a%FFb/run", "in UTF-8"),
     ],
 )  # fmt: skip
 def test_wrong_urls_are_refused_without_their_secrets(text, problem):
@@ -241,6 +245,54 @@ def test_a_shared_disk_has_the_same_lease(tmp_path, monkeypatch):
     with copies.mirrored(url) as moved:
         assert steps_in(moved) == [1]
     assert is_tidy(url)
+
+
+@pytest.mark.parametrize("name", ["a b", "a%20b", "größe#1?", "it's [one]"])
+def test_a_url_has_the_names_of_its_path_escaped(name, tmp_path, monkeypatch, command):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    typed = f"file://{tmp_path}/disk/{quote(name)}/{quote(name)}"
+    url = address.read_url(typed)
+    assert address.read_url(url) == url
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    assert directory.name == name
+    assert (tmp_path / "disk" / name / name / "state").is_dir()
+    folder = url.rpartition("/")[0]
+    assert address.url_of_copy(copies.copies_below(folder) / name) == url
+    code, out, _ = command("runs", "show", typed)
+    assert code == 0
+    assert name in out
+
+
+def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):
+    for words in (["runs", "show"], ["runs", "rm", "--yes"], ["tail"], ["runs", "--root"]):
+        code, _, err = command(*words, f"file://{tmp_path}/mistyped/run")
+        assert code == 2
+        assert "there is no such directory" in err
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_path, monkeypatch):
+    bucket = Bucket(url)
+    with copies.mirrored(url) as directory:
+        write(directory, 1, 2)
+        until(lambda: believed(bucket) and "checkpoints/step-00000002/manifest.json" in believed(bucket).files)
+        files = believed(bucket).files
+        bucket.delete(
+            [files["checkpoints/step-00000001/tensors.npz"]["key"], *(s["key"] for s in believed(bucket).journal)]
+        )
+    assert is_tidy(url)
+    other_machine(monkeypatch, tmp_path)
+    assert steps_in(copies.copy(url)) == [1, 2]
+
+    lost = believed(bucket).files["checkpoints/step-00000002/manifest.json"]["key"]
+    bucket.delete([lost])
+    other_machine(monkeypatch, tmp_path, "a third")
+    with pytest.raises(StoreError, match=f"{lost} isn't there"):
+        copies.copy(url)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    assert copies.deliver(url)
+    assert steps_in(copies.copy(url)) == [1, 2]
 
 
 def test_runs_of_a_folder_and_their_removal(store, url):

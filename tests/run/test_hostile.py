@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 
 import keras
+import numpy as np
 import pytest
 
 import cli
@@ -21,6 +22,7 @@ from callbacks.run_record import record
 from loop import UsageError, fit
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.lock import locked
+from loop.checkpoint.writer import Snapshot, Writer
 from loop.commands import command_line, replay, runs, sweep
 from loop.launch import explain
 from loop.run import run_directory, trust
@@ -506,15 +508,13 @@ def test_what_is_hard_to_read_is_read_quickly_or_not_at_all(run, tmp_path, comma
             shutil.rmtree(copy)
 
 
-def test_what_is_another_users(run, tmp_path):
-    """In a child, since a process can't go back to who it was; it runs no TensorFlow."""
+def as_another_user(tmp_path, *acts):
+    """What is said of each of these in a process of another user, whose files are all below `tmp_path`.
+
+    In a child, since a process can't go back to who it was; it runs no TensorFlow.
+    """
     if os.geteuid():
         pytest.skip("only root can become another user")
-    closed = shutil.copytree(run, tmp_path / "closed")
-    for path in (run, closed, *closed.rglob("*")):
-        os.chown(path, 12345, 12345)
-    (run / "journal.jsonl").chmod(0o600)  # which stays root's
-    (closed / "checkpoints").chmod(0)
     for path in (tmp_path, *tmp_path.parents):
         if path.stat().st_uid == 0 and not path.stat().st_mode & 0o001:
             path.chmod(0o755)
@@ -523,9 +523,10 @@ def test_what_is_another_users(run, tmp_path):
         sys.stderr = os.fdopen(told, "w")
         os.setgid(12345)
         os.setuid(12345)
-        for act in (lambda: prepare(run), lambda: prepare(closed), lambda: runs.checkpointed(closed)):
+        for act in acts:
             try:
                 act()
+                print("done", file=sys.stderr)
             except BaseException as error:
                 print(command_line.report_error(error), file=sys.stderr)
         sys.stderr.flush()
@@ -533,12 +534,67 @@ def test_what_is_another_users(run, tmp_path):
     os.close(told)
     os.waitpid(child, 0)
     with os.fdopen(answers) as file:
-        lines = file.read().splitlines()
-    assert [re.sub("/.*/", "", line) for line in lines] == [
+        return [re.sub("/.*/", "", line) for line in file.read().splitlines()]
+
+
+def give_away(*directories):
+    for directory in directories:
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, 12345, 12345)
+
+
+def test_what_is_another_users(run, tmp_path):
+    closed = shutil.copytree(run, tmp_path / "closed")
+    protected = shutil.copytree(run, tmp_path / "protected")
+    give_away(closed, protected)
+    os.chown(run, 12345, 12345)
+    (run / "journal.jsonl").chmod(0o600)  # which stays root's
+    (closed / "checkpoints").chmod(0)
+    (protected / "checkpoints").chmod(0o555)
+    said = as_another_user(
+        tmp_path, lambda: prepare(run), lambda: prepare(closed), lambda: runs.checkpointed(closed),
+        lambda: prepare(protected),
+    )  # fmt: skip
+    assert said == [
         "tfloop: error: journal.jsonl can't be written (Permission denied): give another run directory", "2",
         "tfloop: error: checkpoints can't be read (Permission denied)", "2",
         "tfloop: error: checkpoints can't be read (Permission denied)", "2",
+        "tfloop: error: checkpoints can't be written: make it writable, or give another run directory", "2",
     ]  # fmt: skip
+
+
+def test_an_old_checkpoint_that_is_write_protected_ends_no_run(run, tmp_path):
+    directory = run / "checkpoints"
+    old, new = checkpoint_files.complete(directory)
+    give_away(run)
+    old.chmod(0o555)
+
+    def save():
+        writer = Writer()
+        writer.remove(old)
+        for step in (7, 8):
+            writer.write(directory, [Snapshot("epoch", step, {"w": np.zeros(3)})])
+        writer.close()
+        for error in filter(None, writer.outcomes()):
+            raise error
+
+    said = as_another_user(tmp_path, save)
+    assert said == [
+        "warning: the old checkpoint step-00000001 can't be removed ([Errno 13] Permission denied: 'tensors.npz')",
+        "done",
+    ]
+    assert [path.name for path in checkpoint_files.complete(directory)] == [new.name, "step-00000007", "step-00000008"]
+
+
+def test_a_lock_that_cannot_be_removed_hides_no_error(run, tmp_path):
+    give_away(run)
+
+    def end():
+        with locked(run):
+            run.chmod(0o555)
+            raise UsageError("what it ended with")
+
+    assert as_another_user(tmp_path, end) == ["tfloop: error: what it ended with", "2"]
 
 
 def test_a_limit_of_file_sizes(run, quiet, capfd):

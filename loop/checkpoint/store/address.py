@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from callbacks.files import launch_path, read_json
 from callbacks.run_record.redaction import mask
@@ -19,6 +19,8 @@ _FORMS = {
     "https": "https://host/bucket/path",
     "file": "file:///absolute/path",
 }
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters, and what stands for bytes that are no UTF-8."""
 SPOOLS = "spools"
 COPIES = "copies"
 ABOUT = "store.json"
@@ -31,28 +33,37 @@ def is_url(text: str | os.PathLike[str]) -> bool:
 
 
 def read_url(text: str) -> str:
-    """A URL without slashes at its end, checked.
+    """A URL without slashes at its end, checked; always in the same spelling.
 
     Raises:
         UsageError: it is no URL of a store, has no bucket or path, or secrets stand in it.
     """
-    parts = urlsplit(text)
     if not is_url(text):
         kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise UsageError(f"{mask(text)}: this is no URL of a store: give one that begins with {kinds}")
+    # Before it is split: `urlsplit` drops some of these characters, which leaves the URL of something else.
+    if _UNUSABLE.search(unquote(text, errors="surrogateescape")):
+        raise UsageError(f"{mask(text)!r}: give a URL without control characters, in UTF-8")
+    parts = urlsplit(text)
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without the parts that may hold secrets
     if parts.username is not None or parts.query or parts.fragment:
         raise UsageError(
             f"{shown}: give a URL without user, query and fragment; credentials come from the environment, or from "
             "the machine's role"
         )
-    path = re.sub(r"/+", "/", parts.path).strip("/")  # one spelling for one run: its directory here is a hash of it
+    # One spelling for one run: its directory here is a hash of it.
+    path = re.sub(r"/+", "/", unquote(parts.path)).strip("/")
     names = path.split("/") if path else []
     if {".", ".."} & set(names):  # they would lead out of what the rest names
         raise UsageError(f"{shown}: give a URL without . and .. in its path")
     if bool(parts.netloc) == (parts.scheme == "file") or len(names) < _LEAST.get(parts.scheme, 1):
         raise UsageError(f"{shown}: give {_FORMS.get(parts.scheme, f'{parts.scheme}://bucket/path of its own')}")
-    return f"{parts.scheme}://{parts.netloc}/{path}"
+    return f"{parts.scheme}://{parts.netloc}/{quoted(path)}"
+
+
+def quoted(path: str) -> str:
+    """A path as it stands in a URL: only what has a meaning there is escaped, so that people can read the rest."""
+    return re.sub(r"[%?# ]", lambda character: f"%{ord(character[0]):02X}", path)
 
 
 def run_dir(text: str) -> str | Path:
@@ -78,7 +89,7 @@ def place(url: str, kind: str, home: Path | None = None) -> Path:
 
 def directory_of(url: str, kind: str, home: Path | None = None) -> Path:
     """The run directory of a URL on this machine; see `place`."""
-    return place(url, kind, home) / url.rpartition("/")[2]
+    return place(url, kind, home) / unquote(url.rpartition("/")[2])
 
 
 def url_of(directory: Path) -> str | None:

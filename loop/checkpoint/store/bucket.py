@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from callbacks.files import fsync_directory, reading, replacing
 from callbacks.run_record.redaction import mask
@@ -81,13 +81,17 @@ class Bucket:
     Args:
         url: of the run.
         store: the store itself, as `obstore` has it; None: that of the URL.
+        make: whether a directory that isn't there is made; who only reads must not leave one behind.
+
+    Raises:
+        UsageError: there is no such directory.
     """
 
-    def __init__(self, url: str, store: object = None) -> None:
+    def __init__(self, url: str, store: object = None, make: bool = False) -> None:
         self.url = url
         self._obstore = _obstore()
         with self._errors("open"):
-            self._store = _open(url) if store is None else store
+            self._store = _open(url, make) if store is None else store
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -259,13 +263,15 @@ def _obstore() -> ModuleType:
         raise UsageError("a run at a URL needs obstore: pip install 'tfloop[store]'") from None
 
 
-def _open(url: str) -> Any:
+def _open(url: str, make: bool) -> Any:
     """The store of a URL. Credentials are found by the library, as the cloud's own tools find them."""
     stores = importlib.import_module("obstore.store")
     parts = urlsplit(url)
     if parts.scheme == "file":
-        directory = Path(parts.path)
+        directory = Path(unquote(parts.path))
         is_new = not directory.exists()
+        if is_new and not make:
+            raise UsageError(f"{url}: there is no such directory")
         store = stores.LocalStore(directory, mkdir=True)
         if is_new:
             fsync_directory(directory.parent)  # a power failure must not take the directory with what is in it
@@ -277,7 +283,7 @@ def _open(url: str) -> Any:
     }
     # A server of S3's kind, such as MinIO: the bucket is in the path, and not in the host's name as with Amazon.
     if parts.scheme in ("http", "https"):
-        bucket, _, prefix = parts.path.strip("/").partition("/")
+        bucket, _, prefix = unquote(parts.path).strip("/").partition("/")
         endpoint = f"{parts.scheme}://{parts.netloc}"
         return stores.S3Store(bucket, prefix=prefix, endpoint=endpoint, virtual_hosted_style_request=False, **options)
     return stores.from_url(url, **options)

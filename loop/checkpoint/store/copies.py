@@ -45,7 +45,7 @@ def mirrored(url: str) -> Iterator[Path]:
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # The lock of the spool, for processes of this machine; then the lease, for those of all.
     with lock.locked(directory.parent):
-        bucket = Bucket(url)
+        bucket = Bucket(url, make=True)
         about = read_json(directory.parent / address.ABOUT)
         lease = _taken(bucket, about.get("nonce") if about.get("ended") else None)
         assert lease.state is not None
@@ -219,13 +219,18 @@ def copy(url: str, checkpoints: bool = True) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with lock.locked(directory.parent, wait=60):
         bucket = Bucket(url)
+        before = None
         for _ in range(5):
             state = believed(bucket)
             if state is None:
                 raise UsageError(f"{url}: no run there")
-            with contextlib.suppress(MissingError):  # it was pruned in the meantime
+            try:
                 _refresh(bucket, state, directory, checkpoints)
                 return directory
+            except MissingError:
+                if state.position == before:  # else it was pruned in the meantime
+                    raise
+                before = state.position
     raise StoreError(f"{url}: it changes faster than it can be read")
 
 
@@ -239,7 +244,7 @@ def copies_below(url: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     names = runs_below(url)
     for name in names:
-        copy(f"{url}/{name}", checkpoints=False)
+        copy(f"{url}/{address.quoted(name)}", checkpoints=False)
     for path in folder.iterdir():
         if path.is_dir() and path.name not in names:  # it was removed
             shutil.rmtree(path)

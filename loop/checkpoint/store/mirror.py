@@ -106,6 +106,8 @@ class Mirror:
             LeaseLostError: another process has the run now.
         """
         self._lease.check()
+        if last:
+            self._forget_lost()
         # Before the checkpoints are listed: what has taken the place of one that is gone is then among them.
         gone = [name for name in self._files if not (self._directory / name).exists()]
         self._deliver_checkpoints()
@@ -130,16 +132,25 @@ class Mirror:
         self._believed = (dict(self._files), list(self._journal))
 
         # Removed only now: until the new state was written, the old one named these objects.
-        kept = self._keys()
+        kept = _keys(self._files, self._journal)
         unnamed = []
         for about in [*files.values(), *journal]:
             if about["key"] not in kept:
                 unnamed.append(about["key"])
         self._bucket.delete(unnamed)
 
-    def _keys(self) -> set[str]:
-        """The names of all objects that the state has."""
-        return {about["key"] for about in [*self._files.values(), *self._journal]}
+    def _forget_lost(self) -> None:
+        """Forgets what others have removed from the store, as a rule of the bucket may: it is delivered again."""
+        lost = _keys(self._files, self._journal) - set(self._bucket.keys("data"))
+        # Of a checkpoint, all is delivered again: its manifest stands for the rest.
+        folders = {name.rpartition("/")[0] for name, about in self._files.items() if about["key"] in lost}
+        for name in list(self._files):
+            in_folder = name.startswith("checkpoints/") and name.rpartition("/")[0] in folders
+            if in_folder or self._files[name]["key"] in lost:
+                del self._files[name]
+                self._seen.pop(name, None)
+        if any(segment["key"] in lost for segment in self._journal):
+            self._journal = []
 
     def _deliver_checkpoints(self) -> None:
         """Delivers each complete checkpoint that the store hasn't, the newest first."""
@@ -243,7 +254,7 @@ class Mirror:
 
     def sweep(self) -> None:
         """Removes the objects that no state has, of uploads that were cut off: of this owner, and of earlier ones."""
-        kept = self._keys()
+        kept = _keys(self._files, self._journal)
         leftovers = []
         for key in self._bucket.keys("data"):
             counter = key.split("/")[1]
@@ -292,6 +303,11 @@ class Mirror:
         nonce = self._lease.state.owner["nonce"]
         about = {"url": self._bucket.url, "nonce": nonce, "delivered": delivered, "ended": ended}
         write_json(self._directory.parent / ABOUT, about)
+
+
+def _keys(files: JsonObject, journal: list[JsonObject]) -> set[str]:
+    """The names of all objects of a state."""
+    return {about["key"] for about in [*files.values(), *journal]}
 
 
 def others(directory: Path) -> Iterator[Path]:
