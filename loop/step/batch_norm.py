@@ -44,6 +44,14 @@ def batch_norms(model: Model) -> list[Layer]:
     return [layer for layer in layers(model) if isinstance(layer, tuple(classes))]
 
 
+def batch_norm_variables(model: Model) -> list[tf.Variable]:
+    """The variables of the BatchNormalization layers of a model."""
+    variables: list[tf.Variable] = []
+    for layer in batch_norms(model):
+        variables += as_tf(layer.variables)
+    return variables
+
+
 def statistics(model: Model) -> list[tf.Variable]:
     """The variables that may differ between replicas: floating-point state of layers that aren't frozen."""
     # Integers, such as counted seeds, are equal: all replicas change them in the same way.
@@ -63,10 +71,7 @@ def state(model: Model) -> list[tf.Variable]:
 def has_own_state(model: Model) -> bool:
     """Whether the model has state that a step changes even without rows, such as counted seeds or power iterations."""
     # The state of BatchNormalization stays as it is without rows.
-    of_batch_norms: set[int] = set()
-    for layer in batch_norms(model):
-        of_batch_norms.update(map(id, as_tf(layer.variables)))
-    return not of_batch_norms.issuperset(map(id, state(model)))
+    return not set(map(id, batch_norm_variables(model))).issuperset(map(id, state(model)))
 
 
 class _Keras3:

@@ -42,6 +42,7 @@ from loop.step.example_trace import (
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
 from loop.step.mistakes import ERRORS, check_optimizer_is_given
+from loop.step.neighbors import warn_of_loss, warn_of_state
 from loop.step.optimizers import AssignedOptimizers, assign_optimizers
 from loop.step.replica import probing
 from loop.step.sharding import Shards
@@ -251,6 +252,8 @@ def _try_compute(
             with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
                 trial.few(in_training)
                 grows = penalties[0] != before and trial.grow(in_training, penalties)
+            warn_of_state(in_training, trial, model)
+        warn_of_loss(compute, trial, model, names)
     return names, grows
 
 

@@ -35,8 +35,11 @@ class Trial:
         inputs: the batch sizes that the model's inputs demand.
 
     Attributes:
+        example: a few examples as a batch.
         metrics: Keras metrics by the name of the value that each is updated with.
         fixed: the number of rows that a batch must have; None: any number.
+        seen: what the last function has returned for a few examples, and for the first of them alone; None: it takes
+            batches of one size alone, or it has called `all_gather`.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Trial:
         stateful: int | None = None,
         inputs: Sequence[int] = (),
     ) -> None:
-        self._example = example
+        self.example = example
         self._rows = rows
         self.metrics: Mapping[str, keras.metrics.Metric] = {}
         self._stateful = stateful is not None
@@ -59,6 +62,7 @@ class Trial:
             likely.append(rows.batch_size)
         self._likely = list(filter(None, dict.fromkeys(likely)))
         self.fixed: int | None = None
+        self.seen: tuple[Values, Values] | None = None
 
     def names(self, compute: Compute) -> list[str]:
         """Calls a function of a batch, and returns the names of its values, the loss first.
@@ -77,7 +81,7 @@ class Trial:
 
     def call(self, function: Callable[[Batch], object]) -> None:
         """Calls a function of a batch, with a batch that it takes."""
-        few = self._example
+        few = self.example
         self._first_that_works(lambda: function(few), lambda n: function(of_size(few, n)))
 
     def _first_that_works(self, of_few: Callable[[], T], of_size: Callable[[int], T]) -> tuple[T, int | None]:
@@ -105,28 +109,29 @@ class Trial:
     def _of_few(self, compute: Compute) -> list[str]:
         """Calls `compute` with a few examples, and with one of them; returns the names of the values."""
         metrics = self.metrics
-        n = _rows(self._example)
+        n = _rows(self.example)
         gathers_before = all_gathers()
 
         with probing(n):
-            values = compute(self._example)
+            values = compute(self.example)
             names = check(values, n, None, tuple(metrics))
             try_metrics(metrics, values)
 
         # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
         with probing(1):
-            values_of_one = compute(tf.nest.map_structure(lambda tensor: tensor[:1], self._example))
+            values_of_one = compute(tf.nest.map_structure(lambda tensor: tensor[:1], self.example))
             check(values_of_one, 1, names, tuple(metrics))
 
         if all_gathers() == gathers_before:  # with `all_gather`, pairing examples with each other is the purpose
             for name in set(values) - set(metrics):
                 _check_unpaired(name, n, values[name], values_of_one[name])
+            self.seen = values, values_of_one
         return names
 
     def _of_size(self, compute: Compute, n: int) -> list[str]:
         """Calls `compute` with n rows, which repeat the examples; returns the names of the values."""
         with probing(n):
-            values = compute(of_size(self._example, n))
+            values = compute(of_size(self.example, n))
             names = check(values, n, None, tuple(self.metrics))
             try_metrics(self.metrics, values)
         return names
@@ -168,14 +173,19 @@ class Trial:
             return False
 
     @property
+    def replicas(self) -> int:
+        """The number of replicas that share a batch in the run."""
+        return 1 if self._rows is None else self._rows.replicas
+
+    @property
     def shares_batches(self) -> bool:
         """Whether several replicas, or several micro-batches, share a batch in the run."""
         return self._rows is not None and self._rows.replicas * self._rows.parts > 1
 
     def few(self, compute: Compute) -> None:
         """Calls `compute` with the few examples, for what it does beside its values."""
-        with probing(_rows(self._example)):
-            compute(self._example)
+        with probing(_rows(self.example)):
+            compute(self.example)
 
     def grow(self, compute: Compute, penalties: list[list[float]]) -> bool:
         """Whether a penalty doubles with the number of examples, and so is a sum over them instead of a mean.
@@ -184,8 +194,8 @@ class Trial:
             compute: adds the penalties of its call to `penalties`.
             penalties: the penalties of each call so far. The first call had each example once.
         """
-        with probing(2 * _rows(self._example)):
-            compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), self._example))
+        with probing(2 * _rows(self.example)):
+            compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), self.example))
         # Not strict: a layer may add another number of penalties from call to call.
         for once, twice in zip(penalties[0], penalties[-1], strict=False):
             # A sum over the rows has doubled, up to rounding.

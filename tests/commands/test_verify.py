@@ -209,6 +209,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the loss of an example depends on the other examples")  # which is the mistake
 @pytest.mark.parametrize("task", MISTAKES)
 def test_planted_mistakes_are_found_and_named(task):
     report = verify(task(), batch_size=8, replicas=(3,))

@@ -1,0 +1,90 @@
+"""What is computed of an example may depend on its neighbors: several replicas say so, where it matters."""
+
+from dataclasses import dataclass
+
+import keras
+import pytest
+import tensorflow as tf
+
+import loop
+from loop import backends, fit
+from tests.exactness import Prime, largest_difference
+
+
+@dataclass
+class Pairs(Prime):
+    """Losses that look at the other rows of a batch, by name."""
+
+    kind: str = "negatives"
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        loss = values["loss"]
+        if self.kind == "negatives":
+            loss -= tf.reduce_logsumexp(model(batch[0]))
+        elif self.kind == "repeated mean":
+            return {"loss": tf.repeat(tf.reduce_mean(loss), tf.size(loss))}
+        elif self.kind == "noise":
+            loss += tf.random.uniform(tf.shape(loss), dtype=loss.dtype)
+        return {"loss": loss}
+
+
+class RunningMean(keras.layers.Layer):
+    """Takes away a mean of all inputs so far."""
+
+    def __init__(self, gathers):
+        super().__init__()
+        self.gathers = gathers
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="running")
+
+    def call(self, inputs, training=False):
+        if training:
+            rows = loop.all_gather(inputs) if self.gathers else inputs
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(tf.stop_gradient(rows), 0))
+        return inputs - self.mean
+
+
+@dataclass
+class Centred(Prime):
+    gathers: bool = False
+
+    def looked_up(self):
+        return [RunningMean(self.gathers)]
+
+
+OPTIONS = {"epochs": 1, "batch_size": 20, "precision": "float64"}
+
+
+def test_a_loss_that_depends_on_other_examples_is_said_on_several_replicas(quiet):
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
+        fit(Pairs(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+    fit(Pairs(dtype="float64"), backend="single", callbacks=quiet(), **OPTIONS)  # all rows are there: nothing to say
+
+
+def test_statistics_of_all_replicas_are_nothing_to_say(quiet):
+    class AlwaysTraining(Prime):
+        def compute(self, model, batch, training):
+            return super().compute(model, batch, training=True)
+
+    task = AlwaysTraining(dtype="float64", batch_norm=True)
+    fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["repeated mean", "noise"])
+def test_a_loss_whose_sum_is_right_or_random_is_no_such_loss(kind, quiet):
+    fit(Pairs(dtype="float64", kind=kind), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+def test_a_running_mean_of_a_replicas_own_rows_is_said(quiet):
+    with pytest.warns(UserWarning, match=r"compute\(\) changes .*running by its rows, of which each of 2 replicas"):
+        fit(Centred(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+def test_a_running_mean_of_all_rows_is_that_of_one_replica(quiet):
+    found = []
+    for backend in ("single", backends.create("mirrored", 3)):
+        result = fit(Centred(dtype="float64", gathers=True), backend=backend, callbacks=quiet(), **OPTIONS)
+        found.append([variable.numpy() for variable in result.model.variables])
+    assert largest_difference(*found) <= 1e-12  # another order of additions
