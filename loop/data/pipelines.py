@@ -64,7 +64,10 @@ def check_spec(dataset: tf.data.Dataset) -> None:
     """Refuses a stream whose examples can't be stacked."""
     for spec in tf.nest.flatten(dataset.element_spec):
         if not isinstance(spec, tf.TensorSpec):
-            raise UsageError(f"the data set yields {type(spec).__name__}: only dense tensors can be shared out by rows")
+            raise UsageError(
+                f"the data set yields {type(spec).__name__}: only dense tensors can be shared out by rows: make it "
+                "one, or leave it out, in a map"
+            )
         if spec.shape.rank is None:
             raise UsageError(
                 "the data set yields tensors of unknown rank: tell it, with tf.ensure_shape(x, [None, ...])"

@@ -15,7 +15,7 @@ from loop.backends.base import Backend
 from loop.data.batch import BatchOptions, Feed, RowCounts, Rows, count, row_counts, rows
 from loop.data.padded_streams import PaddedBatches
 from loop.data.padding import Padding, as_padding, lengthened
-from loop.data.pipelines import check_spec, dense, one_order, one_order_an_epoch, shard_files, stacking_problem
+from loop.data.pipelines import dense, one_order, one_order_an_epoch, shard_files, stacking_problem
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -77,7 +77,6 @@ class StreamSource:
         again: Callable[[], StreamSource | None] | None = None,
         padding: Padding | None = None,
     ) -> None:
-        check_spec(dataset)
         self.dataset = dataset
         self.options = options
         self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY

@@ -259,6 +259,11 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
             lambda: source(ArrayData(np.array([1, object()], object)), BatchOptions(4), "x"),
             r"dtype object, shape \[2\], is no tensor .* all examples of one shape",
         ),
+        (
+            lambda: source(tf.data.Dataset.range(3).map(lambda x: (x, None)), BatchOptions(4), "x"),
+            "the data set yields NoneTensorSpec: .* leave it out, in a map",
+        ),
+        (lambda: source(tf.data.Dataset.range(3).window(2), BatchOptions(4), "x"), "yields DatasetSpec: only dense"),
         (lambda: source([1, 2], BatchOptions(4), "train_data()"), r"returned list: return ArrayData"),
         (
             lambda: source(ArrayData(np.zeros(3)), BatchOptions(4, drop_remainder=True), "x"),
