@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -237,12 +238,22 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
     StreamSource(ordered, BatchOptions(4)).sharded(Worker(0, 2), "example")
 
 
+MASKED = np.ma.masked_equal(np.arange(3), 1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ArrayData(), "give at least one"),
         (lambda: ArrayData(np.zeros(3), np.zeros(4)), r"unequal length \(3, 4 examples"),
         (lambda: ArrayData(np.float32(3)), "a scalar has no examples"),
+        (lambda: ArrayData(number for number in [1, 2]), "array 0 is a generator, which has no examples"),
+        (lambda: ArrayData(np.zeros(3), None), "array 1 is a NoneType"),
+        (lambda: ArrayData({"x": scipy.sparse.eye(3)}), "array 'x' is a dia_matrix"),
+        (lambda: ArrayData({}), "without arrays: give at least one"),
+        (lambda: ArrayData(MASKED), "array 0: some values are masked, which training doesn't see: fill them"),
+        (lambda: ArrayData.of((MASKED, MASKED)), "some values are masked"),
+        (lambda: ArrayData([[1], MASKED], padding=0), "some values are masked"),
         (lambda: ArrayData({"x": np.zeros(3)}, np.zeros(3)), "a dict within a dict, or beside other arrays"),
         (lambda: ArrayData({"x": {"y": np.zeros(3)}}), "a dict within a dict, or beside other arrays"),
         (
