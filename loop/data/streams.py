@@ -173,6 +173,7 @@ class StreamSource:
             for _ in iter(self._batches):
                 pass
         iterator = iter(self._batches)
+        self.state(iterator)  # asked for before anything is read: see there
         for _ in range(step_in_epoch):
             next(iterator, None)
         return iterator
@@ -208,9 +209,15 @@ class StreamSource:
 
     def state(self, iterator: tf.data.Iterator) -> np.ndarray | None:
         """The iterator's state, with its shuffle buffers: uint8 [n]; None if it doesn't determine what follows."""
+        # Once all examples of an epoch are read ahead, TensorFlow saves the state of a pipeline that it refused at the
+        # start of the epoch: Python's part of it has ended. It begins again in the next epoch, with what it remembers.
+        if self._unsaved:
+            return None
         if self._again is None or not one_order_an_epoch(self.dataset):
             # Shown to the user by `unsaved`: a resume then reads up to the position, which takes longer.
-            self._unsaved = "it shuffles within a repeat, or within one of several parts, or can't be made again"
+            self._unsaved = (
+                "it shuffles within a repeat, below a cache or within one of several parts, or can't be made again"
+            )
             return None
         policy = self.dataset.options().experimental_external_state_policy
         try:

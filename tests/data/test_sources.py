@@ -133,13 +133,27 @@ def shuffled_and_repeated():
     return tf.data.Dataset.range(5).shuffle(5, seed=1).repeat(2)
 
 
+def shuffled_and_kept():
+    return shuffled().cache()
+
+
+def drawn():
+    draws = np.random.default_rng(3)  # goes on from epoch to epoch
+
+    def numbers():
+        for number in range(10):
+            yield number + 100 * draws.integers(9)
+
+    return tf.data.Dataset.from_generator(numbers, output_signature=tf.TensorSpec([], tf.int64))
+
+
+UNSAVED = (shuffled_within, shuffled_and_repeated, shuffled_and_kept, drawn)
+
+
 @pytest.mark.parametrize(
     ("pipeline", "by_state"),
-    [
-        (shuffled, True), (shuffled, False), (shuffled_twice, True), (shuffled_within, False),
-        (shuffled_and_repeated, False),
-    ],
-)  # fmt: skip
+    [(shuffled, True), (shuffled, False), (shuffled_twice, True), *((pipeline, True) for pipeline in UNSAVED)],
+)
 def test_stream_is_opened_at_any_position(pipeline, by_state):
     zero = tf.constant(0, tf.int64)
 
@@ -148,7 +162,7 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
         assert count(stream.example) == 3
         return stream
 
-    assert bool(new().unsaved(new().start(0, 0))) is (pipeline in (shuffled_within, shuffled_and_repeated))
+    assert bool(new().unsaved(new().start(0, 0))) is (pipeline in UNSAVED)
 
     def take(stream, handle):
         return stream.read_batch(handle, zero, zero).numpy().tolist()
@@ -160,7 +174,7 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
             states[epoch, step] = reference.state(handle) if by_state else None
             batches[epoch, step] = take(reference, handle)
         handle = reference.next_epoch(handle)
-    assert batches[0, 0] != batches[1, 0] != batches[2, 0]
+    assert (batches[0, 0] != batches[1, 0] != batches[2, 0]) is (pipeline is not shuffled_and_kept)
     for (position, state), prefetch in zip(states.items(), itertools.cycle([2, 1, 9, "auto"])):
         stream = new(prefetch)  # how far another one reads ahead is its own business
         epoch, step = position
