@@ -1124,8 +1124,10 @@ def test_a_process_that_is_killed_is_named():
         made.close()
 
 
-def test_what_no_process_can_have_is_refused():
+def test_what_no_process_can_have_is_refused(quiet, tmp_path):
     lock = threading.Lock()
+    with pytest.raises(UsageError, match="can't be sent to a process"):
+        _trained(quiet, loop.IndexedData(Items(), map=lambda pair: lock and pair, readers=1), run_dir=tmp_path / "run")
     data = loop.IndexedData(list(range(9)), map=lambda example: lock and example, readers=1)
     made = source(data, BatchOptions(8), "train_data()")
     with pytest.raises(UsageError, match="can't be sent to a process"):
@@ -1227,6 +1229,8 @@ def test_an_unshuffled_mixture_alternates():
     [
         (lambda data: {data: 1}, "at least two sources"),
         (lambda data: {data: 1, INPUTS.tobytes(): 1}, "at least two sources"),
+        (lambda data: [data, data], r"loop.mix\(list\): give a dict of at least two sources"),
+        (lambda data: {data: 1, loop.IndexedData(INPUTS): "half"}, "shares of .*'half'.*: give positive numbers"),
         (lambda data: {data: 1, loop.IndexedData(INPUTS): -1}, "give positive numbers"),
         (lambda data: {data: 1, loop.IndexedData(INPUTS): 1e-9}, "less than one"),
         (lambda data: {data: 1, loop.IndexedData(Text(), padding=0, lengths=Text.lengths): 1}, "different padding"),
