@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from loop.data.example_parts import flatten
+from loop.data.example_parts import flatten, refuse_masked
 from loop.data.joined import Sequences
 from loop.data.padding import FillValues, Padding, as_padding
 from loop.data.sequence_arrays import as_sequences, is_list_of_examples, lengths_of
@@ -119,6 +119,7 @@ def _as_arrays(structure: Structure) -> Structure:
         return {name: _as_arrays(value) for name, value in structure.items()}
     if _holds_arrays(structure):
         return tuple(map(_as_arrays, structure))
+    refuse_masked(structure, "ArrayData: ")
     return np.asarray(structure)
 
 
@@ -177,15 +178,23 @@ def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str |
 
 def _array_or_sequences(given: Given, name: str | int) -> Array:
     """One array, if NumPy can make one; else examples of different lengths."""
+    refuse_masked(given, f"ArrayData: array {name!r}: ")
     # Of these, NumPy would make an array of objects, or fail.
     one_by_one = isinstance(given, tf.RaggedTensor)
     if isinstance(given, np.ndarray) and given.dtype == object:
         one_by_one = is_list_of_examples(given)
     if not one_by_one:
         try:
-            return np.asarray(given)
+            array = np.asarray(given)
         except ValueError:  # a list of lists of different lengths
             pass
+        else:
+            if not array.ndim and not isinstance(given, np.ndarray) and not np.isscalar(given):
+                kind = type(given).__name__
+                raise UsageError(
+                    f"ArrayData: array {name!r} is a {kind}, which has no examples: give an array or a list"
+                )
+            return array
     examples = as_sequences(given, name)
     # One shape after all, as of a ragged tensor with rows of one length: a plain array, which is read faster.
     if len(examples) and (examples.shapes == examples.shapes[0]).all():

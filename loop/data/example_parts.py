@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
 from loop.errors import UsageError
 
 Part: TypeAlias = Any
@@ -44,6 +46,20 @@ def sorted_keys(parts: Mapping[Name, Any]) -> list[Name]:
         raise UsageError(
             f"a dict has the keys {list(parts)}, which can't be sorted: give all keys of one type, such as str"
         ) from None
+
+
+def refuse_masked(array: Part, label: str) -> None:
+    """Refuses a masked array that has masked values: what lies under the mask would be trained on.
+
+    Args:
+        array: the array.
+        label: how the message begins.
+    """
+    if np.ma.is_masked(array):
+        raise UsageError(
+            f"{label}some values are masked, which training doesn't see: fill them, as by array.filled(0), and give "
+            "the mask as an array of its own"
+        )
 
 
 def structure_of(example: Example) -> Example:

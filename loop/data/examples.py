@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from loop.data.example_parts import Example, Part, PartPath, flatten, row_of
+from loop.data.example_parts import Example, Part, PartPath, flatten, refuse_masked, row_of
 from loop.data.random_access import Reader
 from loop.errors import TrainingError, UsageError, named
 
@@ -263,6 +263,7 @@ def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
     label = f"array {name!r}: "
     if part is None:
         raise BadExampleError(f"example {index}: {label}None instead of an array")
+    refuse_masked(part, f"example {index}: {label}")
     try:
         array = as_array(part)
     except ValueError as error:
@@ -317,7 +318,9 @@ def _plain_arrays(example: Example, specs: list[ArraySpec]) -> list[np.ndarray] 
 def _is_like(part: Part, spec: ArraySpec) -> bool:
     """Whether a part is a NumPy array of numbers, as the spec says."""
     # Objects are texts, whose values have to be looked at one by one.
-    if not isinstance(part, np.ndarray | np.generic) or part.dtype != spec.dtype or part.dtype.hasobject:
+    if not isinstance(part, np.ndarray | np.generic) or isinstance(part, np.ma.MaskedArray):
+        return False
+    if part.dtype != spec.dtype or part.dtype.hasobject:
         return False
     return part.ndim == len(spec.shape) and part.shape[spec.padded :] == spec.shape[spec.padded :]
 

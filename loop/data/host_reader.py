@@ -96,8 +96,8 @@ class HostReader:
         """See `batches`. None: they aren't filled yet."""
         if position.step >= self._steps_per_epoch:
             return self.nothing(position)
-        ahead = self._reader(shares, parts)
         try:
+            ahead = self._reader(shares, parts)  # which fails for what can't be sent to a process
             return ahead.get_if_ready(position) if isinstance(ahead, ReadAhead) else None
         except BaseException as error:
             self._failure = error

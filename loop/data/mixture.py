@@ -35,6 +35,11 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
         UsageError: fewer than two sources, something else than `IndexedData`, a share that isn't positive or too
             small; sources of which some are padded, or in another way.
     """
+    if not isinstance(shares, Mapping):
+        raise UsageError(
+            f"loop.mix({type(shares).__name__}): give a dict of at least two sources, as in "
+            "loop.mix({IndexedData(...): 0.7, ...})"
+        )
     parts = list(shares)
     weights = _checked(parts, list(shares.values()))
     pattern = _pattern([part.size for part in parts], weights / weights.sum())
@@ -63,9 +68,12 @@ def _checked(parts: Sequence[IndexedData], shares: Sequence[float]) -> np.ndarra
         raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
     if any(part.padding != parts[0].padding for part in parts):
         raise UsageError("loop.mix: the sources have different padding=...: give all the same")
-    weights = np.array(shares, np.float64)
+    try:
+        weights = np.array(shares, np.float64)
+    except (TypeError, ValueError):
+        weights = np.array([np.nan])
     if not (np.isfinite(weights).all() and (weights > 0).all()):
-        raise UsageError(f"loop.mix: shares of {weights.tolist()}: give positive numbers")
+        raise UsageError(f"loop.mix: shares of {list(shares)}: give positive numbers")
     return weights
 
 

@@ -64,7 +64,10 @@ def check_spec(dataset: tf.data.Dataset) -> None:
     """Refuses a stream whose examples can't be stacked."""
     for spec in tf.nest.flatten(dataset.element_spec):
         if not isinstance(spec, tf.TensorSpec):
-            raise UsageError(f"the data set yields {type(spec).__name__}: only dense tensors can be shared out by rows")
+            raise UsageError(
+                f"the data set yields {type(spec).__name__}: only dense tensors can be shared out by rows: make it "
+                "one, or leave it out, in a map"
+            )
         if spec.shape.rank is None:
             raise UsageError(
                 "the data set yields tensors of unknown rank: tell it, with tf.ensure_shape(x, [None, ...])"
@@ -110,14 +113,15 @@ def one_order_an_epoch(dataset: tf.data.Dataset, restarts: bool = False) -> bool
 
     Args:
         dataset: the pipeline, or a part of it.
-        restarts: whether this part may start later, or more often: within a repeat, or as one of several inputs.
+        restarts: whether this part may start later, more often or less often: within a repeat, as one of several
+            inputs, or below a cache, which keeps the order of the first epoch.
     """
     inputs = dataset._inputs()
     name = type(dataset).__name__
     if restarts and ("Shuffle" in name or "Random" in name):
         return False
     # From the end of the pipeline to its start: what stands above a shuffle says how often it begins.
-    restarts = restarts or len(inputs) > 1 or "Repeat" in name
+    restarts = restarts or len(inputs) > 1 or any(part in name for part in ("Repeat", "Cache", "Snapshot"))
     return all(one_order_an_epoch(part, restarts) for part in inputs)
 
 

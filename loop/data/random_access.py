@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from loop.data.data_files import DataFile
-from loop.data.example_parts import Columns, Example, Part, count_of, dicts_of, rows_of
+from loop.data.example_parts import Columns, Example, Part, count_of, dicts_of, refuse_masked, rows_of
 from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
 from loop.errors import UsageError
 
@@ -77,6 +77,18 @@ def reader_of(source: Source) -> Reader:
             f"IndexedData({kind.__name__}): it has no {' and '.join(missing)}: give an array, a memory map, an .npy or "
             ".parquet file, or an object with a length whose examples can be read by index"
         )
+    # Of a pandas Series, [index] would be the example with this label, beside other examples' labels.
+    if hasattr(source, "iloc"):
+        raise UsageError(
+            f"IndexedData({type(source).__name__}): a {type(source).__name__} has [label], and no [index]: give its "
+            ".to_numpy(), or a dict of columns, or ArrayData(...)"
+        )
+    try:
+        len(source)
+    except TypeError as error:
+        raise UsageError(
+            f"IndexedData({type(source).__name__}): {error}: give an array or a list of examples"
+        ) from None
     if _is_keras_batches(source):
         return _Batches(source)
     return _Items(source)
@@ -96,6 +108,7 @@ class ArrayRows:
             raise UsageError("IndexedData: a scalar has no examples: give an array of shape [n, ...]")
         if array.dtype == object:
             raise UsageError("IndexedData: an array of objects is no array of numbers or text: give a list of examples")
+        refuse_masked(array, "IndexedData: ")
         self._array = array  # kept beside the view: a memory map's own attributes say where it is in its file
         self._rows = array.view(np.ndarray)  # whose rows are plain arrays: a memory map's take longer to make
         # `take` first copies the whole array if its rows aren't contiguous, or not in the machine's byte order.
@@ -237,11 +250,13 @@ class Structure:
 
     def __init__(self, sources: Mapping[str, Source] | tuple[Source, ...]) -> None:
         named = sources if isinstance(sources, Mapping) else dict(enumerate(sources))
+        if not named:
+            raise UsageError("IndexedData: a dict or tuple without sources: give at least one source")
         self.readers: dict[str | int, Reader] = dict(zip(named, map(reader_of, named.values()), strict=True))
         self._is_tuple = isinstance(sources, tuple)
         self.by_column = all(reader.by_column for reader in self.readers.values())
         if len(set(map(len, self.readers.values()))) != 1:
-            listed = ", ".join(f"{name!r}: {len(reader)}" for name, reader in self.readers.items()) or "none"
+            listed = ", ".join(f"{name!r}: {len(reader)}" for name, reader in self.readers.items())
             raise UsageError(f"IndexedData: sources of unequal length ({listed}): give all the same number of examples")
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from loop.data.example_parts import refuse_masked
 from loop.data.joined import Sequences
 from loop.errors import UsageError
 
@@ -34,6 +35,8 @@ def as_sequences(given: Given, name: str | int, axes: int = 1) -> Sequences:
             )
         lengths = given.row_lengths().numpy().astype(np.int64)
         return Sequences(given.values.numpy(), lengths[:, np.newaxis])  # its values lie one after the other already
+    for example in given:
+        refuse_masked(example, f"ArrayData: array {name!r}: ")
     try:
         examples = list(map(np.asarray, given))
     except ValueError:

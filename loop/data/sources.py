@@ -18,7 +18,7 @@ from loop.data.indexed import IndexedData
 from loop.data.indexed_source import IndexedSource
 from loop.data.padded_arrays import PaddedArraySource
 from loop.data.parts import first, no_examples
-from loop.data.pipelines import one_order_an_epoch
+from loop.data.pipelines import check_spec, one_order_an_epoch
 from loop.data.streams import StreamData, StreamSource
 from loop.errors import UsageError
 from loop.options import Options
@@ -204,6 +204,7 @@ def _array_source(data: ArrayData | IndexedData, options: BatchOptions, what: st
 
 
 def _stream_source(data: StreamData, options: BatchOptions, what: str) -> StreamSource:
+    check_spec(data.dataset)  # first: what follows takes shapes for granted
     if data.check_batched:
         check_unbatched(data.dataset, what, data.padding is not None)
     stream = StreamSource(data.dataset, options, padding=data.padding)

@@ -15,7 +15,7 @@ from loop.backends.base import Backend
 from loop.data.batch import BatchOptions, Feed, RowCounts, Rows, count, row_counts, rows
 from loop.data.padded_streams import PaddedBatches
 from loop.data.padding import Padding, as_padding, lengthened
-from loop.data.pipelines import check_spec, dense, one_order, one_order_an_epoch, shard_files, stacking_problem
+from loop.data.pipelines import dense, one_order, one_order_an_epoch, shard_files, stacking_problem
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -77,7 +77,6 @@ class StreamSource:
         again: Callable[[], StreamSource | None] | None = None,
         padding: Padding | None = None,
     ) -> None:
-        check_spec(dataset)
         self.dataset = dataset
         self.options = options
         self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
@@ -174,6 +173,7 @@ class StreamSource:
             for _ in iter(self._batches):
                 pass
         iterator = iter(self._batches)
+        self.state(iterator)  # asked for before anything is read: see there
         for _ in range(step_in_epoch):
             next(iterator, None)
         return iterator
@@ -209,9 +209,15 @@ class StreamSource:
 
     def state(self, iterator: tf.data.Iterator) -> np.ndarray | None:
         """The iterator's state, with its shuffle buffers: uint8 [n]; None if it doesn't determine what follows."""
+        # Once all examples of an epoch are read ahead, TensorFlow saves the state of a pipeline that it refused at the
+        # start of the epoch: Python's part of it has ended. It begins again in the next epoch, with what it remembers.
+        if self._unsaved:
+            return None
         if self._again is None or not one_order_an_epoch(self.dataset):
             # Shown to the user by `unsaved`: a resume then reads up to the position, which takes longer.
-            self._unsaved = "it shuffles within a repeat, or within one of several parts, or can't be made again"
+            self._unsaved = (
+                "it shuffles within a repeat, below a cache or within one of several parts, or can't be made again"
+            )
             return None
         policy = self.dataset.options().experimental_external_state_policy
         try:

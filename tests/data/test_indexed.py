@@ -17,9 +17,11 @@ from unittest import mock
 import h5py
 import keras
 import numpy as np
+import pandas as pd
 import pyarrow
 import pyarrow.parquet
 import pytest
+import scipy.sparse
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -523,6 +525,9 @@ def _opened(data):
     return source(data, BatchOptions(4), "train_data()")
 
 
+MASKED = np.ma.masked_equal(np.arange(3), 1)
+
+
 def _of_lengths(lengths):
     return _opened(loop.IndexedData(Text(), padding=0, lengths=lengths))
 
@@ -533,6 +538,13 @@ def _of_lengths(lengths):
         (lambda: loop.IndexedData(5), "it has no __len__ and __getitem__"),
         (lambda: loop.IndexedData(iter([1])), "it has no __len__ and __getitem__"),
         (lambda: loop.IndexedData(pyarrow.table({"x": [1]}).to_reader()), "it has no __len__ and __getitem__"),
+        (lambda: loop.IndexedData(scipy.sparse.eye(3, format="csr")), "length is ambiguous.*: give an array"),
+        (lambda: loop.IndexedData(pd.Series(LABELS)), r"a Series has \[label\], and no \[index\]: give its .to"),
+        (lambda: loop.IndexedData((INPUTS, pd.DataFrame(INPUTS))), r"DataFrame has \[label\]"),
+        (lambda: loop.IndexedData({}), "give at least one source"),
+        (lambda: _opened(loop.IndexedData(MASKED)), "some values are masked, which training doesn't"),
+        (lambda: _opened(loop.IndexedData(list(MASKED[None]))), "example 0: array 0: some values are masked"),
+        (lambda: _opened(loop.IndexedData([np.arange(3), MASKED])), "example 1: array 0: some values are masked"),
         (lambda: loop.IndexedData((INPUTS, LABELS[:50])), "sources of unequal length"),
         (lambda: loop.IndexedData("nothing.npy"), "there is no such file"),
         (lambda: loop.IndexedData(__file__), "only .npy and .parquet files"),
@@ -1112,8 +1124,10 @@ def test_a_process_that_is_killed_is_named():
         made.close()
 
 
-def test_what_no_process_can_have_is_refused():
+def test_what_no_process_can_have_is_refused(quiet, tmp_path):
     lock = threading.Lock()
+    with pytest.raises(UsageError, match="can't be sent to a process"):
+        _trained(quiet, loop.IndexedData(Items(), map=lambda pair: lock and pair, readers=1), run_dir=tmp_path / "run")
     data = loop.IndexedData(list(range(9)), map=lambda example: lock and example, readers=1)
     made = source(data, BatchOptions(8), "train_data()")
     with pytest.raises(UsageError, match="can't be sent to a process"):
@@ -1215,6 +1229,8 @@ def test_an_unshuffled_mixture_alternates():
     [
         (lambda data: {data: 1}, "at least two sources"),
         (lambda data: {data: 1, INPUTS.tobytes(): 1}, "at least two sources"),
+        (lambda data: [data, data], r"loop.mix\(list\): give a dict of at least two sources"),
+        (lambda data: {data: 1, loop.IndexedData(INPUTS): "half"}, "shares of .*'half'.*: give positive numbers"),
         (lambda data: {data: 1, loop.IndexedData(INPUTS): -1}, "give positive numbers"),
         (lambda data: {data: 1, loop.IndexedData(INPUTS): 1e-9}, "less than one"),
         (lambda data: {data: 1, loop.IndexedData(Text(), padding=0, lengths=Text.lengths): 1}, "different padding"),

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -143,13 +144,27 @@ def shuffled_and_repeated():
     return tf.data.Dataset.range(5).shuffle(5, seed=1).repeat(2)
 
 
+def shuffled_and_kept():
+    return shuffled().cache()
+
+
+def drawn():
+    draws = np.random.default_rng(3)  # goes on from epoch to epoch
+
+    def numbers():
+        for number in range(10):
+            yield number + 100 * draws.integers(9)
+
+    return tf.data.Dataset.from_generator(numbers, output_signature=tf.TensorSpec([], tf.int64))
+
+
+UNSAVED = (shuffled_within, shuffled_and_repeated, shuffled_and_kept, drawn)
+
+
 @pytest.mark.parametrize(
     ("pipeline", "by_state"),
-    [
-        (shuffled, True), (shuffled, False), (shuffled_twice, True), (shuffled_within, False),
-        (shuffled_and_repeated, False),
-    ],
-)  # fmt: skip
+    [(shuffled, True), (shuffled, False), (shuffled_twice, True), *((pipeline, True) for pipeline in UNSAVED)],
+)
 def test_stream_is_opened_at_any_position(pipeline, by_state):
     zero = tf.constant(0, tf.int64)
 
@@ -158,7 +173,7 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
         assert count(stream.example) == 3
         return stream
 
-    assert bool(new().unsaved(new().start(0, 0))) is (pipeline in (shuffled_within, shuffled_and_repeated))
+    assert bool(new().unsaved(new().start(0, 0))) is (pipeline in UNSAVED)
 
     def take(stream, handle):
         return stream.read_batch(handle, zero, zero).numpy().tolist()
@@ -170,7 +185,7 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
             states[epoch, step] = reference.state(handle) if by_state else None
             batches[epoch, step] = take(reference, handle)
         handle = reference.next_epoch(handle)
-    assert batches[0, 0] != batches[1, 0] != batches[2, 0]
+    assert (batches[0, 0] != batches[1, 0] != batches[2, 0]) is (pipeline is not shuffled_and_kept)
     for (position, state), prefetch in zip(states.items(), itertools.cycle([2, 1, 9, "auto"])):
         stream = new(prefetch)  # how far another one reads ahead is its own business
         epoch, step = position
@@ -248,6 +263,9 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
     StreamSource(ordered, BatchOptions(4)).sharded(Worker(0, 2), "example")
 
 
+MASKED = np.ma.masked_equal(np.arange(3), 1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -257,6 +275,13 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
         (lambda: ArrayData({"x": np.zeros(3)}, np.zeros(3), padding=0), "put all arrays into one dict"),
         (lambda: ArrayData({"x": {"y": np.zeros(3)}}, np.zeros(4)), r"unequal length \(3, 4 examples"),
         (lambda: ArrayData({"x": {}}), "a dict without arrays: give at least one"),
+        (lambda: ArrayData(number for number in [1, 2]), "array 0 is a generator, which has no examples"),
+        (lambda: ArrayData(np.zeros(3), None), "array 1 is a NoneType"),
+        (lambda: ArrayData({"x": scipy.sparse.eye(3)}), "array 'x' is a dia_matrix"),
+        (lambda: ArrayData({}), "a dict without arrays: give at least one"),
+        (lambda: ArrayData(MASKED), "array 0: some values are masked, which training doesn't see: fill them"),
+        (lambda: ArrayData.of((MASKED, MASKED)), "some values are masked"),
+        (lambda: ArrayData([[1], MASKED], padding=0), "some values are masked"),
         (
             lambda: ArrayData({"x": np.zeros(3), 1: np.zeros(3)}),
             r"keys \['x', 1\], which can't be sorted: give",
@@ -271,6 +296,11 @@ def test_stream_in_no_order_is_refused_where_several_workers_must_read_the_same(
             lambda: source(ArrayData(np.array([1, object()], object)), BatchOptions(4), "x"),
             r"dtype object, shape \[2\], is no tensor .* all examples of one shape",
         ),
+        (
+            lambda: source(tf.data.Dataset.range(3).map(lambda x: (x, None)), BatchOptions(4), "x"),
+            "the data set yields NoneTensorSpec: .* leave it out, in a map",
+        ),
+        (lambda: source(tf.data.Dataset.range(3).window(2), BatchOptions(4), "x"), "yields DatasetSpec: only dense"),
         (lambda: source([1, 2], BatchOptions(4), "train_data()"), r"returned list: return ArrayData"),
         (
             lambda: source(ArrayData(np.zeros(3)), BatchOptions(4, drop_remainder=True), "x"),
