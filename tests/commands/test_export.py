@@ -106,6 +106,18 @@ class Paired(Unweighted):
         return {"loss": tf.reduce_sum((model(inputs, tf.strings.as_string(inputs[:, :1])) - labels) ** 2, -1)}
 
 
+@keras.saving.register_keras_serializable()
+class Own(keras.Model):
+    """A subclassed model that a Keras file can hold."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
 class Layered(Unweighted):
     layer = Private
 
@@ -193,6 +205,12 @@ def test_a_subclassed_keras_model_of_several_arguments(trained, tmp_path):
     assert "differ by 0" in export(Paired(), run, tmp_path / "saved")
     one, two = (served(tmp_path / "saved", input_0=INPUTS, input_1=[[text]] * 7)["output_0"] for text in ("", "abc"))
     np.testing.assert_allclose(two, one + 3, atol=1e-6)
+
+
+def test_a_subclassed_keras_model_as_a_keras_file(trained, tmp_path):
+    task = Layered()
+    task.build_model = Own
+    assert "differ by 0" in export(task, trained(task), tmp_path / "m.keras")
 
 
 def test_what_cannot_be_loaded_or_differs_is_not_written_unless_it_is_not_checked(trained, tmp_path):
