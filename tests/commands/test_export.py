@@ -118,6 +118,14 @@ class Own(keras.Model):
         return self.dense(inputs)
 
 
+class InHalves(Unweighted):
+    """Calls its model with inputs in bfloat16, which NumPy's files don't know."""
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        return {"loss": tf.reduce_sum((model(tf.cast(inputs, tf.bfloat16)) - labels) ** 2, -1)}
+
+
 class Layered(Unweighted):
     layer = Private
 
@@ -211,6 +219,10 @@ def test_a_subclassed_keras_model_as_a_keras_file(trained, tmp_path):
     task = Layered()
     task.build_model = Own
     assert "differ by 0" in export(task, trained(task), tmp_path / "m.keras")
+
+
+def test_inputs_in_bfloat16(trained, tmp_path):
+    assert "differ by 0" in export(InHalves(), trained(InHalves()), tmp_path / "saved")
 
 
 def test_what_cannot_be_loaded_or_differs_is_not_written_unless_it_is_not_checked(trained, tmp_path):
