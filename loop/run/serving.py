@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from loop.checkpoint.writer import arrays
 from loop.data import Source
-from loop.errors import UsageError
+from loop.errors import UsageError, message_of
 from loop.model.variables import all_variables, carried_variables, model_variables
 from loop.run.state import AVERAGES, assign, averaged, named_variables, numbered
 from loop.step.build import BuiltModel
@@ -269,7 +269,7 @@ def save(served: Served, partial: Path, out: Path) -> None:
         served.model.save(partial)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(
-            f"{out}: Keras can't save this model ({first_line(error)}): export it to a directory"
+            f"{out}: Keras can't save this model ({message_of(error)}): export it to a directory"
         ) from None
 
 
@@ -287,8 +287,3 @@ def _without_guessed_signatures() -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, guess)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

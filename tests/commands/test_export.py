@@ -126,6 +126,13 @@ class InHalves(Unweighted):
         return {"loss": tf.reduce_sum((model(tf.cast(inputs, tf.bfloat16)) - labels) ** 2, -1)}
 
 
+class Unsaved(Own):
+    """Keras doesn't know how to make it again."""
+
+    def __init__(self, given):
+        super().__init__()
+
+
 class Layered(Unweighted):
     layer = Private
 
@@ -218,7 +225,11 @@ def test_a_subclassed_keras_model_of_several_arguments(trained, tmp_path):
 def test_a_subclassed_keras_model_as_a_keras_file(trained, tmp_path):
     task = Layered()
     task.build_model = Own
-    assert "differ by 0" in export(task, trained(task), tmp_path / "m.keras")
+    run = trained(task)
+    assert "differ by 0" in export(task, run, tmp_path / "m.keras")
+    task.build_model = lambda: Unsaved(object())
+    with pytest.raises(UsageError, match=r"Keras can't save this model \(.* must override `get_config\(\)`"):
+        export(task, run, tmp_path / "n.keras")
 
 
 def test_inputs_in_bfloat16(trained, tmp_path):
