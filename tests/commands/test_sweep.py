@@ -238,6 +238,7 @@ BAD = [
     ([], "give what is to be tried: --grid"),
     (["--random", "x=1..2"], "--random draws for ever: give --trials N"),
     (["--grid", "x=1,2", "--trials", "3"], "--trials 3: the grid has only 2 combinations"),
+    (["--grid", "x=1", "--trials", "3"], "--trials 3: the grid has only 1 combination: leave"),
     (["--grid", "x=1,2", "--trials", "0"], "--trials 0: give a whole number from 1"),
     (["--grid", "x=1", "--sampler", "tbe"], "--sampler tbe: .*did you mean 'tpe'"),
     (["--grid", "x=1", "--pruner", "mean"], "--pruner mean: .*did you mean 'median'"),
