@@ -20,7 +20,8 @@ def near_file(path: Path) -> str:
     with contextlib.suppress(OSError, ValueError):  # a name may be too long for a file, or hold a null character
         if path.exists():
             return ""
-        names = sorted(file.name for file in path.parent.iterdir())
+        # Without the name itself, which is there if it is a link that leads nowhere.
+        names = sorted({file.name for file in path.parent.iterdir()} - {path.name})
         matches = difflib.get_close_matches(path.name, names, 1)
         return f"; did you mean {str(path.parent / matches[0])!r}?" if matches else ""
     return ""

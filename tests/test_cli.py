@@ -114,6 +114,8 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--learning-rate=1"], "no option --learning-rate; .* by --set learning_rate=VALUE"),
     (["runs", "--learning-rate=1"], "there is no option --learning-rate$"),
     (["train", "nowhere.py:Task"], "there is no file nowhere.py"),
+    (["train", "no\nwhere.py:Task"], r"there is no file no\\nwhere.py$"),
+    (["train", "dangling.py:Task"], "there is no file dangling.py$"),
     (["train", "digits", "--backend", "horovd"], "backend='horovd': give one of auto"),
     (["train", "digits", "--batch-size", "0"], "batch_size=0: the global batch must hold at least 1"),
     (["train", "digits", "--epochs", "1", "--steps", "1"], "epochs=1 and steps=1: give one of the two"),
@@ -181,6 +183,7 @@ BEFORE_TENSORFLOW = [
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, command, tmp_path):
     (tmp_path / "wrong.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "binary.py").write_bytes(b"\0\1")
+    (tmp_path / "dangling.py").symlink_to("gone.py")
     (tmp_path / "trained" / "checkpoints" / "step-00000001").mkdir(parents=True)
     for name, text in (("run.json", '{"task": "Mine"}'), ("journal.jsonl", "")):
         (tmp_path / "trained" / name).write_text(text)

@@ -21,7 +21,7 @@ from loop.backends.base import Backend
 from loop.commands import conversion, serving_layout
 from loop.data import Source
 from loop.errors import TrainingError, UsageError
-from loop.model.variables import all_variables
+from loop.model.variables import all_variables, is_legacy
 from loop.options import with_defaults
 from loop.run.result import read_weights
 from loop.run.serving import Served, save, served_by
@@ -153,7 +153,7 @@ def _loaded_outputs(
 ) -> dict[str, np.ndarray]:
     """The outputs of the model that a new process has loaded."""
     is_keras = out.suffix == ".keras"
-    family = type(served.model).__module__.split(".")[0]
+    family = "tf_keras" if is_legacy(served.model) else "keras"
     how = {"call": served.skeleton() if is_keras else None, "family": family, "target": target}
     # The new process imports this tfloop, and with -P nothing that lies in the working directory by chance.
     search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -23,11 +23,11 @@ from loop.commands.prediction_files import check_names, write
 from loop.commands.prediction_output import OWN_DATA, check_data, check_out, is_own, is_set
 from loop.commands.prediction_parts import Parts, blocks_in_part, owner
 from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, StreamSource, source
-from loop.errors import TrainingError, UsageError
+from loop.errors import TrainingError, UsageError, message_of
 from loop.model.variables import all_variables
 from loop.run import run_directory
 from loop.run.result import read_weights
-from loop.run.serving import Served, first_line, plain_outputs, served_by
+from loop.run.serving import Served, plain_outputs, served_by
 from loop.run.session import Session, index_of, options_and_backend
 from loop.run.state import assign, numbered, plain
 from loop.step import approximations
@@ -186,7 +186,7 @@ def _inputs(data: Any) -> Any:
             return ArrayData(dict(arrays))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"DATA {path}: it can't be read as .npz ({first_line(error)}): write it with np.savez"
+            f"DATA {path}: it can't be read as .npz ({message_of(error)}): write it with np.savez"
         ) from None
 
 
@@ -235,7 +235,7 @@ def _names(prediction: Prediction, session: Session, data: Any) -> list[str]:
         if isinstance(error, UsageError) or not is_of_inputs or is_own(data):
             raise
         raise UsageError(
-            f"the model can't be called with these inputs ({first_line(error)}): give arrays of the shape and dtype "
+            f"the model can't be called with these inputs ({message_of(error)}): give arrays of the shape and dtype "
             f"that the model of {type(session.task).__name__} takes"
         ) from error
 

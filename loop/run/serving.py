@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from loop.checkpoint.writer import arrays
 from loop.data import Source
-from loop.errors import UsageError
+from loop.errors import UsageError, message_of
 from loop.model.variables import all_variables, carried_variables, model_variables
 from loop.run.state import AVERAGES, assign, averaged, named_variables, numbered
 from loop.step.build import BuiltModel
@@ -259,7 +260,8 @@ def named_tensors(structure: Any, kind: str) -> dict[str, tf.Tensor]:
 def save(served: Served, partial: Path, out: Path) -> None:
     """Writes the model to `partial`, in the format that the name of `out` asks for."""
     if out.suffix != ".keras":
-        tf.saved_model.save(served, str(partial), signatures={"serving_default": served.serve})
+        with _without_guessed_signatures():
+            tf.saved_model.save(served, str(partial), signatures={"serving_default": served.serve})
         return
     if not hasattr(served.model, "save"):
         raise UsageError(f"{out}: the model is a plain tf.Module, not a Keras model: export it to a directory")
@@ -267,10 +269,21 @@ def save(served: Served, partial: Path, out: Path) -> None:
         served.model.save(partial)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(
-            f"{out}: Keras can't save this model ({first_line(error)}): export it to a directory"
+            f"{out}: Keras can't save this model ({message_of(error)}): export it to a directory"
         ) from None
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+@contextlib.contextmanager
+def _without_guessed_signatures() -> Iterator[None]:
+    """Within it, Keras 3 gives TensorFlow no signature of a model.
+
+    Keras guesses one argument of floats for a subclassed model. TensorFlow traces it, which fails for any other model.
+    """
+    name = "_default_save_signature"
+    [owner] = [base for base in keras.Layer.__mro__ if name in vars(base)]
+    guess = vars(owner)[name]
+    setattr(owner, name, None)
+    try:
+        yield
+    finally:
+        setattr(owner, name, guess)

@@ -307,12 +307,14 @@ def _described(hint: Hint) -> str:
 def _restored(hint: Hint, value: Value) -> Value:
     """A recorded value as the field's type: JSON has no paths, enum members, tuples, or floats that aren't finite."""
     kinds = _alternatives(hint)
-    for kind in kinds:
+    for index, kind in enumerate(kinds):
         # A value that fits no alternative stays as it is: the task's own checks are to refuse it.
         try:
             if isinstance(value, list) and _is_sequence(kind):
                 return _restored_sequence(kind, value)
-            if _is_recorded_as_text(kind, value, str in kinds):
+            # The order decides between `Path | str` and `str | Path`, as for what is typed.
+            may_be_text = str in (kinds if kind is float else kinds[:index])
+            if _is_recorded_as_text(kind, value, may_be_text):
                 return _one(kind, str(value))
         except ValueError:  # perhaps it is one of the other types
             continue

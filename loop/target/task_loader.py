@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from callbacks.files import ROOT
 from callbacks.nearest import near_file, nearest
-from callbacks.run_record.redaction import remember
+from callbacks.run_record.redaction import printable, remember
 from loop.errors import UsageError
 from loop.target import task_file
 from loop.target.fields import restored, set_fields
@@ -55,7 +55,7 @@ def check(target: str) -> None:
     if is_file:
         path = Path(origin)
         if not path.is_file():
-            raise UsageError(f"TARGET {target!r}: there is no file {path}{near_file(path)}")
+            raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
         check_shadows(path.resolve().parent)
     else:
         check_shadows(here)

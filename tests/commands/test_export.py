@@ -86,6 +86,53 @@ class Sided(Unweighted):
         return {"loss": tf.reduce_sum((model([inputs, inputs[..., None]], training=training) - labels) ** 2, -1)}
 
 
+class Pair(keras.Model):
+    """A subclassed model of two arguments, one of them a text."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, numbers, text):
+        return self.dense(numbers) + tf.cast(tf.strings.length(text), tf.float32)
+
+
+class Paired(Unweighted):
+    def build_model(self):
+        return Pair()
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        return {"loss": tf.reduce_sum((model(inputs, tf.strings.as_string(inputs[:, :1])) - labels) ** 2, -1)}
+
+
+@keras.saving.register_keras_serializable()
+class Own(keras.Model):
+    """A subclassed model that a Keras file can hold."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+class InHalves(Unweighted):
+    """Calls its model with inputs in bfloat16, which NumPy's files don't know."""
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        return {"loss": tf.reduce_sum((model(tf.cast(inputs, tf.bfloat16)) - labels) ** 2, -1)}
+
+
+class Unsaved(Own):
+    """Keras doesn't know how to make it again."""
+
+    def __init__(self, given):
+        super().__init__()
+
+
 class Layered(Unweighted):
     layer = Private
 
@@ -166,6 +213,27 @@ def test_several_inputs_of_a_keras_model_one_of_any_length(trained, tmp_path):
     expected = keras.models.load_model(tmp_path / "m.keras")([INPUTS, longer])
     outputs = served(tmp_path / "saved", input_0=INPUTS, input_1=longer)
     np.testing.assert_allclose(outputs["output_0"], expected, atol=1e-6)
+
+
+def test_a_subclassed_keras_model_of_several_arguments(trained, tmp_path):
+    run = trained(Paired())
+    assert "differ by 0" in export(Paired(), run, tmp_path / "saved")
+    one, two = (served(tmp_path / "saved", input_0=INPUTS, input_1=[[text]] * 7)["output_0"] for text in ("", "abc"))
+    np.testing.assert_allclose(two, one + 3, atol=1e-6)
+
+
+def test_a_subclassed_keras_model_as_a_keras_file(trained, tmp_path):
+    task = Layered()
+    task.build_model = Own
+    run = trained(task)
+    assert "differ by 0" in export(task, run, tmp_path / "m.keras")
+    task.build_model = lambda: Unsaved(object())
+    with pytest.raises(UsageError, match=r"Keras can't save this model \(.* must override `get_config\(\)`"):
+        export(task, run, tmp_path / "n.keras")
+
+
+def test_inputs_in_bfloat16(trained, tmp_path):
+    assert "differ by 0" in export(InHalves(), trained(InHalves()), tmp_path / "saved")
 
 
 def test_what_cannot_be_loaded_or_differs_is_not_written_unless_it_is_not_checked(trained, tmp_path):

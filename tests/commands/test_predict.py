@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import loop
 from loop import ArrayData, UsageError, fit
+from loop.commands.cli.training import _prediction_lines
 from loop.commands.prediction_parts import blocks_in_part, owner
 from tests.conftest import needs_horovod, tfloop
 from tests.tasks import Legacy, Unweighted, Weighted, regression
@@ -279,7 +280,7 @@ def test_inputs_from_files_and_arrays(run_of, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"features": column}), "inputs.parquet")
     for data in ("inputs.npy", tmp_path / "inputs.npz", "inputs.parquet", inputs):
         np.testing.assert_array_equal(loop.predict(task, model, data, batch_size=10), expected)
-    with pytest.raises(UsageError, match="the model can't be called with these inputs"):
+    with pytest.raises(UsageError, match=r"can't be called with these inputs \(.* but received input with shape .*3\)"):
         loop.predict(task, model, inputs[:, :3], batch_size=10)
 
 
@@ -348,6 +349,11 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(command, run_of, tmp_path):
         assert (code, out) == (2, "")
         [line] = err.splitlines()
         assert line.startswith(f"tfloop: error: {message}")
+
+
+def test_what_was_written_is_told_in_a_line(run_of):
+    done = loop.predict(Unweighted(), run_of(Unweighted()).model, regression(1)[0], out="p.npy")
+    assert _prediction_lines(done) == ["wrote p.npy: 1 row of output float32[1]"]
 
 
 def test_the_directory_of_a_stranger_runs_no_code(trained, tmp_path):

@@ -75,7 +75,7 @@ def test_a_run_records_where_it_comes_from_and_diff_shows_the_changed_line(proje
 
     changed = TASK.replace('"tanh"', '"relu"')
     (project / "line.py").write_text(changed)
-    train(command, "b", "--set", "width=5")
+    train(command, "b", "--set", "width=5", "--set", f"rates={','.join(['0.1'] * 50)}")
     code, shown, _ = command("runs", "diff", "a", "b")
     assert code == 0
     assert '-        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(self.width, "tanh")' in shown
@@ -84,6 +84,10 @@ def test_a_run_records_where_it_comes_from_and_diff_shows_the_changed_line(proje
     [row] = [line for line in shown.splitlines() if line.startswith("width")]
     assert row.split() == ["width", "4", "5"]
     assert "train data" not in shown  # it is the same
+
+    # Of long texts, the part is shown in which they differ.
+    [row] = [line for line in shown.splitlines() if line.startswith("command")]
+    assert re.search(r" --run-dir a  +\.\.\..* --run-dir b --set width=5 --set rates=[01.,]+\.\.\.$", row)
 
     for path in (project / "b").rglob("*"):
         if path.is_file():

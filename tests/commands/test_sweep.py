@@ -98,6 +98,13 @@ def test_a_grid_is_tried_whole_and_failures_are_told(trial):
         swept(plan(["x=0.1,0.3"]))
 
 
+def test_each_column_of_the_table_holds_its_longest_value(trial):
+    _, shown = swept(plan(["kind=plain,a-kind-with-a-long-name"], ["x=0.1..0.9"]), 2)
+    head, *rows = shown.splitlines()[1:]
+    assert {row.split()[1] for row in rows} == {"plain", "a-kind-with-a-long-name"}
+    assert {len(row) for row in rows} == {len(head)}
+
+
 def test_what_is_drawn_lies_in_its_range_and_follows_from_the_seed(trial):
     drawn = []
     asked = plan(["kind=plain,nan"], ["x=1e-4..1e-1:log", "hidden=16..256"], seed=1, sampler="random")
@@ -231,6 +238,7 @@ BAD = [
     ([], "give what is to be tried: --grid"),
     (["--random", "x=1..2"], "--random draws for ever: give --trials N"),
     (["--grid", "x=1,2", "--trials", "3"], "--trials 3: the grid has only 2 combinations"),
+    (["--grid", "x=1", "--trials", "3"], "--trials 3: the grid has only 1 combination: leave"),
     (["--grid", "x=1,2", "--trials", "0"], "--trials 0: give a whole number from 1"),
     (["--grid", "x=1", "--sampler", "tbe"], "--sampler tbe: .*did you mean 'tpe'"),
     (["--grid", "x=1", "--pruner", "mean"], "--pruner mean: .*did you mean 'median'"),

@@ -51,6 +51,8 @@ class Typed:
     sequence: Sequence[float] = ()
     act_or_none: Activation | None = None
     rate: float = 1.0
+    place_or_text: Path | str = ""
+    text_or_place: str | Path = ""
     bare: tuple = ()
     bare_list: List = None  # noqa: UP006 - as some write it
     bare_sequence: typing.Sequence = ()
@@ -95,6 +97,8 @@ class Typed:
         ("act_or_none=none", None),
         ("act_or_none=RELU", Activation.RELU),
         ("rate=inf", float("inf")),
+        ("place_or_text=/a", Path("/a")),
+        ("text_or_place=/a", "/a"),
     ],
 )
 def test_what_is_typed_has_the_type_of_the_field_and_comes_back_from_a_run(text, value):

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from loop.commands import config, conversion, dry_run, runs, serving_layout, tracking
 from loop.commands import train as train_
@@ -230,7 +231,7 @@ def predict(
 def _prediction_lines(result: Mapping[str, Any]) -> list[str]:
     """What was written, in a line."""
     shown = ", ".join(f"{name} {kind}" for name, kind in result["arrays"].items())
-    return [f"wrote {result['out']}: {result['rows']:,} rows of {shown}"]
+    return [f"wrote {result['out']}: {plural(result['rows'], 'row')} of {shown}"]
 
 
 def _metric_lines(metrics: Mapping[str, float]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ _SHOWN = {
 }
 """The facts of `callbacks.run_record.provenance` that are compared, each with its label."""
 _TEXTS = {"task": "the task's file", "diff": "changes since the commit"}
+_LONGEST = 120  # characters of a fact
 _MOST_LINES = 400  # of a text's differences
 
 
@@ -48,14 +50,23 @@ def _facts(first: Record, second: Record) -> Iterator[list[str]]:
     for name, label in _SHOWN.items():
         one = str(first.provenance.get(name, "-"))
         other = str(second.provenance.get(name, "-"))
-        # Compared whole, and cut only to be shown. What a run directory holds may have control characters.
         if one != other:
-            yield [label, printable(one[:120]), printable(other[:120])]
+            start = next(i for i in itertools.count() if one[i : i + 1] != other[i : i + 1])
+            yield [label, _part(one, start), _part(other, start)]
     for kind in ("train", "eval"):
         one = _data(first, kind)
         other = _data(second, kind)
         if one != other:
             yield [f"{kind} data", one, other]
+
+
+def _part(text: str, start: int) -> str:
+    """A text as a row shows it: of a long one, what is around the first character that differs."""
+    first = max(0, min(start - _LONGEST // 3, len(text) - _LONGEST))
+    part = text[first : first + _LONGEST]
+    before = "..." if first else ""
+    after = "..." if first + _LONGEST < len(text) else ""
+    return printable(f"{before}{part}{after}")  # what a run directory holds may have control characters
 
 
 def _data(record: Record, kind: str) -> str:

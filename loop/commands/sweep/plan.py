@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from callbacks.files import read_json
+from callbacks.formats import plural
 from callbacks.metric_direction import lower_is_better
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import HIDDEN, is_secret, mask, remember
@@ -132,7 +133,8 @@ class Plan:
         if not 1 <= trials <= MOST_TRIALS:
             raise UsageError(f"--trials {trials}: give a whole number from 1 to {MOST_TRIALS:,}")
         if trials > combinations and not self.random:
-            raise UsageError(f"--trials {trials}: the grid has only {combinations} combinations: leave --trials out")
+            most = plural(combinations, "combination")
+            raise UsageError(f"--trials {trials}: the grid has only {most}: leave --trials out")
         return trials
 
     def as_json(self) -> JsonObject:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from callbacks.run_record.redaction import shown, tell
+from loop.commands.sweep.plan import Range
 from loop.commands.sweep.report import Row, shown_path
 
 if TYPE_CHECKING:
@@ -20,8 +21,11 @@ _LOG_SECONDS = 60.0  # between two lines of a log about the trials that run
 class Table:
     """Shows a line for each trial that has ended; on a terminal, also a bar with the trials that run."""
 
-    def __init__(self, fields: Sequence[str], metric: str, trials: int, stream: TextIO) -> None:
-        self._fields = fields
+    def __init__(self, fields: Mapping[str, list[str] | Range], metric: str, trials: int, stream: TextIO) -> None:
+        self._widths = {}
+        for name, values in fields.items():
+            listed = map(_short, values) if isinstance(values, list) else ()
+            self._widths[name] = _width(name, *listed)
         self._metric = metric
         self._trials = trials
         self._stream = stream
@@ -41,9 +45,9 @@ class Table:
             form = "{n_fmt}/{total_fmt}|{bar:20}| {desc} [{elapsed}]"
             self._bar = tqdm(total=self._trials, file=self._stream, bar_format=form, dynamic_ncols=True, leave=False)
         names = ""
-        for name in self._fields:
-            names += f"{name:>{self._width(name)}}"
-        self.line(f"trial{names}{self._metric:>{self._width(self._metric)}}   time")
+        for name, width in self._widths.items():
+            names += f"{name:>{width}}"
+        self.line(f"trial{names}{self._metric:>{_width(self._metric)}}   time")
         for row in ended:
             self.row(row)
 
@@ -51,14 +55,14 @@ class Table:
         """Shows a trial that has ended."""
         self._ended += 1
         values = ""
-        for name in self._fields:
-            values += f"{_short(row.params.get(name, '')):>{self._width(name)}}"
+        for name, width in self._widths.items():
+            values += f"{_short(row.params.get(name, '')):>{width}}"
         value = "" if row.value is None else f"{row.value:.4g}"
         note = ""
         if row.state != "complete":
             note = f"  {row.state}: {row.problem}" if row.problem else f"  {row.state}"
         seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
-        self.line(f"{row.number:>5}{values}{value:>{self._width(self._metric)}}{seconds:>7}{note}")
+        self.line(f"{row.number:>5}{values}{value:>{_width(self._metric)}}{seconds:>7}{note}")
         if self._bar is not None:
             self._bar.update()
 
@@ -86,9 +90,10 @@ class Table:
             self._bar.close()
             self._bar = None
 
-    @staticmethod
-    def _width(name: str) -> int:
-        return max(len(name), 9) + 2  # 9: the longest number that `_short` leaves as it is
+
+def _width(*texts: str) -> int:
+    """The width of a column that has these texts, and numbers."""
+    return max(9, *map(len, texts)) + 2  # 9: the longest number that `_short` leaves as it is
 
 
 def _short(text: str) -> str:

@@ -93,7 +93,7 @@ class _Trials:
         self._study = Study(directory, plan, fields, about["trials"])
         self._underway: list[TrialProcess] = []
         self._signals = 0
-        self._table = Table([*fields], plan.metric, about["trials"], stream)
+        self._table = Table(fields, plan.metric, about["trials"], stream)
 
     def run(self) -> Report:
         """Runs all trials, or stops when asked to."""
