@@ -52,6 +52,10 @@ def _is_keras_variable(value: object) -> bool:
     return isinstance(value, keras.Variable)
 
 
+def _is_seed_generator(value: object) -> bool:
+    return isinstance(value, keras.random.SeedGenerator)
+
+
 def layers(model: Model) -> list[Layer]:
     """All layers of a model, also those within other layers and within a plain tf.Module; each once."""
     unique: dict[int, Layer] = {}
@@ -83,7 +87,10 @@ def all_variables(model: Model) -> list[Variable]:
 
 def loose_variables(model: Model) -> list[keras.Variable]:
     """The Keras 3 variables that a plain tf.Module holds itself, which TensorFlow doesn't count as its variables."""
-    return [] if isinstance(model, keras_models()) else list(model._flatten(predicate=_is_keras_variable))
+    if isinstance(model, keras_models()):
+        return []
+    seeds = model._flatten(predicate=_is_seed_generator)
+    return [*model._flatten(predicate=_is_keras_variable), *(generator.state for generator in seeds)]
 
 
 def stateful_layers(model: Model) -> list[Layer]:

@@ -12,8 +12,10 @@ from loop.data import evaluation_sets
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import COMPILING
 from loop.run.pace import Pace
+from loop.run.state import saved_variables
 from loop.step import approximations
 from loop.step.totals import EXAMPLES
+from loop.step.unsaved import warn_of_unsaved
 
 if TYPE_CHECKING:
     from loop.run.run import Run
@@ -61,6 +63,8 @@ class Calls:
             # Not of the first call, whose time is all counted as compiling.
             laps = marker.laps()
             run.stopwatch.give({part: laps[part] - laps_before[part] for part in laps})
+        elif not run.backend.asynchronous:
+            warn_of_unsaved(run.task, run.model, saved_variables(run), run.step.graph(run.data.iterator))
         examples = int(totals[EXAMPLES])
         run.stopwatch.count(steps, examples)
         self._record(steps, examples, seconds)

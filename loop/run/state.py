@@ -325,6 +325,11 @@ def named_variables(run: Run) -> dict[str, Variable]:
     return named | numbered("scale", run.step.scale.variables if run.step.scale else [])
 
 
+def saved_variables(run: Run) -> list[tf.Variable]:
+    """The variables that a checkpoint has, but for those of which each replica has a slice."""
+    return [variable for variable in named_variables(run).values() if not isinstance(variable, SlicedVariable)]
+
+
 def replicated_names(run: Run) -> list[str]:
     """The names of the variables that are the same in all replicas."""
     names = []

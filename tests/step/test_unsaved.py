@@ -1,0 +1,167 @@
+"""A variable that the steps change and no checkpoint has is said at the start: a resume would not be exact."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from loop import ArrayData, TrainTask, backends, fit
+
+INPUTS = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls in a variable of TensorFlow, which Keras doesn't count as the layer's, or in one of its own."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def build(self, shape):
+        self.calls = self.add_weight(initializer="zeros", trainable=False) if self.own else tf.Variable(0.0)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.calls.assign_add(1.0)
+        return inputs * (1 + 0.01 * self.calls)
+
+
+class Task(TrainTask):
+    def build_model(self):
+        return keras.Sequential([keras.Input((4,)), *self.layers(), keras.layers.Dense(1)])
+
+    def layers(self):
+        return []
+
+    def build_optimizer(self):
+        return keras.optimizers.Adam(0.01)
+
+    def train_data(self):
+        return ArrayData(INPUTS)
+
+    def compute(self, model, batch, training):
+        outputs = tf.cast(model(batch, training=training)[:, 0], tf.float32)
+        return {"loss": self.factor(model, batch, training) * tf.square(outputs - 1)}
+
+    def factor(self, model, batch, training):
+        return 1.0
+
+
+class InTheTask(Task):
+    def __init__(self):
+        self.count = tf.Variable(1.0)
+
+    def factor(self, model, batch, training):
+        if training:
+            self.count.assign_add(1.0)
+        return 0.1 * self.count
+
+
+class KerasVariable(InTheTask):
+    def __init__(self):
+        self.count = keras.Variable(1.0)
+
+
+class Generator(Task):
+    def __init__(self):
+        self.numbers = tf.random.Generator.from_seed(1)
+
+    def factor(self, model, batch, training):
+        return self.numbers.uniform([])
+
+
+class GlobalSeed(Task):
+    def factor(self, model, batch, training):
+        return keras.random.uniform([])
+
+
+class InALayer(Task):
+    def layers(self):
+        return [Counting(own=False)]
+
+
+class InTheModel(Task):
+    def layers(self):
+        return [Counting(own=True), keras.layers.Dropout(0.5), keras.layers.BatchNormalization()]
+
+
+class Teacher(Task):
+    """Holds a model that it reads alone."""
+
+    def __init__(self):
+        self.teacher = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), keras.layers.BatchNormalization()])
+        self.table = tf.Variable(tf.ones([9]))
+
+    def factor(self, model, batch, training):
+        return tf.cast(self.teacher(batch)[:, 0], tf.float32) ** 2 + tf.gather(self.table, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (InTheTask, "InTheTask.count"),
+        (KerasVariable, "KerasVariable.count"),
+        (Generator, "Generator.numbers"),
+        (GlobalSeed, "the seed of keras.random"),
+        (InALayer, "Counting.calls"),
+    ],
+)
+def test_what_a_resume_loses_is_named(kind, name, quiet):
+    with pytest.warns(UserWarning, match=re.escape(f"the steps change {name}, which no checkpoint has")):
+        fit(kind(), callbacks=quiet(), batch_size=8)
+
+
+class HiddenSeed(Task):
+    def factor(self, model, batch, training):
+        return tf.random.uniform([])
+
+
+class SeedOfTheModel(Task):
+    """Does as the warnings say."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.seed = keras.random.SeedGenerator(1)
+        return model
+
+    def factor(self, model, batch, training):
+        return keras.random.uniform(tf.shape(batch)[:1], seed=model.seed)
+
+
+def test_random_numbers_whose_state_is_hidden_are_named(quiet):
+    with pytest.warns(UserWarning, match="the steps draw random numbers with RandomUniform, whose state"):
+        fit(HiddenSeed(), callbacks=quiet(), batch_size=8)
+
+
+class Line(tf.Module):
+    def __init__(self):
+        self.slope = tf.Variable(tf.ones([4, 1]))
+        self.seed = keras.random.SeedGenerator(1)
+
+    def __call__(self, inputs, training=False):
+        return inputs @ self.slope
+
+
+class SeedOfAModule(SeedOfTheModel):
+    def build_model(self):
+        return Line()
+
+
+@pytest.mark.parametrize("kind", [InTheModel, Teacher, SeedOfTheModel, SeedOfAModule])
+def test_what_is_saved_or_never_changed_is_not_named(kind, quiet, tmp_path):
+    def weights(*epochs):
+        for epoch in epochs:
+            run_dir = tmp_path / str(len(epochs))
+            keras.utils.set_random_seed(0)  # for the model of the teacher, which is no part of the run
+            result = fit(kind(), batch_size=8, epochs=epoch, run_dir=run_dir, ema=0.9)
+        return result.weights_sha256
+
+    assert weights(2) == weights(1, 2)
+
+
+def test_on_several_replicas_the_variables_of_all_are_known(quiet):
+    fit(InTheModel(), callbacks=quiet(), batch_size=8, backend=backends.create("mirrored", 2))
+    with pytest.warns(UserWarning, match=re.escape("Counting.calls, which no checkpoint has")):
+        fit(InALayer(), callbacks=quiet(), batch_size=8, backend=backends.create("mirrored", 2))
