@@ -333,6 +333,7 @@ def noise(inputs):
     return inputs + tf.random.uniform(tf.shape(inputs))
 
 
+@pytest.mark.filterwarnings("ignore:the steps draw random numbers")
 def test_what_another_runtime_lacks_or_computes_otherwise_is_refused_in_a_line(trained, tmp_path):
     run = trained(Unknown())
     for name, runtime in (("m.onnx", "ONNX"), ("m.tflite", "LiteRT")):

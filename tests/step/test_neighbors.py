@@ -72,6 +72,7 @@ def test_statistics_of_all_replicas_are_nothing_to_say(quiet):
     fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
 
 
+@pytest.mark.filterwarnings("ignore:the steps draw random numbers")
 @pytest.mark.parametrize("kind", ["repeated mean", "noise"])
 def test_a_loss_whose_sum_is_right_or_random_is_no_such_loss(kind, quiet):
     fit(Pairs(dtype="float64", kind=kind), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
