@@ -1,12 +1,14 @@
-"""Checks of a callback's arguments: an error names the callback, the argument, its value and the fix."""
+"""Checks of arguments, whose errors name the callback, the argument, its value and the fix; and of stored states."""
 
 from __future__ import annotations
 
 import math
 import numbers
 
+from callbacks.types import Json, JsonObject
 
-def is_whole(value: object, least: int, most: float = math.inf) -> bool:
+
+def is_whole(value: object, least: float, most: float = math.inf) -> bool:
     """Whether it is a whole number of any type but bool, within these bounds."""
     # NumPy's integers are Integral, too; and so is bool, but `patience=True` is a mistake.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
@@ -34,3 +36,25 @@ def check(callback: object, is_valid: bool, fix: str, **given: object) -> None:
     if not is_valid:
         arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(f"{type(callback).__name__}({arguments}): {fix}")
+
+
+def stored_number(
+    state: JsonObject, name: str, whole: bool = False, optional: bool = False, least: float = -math.inf
+) -> Json:
+    """A finite number of a callback's state in a checkpoint, which may be of any origin.
+
+    Args:
+        state: the state.
+        name: of the number in it.
+        whole: whether it must be a whole number.
+        optional: whether it may be None.
+        least: the least number that it may be.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = state[name]
+    is_valid = is_whole(value, least) if whole else is_number(value, least)
+    if not is_valid and not (optional and value is None):
+        raise ValueError(f"{name} is {value!r:.60}")
+    return value

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from callbacks import metric_direction
-from callbacks.arguments import check, is_whole
+from callbacks.arguments import check, is_number, is_whole, stored_number
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.retention import Policy, Saved, ranked, retained
 from callbacks.run_record.redaction import tell
@@ -213,10 +213,12 @@ class Checkpoint(Callback):
         return {"metric": self.best, "best_value": self.best_value, "best_step": self.best_step, "known": known}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        self.best_value = state["best_value"]
-        self.best_step = state["best_step"]
+        self.best_value = stored_number(state, "best_value", optional=True)
+        self.best_step = stored_number(state, "best_step", whole=True, optional=True)
         self._known = {}
         for step, value, saved_at in state.get("known", ()):  # checkpoints of older versions don't have it
+            if not (is_whole(step, 0) and isinstance(value, int | float) and is_number(saved_at, -math.inf)):
+                raise ValueError(f"known has {[step, value, saved_at]!r:.60}")
             self._known[step] = Saved(step, value, saved_at)
         if self.best_step is not None and self.best_value is not None:
             self._known.setdefault(self.best_step, Saved(self.best_step, self.best_value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from callbacks.arguments import check
+from callbacks.arguments import check, stored_number
 from callbacks.base import Run
 from callbacks.checkpoint import step_of, tell_lost_best
 from callbacks.formats import number, plural
@@ -81,4 +81,5 @@ class EarlyStopping(Patience):
     def load_state_dict(self, state: JsonObject) -> None:
         super().load_state_dict(state)
         # None, too, if that was the best by another metric. Older checkpoints don't have it.
-        self.best_step = state.get("best_step") if self.best is not None else None
+        has_step = self.best is not None and "best_step" in state
+        self.best_step = stored_number(state, "best_step", whole=True, optional=True) if has_step else None

@@ -260,11 +260,22 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def expanded(path: str) -> Path:
+    """A path with the user's home directory in place of ~.
+
+    Raises:
+        FileError: the system knows no home directory, as in a container whose user has no name.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise FileError(errno.ENOENT, "this user has no home directory: set HOME", path) from None
+
+
 def cache_directory() -> Path:
     """Where what can be made again is kept: `TFLOOP_CACHE`, or `tfloop` in the user's cache directory."""
     own = os.environ.get("TFLOOP_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(own).expanduser() if own else Path(shared).expanduser() / "tfloop"
+    return expanded(own) if own else expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tfloop"
 
 
 def make_directory(path: Path) -> Path:

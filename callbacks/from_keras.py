@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from callbacks.arguments import stored_number
 from callbacks.base import Callback, Metrics, Run, as_floats
 from callbacks.learning_rate import optimizers_of, rate_of
 from callbacks.types import Data, Foreign, Json, JsonObject, Optimizer
@@ -168,8 +169,14 @@ class FromKeras(Callback):
         return {"begun": self._begun, "attributes": changed}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        self._begun = state["begun"]
-        self._restored = state["attributes"]
+        self._begun = stored_number(state, "begun", whole=True)
+        self._restored = {}
+        settings = _settings(self.callback)
+        for name, value in state["attributes"].items():
+            # A checkpoint of any origin must replace no setting, such as where a callback writes, and no method.
+            is_method = name.startswith("__") or callable(getattr(type(self.callback), name, None))
+            if name not in settings and not is_method:
+                self._restored[name] = value
 
 
 class _ModelView:
@@ -257,14 +264,20 @@ def _overrides(callback: Foreign, hook: str) -> bool:
 def _plain_attributes(callback: Foreign) -> dict[str, Json]:
     """The attributes of a callback that JSON can hold and that are no settings, as copies."""
     # Settings may be changed at the first use, as `min_delta` of ReduceLROnPlateau, and would be so a second time.
-    skipped = {"params", "_model", "model", "validation_data"}  # what Keras sets on every callback
-    for kind in type(callback).__mro__[:-1]:  # without `object`
-        skipped |= inspect.signature(vars(kind).get("__init__", object.__init__)).parameters.keys()
+    skipped = _settings(callback)
     attributes = {}
     for name, value in vars(callback).items():
         if name not in skipped and _is_plain(value):
             attributes[name] = _copied(value)
     return attributes
+
+
+def _settings(callback: Foreign) -> set[str]:
+    """The names of the constructor's arguments, and of what Keras sets on every callback."""
+    names = {"params", "_model", "model", "validation_data"}
+    for kind in type(callback).__mro__[:-1]:  # without `object`
+        names |= inspect.signature(vars(kind).get("__init__", object.__init__)).parameters.keys()
+    return names
 
 
 def _is_plain(value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from callbacks import metric_direction
-from callbacks.arguments import check, is_number, is_whole
+from callbacks.arguments import check, is_number, is_whole, stored_number
 from callbacks.base import Callback, Metrics, Run
 from callbacks.types import JsonObject
 
@@ -79,5 +79,5 @@ class Patience(Callback):
         # No value compares with one of another metric, which the earlier attempt may have watched. Older checkpoints
         # don't name it.
         if state.get("metric", self.metric) == self.metric:
-            self.best = state["best"]
-            self.waited = state["waited"]
+            self.best = stored_number(state, "best", optional=True)
+            self.waited = stored_number(state, "waited", whole=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from callbacks.arguments import check, is_number, is_whole
+from callbacks.arguments import check, is_number, is_whole, stored_number
 from callbacks.base import Metrics, Run, as_floats
 from callbacks.formats import number, plural
 from callbacks.learning_rate import optimizers_of, rate_of
@@ -102,4 +102,4 @@ class ReduceOnPlateau(Patience):
 
     def load_state_dict(self, state: JsonObject) -> None:
         super().load_state_dict(state)
-        self._cooling = state["cooling"]
+        self._cooling = stored_number(state, "cooling", whole=True, least=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+from callbacks.arguments import stored_number
 from callbacks.base import Callback, Metrics, Run
 from callbacks.types import JsonObject
 
@@ -63,4 +64,4 @@ class Timer(Callback):
 
     def load_state_dict(self, state: JsonObject) -> None:
         # Only that of earlier attempts: `on_setup` has started the clock of this one.
-        self._before = state["seconds"]
+        self._before = stored_number(state, "seconds")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from callbacks.files import LONGEST, read_json, reading, sqlite_path
 from callbacks.mlflow.description import run_name
-from callbacks.mlflow.points import Names, milliseconds
+from callbacks.mlflow.points import Names, milliseconds, utf8
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, redact
@@ -85,7 +85,7 @@ class MLflowRun:
         tags = {ID: own_id}
         if parent:
             tags[PARENT] = parent.info.run_id
-        name = run_name(self.directory, self._about)
+        name = utf8(run_name(self.directory, self._about))
         return client.create_run(experiment, self._start(), tags=tags, run_name=name)
 
     def _state_of_store(self) -> JsonObject:
@@ -158,6 +158,7 @@ class MLflowRun:
         """Gives the run a description, unless the user has given it one."""
         if not self.is_ours(run.info.run_id) or NOTE in self._state.get("tags", {}):
             return
+        text = utf8(text)
         present = run.data.tags.get(NOTE)
         # Our own description has its hash in a tag; one with another hash was written or edited by the user.
         is_edited = present is not None and run.data.tags.get(_OUR_NOTE) != _digest(present)

@@ -51,6 +51,11 @@ def key(name: str) -> str:
     return f"{text[: _KEY_LENGTH - 9]}-{digest}"
 
 
+def utf8(text: str) -> str:
+    """A text with escapes for lone surrogates, which stand for the bytes of a path that aren't UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def milliseconds(entry: JsonObject) -> int:
     """The time of a line of a journal; 0 if it has none."""
     try:
@@ -75,7 +80,7 @@ class Names:
     def texts(self, values: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
         """Names with their values as texts, without secrets."""
         for name, value in redact(values).items():
-            text = mask(str(value))  # again: `redact` leaves values of other types than text as they are
+            text = utf8(mask(str(value)))  # again: `redact` leaves values of other types than text as they are
             if len(text) > _VALUE_LENGTH:
                 self._cut[name] = None
             yield self.key(name), text[:_VALUE_LENGTH]

@@ -38,10 +38,10 @@ def keep_programs() -> Path | None:
     flags = os.environ.get(_VARIABLE, "")
     if _FLAG in flags or machine.count_gpus():
         return None
-    directory = cache_directory() / "xla" / _machine()
-    if len(str(directory).split()) != 1:  # TensorFlow cuts the flags at blanks
-        return None
     try:
+        directory = cache_directory() / "xla" / _machine()
+        if len(str(directory).split()) != 1:  # TensorFlow cuts the flags at blanks
+            return None
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unknown(directory)
     except OSError:

@@ -22,7 +22,7 @@ from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import redact, tell
 from loop.checkpoint.array_files import InParts, Json
 from loop.data.host_random import random_state
-from loop.errors import UsageError
+from loop.errors import UsageError, message_of
 from loop.model.variables import (
     all_variables,
     as_tf,
@@ -235,7 +235,10 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     # Last: a callback may look at the restored run.
     for key, callback in run.callbacks.items():
         if key in mine["callbacks"]:
-            callback.load_state_dict(decoded(mine["callbacks"][key]))
+            try:
+                callback.load_state_dict(decoded(mine["callbacks"][key]))
+            except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+                raise ValueError(f"the state of the callback {key}: {message_of(error)}") from error
 
 
 def scatter(run: Run, tensors: Arrays | None) -> None:

@@ -129,7 +129,7 @@ def _records() -> Path:
     """The directory that holds an entry for each run directory."""
     state = Path(os.environ.get("XDG_STATE_HOME") or "")
     if not state.is_absolute():
-        state = Path.home() / ".local" / "state"
+        state = files.expanded("~/.local/state")
     return state / "tfloop" / "runs"
 
 

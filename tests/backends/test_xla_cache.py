@@ -15,6 +15,27 @@ class Own(Weighted):
 """
 
 
+def test_a_user_without_a_home_directory_trains_evaluates_and_removes(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "TFLOOP_CACHE", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    # As in a container that is started with a number as its user.
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    xla_cache.keep_programs.cache_clear()
+    assert xla_cache.keep_programs() is None
+    code, _, err = command("train", "digits", "--steps", "2", "--run-dir", "mine", "--track", "off")
+    assert code == 0, err
+    code, _, err = command("evaluate", "mine")
+    assert code == 2
+    assert "give the task as --target" in err
+    code, _, err = command("runs", "--root", "s3://nobody/runs")
+    assert code != 0
+    assert "~/.local/state: this user has no home directory: set HOME" in err
+    code, _, err = command("runs", "rm", "--yes", "mine")
+    assert code == 0, err
+    assert not (tmp_path / "mine").exists()
+
+
 def test_the_next_process_compiles_nothing_and_has_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setenv("TFLOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "mine.py").write_text(TASK)

@@ -223,6 +223,29 @@ def test_remote_monitor(quiet):
     assert {"loss", "val_loss"} <= received[0].keys()
 
 
+class Forges(FromKeras):
+    key = "FromKeras"
+
+    def state_dict(self):
+        attributes = {"steps": 70, "path": "/elsewhere", "on_epoch_end": 1, "__dict__": {}}
+        return {"begun": 0, "attributes": attributes}
+
+
+class WatchesInto(Watches):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+
+def test_a_checkpoint_of_others_replaces_no_setting_and_no_method(quiet):
+    fit(Plain(), epochs=1, batch_size=60, callbacks=quiet() + [Forges(WatchesInto("mine"))], run_dir="run")
+    watches = WatchesInto("mine")
+    fit(Plain(), epochs=2, batch_size=60, callbacks=quiet() + [FromKeras(watches)], run_dir="run")
+    assert watches.path == "mine"
+    assert watches.steps == 72
+    assert ["epoch_end", 1, ["loss", "val_loss"]] in watches.calls
+
+
 def test_those_of_tf_keras(quiet):
     chosen = [tf_keras.callbacks.CSVLogger("log.csv"), tf_keras.callbacks.LearningRateScheduler(lambda epoch: 0.125)]
     look = []

@@ -310,6 +310,19 @@ def test_very_many_names_parameters_and_long_values(database, tmp_path, command)
     assert command("sync", directory)[1].startswith("delivered 0 points")
 
 
+def test_a_path_whose_bytes_are_not_utf_8_is_delivered_with_escapes(database, tmp_path, command):
+    data = os.fsdecode(b"data-\xff")
+    fields = {"data": data, "hidden": 3}
+    directory = run_directory(tmp_path / data, [line("epoch_end", 1, loss=1)], hyperparameters=fields, changed=["data"])
+    code, _, error = command("sync", directory, "--track", f"sqlite:///{database}")
+    assert code == 0, error
+    run = only_run(f"sqlite:///{database}")
+    assert run.data.params["data"] == "data-\\udcff"
+    assert run.info.run_name == "data=data-\\udcff"
+    assert run.data.metrics["loss"] == 1
+    assert command("sync", directory)[0] == 0
+
+
 def test_sync_refuses_what_is_no_run_or_still_under_way(tmp_path, command):
     code, _, error = command("sync", tmp_path)
     assert (code, error.count("\n")) == (2, 1)

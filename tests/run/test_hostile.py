@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import cli
-from callbacks import Callback, files
+from callbacks import Callback, EarlyStopping, FromKeras, ReduceOnPlateau, Timer, files, standard
 from callbacks.run_record import record
 from loop import UsageError, fit
 from loop.checkpoint import checkpoint_files
@@ -459,6 +459,29 @@ ABSURD_RUN = [
 ]
 
 
+WAITED = {"best": 1.0, "waited": 0}
+ABSURD_STATES = [
+    ("Checkpoint", {"best_step": "nan"}),
+    ("Checkpoint", {"best_value": "low"}),
+    ("Checkpoint", {"known": [["x", 1.0, 0.0]]}),
+    ("Checkpoint", {"known": [[1, 1.0, None]]}),
+    ("EarlyStopping", {"waited": None, "best": 1.0}),
+    ("EarlyStopping", {"best": {"float": "nan"}, "waited": 0}),
+    ("EarlyStopping", {"best_step": [2], **WAITED}),
+    ("ReduceOnPlateau", {"cooling": "x", **WAITED}),
+    ("ReduceOnPlateau", {"best": []}),
+    ("Timer", {"seconds": "long"}),
+    ("FromKeras", {"begun": None}),
+    ("FromKeras", {"attributes": 3, "begun": 0}),
+]
+
+
+def with_states(folder):
+    keras_log = FromKeras(keras.callbacks.CSVLogger(folder / "log.csv"))
+    added = [EarlyStopping("loss"), ReduceOnPlateau("loss"), Timer("1h"), keras_log]
+    return standard(mlflow=None, progress=None) + added
+
+
 def test_a_sealed_manifest_with_absurd_content_is_refused(run, tmp_path):
     path = checkpoint_files.complete(run / "checkpoints")[-1]
     original = json.loads((path / "manifest.json").read_text())
@@ -470,6 +493,13 @@ def test_a_sealed_manifest_with_absurd_content_is_refused(run, tmp_path):
         assert "\n" not in str(told.value)
         assert len(str(told.value)) < 500
     shutil.rmtree(checkpoint_files.complete(run / "checkpoints")[0])
+    for key, state in ABSURD_STATES:
+        worker = original["workers"][0]
+        states = {**worker["callbacks"], key: {**worker["callbacks"].get(key, {}), **state}}
+        sign(path, {**original, "workers": [{**worker, "callbacks": states}]})
+        with pytest.raises(UsageError, match=rf"step-00000002: its manifest .* callback {key}: ") as told:
+            fit(tiny(), epochs=3, run_dir=run, callbacks=with_states(run.parent))
+        assert "\n" not in str(told.value)
     sign(path, {**original, "workers": [{"random": {"python": [3, "zz", None]}, "callbacks": {}}]})
     with pytest.raises(UsageError, match="state of the random generators is none"):
         fit(tiny(), epochs=3, run_dir=run)

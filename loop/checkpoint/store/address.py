@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from callbacks.files import launch_path, read_json
+from callbacks.files import expanded, launch_path, read_json
 from callbacks.run_record.redaction import mask
 from loop.errors import UsageError
 
@@ -80,7 +80,7 @@ def place(url: str, kind: str, home: Path | None = None) -> Path:
         home: where programs keep their state; None: as XDG_STATE_HOME says.
     """
     base = os.environ.get("XDG_STATE_HOME")
-    state = home or (Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state")
+    state = home or (Path(base) if base and Path(base).is_absolute() else expanded("~/.local/state"))
     # Copies of runs lie side by side as the runs do, so that their folder can be listed.
     whose = url if kind == SPOOLS else url.rpartition("/")[0]
     key = hashlib.sha256(whose.encode()).hexdigest()[:16]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from callbacks.files import FileError, expanded
 from callbacks.run_record.record import ABOUT, LOCK, is_run, printable, read_about, under_way
 from loop.checkpoint.lock import locked
 from loop.checkpoint.store import address
@@ -26,7 +28,10 @@ def check_removable(path: Path, root: Path) -> None:
     if not {"task", "status", "hyperparameters"} <= set(about):
         raise UsageError(f"{shown} has no run.json of a run: it may be anything, remove it yourself")
     whole = path.resolve()
-    if any(kept.is_relative_to(whole) for kept in (Path.cwd(), Path.home(), root.resolve())):
+    places = [Path.cwd(), root.resolve()]
+    with contextlib.suppress(FileError):  # a user may have no home directory
+        places.append(expanded("~"))
+    if any(place.is_relative_to(whole) for place in places):
         raise UsageError(f"{shown} holds where you are, or all runs: remove what is of the run in it yourself")
     for inner in path.iterdir():
         if inner.is_dir() and not inner.is_symlink() and is_run(inner):
