@@ -234,3 +234,18 @@ def test_a_phase_that_trains_nothing_is_refused():
 
     with pytest.raises(UsageError, match=r"no trainable variables in the phase 'head', after begin_phase\(\)"):
         fit(Frozen())
+
+
+def test_an_optimizer_of_the_phase_before_is_refused(quiet):
+    class Kept(FineTune):
+        """Its optimizer would begin the second phase with the slots and the counter of the first."""
+
+        def begin_phase(self, model, phase):
+            pass  # all phases train the same variables, so the optimizer itself would take them
+
+        def build_optimizer(self):
+            return {"body": kept, "head": keras.optimizers.SGD(1e-3)}
+
+    kept = keras.optimizers.Adam(1e-2)
+    with pytest.raises(UsageError, match=r"the Adam of the phase before again in the phase 'all'.*make a new one"):
+        train("run", quiet, task=Kept())
