@@ -123,3 +123,11 @@ def options_of(options: Options, index: int, phase: Phase) -> Options:
     length = {"steps": phase.steps, "epochs": phase.epochs or options["epochs"]}  # `steps` wins where it is given
     seed = (options["seed"] + index * _SEED_STRIDE) % 2**31
     return {**options, **length, "seed": seed, "batch_size": phase.batch_size or options["batch_size"]}
+
+
+def recorded_batch_size(manifest: Json) -> int:
+    """The batch size with which the steps of an epoch were counted in a checkpoint, by its manifest."""
+    about = manifest["run"]
+    own = about["phases"][manifest["phase"]["index"]]["batch_size"] if "phase" in manifest else None
+    size: int = own or about["options"]["batch_size"]
+    return size

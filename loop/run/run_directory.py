@@ -28,6 +28,7 @@ from loop.errors import UsageError
 from loop.launch.environment import start_timeout
 from loop.options import KEPT
 from loop.run import integrity, trust
+from loop.run.phases import recorded_batch_size
 from loop.run.run import Run
 from loop.run.session import index_of
 from loop.run.state import restore as restore_state
@@ -200,13 +201,14 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
         for _ in range(index_of(state, run.task)):
             enter_phase()
         restore_state(run, tensors, state, adopted)
+        same_size = recorded_batch_size(state) == run.session.phase_options["batch_size"]
     run.synchronize()
 
     # From here on collectives alone: all workers have come this far without an error.
     run.backend.broadcast_variables(run.variables)
     scatter(run, tensors)
     stream_state = stream_of(run, tensors)  # on all workers, because it holds collectives
-    if not {"batch_size", "drop_remainder"} & set(adopted):  # else the iterator's state has batches of the old size
+    if same_size and "drop_remainder" not in adopted:  # else the iterator's state has batches of the old size
         run.data.restore_stream(stream_state)
     if run.backend.is_chief and Path(path).parent == run.directory / "checkpoints":
         run.checkpointing.continue_from(Path(path))

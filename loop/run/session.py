@@ -83,7 +83,9 @@ class Session:
     def enter_next_phase(self) -> None:
         """Enters the next phase: the model goes on; data and optimizer are made anew."""
         self.close()
-        self._enter(self.index + 1, self.built.model)
+        before = self.built
+        self._enter(self.index + 1, before.model)
+        _check_optimizers_are_new(self.task, before, self.built)
 
     def _enter(self, index: int, model: Model | None) -> None:
         self.index = index
@@ -175,6 +177,18 @@ class Session:
             )
         finally:
             set_random_state(before)
+
+
+def _check_optimizers_are_new(task: TrainTask, before: BuiltModel, now: BuiltModel) -> None:
+    """Refuses an optimizer of the phase before, which would go on with its slots and its count of steps."""
+    old = [id(optimizer) for optimizer, _ in before.optimizers.values()]
+    for optimizer, _ in now.optimizers.values():
+        if id(optimizer) in old:
+            raise UsageError(
+                f"build_optimizer() of {type(task).__name__} returned the {type(optimizer).__name__} of the phase "
+                f"before again in the phase {task.phase and task.phase.name!r}, where an optimizer begins afresh: make "
+                "a new one in each call"
+            )
 
 
 def options_and_backend(task: TrainTask, given: Mapping[str, object]) -> tuple[Options, Backend]:

@@ -32,6 +32,7 @@ from loop.model.variables import (
     variable_names,
 )
 from loop.monitor import fault_injection
+from loop.run.phases import recorded_batch_size
 from loop.run.progress import Progress
 from loop.step.build import BuiltModel
 from loop.step.sharding import SlicedVariable
@@ -231,7 +232,7 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     if run.plan.named and "phase" in state:
         run.plan.restore(state["phase"])
     if adopted:
-        adopt(run, state, adopted)
+        adopt(run, state)
     # Last: a callback may look at the restored run.
     for key, callback in run.callbacks.items():
         if key in mine["callbacks"]:
@@ -255,13 +256,13 @@ def scatter(run: Run, tensors: Arrays | None) -> None:
             variable.scatter(run.backend, stored[index] if stored else None)  # a collective
 
 
-def adopt(run: Run, state: Json, adopted: Sequence[str]) -> None:
+def adopt(run: Run, state: Json) -> None:
     """Applies options that have changed, which the user has accepted, to what was restored."""
     run.epoch.clear_totals()  # the epoch's means are those of the steps with the new options
-    if "batch_size" in adopted:
-        # Rounded down to a step of the new size: some examples may come twice, but none is left out.
-        old = state["run"]["options"]["batch_size"]
-        run.progress.step_in_epoch = run.progress.step_in_epoch * old // run.options["batch_size"]
+    # Those of the phase, which may have a size of its own. Rounded down to a step of the new size: some examples may
+    # come twice, but none is left out.
+    old, new = recorded_batch_size(state), run.session.phase_options["batch_size"]
+    run.progress.step_in_epoch = run.progress.step_in_epoch * old // new
     optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
     learning_rates = run.session.learning_rates
     # Only a rate that the task has changed since: a schedule or a callback may have changed the restored one.

@@ -73,9 +73,11 @@ class FineTune(TrainTask):
         return values if self.phase.name == "head" else values | {"error": tf.abs(error[:, 0])}
 
 
-def train(directory, quiet, *more, task=None, backend="single", every=3, **options):
+def train(directory, quiet, *more, task=None, backend="single", every=3, batch_size=20, **options):
     chosen = quiet(report=None, checkpoint=Checkpoint(every=every)) + [LearningRateMonitor(), *more]
-    return fit(task or FineTune(), batch_size=20, backend=backend, callbacks=chosen, run_dir=directory, **options)
+    return fit(
+        task or FineTune(), batch_size=batch_size, backend=backend, callbacks=chosen, run_dir=directory, **options
+    )
 
 
 def weights(result):
@@ -159,6 +161,28 @@ def test_phases_that_have_begun_must_stay_and_later_ones_may_change(quiet):
     assert train("run", quiet, task=Changed()).steps == 19
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("phase", "batch_size", "epoch_ends"),
+    [
+        (Phase("all", epochs=1, batch_size=10), 20, 17),  # the other 50 of 100 examples are five more batches
+        (Phase("all", epochs=1, batch_size=50), 20, 13),
+        (Phase("all", epochs=1), 50, 13),
+        (Phase("all", epochs=1, batch_size=25), 40, 14),  # the size of the phase stays, whatever is typed
+    ],
+)
+def test_a_phase_that_goes_on_with_another_batch_size_goes_on_at_the_same_example(
+    phase, batch_size, epoch_ends, streams, quiet
+):
+    Changed.changes = {"all": Phase("all", epochs=1, batch_size=25), "cool": None}
+    with pytest.raises(Killed):
+        train("run", quiet, KillAt(13), task=Changed(streams=streams), every=1)
+    Changed.changes = {"all": phase, "cool": None}
+    result = train("run", quiet, task=Changed(streams=streams), batch_size=batch_size, accept_changes=True)
+    assert result.history[-1]["step"] == epoch_ends
+    assert result.examples == 300
+
+
 def test_what_a_run_with_phases_can_be_asked_for(quiet, tmp_path):
     result = train("run", quiet)
     for options in ({"epochs": 3}, {"steps": 3}):
@@ -210,3 +234,18 @@ def test_a_phase_that_trains_nothing_is_refused():
 
     with pytest.raises(UsageError, match=r"no trainable variables in the phase 'head', after begin_phase\(\)"):
         fit(Frozen())
+
+
+def test_an_optimizer_of_the_phase_before_is_refused(quiet):
+    class Kept(FineTune):
+        """Its optimizer would begin the second phase with the slots and the counter of the first."""
+
+        def begin_phase(self, model, phase):
+            pass  # all phases train the same variables, so the optimizer itself would take them
+
+        def build_optimizer(self):
+            return {"body": kept, "head": keras.optimizers.SGD(1e-3)}
+
+    kept = keras.optimizers.Adam(1e-2)
+    with pytest.raises(UsageError, match=r"the Adam of the phase before again in the phase 'all'.*make a new one"):
+        train("run", quiet, task=Kept())
