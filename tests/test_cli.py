@@ -114,6 +114,8 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--learning-rate=1"], "no option --learning-rate; .* by --set learning_rate=VALUE"),
     (["runs", "--learning-rate=1"], "there is no option --learning-rate$"),
     (["train", "nowhere.py:Task"], "there is no file nowhere.py"),
+    (["train", "./nowhere.py"], r"TARGET './nowhere\.py': there is no file nowhere\.py$"),
+    (["train", "mien.py"], "there is no file mien.py; did you mean 'mine.py'"),
     (["train", "no\nwhere.py:Task"], r"there is no file no\\nwhere.py$"),
     (["train", "dangling.py:Task"], "there is no file dangling.py$"),
     (["train", "digits", "--backend", "horovd"], "backend='horovd': give one of auto"),

@@ -46,16 +46,16 @@ def check(target: str) -> None:
     origin, colon, name = target.partition(":")
     is_file = origin.endswith(".py")
     is_module = all(origin.split("."))  # no name of a module is empty, as in `.task`
+    path = Path(origin)
+    if is_file and not path.is_file():
+        raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
     if not colon or not name.isidentifier() or not (is_file or is_module):
-        candidates = [f"{origin}:{kind}" for kind in task_file.classes(Path(origin))]
+        candidates = [f"{origin}:{kind}" for kind in task_file.classes(path)]
         raise UsageError(
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
             f"{nearest(target, candidates or SHIPPED)}"
         )
     if is_file:
-        path = Path(origin)
-        if not path.is_file():
-            raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
         check_shadows(path.resolve().parent)
     else:
         check_shadows(here)
