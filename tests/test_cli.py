@@ -146,6 +146,8 @@ BEFORE_TENSORFLOW = [
     (["export", "trained", "mine.py"], "mine.py exists already: remove it, or give another name"),
     (["export", "trained", ""], r"\. exists already"),
     (["export", "trained", "model.h5"], "model.h5: there is no such format: give OUT.npz, OUT.keras, OUT.onnx,"),
+    (["export", "trained", "model.npz/"], "model.npz/: .npz is the ending of a file: leave out the slash"),
+    (["export", "trained", "model.onnx/", "--no-check"], "model.onnx/: .onnx is the ending of a file"),
     (["export", "trained", "model.onnx", "--serving"], "--serving: model.onnx is a file: give a directory"),
     (["export", "trained", "model.NPZ"], "model.NPZ: there is no such format"),
     (["export", "trained", "x.keras", "--target", "digist"], "TARGET 'digist': .* did you mean 'digits'"),
