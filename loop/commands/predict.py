@@ -29,10 +29,11 @@ from loop.run import run_directory
 from loop.run.result import read_weights
 from loop.run.serving import Served, plain_outputs, served_by
 from loop.run.session import Session, index_of, options_and_backend
-from loop.run.state import assign, numbered, plain
+from loop.run.state import assign, numbered
 from loop.step import approximations
 from loop.step.prediction import Prediction
 from loop.step.tracing import as_written
+from loop.target.fields import plain
 from loop.task import TrainTask, hyperparameters
 
 _FORMAT = 1  # of the parts on disk: those of another format belong to another prediction
