@@ -180,11 +180,17 @@ def _inputs(data: Any) -> Any:
     if not isinstance(data, str | Path):
         return data if isinstance(data, ArrayData | IndexedData | StreamData) else ArrayData(data)
     path = Path(data)
-    if path.suffix != ".npz":
-        return IndexedData(str(path))
     try:
+        if path.suffix != ".npz":
+            return IndexedData(str(path))
         with np.load(path, allow_pickle=False) as arrays:  # pickle could run code that the file brings
             return ArrayData(dict(arrays))
+    except UsageError as error:
+        # Such an error names the class of the data, which isn't what the user has given.
+        message = str(error)
+        for kind in (f"IndexedData({str(path)!r}): ", "IndexedData: ", "ArrayData: "):
+            message = message.removeprefix(kind)
+        raise UsageError(f"DATA {path}: {message}") from None
     except (OSError, ValueError) as error:
         raise UsageError(
             f"DATA {path}: it can't be read as .npz ({message_of(error)}): write it with np.savez"
