@@ -110,6 +110,21 @@ def _statements(cell: str) -> Iterator[_Statement]:
         # IPython turns `%magic` and `!command` into such calls, which a worker can't make.
         if "get_ipython" not in statement.uses:
             yield statement
+        else:
+            yield from _statements(_run_by_magic(node))
+
+
+def _run_by_magic(node: ast.stmt) -> str:
+    """The code that a magic runs in the notebook, as `%%time` above a cell and `%time` before a statement do."""
+    match node:
+        case ast.Expr(
+            ast.Call(
+                ast.Attribute(attr="run_cell_magic" | "run_line_magic"),
+                [ast.Constant("time" | "capture"), *_, ast.Constant(str(code))],
+            )
+        ):
+            return code
+    return ""
 
 
 def _that_make(statements: Sequence[_Statement], name: str) -> Iterator[int]:
