@@ -357,8 +357,9 @@ def defaults(kind: type) -> dict[str, object]:
     found: dict[str, object] = {}
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         if field.init:
-            makes_one = field.default_factory is not dataclasses.MISSING
-            found[field.name] = field.default_factory() if makes_one else field.default
+            found[field.name] = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                found[field.name] = field.default_factory()
     return found
 
 
