@@ -341,21 +341,26 @@ def changed_fields(task: TrainTask) -> list[str]:
     if not dataclasses.is_dataclass(task):
         return []
     changed = []
-    for field in dataclasses.fields(task):
-        if not field.init:  # the task computes it
-            continue
-        # A field without a default has `MISSING` here, which no value equals: it is always among the changed ones.
-        value = getattr(task, field.name)
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
+    for name, default in defaults(type(task)).items():
+        value = getattr(task, name)
         try:
             is_default = default is value or bool(default == value)
         except Exception:  # a field may hold an array, or anything else that has no truth
             is_default = False
         if not is_default:
-            changed.append(field.name)
+            changed.append(name)
     return changed
+
+
+def defaults(kind: type) -> dict[str, object]:
+    """The defaults of a task's fields, but for those that it computes; `MISSING`, which no value equals, for none."""
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        if field.init:
+            found[field.name] = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                found[field.name] = field.default_factory()
+    return found
 
 
 def target_of(task: TrainTask) -> str | None:

@@ -182,6 +182,31 @@ def test_what_a_class_needs_of_other_cells_is_taken_in_order_and_no_more():
     assert needed == [*imports, "data = [1]", cells[5], "data.append(2)", "data[0] = 5", *cells[7:9], cells[10]]
 
 
+def test_what_changes_a_variable_within_a_statement_is_found():
+    """A loop that appends was left out, and the workers had the empty list."""
+    cells = [
+        "data = []\nother = []",
+        "for number in range(3):\n    if number:\n        data.append(number)",
+        "try:\n    del data[0]\nexcept IndexError:\n    data[0] = 1",
+        "for number in range(3):\n    other.append(number)",
+        "def later():\n    data.append(4)",
+        "class Task:\n    size = len(data)",
+    ]
+    assert cells_.needed_statements(cells, "Task") == ["data = []", cells[1], cells[2], cells[5]]
+
+
+def test_what_a_magic_runs_in_the_notebook_is_found():
+    magics = [
+        "get_ipython().run_cell_magic('time', '', 'import os\\n\\nclass Base:\\n    pass\\n')",
+        "get_ipython().run_cell_magic('capture', 'said', 'rate = 0.1\\n%matplotlib inline\\n')",
+        "get_ipython().run_line_magic('time', 'data = [1]')",
+        "get_ipython().run_cell_magic('timeit', '', 'data = [2]\\n')",  # which binds nothing in the notebook
+        "get_ipython().system('echo data')",
+    ]
+    task = "class Task(Base):\n    size = len(data)"
+    assert cells_.needed_statements([*magics, task], "Task") == ["class Base:\n    pass", "data = [1]", task]
+
+
 def test_what_stands_within_a_statement_of_a_cell_is_found():
     optional = "try:\n    import numpy as np\nexcept ImportError as error:\n    np = error"
     chosen = "if True:\n    def helper():\n        return 1\nelse:\n    class helper:\n        pass"

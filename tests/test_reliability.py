@@ -726,6 +726,15 @@ def test_step_that_is_not_finite_is_kept_and_replayed(kind, on_nonfinite, quiet)
     assert json.loads(replaying.as_json(found))["values"][0]["norm"] == "nan"
 
 
+@pytest.mark.parametrize("accumulate", [2, 3, 7])
+def test_replay_names_the_example_of_a_micro_batch(accumulate, quiet):
+    """Micro-batches don't wait for each other: their values were taken in the order in which they had ended."""
+    with pytest.raises(TrainingError, match="not finite"):
+        fit(Alarm(), epochs=1, batch_size=20, accumulate=accumulate, callbacks=quiet(), run_dir="run")
+    [loss] = replaying.replay(Alarm(), "run").values
+    assert (loss.shape, loss.examples) == ([20], [60])
+
+
 def test_replay_of_a_checkpoint_is_refused(quiet):
     fit(Plain(), epochs=1, callbacks=quiet(), run_dir="run")
     with pytest.raises(UsageError, match="is a checkpoint: give what was kept of a step"):

@@ -147,6 +147,7 @@ _RULES: dict[str, dict[str, tuple[Test, str]]] = {
         "task": (_is(str), "the name of a class"),
         "target?": (_is(str, type(None)), "a target"),
         "hyperparameters": (_is(dict), "an object"),
+        "changed?": (_is(list), "a list of fields"),
         "options": (_are_options, "the options of a run"),
         "versions?": (_by_name(_is(str)), "texts by name"),
         "machine?": (_is(dict), "an object"),

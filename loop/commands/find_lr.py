@@ -202,7 +202,7 @@ def lines(test: RangeTest, width: int = 78) -> Iterator[str]:
     if test.diverged:
         yield f"the loss diverged at {test.rates[-1]:.1e}" if test.rates else "the loss is not finite from the start"
     if (best := test.suggestion) is None:
-        yield "no suggestion: the loss falls nowhere; try other rates with --low and --high, or more --steps"
+        yield "no suggestion: the loss falls no more than by chance; try other --low and --high, or more --steps"
         return
     yield f"suggestion: {best:.1e}, where the loss falls fastest"
     for name, ratio in test.scaled.items():

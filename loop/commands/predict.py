@@ -29,10 +29,11 @@ from loop.run import run_directory
 from loop.run.result import read_weights
 from loop.run.serving import Served, plain_outputs, served_by
 from loop.run.session import Session, index_of, options_and_backend
-from loop.run.state import assign, numbered, plain
+from loop.run.state import assign, numbered
 from loop.step import approximations
 from loop.step.prediction import Prediction
 from loop.step.tracing import as_written
+from loop.target.fields import plain
 from loop.task import TrainTask, hyperparameters
 
 _FORMAT = 1  # of the parts on disk: those of another format belong to another prediction
@@ -179,11 +180,17 @@ def _inputs(data: Any) -> Any:
     if not isinstance(data, str | Path):
         return data if isinstance(data, ArrayData | IndexedData | StreamData) else ArrayData(data)
     path = Path(data)
-    if path.suffix != ".npz":
-        return IndexedData(str(path))
     try:
+        if path.suffix != ".npz":
+            return IndexedData(str(path))
         with np.load(path, allow_pickle=False) as arrays:  # pickle could run code that the file brings
             return ArrayData(dict(arrays))
+    except UsageError as error:
+        # Such an error names the class of the data, which isn't what the user has given.
+        message = str(error)
+        for kind in (f"IndexedData({str(path)!r}): ", "IndexedData: ", "ArrayData: "):
+            message = message.removeprefix(kind)
+        raise UsageError(f"DATA {path}: {message}") from None
     except (OSError, ValueError) as error:
         raise UsageError(
             f"DATA {path}: it can't be read as .npz ({message_of(error)}): write it with np.savez"

@@ -113,7 +113,8 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
 
     values = []
     for name, parts in recorder.recorded.items():
-        values.append(show(name, np.concatenate(parts), index.numpy()))
+        in_order = [parts[part] for part in sorted(parts)]
+        values.append(show(name, np.concatenate(in_order), index.numpy()))
     gradients = []
     for name, gradient, weight in zip(variable_names(trained), recorder.last, weights, strict=True):
         largest_weight = show(name, weight).largest
@@ -162,26 +163,26 @@ class _Recorder(GradientObserver):
     """Keeps the gradients of a step, and the values of its batch.
 
     Attributes:
-        recorded: the values by name; one array for each micro-batch.
+        recorded: the values by name; of each micro-batch, by its number.
     """
 
     def __init__(self, model: Model, backend: Backend) -> None:
         super().__init__(model, backend)
-        self.recorded: dict[str, list[np.ndarray]] = {}
+        self.recorded: dict[str, dict[int, np.ndarray]] = {}
 
-    def values(self, optimizer: str, values: Values) -> None:
+    def values(self, optimizer: str, values: Values, part: tf.Tensor) -> None:
         """See `StepObserver.values`."""
         for name, value in values.items():
             for number, tensor in enumerate(tf.nest.flatten(value)):
                 key = f"{name}_{number}" if number else name
-                self._keep(f"{optimizer}_{key}" if optimizer else key, tensor)
+                self._keep(f"{optimizer}_{key}" if optimizer else key, tensor, part)
 
-    def _keep(self, key: str, tensor: tf.Tensor) -> None:
-        def keep(value: np.ndarray) -> None:
-            self.recorded.setdefault(key, []).append(value)
+    def _keep(self, key: str, tensor: tf.Tensor, part: tf.Tensor) -> None:
+        def keep(value: np.ndarray, part: np.ndarray) -> None:
+            self.recorded.setdefault(key, {})[int(part)] = value
 
         # What is traced is called in each micro-batch: so `keep` gets the values of all of them.
-        tf.numpy_function(keep, [tf.cast(tensor, tf.float64)], [])
+        tf.numpy_function(keep, [tf.cast(tensor, tf.float64), part], [])
 
 
 class _OneBatch(ArraySource):

@@ -375,9 +375,10 @@ def _of_file(path: Path) -> Reader:
         raise UsageError(f"IndexedData({str(path)!r}): there is no such file")
     if path.suffix == ".npy":
         try:
-            return ArrayRows(np.load(path, mmap_mode="r", allow_pickle=False))
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as an .npy file ({error})") from None
+        return ArrayRows(array)
     if path.suffix == ".parquet":
         from loop.data.parquet import table_of
 

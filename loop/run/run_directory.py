@@ -313,7 +313,7 @@ def task_of(
                 fields[name] = value
         if hidden:
             tell(f"note: {', '.join(hidden)}: a run does not record secrets, so the task's default is taken")
-    return task_loader.load(target, assignments, fields), state
+    return task_loader.load(target, assignments, fields, state["run"].get("changed")), state
 
 
 def _compare(run: Run, path: Path, state: Json) -> list[str]:

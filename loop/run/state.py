@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -384,17 +383,3 @@ def assign(variables: Mapping[str, Variable], tensors: Arrays) -> None:
 def _kind(name: str) -> str:
     """The kind of a variable, by its name in a checkpoint."""
     return name.partition("/")[0]
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON; an object that JSON can't hold becomes text."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(plain, value))
-    if isinstance(value, float):
-        return jsonable(value)
-    if isinstance(value, str | int | None):
-        return value
-    # Without an object's address, which is another one in each process.
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

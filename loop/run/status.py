@@ -24,7 +24,7 @@ from loop.checkpoint.store import mirror
 from loop.model.variables import parameters
 from loop.run.agreement import Decision
 from loop.run.phases import as_json
-from loop.run.state import plain
+from loop.target.fields import plain
 from loop.task import changed_fields, hyperparameters, target_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ class RunStatus:
             about["checkpoint"] = run.checkpointing.newest
             about["provenance"] = self._provenance
             about["data"] = _fingerprints(run)
-            about["changed"] = changed_fields(run.task)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(path, {**about, "status": status, "updated": now, "pid": os.getpid()})
 
@@ -117,6 +116,7 @@ def describe(run: Run) -> Json:
         "task": type(run.task).__name__,
         "target": target_of(run.task),
         "hyperparameters": plain(hyperparameters(run.task)),
+        "changed": changed_fields(run.task),
         "options": plain(run.options),
         "batch_size": run.options["batch_size"],
         "parameters": parameters(run.model),

@@ -173,7 +173,7 @@ class ForwardPass:
                 with context.remat.tracing(self._in_block or self._is_compiled()):
                     values = as_written(self._values)(replica.batch)
                 if context.observer is not None:
-                    context.observer.values(self._optimizer, values)
+                    context.observer.values(self._optimizer, values, part)
                 loss, sums = metric_sums.sums(values, plan.dtype)
                 objective = self._objective(loss, sums[1], rows, batch_rows, replica)
 

@@ -18,12 +18,13 @@ class StepObserver:
     Its methods may add operations to the graph, such as assignments to variables of the observer.
     """
 
-    def values(self, optimizer: str, values: Values) -> None:
+    def values(self, optimizer: str, values: Values, part: tf.Tensor) -> None:
         """Is called with the values of a batch, or of a micro-batch.
 
         Args:
             optimizer: the name that `step.minimize` was called with.
             values: what `compute` returned.
+            part: the number of the micro-batch. They may be computed in any order.
         """
 
     def gradients(self, gradients: Mapping[int, Gradient]) -> None:

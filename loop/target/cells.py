@@ -92,8 +92,12 @@ class _Statement:
         self.defines = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         self.imports = isinstance(node, ast.Import | ast.ImportFrom)
         self.binds = set(bound_by(node))
-        self.changes = _changed(node)
+        self.changes = set(_changed(node))
         self.uses = set(_used(symtable.symtable(self.text, "cell", "exec")))
+        if isinstance(node, ast.For):
+            # A loop sets its variable itself: other loops with one of this name, perhaps of trainings, stay out.
+            read = {each.id for each in ast.walk(node.iter) if isinstance(each, ast.Name)}
+            self.uses -= set(bound_by(node.target)) - read
 
     def assigns(self, name: str) -> bool:
         """Whether it binds a name to a value, rather than to a definition or a module."""
@@ -110,6 +114,21 @@ def _statements(cell: str) -> Iterator[_Statement]:
         # IPython turns `%magic` and `!command` into such calls, which a worker can't make.
         if "get_ipython" not in statement.uses:
             yield statement
+        else:
+            yield from _statements(_run_by_magic(node))
+
+
+def _run_by_magic(node: ast.stmt) -> str:
+    """The code that a magic runs in the notebook, as `%%time` above a cell and `%time` before a statement do."""
+    match node:
+        case ast.Expr(
+            ast.Call(
+                ast.Attribute(attr="run_cell_magic" | "run_line_magic"),
+                [ast.Constant("time" | "capture"), *_, ast.Constant(str(code))],
+            )
+        ):
+            return code
+    return ""
 
 
 def _that_make(statements: Sequence[_Statement], name: str) -> Iterator[int]:
@@ -121,7 +140,7 @@ def _that_make(statements: Sequence[_Statement], name: str) -> Iterator[int]:
         is_bound = name in statement.binds
         if is_bound and statement.defines:
             definitions.append(index)
-        elif is_bound or (is_variable and statement.changes == name):
+        elif is_bound or (is_variable and name in statement.changes):
             yield index
     yield from definitions[-1:]
 
@@ -136,18 +155,24 @@ def _used(table: symtable.SymbolTable) -> Iterator[str]:
         yield from _used(inner)
 
 
-def _changed(node: ast.stmt) -> str:
-    """The variable that a statement changes without binding it: `x.append(1)`, `x[0] = 1`, `x.y = 1`; "" if none."""
+def _changed(node: ast.AST) -> Iterator[str]:
+    """The variables that a statement changes without binding them: `x.append(1)`, `x[0] = 1`, `x.y = 1`, `del x[0]`."""
     target: ast.AST | None = None
     # The patterns bind `target` itself. For a call it is the method, such as `x.append`.
     match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return  # what stands within runs later, if at all
         case ast.Expr(value=ast.Call(func=ast.Attribute() as target)):
             pass
-        case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+        case ast.Assign(targets=[target]) | ast.AugAssign(target=target) | ast.Delete(targets=[target]):
             pass
-    if isinstance(target, ast.Name):  # `x = 1` binds it
-        return ""
-    # Down to the variable at the root: the `x` of `x.a[0].b`.
-    while isinstance(target, ast.Attribute | ast.Subscript):
-        target = target.value
-    return target.id if isinstance(target, ast.Name) else ""
+    if not isinstance(target, ast.Name):  # `x = 1` binds it
+        # Down to the variable at the root: the `x` of `x.a[0].b`.
+        while isinstance(target, ast.Attribute | ast.Subscript):
+            target = target.value
+        if isinstance(target, ast.Name):
+            yield target.id
+    # Statements stand within loops, `if`, `with`, `try` and `match`.
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _changed(child)

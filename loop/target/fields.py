@@ -12,15 +12,18 @@ import dataclasses
 import enum
 import inspect
 import json
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
 from callbacks.nearest import nearest
+from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import HIDDEN, is_secret, remember
 from loop.errors import UsageError
+from loop.task import defaults
 
 Hint: TypeAlias = Any
 """A type as an annotation has it: a class, a union, a `Literal`, or a list or tuple of types."""
@@ -54,7 +57,7 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
                 raise UsageError(f"{option} {text}: {kind.__name__} computes {name} itself (init=False): leave it out")
             raise UsageError(f"{option} {text}: {kind.__name__} has no field {name!r}{hint}")
         remember(value, name)  # first, so that errors about a secret don't show it
-        values[name] = _parse(_hints(kind)[name], name, value, option)
+        values[name] = _parse(kind, name, value, option)
     return values
 
 
@@ -63,15 +66,48 @@ def typed(value: Value) -> str:
     return f"[{', '.join(map(_typed_element, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
-def restored(kind: type, recorded: Mapping[str, Value]) -> dict[str, Value]:
-    """The values of a task's fields from the JSON values that a run has recorded."""
+def restored(kind: type, recorded: Mapping[str, Value], changed: Collection[str] | None = None) -> dict[str, Value]:
+    """The values of a task's fields from the JSON values that a run has recorded; without those at their defaults.
+
+    Args:
+        kind: the task's class.
+        recorded: the values, by field.
+        changed: the fields that weren't at their defaults; None: the run hasn't recorded that.
+
+    Raises:
+        UsageError: the run has a text in place of an object, such as a function.
+    """
     hints = _hints(kind)
+    known = defaults(kind)
     computed = _names(kind, computed=True)  # which an earlier version has recorded, too
     values = {}
     for name, value in recorded.items():
-        if name not in computed:
-            values[name] = _restored(hints.get(name), value)
+        if name in computed:
+            continue
+        if changed is not None:
+            if name not in changed and name in known and plain(known[name]) == value:
+                continue  # the default itself has the right type, which JSON may not have
+            if isinstance(value, str) and not _takes_text(hints.get(name)):
+                raise UsageError(
+                    f"{kind.__name__}.{name} was {value}: a run records an object of this type as a text alone, and "
+                    "can't make it again: in Python, make the task with it, and hand it in with the run directory"
+                )
+        values[name] = _restored(hints.get(name), value)
     return values
+
+
+def plain(value: Value) -> Value:
+    """A value as JSON; an object that JSON can't hold becomes text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(plain, value))
+    if isinstance(value, float):
+        return jsonable(value)
+    if isinstance(value, str | int | None):
+        return value
+    # Without an object's address, which is another one in each process.
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def split(text: str) -> list[str]:
@@ -125,12 +161,17 @@ def _names(kind: type, computed: bool = False) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.init != computed]
 
 
-def _parse(hint: Hint, name: str, text: str, option: str) -> Value:
+def _parse(kind: type, name: str, text: str, option: str) -> Value:
     """The value of a field from what was typed for it."""
+    hint = _hints(kind)[name]
     try:
         return _value(hint, text)
     except ValueError:
         pass
+    # As a run has recorded it, the default of a type that can't be typed comes back, too.
+    known = defaults(kind)
+    if not _can_be_typed(hint) and name in known and typed(plain(known[name])) == text:
+        return known[name]
     # Outside of `except`: an error of `int` or `float` quotes the text, which may be a secret.
     shown = HIDDEN if is_secret(name) else text
     if not _can_be_typed(hint):
@@ -283,6 +324,18 @@ def _can_be_typed(kind: Hint) -> bool:
     if len(kinds) > 1:
         return any(map(_can_be_typed, kinds))
     return origin is typing.Literal or kind in (bool, int, float, str) or _is_class(kind, enum.Enum, PurePath)
+
+
+def _takes_text(hint: Hint) -> bool:
+    """Whether a field of a type may have been recorded as a text: its value is one, or can be made of one."""
+    if _can_be_typed(hint):
+        return True
+    for kind in _alternatives(hint):
+        base = _origin(kind) or kind
+        # What isn't a class, such as `Any` in quotes, may be anything.
+        if not isinstance(base, type) or base is Any or issubclass(str, base):
+            return True
+    return False
 
 
 def _described(hint: Hint) -> str:

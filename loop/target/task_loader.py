@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TypeGuard
@@ -46,16 +46,16 @@ def check(target: str) -> None:
     origin, colon, name = target.partition(":")
     is_file = origin.endswith(".py")
     is_module = all(origin.split("."))  # no name of a module is empty, as in `.task`
+    path = Path(origin)
+    if is_file and not path.is_file():
+        raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
     if not colon or not name.isidentifier() or not (is_file or is_module):
-        candidates = [f"{origin}:{kind}" for kind in task_file.classes(Path(origin))]
+        candidates = [f"{origin}:{kind}" for kind in task_file.classes(path)]
         raise UsageError(
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
             f"{nearest(target, candidates or SHIPPED)}"
         )
     if is_file:
-        path = Path(origin)
-        if not path.is_file():
-            raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
         check_shadows(path.resolve().parent)
     else:
         check_shadows(here)
@@ -76,19 +76,25 @@ def check_shadows(directory: Path) -> None:
                 )
 
 
-def load(target: str, assignments: Sequence[str] = (), fields: Mapping[str, object] | None = None) -> TrainTask:
+def load(
+    target: str,
+    assignments: Sequence[str] = (),
+    fields: Mapping[str, object] | None = None,
+    changed: Collection[str] | None = None,
+) -> TrainTask:
     """Makes the task that `target` names.
 
     Args:
         target: what the command line names.
         assignments: texts `name=value`, as after `--set`; they win over `fields`.
         fields: the recorded fields of a run; None: the task's defaults.
+        changed: those of them that weren't at their defaults, as far as the run has recorded it.
 
     Raises:
         UsageError: no such file, module or class; a class that is no `TrainTask`; a field that can't have this value.
     """
     kind = find(target)
-    values = {**restored(kind, fields or {}), **set_fields(kind, assignments)}
+    values = {**restored(kind, fields or {}, changed), **set_fields(kind, assignments)}
     try:
         task = kind(**values)
     except TypeError as error:

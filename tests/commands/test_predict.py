@@ -320,12 +320,18 @@ class Uncalled(Unweighted):
         return {"loss": tf.reduce_sum(model.layers[-1](model.layers[0](batch[0])) ** 2, -1)}
 
 
-def test_data_that_is_not_there_is_refused(run_of):
+def test_data_that_is_not_there_is_refused(run_of, tmp_path):
     model = run_of(Unweighted()).model
+    np.save("scalar.npy", 3.0)
+    np.savez("scalar.npz", it=3.0)
+    (tmp_path / "text.npy").write_text("no array")
     for data, message in (
         ("test", "Unweighted.test_data\\(\\) returned None, or isn't defined"),
         (np.zeros([0, 5]), "has no examples"),
         ("there.npy", "DATA 'there.npy': there is no such file"),
+        ("scalar.npy", "^DATA scalar.npy: a scalar has no examples: give an array of shape"),
+        ("scalar.npz", "^DATA scalar.npz: a scalar has no examples: give arrays of shape"),
+        ("text.npy", "^DATA text.npy: it can't be read as an .npy file"),
         ("tset", "DATA 'tset': give eval, train, test, or a file"),
     ):
         with pytest.raises(UsageError, match=message):

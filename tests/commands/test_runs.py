@@ -301,6 +301,25 @@ def test_a_run_is_found_by_prefix_path_and_latest(root):
         runs.locate(root, "sma")
 
 
+@pytest.mark.parametrize("typed", ["evaluate", "predict", "report", "rerun", "tail", "runs show", "runs rm", "sync"])
+def test_a_name_that_means_two_runs_is_refused(typed, root, command, tmp_path):
+    """Some commands took the one in `runs/`, and others the one here."""
+    shutil.copytree(root / "small", tmp_path / "small")
+    words = [*typed.split(), "small"]
+    message = "tfloop: error: small is a run here, and one in runs, too: give ./small or runs/small\n"
+    assert command(*words) == (2, "", message)
+
+
+def test_a_name_means_one_run_for_all_commands(root, tmp_path):
+    shutil.copytree(root / "wide", tmp_path / "small")
+    shutil.copytree(root / "wide", tmp_path / "latest")
+    (tmp_path / "wide").mkdir()  # no run
+    for find in (runs.named, lambda text: runs.locate(runs.ROOT, text)):
+        assert find("./small") == Path("small")
+        assert find("runs/small") == Path("runs/small")
+        assert find("wide") == find("wid") == find("latest") == Path("runs/wide")
+
+
 def test_hostile_names_and_broken_runs_are_listed_like_others(root, command):
     journal(root / "\x1b[31mevil\nname\x9b", {"event": "restore"})
     shutil.copytree(root / "small", root / os.fsdecode(b"not-utf8-\xff"))

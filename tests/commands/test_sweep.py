@@ -392,7 +392,7 @@ def test_find_lr_prints_writes_and_refuses(command, tmp_path):
     assert "suggestion: " in out
     code, out, _ = command("find-lr", "mine.py:Mine", "--steps=10", "--low=1e-30", "--high=1e-29")
     assert code == 1
-    assert "no suggestion: the loss falls nowhere" in out
+    assert "no suggestion: the loss falls no more than by chance" in out
     for arguments, message in (
         (["--low=1", "--high=0.1"], "--low 1.0 --high 0.1: give learning rates > 0, the lower one first"),
         (["--out=x.pdf"], "--out x.pdf: give a name that ends in .png, .svg or .json"),

@@ -3,19 +3,19 @@
 import enum
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import List, Literal, Optional  # noqa: UP035
+from typing import Any, List, Literal, Optional  # noqa: UP035
 
 import pytest
 
+from callbacks import Checkpoint
 from callbacks.run_record.redaction import HIDDEN, mask
 from loop import UsageError, fit
 from loop.commands import config, sweep
 from loop.run.run_directory import task_of
-from loop.run.state import plain
-from loop.target.fields import restored, set_fields, split, typed
+from loop.target.fields import plain, restored, set_fields, split, typed
 from loop.task import hyperparameters, without_computed
 from tests.tasks import Plain
 
@@ -143,6 +143,42 @@ def test_a_list_whose_elements_have_no_type_comes_back_from_a_run():
         "bare_list": [1, "a"],
         "bare_sequence": [2],
     }
+
+
+def relu(values):
+    return values * (values > 0)
+
+
+@dataclass
+class Untyped(Plain):
+    """Fields whose values JSON can't hold, so that a run records them as texts."""
+
+    activation: Callable = relu
+    days: frozenset[int] = frozenset({1})
+    named: dict[int, str] = field(default_factory=lambda: {1: "a"})
+    anything: Any = "text"
+
+    def build_model(self):
+        assert self.activation(-1) == 0
+        assert 1 in self.days
+        return super().build_model()
+
+
+def test_a_default_of_any_type_comes_back_from_a_run():
+    """A text came back, with which the task failed."""
+    result = fit(Untyped(), epochs=1, batch_size=20, run_dir="run", callbacks=[Checkpoint()])
+    again, _ = task_of(result.run_dir, f"{__file__}:Untyped")
+    assert (again.activation(-1), again.days, again.named) == (0, {1}, {1: "a"})
+    recorded = plain(hyperparameters(Untyped()))
+    words = [f"{name}={typed(value)}" for name, value in recorded.items()]
+    assert set_fields(Untyped, words) == hyperparameters(Untyped())
+
+    assert restored(Untyped, {"anything": "other"}, ["anything"]) == {"anything": "other"}
+    for value, changed in (("frozenset({1})", ["days"]), ("frozenset({2})", [])):
+        with pytest.raises(
+            UsageError, match=r"Untyped.days was frozenset\(.*: a run records an object of this type as a"
+        ):
+            restored(Untyped, {"days": value}, changed)
 
 
 @dataclass

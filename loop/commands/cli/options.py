@@ -355,8 +355,11 @@ PredictThreads = Annotated[
 
 # Of export.
 Out = Annotated[
-    Path,
-    Argument(help="OUT.npz (weights), OUT.keras (Keras file), OUT.onnx, OUT.tflite, or a directory (SavedModel)."),
+    str,
+    Argument(
+        metavar="OUT",
+        help="OUT.npz (weights), OUT.keras (Keras file), OUT.onnx, OUT.tflite, or a directory (SavedModel).",
+    ),
 ]
 Check = Annotated[
     bool,

@@ -241,7 +241,7 @@ def _metric_lines(metrics: Mapping[str, float]) -> list[str]:
 
 def export(
     run: typed.RunDir,
-    out: typed.Out,
+    out_: typed.Out,
     task_target: typed.TaskTarget = None,
     trust: typed.Trust = False,
     check: typed.Check = True,
@@ -249,6 +249,7 @@ def export(
 ) -> None:
     """Export the model of a run."""
     path = _checkpointed(run, task_target)
+    out = Path(out_)
     if out.exists():
         raise UsageError(f"{out} exists already: remove it, or give another name")
     # Any other name is that of a directory, with a dot in it or not.
@@ -258,6 +259,8 @@ def export(
             f"{out}: there is no such format: give OUT.npz, OUT.keras, OUT.onnx, OUT.tflite, or a directory for a "
             "SavedModel"
         )
+    if is_file and out_.endswith("/"):  # which a `Path` leaves out
+        raise UsageError(f"{out_}: {out.suffix} is the ending of a file: leave out the slash")
     if serving and is_file:
         raise UsageError(f"--serving: {out} is a file: give a directory, for a SavedModel")
     conversion.check_installed(out)

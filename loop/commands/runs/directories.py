@@ -42,11 +42,9 @@ def locate(root: Path, text: str) -> Path:
         return copied(text)
     if not text:
         raise UsageError("the name of a run is empty: give one, or latest")
-    if text not in (LATEST, ".", ".."):
-        # A whole name wins over the beginning of another one.
-        for path in (root / text, Path(text)):
-            if is_run(path):
-                return path
+    # A whole name wins over the beginning of another one.
+    if text != LATEST and (path := _whole(root, text)):
+        return path
     # A name has no slash: what is left is a path to something else.
     if "/" in text or text in (".", ".."):
         raise UsageError(f"{printable(text)} is no run directory: there is no run.json, and no journal")
@@ -57,6 +55,21 @@ def locate(root: Path, text: str) -> Path:
             f"{printable(text)}: there are no runs in {printable(str(root))}: --root DIR says where they are"
         )
     return _latest(paths) if text == LATEST else _by_prefix(root, paths, text)
+
+
+def _whole(root: Path, text: str) -> Path | None:
+    """The run of this whole name in `root`, or of this path; None if there is neither.
+
+    Raises:
+        UsageError: there are both, and they aren't the same.
+    """
+    # A path that says where it begins is meant as it stands.
+    is_path = text.split("/")[0] in ("", ".", "..")
+    found = [path for path in (Path(text), *([] if is_path else [root / text])) if is_run(path)]
+    if len(found) == 2 and not found[0].samefile(found[1]):
+        here, there = (printable(str(path)) for path in found)
+        raise UsageError(f"{here} is a run here, and one in {printable(str(root))}, too: give ./{here} or {there}")
+    return found[0] if found else None
 
 
 def _latest(paths: Mapping[str, Path]) -> Path:
@@ -112,16 +125,18 @@ def root(text: str) -> Path:
 
 
 def named(text: str) -> Path:
-    """The path for a text: a path, the name of a run in `runs/`, the beginning of a name, or `latest`.
+    """The path for a text: as `locate` finds a run in `runs/`; or else a path, such as that of a checkpoint.
 
     Raises:
         UsageError: there are runs, and none of this name.
     """
     if address.is_url(text):
         return copied(text)
+    if text != LATEST and (run := _whole(ROOT, text)):
+        return run
     path = Path(text)
     # Without any runs, the text was meant as a path: the caller then says that there is no such file.
-    if path.exists() or "/" in text or not find(ROOT):
+    if (path.exists() and text != LATEST) or "/" in text or not find(ROOT):
         return path
     return locate(ROOT, text)
 
