@@ -248,6 +248,7 @@ def all_gather(x: tf.types.experimental.TensorLike) -> tf.Tensor:
 @tf.autograph.experimental.do_not_convert
 def sum_over_batch(x: tf.Tensor) -> tf.Tensor:
     """The sum over the rows of the whole global batch: shape x.shape[1:]. No gradient flows through it."""
+    _here.gathers = all_gathers() + 1
     replica = current()
     own = tf.reduce_sum(tf.stop_gradient(x), 0)
     if replica is None or replica.backend.replicas == 1:
@@ -258,7 +259,7 @@ def sum_over_batch(x: tf.Tensor) -> tf.Tensor:
 
 
 def all_gathers() -> int:
-    """How often this thread has called `all_gather`."""
+    """How often this thread has asked for what all replicas have, by `all_gather` or `sum_over_batch`."""
     return getattr(_here, "gathers", 0)
 
 

@@ -127,6 +127,7 @@ def _example(task):
     return tf.nest.map_structure(lambda array: tf.constant(array[:3]), task.train_data().arrays)
 
 
+@pytest.mark.filterwarnings("ignore:the steps change")  # on purpose: a trial must not change such state
 @pytest.mark.parametrize("kind", [Lazy, Built, Legacy, OwnStep])
 def test_one_step_on_ones_moves_a_mean_by_a_hundredth(kind, quiet):
     model = fit(kind(), steps=1, batch_size=8, callbacks=quiet()).model
@@ -134,6 +135,7 @@ def test_one_step_on_ones_moves_a_mean_by_a_hundredth(kind, quiet):
     np.testing.assert_allclose(mean.numpy(), np.full(5, 0.01, "float32"), rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the steps change")  # on purpose: a trial must not change such state
 def test_evaluation_without_compute_is_refused(quiet):
     class Evaluated(OwnStep):
         eval_data = Ones.train_data
