@@ -63,7 +63,7 @@ class Calls:
             # Not of the first call, whose time is all counted as compiling.
             laps = marker.laps()
             run.stopwatch.give({part: laps[part] - laps_before[part] for part in laps})
-        elif not run.backend.asynchronous:
+        elif run.backend.is_chief and not run.backend.asynchronous:
             warn_of_unsaved(run.task, run.model, saved_variables(run), run.step.graph(run.data.iterator))
         examples = int(totals[EXAMPLES])
         run.stopwatch.count(steps, examples)
