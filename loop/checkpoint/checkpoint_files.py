@@ -86,7 +86,8 @@ def begin(directory: Path, step: int) -> Path:
         fsync_directory(directory.parent)
     mend(directory)  # before leftovers are removed: one of them may be the only copy of a good checkpoint
     for leftover in directory.glob("step-*.tmp"):  # of an attempt that was cut off, or of a checkpoint that was removed
-        with contextlib.suppress(OSError):  # one that is write-protected is in nobody's way, but if it has this name
+        # A write-protected leftover does no harm, unless it has the name of the new checkpoint: then `mkdir` fails.
+        with contextlib.suppress(OSError):
             _remove(leftover)
     with removed_on_error(partial):
         partial.mkdir()

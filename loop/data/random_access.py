@@ -378,7 +378,7 @@ def _of_file(path: Path) -> Reader:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as an .npy file ({error})") from None
-        return ArrayRows(array)
+        return ArrayRows(array)  # not within `try`: what it refuses was read well
     if path.suffix == ".parquet":
         from loop.data.parquet import table_of
 

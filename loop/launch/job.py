@@ -133,13 +133,14 @@ class Job(abc.ABC):
     def hears_signals(self) -> Iterator[None]:
         """Within it, `hear` takes the signals that the job passes on to its workers.
 
-        The main thread may wait for ever where nobody reads what it prints. A second signal ends the process then, too.
+        If stderr is a full pipe, the main thread blocks when it prints, and can't end the job. Then the thread that
+        watches for signals ends this process, `_END_GRACE` seconds after the second signal.
         """
         wishes = signals.Wishes()
 
         def heard(number: int) -> None:
             if number in signals.STOPS and wishes.hear(number) > 1:
-                time.sleep(_END_GRACE)
+                time.sleep(_END_GRACE)  # a main thread that isn't blocked has ended the process by then
                 self.kill()
                 signals.leave(FAILED)
 
@@ -153,7 +154,7 @@ class Job(abc.ABC):
         """Sends the signals that were received to the workers."""
         if self.stops and not self._announced and any(self.directory.glob("rank-*.trains")):
             self._announced = True
-            # In a thread of its own: a pipe that nobody reads must not keep the workers from being told.
+            # In its own thread: writing to a full pipe blocks, and the workers must get the signal all the same.
             announcing = threading.Thread(target=self.output.line, args=(signals.STOPPING,), daemon=True)
             announcing.start()
             self.output.threads.append(announcing)

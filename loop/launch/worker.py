@@ -101,7 +101,7 @@ def before_training() -> Iterator[None]:
     def end() -> None:
         if not ending.acquire(blocking=False):  # the other thread of the two already ends this process
             return
-        # In a job, the launcher prints it, once for all workers. Into a pipe that nobody reads, nobody can.
+        # In a job, the launcher prints it, once for all workers. Writing to a full pipe would block.
         if JOB not in os.environ and stderr.takes_text():
             with contextlib.suppress(OSError):  # the terminal is closed
                 os.write(stderr.descriptor(), f"{signals.STOPPED}\n".encode())

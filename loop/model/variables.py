@@ -86,7 +86,10 @@ def all_variables(model: Model) -> list[Variable]:
 
 
 def loose_variables(model: Model) -> list[keras.Variable]:
-    """The Keras 3 variables that a plain tf.Module holds itself, which TensorFlow doesn't count as its variables."""
+    """The Keras 3 variables that a plain tf.Module holds itself, and the states of its seed generators.
+
+    TensorFlow doesn't count them as variables of the module.
+    """
     if isinstance(model, keras_models()):
         return []
     seeds = model._flatten(predicate=_is_seed_generator)

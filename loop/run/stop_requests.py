@@ -68,7 +68,7 @@ class StopRequests:
             if wishes.hear(number) > 1 and not notebook.active():  # the end of a kernel would lose all of the notebook
                 signals.die(number)
             if not before and run.backend.is_chief:
-                # In a thread of its own: a pipe that nobody reads must not keep the second signal from being heard.
+                # In its own thread: writing to a full pipe blocks, and the second signal must be handled all the same.
                 threading.Thread(target=_announce_stop, args=(run.save_on_stop,), daemon=True).start()
 
         if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals

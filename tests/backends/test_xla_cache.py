@@ -28,7 +28,7 @@ def test_a_user_without_a_home_directory_trains_evaluates_and_removes(tmp_path, 
     code, _, err = command("evaluate", "mine")
     assert code == 2
     assert "give the task as --target" in err
-    code, _, err = command("runs", "--root", "s3://nobody/runs")
+    code, _, err = command("runs", "--root", "s3://bucket/runs")
     assert code != 0
     assert "~/.local/state: this user has no home directory: set HOME" in err
     code, _, err = command("runs", "rm", "--yes", "mine")

@@ -58,7 +58,7 @@ def init(start=hvd.init):
     if os.environ["TFLOOP_WORKER"] == "1":  # the other one is in it, and waits for this one
         while not connecting.exists():
             time.sleep(0.01)
-        os._exit(0)  # whatever it says: nobody has sent it away
+        os._exit(0)  # as a library may do; the launcher has not asked this worker to end
     connecting.touch()
     start()
 

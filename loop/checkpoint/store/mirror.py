@@ -60,7 +60,7 @@ class Mirror:
         self._others_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._outage = ""  # the reason of the current outage, which the user is told once; "": there is none
+        self._outage = ""  # why the store can't be reached now, which the user is told once; "" if it can
         self.lost: LeaseLostError | None = None
 
     def start(self) -> None:
