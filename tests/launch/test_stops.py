@@ -267,7 +267,7 @@ def test_a_terminal_that_is_closed_loses_nothing(task):  # noqa: F811
 
 
 @pytest.mark.parametrize("place", [["--backend", "single"], ["--backend", "multiworker", "--workers", "2"]])
-def test_where_nobody_reads_what_is_printed_signals_are_heard_and_a_second_one_ends_it(place, start, task):  # noqa: F811
+def test_a_full_pipe_keeps_no_signal_from_the_workers_and_a_second_one_ends_it(place, start, task):  # noqa: F811
     job = start(task, "task.py:Slow", *place, "--epochs", 500, "--run-dir", "run")
     job.wait_for(lambda: training(task))
     stderr = os.open(f"/proc/{job.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
