@@ -19,6 +19,7 @@ from loop.step.batch_norm import has_own_state, share, state, statistics
 from loop.step.build import BuiltModel
 from loop.step.computing import Computing
 from loop.step.context import KeptBatch, StepContext
+from loop.step.embeddings import replace_lookup
 from loop.step.evaluation import Evaluation
 from loop.step.loop_state import LoopState
 from loop.step.loops import BatchLoop, BlockLoop, LocalStepsLoop
@@ -323,8 +324,9 @@ def _check_names(evaluations: Mapping[str, Evaluation]) -> None:
 def _prepare_model(
     model: Model, backend: Backend, data: Data, computing: Computing, sync_batch_norm: bool, plan: StepPlan
 ) -> None:
-    """Has the layers of a model compute statistics and random numbers as several replicas need it."""
+    """Has the layers of a model look up rows, compute statistics and draw random numbers in the ways of tfloop."""
     share(model, sync_batch_norm and plan.local_steps == 1)
+    replace_lookup()
     row_random.reseed(model)
     # The state of a stateful layer must not see a stand-in. Such layers are for one replica, which needs no stand-in.
     if has_own_state(model) and not carried_variables(model):
