@@ -8,7 +8,6 @@ a table of 25 MB, this copy took two thirds of a step.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,7 +22,7 @@ def replace_lookup() -> None:
         return
 
     @functools.wraps(original)
-    def call(layer: keras.layers.Embedding, inputs: Any) -> Any:
+    def call(layer: keras.layers.Embedding, inputs: tf.types.experimental.TensorLike) -> tf.Tensor:
         # With LoRA or quantized weights, the table is computed: there is no variable that has its rows.
         table = layer.embeddings
         table = table.value if isinstance(table, keras.Variable) else table
