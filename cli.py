@@ -48,7 +48,7 @@ from loop.commands.cli.search import bench, find_lr, memory, sweep, tune
 from loop.commands.cli.training import Configurable, evaluate, export, predict, train
 from loop.errors import FAILED, no_exit
 from loop.launch import signals
-from loop.launch.environment import JOB
+from loop.launch.environment import JOB, forget_inherited_job
 
 app = typer.Typer(
     cls=help_.Group,
@@ -88,6 +88,7 @@ help_.add(app, help_.USE, {"evaluate": evaluate, "predict": predict, "export": e
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     guard_streams()
+    forget_inherited_job()
     try:
         command_line.check(sys.argv[1:])
         # Training, and the workers of a job, have handlers of their own.

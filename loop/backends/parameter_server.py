@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from loop.backends.base import Gradient, PerReplica, Source, Sources, Variable, int64_tensors
 from loop.backends.devices import local_rank, use_gpus
-from loop.backends.strategy import StrategyBackend, answers, listeners
+from loop.backends.strategy import StrategyBackend, answers, connect_directly, listeners
 from loop.errors import UsageError
 from loop.launch import signals, stderr
 from loop.launch.environment import start_timeout, tf_cluster
@@ -59,6 +59,7 @@ class ParameterServer(StrategyBackend):
                 f"this process is {list(places)[rank]}, and only the chief calls fit: start it with `tfloop train ... "
                 "--backend parameter_server`, which finds its place, or call loop.backends.parameter_server.serve()"
             )
+        connect_directly(places)
         peers = dict(list(places.items())[1:])  # all but the chief
         workers = [name for name in peers if name.startswith("worker ")]
         self._servers = {name: address for name, address in peers.items() if name.startswith("ps ")}
@@ -229,6 +230,7 @@ def serve(threads: int = 0) -> None:
     else:
         tf.config.set_visible_devices([], "GPU")
     mark_state("arrived")
+    connect_directly(places)
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec(config["cluster"]), config["task"]["type"], int(config["task"]["index"]), "grpc",

@@ -24,6 +24,8 @@ from loop.launch.environment import start_timeout, tf_cluster, tpu_name
 from loop.launch.worker import await_peers
 
 _ANSWER_SECONDS = 10.0  # a TPU, or Google Cloud, that hasn't answered after this time counts as unreachable
+NO_PROXY = "no_grpc_proxy"
+"""Environment variable: the hosts that gRPC reaches without a proxy. It is read instead of `no_proxy`."""
 
 
 class StrategyBackend(Backend):
@@ -313,6 +315,7 @@ def _meet() -> None:
     own = list(places)[rank]
     host, port = host_and_port(places[own])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    connect_directly(places)
     try:
         listener = socket.create_server((host if host in ("127.0.0.1", "::1") else "", port), family=family)
     except OSError as error:
@@ -324,6 +327,14 @@ def _meet() -> None:
     # At the end the port is free for TensorFlow's server, which then answers the workers that come later.
     with listener:
         await_peers(listeners(others))
+
+
+def connect_directly(places: Mapping[str, str]) -> None:
+    """Has TensorFlow connect to these processes without a proxy, which would not reach them: gRPC uses `http_proxy`."""
+    exempt = os.getenv(NO_PROXY, os.getenv("no_proxy", "")).split(",")
+    for address in places.values():
+        exempt.append(host_and_port(address)[0])
+    os.environ[NO_PROXY] = ",".join(filter(None, dict.fromkeys(exempt)))
 
 
 def listeners(places: Mapping[str, str]) -> dict[str, Callable[[], bool]]:

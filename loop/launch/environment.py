@@ -19,10 +19,25 @@ JOB = "TFLOOP_JOB"
 """Environment variable: the job's directory, in which workers that `tfloop` has started report to the launcher."""
 WORKER = "TFLOOP_WORKER"
 """Environment variable: this worker's name in an elastic job. Unlike its rank, it never changes."""
+OWNER = "TFLOOP_OWNER"
+"""Environment variable: the process id of the worker that these variables are meant for; "": it has not started yet."""
 LOCAL_SIZE = "TFLOOP_LOCAL_SIZE"
 """Environment variable: how many workers `tfloop` has started on this worker's machine, which share its cores."""
 START_TIMEOUT = "TFLOOP_START_TIMEOUT"
 """Environment variable: the seconds within which all workers of a job must have started; 120."""
+_OF_WORKER = (LAUNCHER, JOB, WORKER, OWNER, LOCAL_SIZE, "TFLOOP_LOCAL_RANK", "TF_CONFIG")
+
+
+def forget_inherited_job() -> None:
+    """Removes a job's variables from the environment of a command that one of its workers has started.
+
+    The command is no worker: with these variables, it would take the place of the one that a callback started it from.
+    """
+    if os.environ.get(OWNER, "") in ("", str(os.getpid())):
+        return
+    for name in list(os.environ):
+        if name in _OF_WORKER or name.startswith("HOROVOD_"):
+            del os.environ[name]
 
 
 def job_size() -> int | None:

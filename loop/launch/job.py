@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from callbacks.progress import RELAY
 from loop.errors import FAILED
 from loop.launch import signals
-from loop.launch.environment import JOB, LAUNCHER
+from loop.launch.environment import JOB, LAUNCHER, OWNER
 from loop.launch.output import Output
 from loop.launch.process import WorkerProcess
 
@@ -193,7 +193,8 @@ def job_directory() -> Iterator[tuple[Path, dict[str, str]]]:
     """Yields a directory in which workers report to the launcher, and the environment that names it to them."""
     with signals.temporary_directory("tfloop-") as directory:
         # Unbuffered: a worker writes into a pipe, and its last lines would be lost when it is killed.
-        environment = {**os.environ, JOB: directory, LAUNCHER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        own = {JOB: directory, LAUNCHER: str(os.getpid()), OWNER: "", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **own}
         if sys.stderr.isatty():  # then workers send their progress, which the launcher draws as a bar
             environment[RELAY] = "relay"
         yield Path(directory), environment

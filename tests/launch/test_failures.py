@@ -251,6 +251,23 @@ def test_sigusr1_harms_nobody_who_is_young_and_a_second_signal_ends_at_once(star
     assert not job.alive()
 
 
+@pytest.mark.parametrize("engine", ["multiworker", "parameter_server"])
+def test_workers_meet_without_the_proxy_of_their_machine(engine, start, task):
+    # No process listens at the proxy's port: a connection through it fails.
+    proxies = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    job = start(task, "digits", "--steps", 2, "--workers", 2, "--backend", engine, "--start-timeout", 60, **proxies)
+    code, _, lines = job.end()
+    assert code == 0, lines
+    assert not job.alive()
+
+
+def test_the_exceptions_from_a_proxy_that_a_user_has_made_stay(monkeypatch):
+    monkeypatch.setenv("no_proxy", "example.org,127.0.0.1")
+    monkeypatch.delenv(strategy.NO_PROXY, raising=False)
+    strategy.connect_directly({"worker 0": "127.0.0.1:2222", "worker 1": "[::1]:2222"})
+    assert os.environ[strategy.NO_PROXY] == "example.org,127.0.0.1,::1"
+
+
 def tf_config(*ports, index=0):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     return json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})

@@ -109,7 +109,8 @@ def test_a_profiled_job_has_traces_of_all_ranks_and_says_what_holds_it_back(digi
 
 
 TASK = '''
-import os
+import os, subprocess, sys
+import callbacks
 import tensorflow as tf
 from examples_digits import Digits as Base
 from loop.launch import environment
@@ -145,6 +146,16 @@ class Slow(Base):
         values = super().compute(model, batch, training)
         with tf.control_dependencies([tf.py_function(lambda: __import__("time").sleep(0.01), [], [])]):
             return {name: tf.identity(value) for name, value in values.items()}
+
+class Evaluates(callbacks.Callback):
+    def on_fit_end(self, run, status):
+        command = [sys.executable, "-P", "-m", "cli", "evaluate", str(run.directory), "--json"]
+        subprocess.run(command, stdout=open("evaluated", "w"), check=True)
+
+class Nested(Base):
+    """Starts a command of tfloop in a callback."""
+    def build_callbacks(self):
+        return [Evaluates()]
 '''
 
 
@@ -165,7 +176,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(task):
     assert "RuntimeError: planted on rank 1" in done.stderr
     assert done.stderr.splitlines()[-1] == (
         "tfloop: error: rank 1: RuntimeError: planted on rank 1 "
-        "(task.py, line 13, in train_data; --debug shows the traceback)"
+        "(task.py, line 14, in train_data; --debug shows the traceback)"
     )
 
 
@@ -189,6 +200,13 @@ def test_workers_that_build_other_models_are_told(engine, task):
     done = tfloop("train", "task.py:Uneven", *ENGINES[engine], "--track", "off", cwd=task, timeout=240)
     assert done.returncode == 1
     assert "rank 1 has built another model than the chief" in done.stderr.splitlines()[-1]
+
+
+def test_a_command_that_a_worker_starts_is_no_worker(task):
+    arguments = ("--track", "off", "--steps", 2, "--json")
+    done = tfloop("train", "task.py:Nested", *ENGINES["multiworker"], *arguments, cwd=task)
+    result = result_of(done)
+    assert json.loads((task / "evaluated").read_text())["eval_loss"] == pytest.approx(result["metrics"]["eval_loss"])
 
 
 def test_workers_of_a_killed_launcher_end_too(task):
