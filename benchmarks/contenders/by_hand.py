@@ -155,8 +155,13 @@ class ByHand:
         return tf.random.shuffle(tf.range(self.examples))
 
 
-def serve(workload: Workload, port: Port, ways: list[str], checked: bool = False) -> None:
-    """Trains by the fastest of these ways: `step`, or `arrays`, `dataset`, `scan` and the steps in a call."""
+def serve(workload: Workload, port: Port, ways: list[str], checked: bool = False, rows: bool = False) -> None:
+    """Trains by the fastest of these ways: `step`, or `arrays`, `dataset`, `scan` and the steps in a call.
+
+    With `rows`, Embedding layers look single rows up, where Keras reads the whole table.
+    """
+    if rows:
+        keras.layers.Embedding.call = lambda layer, inputs: tf.nn.embedding_lookup(layer.embeddings.value, inputs)
     if workload.kind == "gan":
         from benchmarks.contenders import gan
 

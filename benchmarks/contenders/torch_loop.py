@@ -15,6 +15,7 @@ MODELS = {
     "cnn": lambda: nn.Sequential(
         nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 13 * 13, 10)
     ),
+    "embedding": lambda: nn.Sequential(nn.Embedding(100_000, 64, sparse=True), nn.Flatten(), nn.Linear(16 * 64, 10)),
 }  # fmt: skip
 
 
@@ -25,7 +26,16 @@ def model_of(workload: Workload) -> nn.Module:
         if isinstance(layer, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
+        if isinstance(layer, nn.Embedding):
+            nn.init.uniform_(layer.weight, -0.05, 0.05)
     return model
+
+
+def optimizer_of(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, with the numbers that Keras's has."""
+    if workload.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), workload.learning_rate, eps=1e-7)
+    return torch.optim.SGD(model.parameters(), workload.learning_rate, workload.momentum)
 
 
 def tensors_of(workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,8 +49,7 @@ def serve(workload: Workload, port: Port, compiled: bool = False) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model_of(workload).to(device)
     inputs, labels = (tensor.to(device) for tensor in tensors_of(workload))
-    assert workload.optimizer == "adam"
-    optimizer = torch.optim.Adam(model.parameters(), workload.learning_rate, eps=1e-7)
+    optimizer = optimizer_of(workload, model)
 
     def forward(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(x)
