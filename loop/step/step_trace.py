@@ -195,7 +195,8 @@ class StepTrace:
         """Whether the gradients may be applied: bool []; and whether the loss and each of them are finite: bool [n]."""
         by_index = dict(zip(forward.connected, gradients, strict=True))
         finite = are_finite(loss, by_index, self._context.trained_by(optimizer))
-        # A batch whose weights sum to zero has no mean: the step changes nothing.
+        # A batch whose weights sum to zero has no mean, so nothing is applied. The forward pass stays as it was made:
+        # rows of weight 0 count for the state of layers in any batch.
         return tf.reduce_all(finite) & (weight != 0.0), finite
 
     def _apply(self, forward: ForwardPass, optimizer: str, gradients: list[Gradient]) -> None:

@@ -75,6 +75,36 @@ def test_regularisation_counts_once_whatever_the_replicas(quiet):
     np.testing.assert_array_equal(weights[0], weights[1])
 
 
+@pytest.mark.parametrize(("compiled", "replicas"), [("graph", 1), ("graph", 2), ("xla", 1)])
+def test_a_batch_without_weight_moves_the_statistics_alone(compiled, replicas, quiet):
+    """The rest is as if training had begun with the second batch."""
+    inputs, labels, _ = regression(40)
+
+    class Begun(Weighted):
+        def build_model(self):
+            normed = keras.layers.BatchNormalization(momentum=0.5)
+            return keras.Sequential([keras.Input((5,)), normed, keras.layers.Dense(1)])
+
+        def train_data(self):
+            weight = (np.arange(40) >= 20).astype("float32")
+            return ArrayData(inputs[self.begin :], labels[self.begin :], weight[self.begin :])
+
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    settings = {"backend": backend, "batch_size": 20, "compile": compiled, "shuffle": False, "eval_every": "never"}
+    models = []
+    for begin in (0, 20):
+        Begun.begin = begin
+        models.append(fit(Begun(), epochs=1, ema=0.9, callbacks=quiet(), **settings).model)
+    for one, other in zip(models[0].trainable_variables, models[1].trainable_variables, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+    normed = keras.layers.BatchNormalization(momentum=0.5)
+    for first in (0, 20):
+        normed(inputs[first : first + 20], training=True)
+    for one, other in zip(models[0].layers[0].non_trainable_variables, normed.non_trainable_variables, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_values_may_be_of_other_shapes_than_the_loss(quiet):
     class PerToken(Weighted):
         def compute(self, model, batch, training):
