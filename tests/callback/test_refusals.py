@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from tests.callback.test_tracking import run_directory, tracking
+from tests.test_cli import command  # noqa: F401
 
 LONG = 3600  # seconds: a run that waits for the store doesn't end before the test is killed
 
@@ -42,3 +43,11 @@ def test_an_address_that_is_none_is_not_waited_for(uri, why, tmp_path, monkeypat
     _, end = tracking(run_directory(tmp_path / "run"), None, wait=LONG)
     end()
     assert why in capfd.readouterr().err
+
+
+def test_sync_names_a_directory_in_place_of_its_own_file(tmp_path, command):  # noqa: F811
+    directory = run_directory(tmp_path / "run")
+    (directory / "mlflow.json").mkdir()
+    code, _, error = command("sync", directory, "--track", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"{directory / 'mlflow.json'}: it is a directory, not a file of a run: remove it" in error
