@@ -9,10 +9,12 @@ import threading
 import time
 from pathlib import Path
 
-from callbacks.mlflow.delivery import Delivery, load, reason
+from callbacks.mlflow.delivery import Delivery, is_refusal, load, reason
 from callbacks.side_process import give_answer, orders
 
 _LONGEST_PAUSE = 10.0  # seconds between two deliveries, at most
+
+_MOST_REFUSALS = 3  # attempts, a second apart, after which a store that answers no is left alone
 
 
 class Courier(threading.Thread):
@@ -44,6 +46,7 @@ class Courier(threading.Thread):
 
     def run(self) -> None:
         pause = 1.0
+        refusals = 0  # in a row, after the end of the run
         while not self._given_up:
             # Asked before the delivery: lines that are written meanwhile need another one.
             is_last = self._run_ended.is_set()
@@ -61,6 +64,10 @@ class Courier(threading.Thread):
                 self._error = reason(error)
                 self.delivery.disconnect()
                 pause = min(2 * pause, self.longest_pause)
+                refusals = refusals + 1 if is_last and is_refusal(error) else 0
+            # A proxy says 404, too, while a server starts behind it: asked a few times, but not until `wait` is over.
+            if refusals > _MOST_REFUSALS:
+                return
             if is_last:
                 time.sleep(min(pause, 1.0))
             else:

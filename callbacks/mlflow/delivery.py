@@ -36,6 +36,7 @@ from callbacks.types import Foreign, JsonObject
 SENT = "tfloop.artifacts"
 """The tag with the number of the journal's artifacts that the store has."""
 _METRICS_AT_ONCE = 500  # MLflow takes 1000 metrics and 1 MB in a request
+_REFUSALS = (401, 403, 404)  # the states of HTTP of a store that answers, and takes nothing
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _loading = threading.Lock()  # two threads that import MLflow at once may deadlock
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}  # anything else is KILLED
@@ -306,6 +307,15 @@ def reason(error: BaseException) -> str:
         first = inner
     text = str(first) if isinstance(first, OSError) and str(first) else f"{error}"
     return mask((text or type(error).__name__).splitlines()[0])[:500]
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the store's answer, or its address, stays the same until someone changes something."""
+    # Without the driver of a database, or with an address that is none, no attempt can succeed.
+    if isinstance(error, ImportError | ValueError) or type(error).__name__ == "InvalidUrlException":
+        return True
+    status = getattr(error, "get_http_status_code", int)()  # MLflow's own errors have one
+    return status in _REFUSALS
 
 
 def load(uri: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from callbacks import files
 from callbacks.arguments import check, is_number
@@ -34,15 +36,29 @@ def default_uri() -> str:
 
 def _is_store(uri: object) -> bool:
     """Whether MLflow may have a store there. Without a known scheme it is a typing error, such as `of` for `off`."""
-    if not isinstance(uri, str) or uri.strip() in ("", "http://", "https://"):
+    if not isinstance(uri, str) or not uri.strip():
         return False
     scheme, colon, _ = uri.partition(":")
     # A plain path is a file store, which MLflow refuses unless this variable is set.
     if not colon:
         return uri == "databricks" or "MLFLOW_ALLOW_FILE_STORE" in os.environ
+    if scheme.lower() in ("http", "https"):
+        return _names_host(uri)
     database = scheme.partition("+")[0]  # postgresql of postgresql+psycopg2
+    if database == "sqlite" and not re.match(r"[^:]+://(/|$)", uri):  # it would be taken for a host
+        return False
     plugins = entry_points(group="mlflow.tracking_store").names
     return database in _SCHEMES or scheme in plugins
+
+
+def _names_host(uri: str) -> bool:
+    """Whether the address of a server has a host, and a port that can be one."""
+    try:
+        address = urlsplit(uri)
+        port = address.port
+    except ValueError:  # "http://[::1", "http://host:port"
+        return False
+    return bool(address.hostname) and not re.search(r"\s", address.netloc) and port != 0
 
 
 def store(uri: str | None) -> str:

@@ -103,6 +103,10 @@ class Backend(StepCollectives):
         """Whether a variable can be read within `scope`. A variable of another strategy can't."""
         return True
 
+    def made(self, variable: tf.Variable) -> bool:
+        """Whether a variable was made within `scope`."""
+        return True
+
     def run(self, function: Callable[..., PerReplica], *args: object) -> PerReplica:
         """Calls `function` once in each replica of this worker. The result may be an argument of a later `run`."""
         with placed():

@@ -39,6 +39,9 @@ class StrategyBackend(Backend):
     def can_read(self, variable: tf.Variable) -> bool:
         return getattr(variable, "_distribute_strategy", None) in (None, self.strategy)  # None: made outside of any
 
+    def made(self, variable: tf.Variable) -> bool:
+        return getattr(variable, "_distribute_strategy", None) is self.strategy
+
     def run(self, function: Callable[..., PerReplica], *args: object) -> PerReplica:
         return self.strategy.run(function, args)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from callbacks import MLflowTracker
-from callbacks.files import is_plain, opened, read_json
+from callbacks.files import check, is_plain, opened, read_json
+from callbacks.mlflow.tracker import STATE
 from callbacks.mlflow.tracker import store as store_of
 from callbacks.progress import counted
 from callbacks.run_record import journal
@@ -79,6 +80,7 @@ def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
 
     Raises:
         UsageError: it is no run, or under way, or there is no such store.
+        UnsafeFileError: its mlflow.json is no file.
         TrainingError: the store did not take everything.
     """
     if tracker(track) is None:
@@ -104,6 +106,7 @@ def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
     """Delivers what MLflow hasn't of one run, and returns the store."""
     from callbacks.mlflow import delivery
 
+    check(run_dir / STATE)  # it is written, too
     store = _store(run_dir, track, trusted)
     rest = delivery.Delivery(run_dir.resolve(), store)
     with _sole_deliverer(run_dir):

@@ -139,21 +139,32 @@ def _nested(structure: Structure) -> Structure:
     """Dicts of dicts and arrays, with all arrays as NumPy arrays."""
     converted: dict[str | int, Structure] = {}
     for name, value in structure.items():
-        converted[name] = _nested(value) if isinstance(value, dict) else _converted({name: value}, None)[name]
+        if isinstance(value, dict):
+            converted[name] = _nested(value)
+        else:
+            converted |= _converted({name: value}, None, "put all arrays into one dict, and ")
     return converted
 
 
-def _converted(arrays: Mapping[str | int, Given], padding: Padding | None) -> dict[str | int, Array]:
-    """What was passed as NumPy arrays, or as `Sequences` if examples differ in length."""
+def _converted(
+    arrays: Mapping[str | int, Given], padding: Padding | None, before_padding: str = ""
+) -> dict[str | int, Array]:
+    """What was passed as NumPy arrays, or as `Sequences` if examples differ in length.
+
+    Args:
+        arrays: by name, or by position.
+        padding: how examples of different lengths are padded; None: they are refused.
+        before_padding: what `padding` needs first, for the message.
+    """
     converted = {name: _array_or_sequences(given, name) for name, given in arrays.items()}
     for name, array in converted.items():
         if not isinstance(array, Sequences):
             continue
         if padding is not None:
             return converted  # lists of one length stay arrays here: another array has examples of different lengths
-        which = f"array {name!r}: " if len(converted) > 1 else ""
+        which = f"array {name!r}: " if len(converted) > 1 or before_padding else ""
         raise UsageError(
-            f"ArrayData: {which}examples of different lengths ({lengths_of(array)}): give "
+            f"ArrayData: {which}examples of different lengths ({lengths_of(array)}): {before_padding}give "
             "padding=loop.Padding(), which pads each batch to its longest example and adds a mask; or cut all examples "
             "to one length"
         )

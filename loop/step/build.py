@@ -43,7 +43,7 @@ from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
 from loop.step.mistakes import ERRORS, check_optimizer_is_given
 from loop.step.neighbors import warn_of_loss, warn_of_state
-from loop.step.optimizers import AssignedOptimizers, assign_optimizers
+from loop.step.optimizers import AssignedOptimizers, assign_optimizers, check_are_new, made_for
 from loop.step.replica import probing
 from loop.step.sharding import Shards
 from loop.task import Batch, Model, Optimizer, TrainTask, Values
@@ -157,7 +157,9 @@ def build(
                 minimized = tried_step(task, optimizer, model, trial)
         _check_trainable(task, model)
         optimizers = assign_optimizers(task, model, optimizer)
-        shards = _built_optimizers(optimizers, trainable_variables(model), backend, sharded)
+        check_are_new(task, model, optimizers)
+        with made_for(task, model, backend):
+            shards = _built_optimizers(optimizers, trainable_variables(model), backend, sharded)
 
         _check_metric_values(metrics, names, minimized)
         by_lookup, tables = _by_lookup(task, model, optimizers, backend, example, trial.fixed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
+from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.model.variables import as_tf, is_legacy, keras_models, trainable_variables, variable_names
 from loop.task import Model, Optimizer, TrainTask
@@ -38,6 +40,48 @@ def assign_optimizers(task: TrainTask, model: Model, optimizer: Optimizer) -> As
         _, indices = assigned[owner]
         indices.append(index)
     return assigned
+
+
+def check_are_new(task: TrainTask, model: Model, optimizers: AssignedOptimizers) -> None:
+    """Refuses an optimizer that was built for another model: Keras would say so only in the middle of a step.
+
+    Raises:
+        UsageError: an optimizer doesn't know the variables that it is to train.
+    """
+    variables = trainable_variables(model)
+    for optimizer, indices in optimizers.values():
+        # Keras has no public way to ask this. The dict is empty, or missing, until the optimizer is built.
+        name = "_index_dict" if is_legacy(optimizer) else "_trainable_variables_indices"
+        known = getattr(optimizer, name, None)
+        if known and any(optimizer._var_key(variables[index]) not in known for index in indices):
+            raise UsageError(
+                f"build_optimizer() of {type(task).__name__} returned an object of {type(optimizer).__name__} that was "
+                "built for the variables of another model: make a new one in each call"
+            )
+
+
+@contextlib.contextmanager
+def made_for(task: TrainTask, model: Model, backend: Backend) -> Iterator[None]:
+    """While optimizers are built: refuses a model whose variables weren't made for the backend.
+
+    Raises:
+        UsageError: the backend can't train the variables.
+    """
+    problem = UsageError(
+        f"build_model() of {type(task).__name__} returned a model that was made outside of it, or for another backend, "
+        f"and {backend.name!r} can't train its variables: make a new model in each call; to go on from the weights of "
+        "another, set them there, as by model.set_weights(...)"
+    )
+    # TensorFlow itself refuses only the slots of such variables, and an optimizer may have none, or have them already.
+    is_trainable = backend.made if backend.own_variables and backend.local_replicas > 1 else backend.can_read
+    if not all(map(is_trainable, as_tf(trainable_variables(model)))):
+        raise problem
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if "distribute.Strategy" in str(error):
+            raise problem from error
+        raise
 
 
 def _owners(task: TrainTask, model: Model, names: list[str]) -> list[str]:

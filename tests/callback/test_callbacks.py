@@ -430,7 +430,11 @@ BAD = [
     ("LearningRateScaling", "warmup_steps", [-1, 1.5]),
     ("LearningRateScaling", "warmup_epochs", [-1, "x", math.inf]),
     ("ModelSummary", "stream", ["x", 3, []]),
-    ("MLflowTracker", "uri", ["", 3, "of", "htp://x", "http://"]),
+    (
+        "MLflowTracker",
+        "uri",
+        ["", 3, "of", "htp://x", "http://", "http://[::1", "http://a:b", "https://:1", "http://a b", "sqlite:x.db"],
+    ),
     ("MLflowTracker", "wait", [-1, "x", math.nan]),
     ("MLflowTracker", "register", ["a/b", 3]),
     ("MLflowTracker", "tags", ["x", {"": 1}, {1: 2}]),

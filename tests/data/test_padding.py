@@ -235,6 +235,8 @@ def _bucketed(length):
     [
         (lambda: ArrayData([[1], [2, 3]]), r"different lengths \(1 to 2\): give padding=loop.Padding\(\)"),
         (lambda: ArrayData([0, 1], [[1], [2, 3]]), r"array 1: examples of different lengths"),
+        (lambda: ArrayData({"x": [[1], [2, 3]]}, [0, 1]), r"array 'x': .*: put all arrays into one dict, and give"),
+        (lambda: ArrayData({"a": {"x": [[1], [2, 3]]}}), r"array 'x': .*: put all arrays into one dict, and give"),
         (lambda: ArrayData(np.zeros((3, 2)), padding=0), "nothing to pad: leave padding out"),
         (lambda: ArrayData([[1], [[2, 3]]], padding=0), "examples of 1, 2 dimensions"),
         (lambda: ArrayData([[[1], [2, 3]], [[1]]], padding=0), "an example whose own parts have different lengths"),
