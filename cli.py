@@ -88,6 +88,7 @@ help_.add(app, help_.USE, {"evaluate": evaluate, "predict": predict, "export": e
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     guard_streams()
+    command_line.show_own_warnings_as_lines()
     forget_inherited_job()
     try:
         command_line.check(sys.argv[1:])

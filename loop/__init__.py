@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -132,20 +131,3 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-
-
-_FOLDERS = (Path(__file__).parent, Path(__file__).parent.parent / "callbacks")
-_format_warning = warnings.formatwarning
-
-
-def _format_own_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """A warning of tfloop as one line. Where it was raised, and the line of code, tell its users nothing."""
-    if any(map(Path(filename).is_relative_to, _FOLDERS)):
-        return f"warning: {message}\n"
-    return _format_warning(message, category, filename, lineno, line)
-
-
-# Only how a warning is printed: filters, `-W error` and `catch_warnings` work as ever.
-warnings.formatwarning = _format_own_warning

@@ -10,6 +10,7 @@ import re
 import reprlib
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,3 +213,23 @@ def _no_such_option(error: Any) -> str:
         field = error.option_name.removeprefix("--").replace("-", "_")
         text += f"; a field of the task is set by --set {field}=VALUE"
     return text
+
+
+def show_own_warnings_as_lines() -> None:
+    """Has Python print a warning of tfloop as one line: where it was raised tells users of a command nothing.
+
+    Only how it is printed: filters and `-W error` work as ever.
+    """
+    # Here, and not where tfloop is imported: a program of the user's own keeps its way of printing warnings.
+    package = Path(__file__).parents[1]
+    folders = (package, package.parent / "callbacks")
+    default = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if any(map(Path(filename).is_relative_to, folders)):
+            return f"warning: {message}\n"
+        return default(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
