@@ -140,6 +140,7 @@ class Story:
         about: what the run recorded of itself at its start.
         step: the steps made, of the current attempt.
         epoch: the epoch under way.
+        examples: those that the current attempt has noted last, counted from the start of the run.
         total_steps: the step at which the run was to end.
         status: how the last attempt ended; "" if that isn't recorded.
         reason: why it was stopped.
@@ -155,6 +156,7 @@ class Story:
         self.about: JsonObject = {}
         self.step = 0
         self.epoch = 0
+        self.examples = 0
         self.total_steps: int | None = None
         self.status = ""
         self.reason = ""
@@ -215,6 +217,7 @@ class Story:
         self.step = as_count(entry.get("step")) or 0
         if event in ("steps_end", "eval_end", "epoch_end"):
             self._measured(event, as_dict(entry.get("metrics")))
+            self.examples = as_count(entry.get("examples")) or self.examples  # an evaluation has none
         if event in _READERS:
             _READERS[event](self, entry)
 
@@ -225,6 +228,7 @@ class Story:
         self.timeline.begin_attempt(time)
         self.split.has_calls = False
         self.status = ""  # that of the attempt before says nothing about this one
+        self.examples = 0  # it may go on from an earlier step
         self._end_is_known = False
 
     def _measured(self, event: str, metrics: JsonObject) -> None:

@@ -116,6 +116,22 @@ def test_a_short_reading_tells_the_same(trained):
         assert all(whole.curves[each] == short.curves[each] for each in whole.curves if not each.startswith("step/"))
 
 
+@pytest.mark.parametrize("whole", [True])
+def test_a_run_under_way_has_the_steps_and_examples_that_it_has_noted(tmp_path, whole):
+    seen = {}
+
+    def look(run, *metrics):
+        found = record.read(run.directory, whole)
+        assert found.status == "running"
+        seen[run.progress.step] = (found.steps, found.examples)
+
+    looking = callbacks.LambdaCallback(steps_end=look, epoch_end=look, epoch_start=look, every=20)
+    result = train(tmp_path / "r", looking, hidden=8, epochs=2)
+    in_epoch = result.examples // 2  # of 23 steps, the last of which has a part of a batch
+    # Points that lie in two epochs are not noted, as that of step 40.
+    assert seen == {0: (0, 0), 20: (20, 1280), 23: (23, in_epoch), 40: (23, in_epoch), 46: (46, result.examples)}
+
+
 def test_lives_and_faults(tmp_path):
     journal(
         tmp_path / "r",
