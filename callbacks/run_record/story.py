@@ -174,6 +174,7 @@ class Story:
         entry = parsed(line)
         if entry.get("event") == "restore":
             self._read_skipped()  # the attempt before ended at that line
+        self.skipped = b""  # the attempt goes on behind that line, which would take it back to an earlier step
         self._read(entry)
 
     def end(self) -> None:

@@ -116,7 +116,7 @@ def test_a_short_reading_tells_the_same(trained):
         assert all(whole.curves[each] == short.curves[each] for each in whole.curves if not each.startswith("step/"))
 
 
-@pytest.mark.parametrize("whole", [True])
+@pytest.mark.parametrize("whole", [True, False])
 def test_a_run_under_way_has_the_steps_and_examples_that_it_has_noted(tmp_path, whole):
     seen = {}
 
