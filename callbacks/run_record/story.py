@@ -106,16 +106,26 @@ class TimeSplit:
         ranks: the seconds by part of each rank, in the last attempt that was profiled.
         verdict: what holds such a run back, in lines.
         has_calls: whether the current attempt records where the time of each call went.
+        starting: how long the current attempt took until it began to train, if that isn't counted in `seconds` yet.
     """
 
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
     verdict: list[str] = dataclasses.field(default_factory=list)
     has_calls: bool = False
+    starting: float = 0.0
+
+    def begin_attempt(self) -> None:
+        """Takes in that another attempt begins."""
+        self.has_calls = False
+        self.starting = 0.0
 
     def add(self, seconds: Mapping[str, Json]) -> None:
         """Adds the seconds of a line."""
-        for part, duration in as_seconds(seconds).items():
+        # Only with what came behind it: of an attempt that was killed, the start would seem to be all of its time.
+        parts = {"starting": self.starting, **as_seconds(seconds)} if self.starting else as_seconds(seconds)
+        self.starting = 0.0
+        for part, duration in parts.items():
             self.seconds[part] = self.seconds.get(part, 0.0) + duration
 
     def add_total(self, seconds: Mapping[str, Json]) -> None:
@@ -227,7 +237,7 @@ class Story:
         if not self._end_is_known:
             self.fault(f"killed at step {self.step:,}")
         self.timeline.begin_attempt(time)
-        self.split.has_calls = False
+        self.split.begin_attempt()
         self.status = ""  # that of the attempt before says nothing about this one
         self.examples = 0  # it may go on from an earlier step
         self._end_is_known = False
@@ -250,7 +260,7 @@ class Story:
         self.about = as_dict(entry.get("about"))
         self.total_steps = as_count(entry.get("total_steps"))
         # From the `restore` line, the first one of an attempt, to this one.
-        self.split.add({"starting": self.timeline.seconds_of_attempt})
+        self.split.starting = self.timeline.seconds_of_attempt
 
     def _phase_start(self, entry: JsonObject) -> None:
         self.total_steps = as_count(entry.get("total_steps"))

@@ -166,6 +166,15 @@ def test_lives_and_faults(tmp_path):
     assert found.last("loss") != found.last("loss")
 
 
+def test_the_start_of_an_attempt_that_was_killed_is_not_all_of_its_time(tmp_path):
+    killed = [{"event": "restore"}, {"event": "fit_start", "time": 1e9 + 2}, {"event": "epoch_end", "time": 1e9 + 90}]
+    whole = [{"event": "restore", "time": 2e9}, {"event": "fit_start", "time": 2e9 + 3}]
+    whole.append({"event": "fit_end", "status": "finished", "seconds": {"other": 7.0}, "time": 2e9 + 10})
+    assert record.read(journal(tmp_path / "killed", *killed, status="running")).split == {}
+    found = record.read(journal(tmp_path / "both", *killed, *whole))
+    assert (found.seconds, found.split) == (100, {"starting": 3.0, "training": 7.0})
+
+
 def test_running_needs_somebody_who_holds_the_lock(tmp_path):
     journal(tmp_path / "r", {"event": "restore"}, status="running")
     assert record.read(tmp_path / "r").status == "killed"
