@@ -192,7 +192,7 @@ def test_a_task_whose_file_was_moved_is_asked_for(project, command):
         code, _, said = command(name, "a")
         assert code == 2
         assert "line.py', isn't there any more: give the task where it is now, as --target file.py:Class" in said, said
-    assert command("evaluate", "a", "--target", "moved.py:Line")[0] == 0
+    assert command("rerun", "a", "--target", "moved.py:Line")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["../run.json", "/etc/passwd", "link", "none", 3, None])
