@@ -227,8 +227,7 @@ class Story:
         self.epoch = as_count(entry.get("epoch")) or 0
         self.step = as_count(entry.get("step")) or 0
         if event in ("steps_end", "eval_end", "epoch_end"):
-            self._measured(event, as_dict(entry.get("metrics")))
-            self.examples = as_count(entry.get("examples")) or self.examples  # an evaluation has none
+            self._measured(event, entry)
         if event in _READERS:
             _READERS[event](self, entry)
 
@@ -242,7 +241,9 @@ class Story:
         self.examples = 0  # it may go on from an earlier step
         self._end_is_known = False
 
-    def _measured(self, event: str, metrics: JsonObject) -> None:
+    def _measured(self, event: str, entry: JsonObject) -> None:
+        metrics = as_dict(entry.get("metrics"))
+        self.examples = as_count(entry.get("examples")) or self.examples  # an evaluation has none
         self.curves.add(event, self.step, metrics)
         self.timeline.points.append((self.step, self.timeline.seconds))
         skipped_steps = as_number(metrics.get("skipped_steps")) or 0

@@ -246,10 +246,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         steps, values = zip(*_thinned(points), strict=True)
         figure.draw(figure.signal(steps, values, marker=marker).lines())
         entry = f"{letter} {label}" if plain() and letter != label else label
-        too_large = sum(map(_is_too_large, curves[label]))
-        if too_large:
-            entry += f" ({plural(too_large, 'value')} beyond {_LARGEST:.0e} left out)"
-        legend.append(colored(entry, color))
+        legend.append(colored(entry + _left_out(curves[label]), color))
         # The axes show all points, also those that are too many to be drawn.
         for step, value in points:
             all_steps.append(step)
@@ -266,6 +263,12 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
 def _finite(points: Points) -> Points:
     """The points that can be plotted."""
     return [point for point in points if math.isfinite(point[1]) and not _is_too_large(point)]
+
+
+def _left_out(points: Points) -> str:
+    """What the legend says of values that are too large to be plotted; "" if there are none."""
+    count = sum(map(_is_too_large, points))
+    return f" ({plural(count, 'value')} beyond {_LARGEST:.0e} left out)" if count else ""
 
 
 def _is_too_large(point: tuple[int, float]) -> bool:
