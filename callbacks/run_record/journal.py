@@ -75,7 +75,8 @@ class Journal(Callback):
         self._last = run.progress.step
         epoch_start = run.progress.step - run.progress.step_in_epoch
         if last >= epoch_start:  # else it is a mean over two epochs
-            self._write(run, "steps_end", metrics={**metrics, "examples_per_second": run.examples_per_second})
+            metrics = {**metrics, "examples_per_second": run.examples_per_second}
+            self._write(run, "steps_end", examples=run.progress.examples, metrics=metrics)
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
         self._write(run, "eval_end", metrics=metrics)

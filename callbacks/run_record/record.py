@@ -217,7 +217,7 @@ class Reader:
             # Either may be behind: `run.json` while the run trains, the journal where the run has none.
             steps=max(story.step, as_count(progress.get("step")) or 0),
             epochs=max(story.epoch, as_count(progress.get("epoch")) or 0),
-            examples=as_count(progress.get("examples")) or 0,
+            examples=max(story.examples, as_count(progress.get("examples")) or 0),
             total_steps=story.total_steps,
             parameters=as_count(about.get("parameters")),
             hyperparameters=as_dict(about.get("hyperparameters")),

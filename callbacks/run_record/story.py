@@ -106,16 +106,26 @@ class TimeSplit:
         ranks: the seconds by part of each rank, in the last attempt that was profiled.
         verdict: what holds such a run back, in lines.
         has_calls: whether the current attempt records where the time of each call went.
+        starting: how long the current attempt took until it began to train, if that isn't counted in `seconds` yet.
     """
 
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
     verdict: list[str] = dataclasses.field(default_factory=list)
     has_calls: bool = False
+    starting: float = 0.0
+
+    def begin_attempt(self) -> None:
+        """Takes in that another attempt begins."""
+        self.has_calls = False
+        self.starting = 0.0
 
     def add(self, seconds: Mapping[str, Json]) -> None:
         """Adds the seconds of a line."""
-        for part, duration in as_seconds(seconds).items():
+        # Only with what came behind it: of an attempt that was killed, the start would seem to be all of its time.
+        parts = {"starting": self.starting, **as_seconds(seconds)} if self.starting else as_seconds(seconds)
+        self.starting = 0.0
+        for part, duration in parts.items():
             self.seconds[part] = self.seconds.get(part, 0.0) + duration
 
     def add_total(self, seconds: Mapping[str, Json]) -> None:
@@ -140,6 +150,7 @@ class Story:
         about: what the run recorded of itself at its start.
         step: the steps made, of the current attempt.
         epoch: the epoch under way.
+        examples: those that the current attempt has noted last, counted from the start of the run.
         total_steps: the step at which the run was to end.
         status: how the last attempt ended; "" if that isn't recorded.
         reason: why it was stopped.
@@ -155,6 +166,7 @@ class Story:
         self.about: JsonObject = {}
         self.step = 0
         self.epoch = 0
+        self.examples = 0
         self.total_steps: int | None = None
         self.status = ""
         self.reason = ""
@@ -172,6 +184,7 @@ class Story:
         entry = parsed(line)
         if entry.get("event") == "restore":
             self._read_skipped()  # the attempt before ended at that line
+        self.skipped = b""  # the attempt goes on behind that line, which would take it back to an earlier step
         self._read(entry)
 
     def end(self) -> None:
@@ -214,7 +227,7 @@ class Story:
         self.epoch = as_count(entry.get("epoch")) or 0
         self.step = as_count(entry.get("step")) or 0
         if event in ("steps_end", "eval_end", "epoch_end"):
-            self._measured(event, as_dict(entry.get("metrics")))
+            self._measured(event, entry)
         if event in _READERS:
             _READERS[event](self, entry)
 
@@ -223,11 +236,14 @@ class Story:
         if not self._end_is_known:
             self.fault(f"killed at step {self.step:,}")
         self.timeline.begin_attempt(time)
-        self.split.has_calls = False
+        self.split.begin_attempt()
         self.status = ""  # that of the attempt before says nothing about this one
+        self.examples = 0  # it may go on from an earlier step
         self._end_is_known = False
 
-    def _measured(self, event: str, metrics: JsonObject) -> None:
+    def _measured(self, event: str, entry: JsonObject) -> None:
+        metrics = as_dict(entry.get("metrics"))
+        self.examples = as_count(entry.get("examples")) or self.examples  # an evaluation has none
         self.curves.add(event, self.step, metrics)
         self.timeline.points.append((self.step, self.timeline.seconds))
         skipped_steps = as_number(metrics.get("skipped_steps")) or 0
@@ -245,7 +261,7 @@ class Story:
         self.about = as_dict(entry.get("about"))
         self.total_steps = as_count(entry.get("total_steps"))
         # From the `restore` line, the first one of an attempt, to this one.
-        self.split.add({"starting": self.timeline.seconds_of_attempt})
+        self.split.starting = self.timeline.seconds_of_attempt
 
     def _phase_start(self, entry: JsonObject) -> None:
         self.total_steps = as_count(entry.get("total_steps"))

@@ -29,7 +29,7 @@ IN_ONE_CALL = 50
 OURS, BY_HAND, KERAS = "tfloop", "by hand", "Keras fit"
 _MODULE = "loop.commands.bench_contender"
 # A training makes no checkpoint and no evaluation: the contenders make none either.
-_ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", f"--steps={2**31 - 1}"]
+_ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", f"--steps={trial.ENDLESS}"]
 
 
 @dataclasses.dataclass

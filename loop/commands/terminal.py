@@ -215,6 +215,8 @@ def bars(seconds: Mapping[str, float], size: int = 40) -> Table:
 def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str]:
     """Curves over steps in one plot, with its title and legend above it; values that are not finite are left out.
 
+    Values too large for a plot are left out, too, and counted in the legend: the line is drawn past them.
+
     Args:
         title: what the values are.
         curves: by label. One that is a single character is its own marker where there are no colors.
@@ -244,7 +246,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         steps, values = zip(*_thinned(points), strict=True)
         figure.draw(figure.signal(steps, values, marker=marker).lines())
         entry = f"{letter} {label}" if plain() and letter != label else label
-        legend.append(colored(entry, color))
+        legend.append(colored(entry + _left_out(curves[label]), color))
         # The axes show all points, also those that are too many to be drawn.
         for step, value in points:
             all_steps.append(step)
@@ -260,7 +262,18 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
 
 def _finite(points: Points) -> Points:
     """The points that can be plotted."""
-    return [(step, value) for step, value in points if math.isfinite(value) and abs(value) < _LARGEST]
+    return [point for point in points if math.isfinite(point[1]) and not _is_too_large(point)]
+
+
+def _left_out(points: Points) -> str:
+    """What the legend says of values that are too large to be plotted; "" if there are none."""
+    count = sum(map(_is_too_large, points))
+    return f" ({plural(count, 'value')} beyond {_LARGEST:.0e} left out)" if count else ""
+
+
+def _is_too_large(point: tuple[int, float]) -> bool:
+    """Whether a value is finite, and too large to be plotted."""
+    return _LARGEST <= abs(point[1]) < math.inf
 
 
 def _thinned(points: Points) -> Points:

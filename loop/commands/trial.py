@@ -17,6 +17,8 @@ from pathlib import Path
 from loop.launch import stderr
 from loop.launch.environment import LAUNCHER
 
+ENDLESS = 2**31 - 1
+"""The `--steps` of a trial that trains until it has been measured."""
 _GRACE = 3.0  # seconds that a trial has to end, after it was asked to
 
 
@@ -52,7 +54,15 @@ def run_module(name: str, arguments: Sequence[str], directory: Path) -> int:
 
 def problem(code: int, directory: Path) -> str:
     """Why a trial in this directory has failed, in a line."""
-    return reason(code, (directory / "stderr").read_text(errors="replace"))
+    why = reason(code, (directory / "stderr").read_text(errors="replace"))
+    # The steps are the trial's: the user can't leave them out.
+    phases = re.match(rf"steps={ENDLESS}: (.+ has phases \(.*\)), which say how long each is", why)
+    if phases:
+        return (
+            f"{phases[1]}, which end by themselves, and a trial trains until it is measured: give a task without "
+            "phases(), such as a subclass whose phases() returns []"
+        )
+    return why
 
 
 def reason(code: int, printed: str) -> str:

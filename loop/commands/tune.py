@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
 """The settings that can be tried, in this order: each together with the best of those before it."""
 # A trial trains until the probe has measured it, and does nothing else that takes time.
-_ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={2**31 - 1}"]
+_ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={trial.ENDLESS}"]
 
 _GAIN = 1.02
 """A setting that gains less than this ratio isn't worth a change."""

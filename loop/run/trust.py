@@ -84,6 +84,12 @@ def known_target(run_dir: Path, recorded: object, task_target: str | None, trust
         raise UsageError(f"{run_dir}: {_unknown(recorded)}")
     if not isinstance(target, str):
         raise UsageError(f"{run_dir}: it names the task {target!r:.99}: give it as --target file.py:Class")
+    file = target.partition(":")[0]
+    if not task_target and file.endswith(".py") and not Path(file).is_file():
+        raise UsageError(
+            f"{run_dir}: the file of its task, {file!r:.200}, isn't there any more: give the task where it is now, as "
+            "--target file.py:Class"
+        )
     return target
 
 

@@ -30,6 +30,22 @@ def test_bad_input_is_one_line(command):
     assert (code, err.strip()) == (2, "tfloop: error: --seconds 0.0: give a number > 0")
 
 
+@pytest.mark.parametrize("name", ["bench", "tune"])
+def test_a_task_with_phases_is_refused_without_a_word_of_steps(name, command, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from loop import Phase\nfrom tests.tasks import Weighted\n\n\nclass Mine(Weighted):\n"
+        "    def phases(self):\n        return [Phase('head', epochs=1), Phase('all', steps=9)]\n\n\n"
+        "class One(Mine):\n    def phases(self):\n        return []\n"
+    )
+    code, out, err = command(name, "mine.py:Mine", "--rounds", 1, "--seconds", 0.1)
+    [line] = [line for line in err.splitlines() if "error" in line]
+    assert (code, out) == (2, "")
+    assert line.startswith("tfloop: error: Mine has phases (head, all), which end by themselves, and a trial trains")
+    # The way out that the message names.
+    more = ["--only", "prefetch"] if name == "tune" else []
+    assert command(name, "mine.py:One", "--rounds", 1, "--seconds", 0.1, *more)[0] == 0
+
+
 def test_a_contender_minimises_what_tfloop_does(quiet):
     """One step of plain gradient descent by hand, from the same weights, over one batch of all examples."""
 

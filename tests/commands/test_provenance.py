@@ -185,6 +185,16 @@ def test_code_that_a_strange_directory_names_is_not_run(project, command, tmp_pa
     assert (code, "you haven't trained there on this machine" in said) == (2, True), said
 
 
+def test_a_task_whose_file_was_moved_is_asked_for(project, command):
+    train(command, "a")
+    (project / "line.py").rename(project / "moved.py")
+    for name in ("rerun", "evaluate"):
+        code, _, said = command(name, "a")
+        assert code == 2
+        assert "line.py', isn't there any more: give the task where it is now, as --target file.py:Class" in said, said
+    assert command("rerun", "a", "--target", "moved.py:Line")[0] == 0
+
+
 @pytest.mark.parametrize("name", ["../run.json", "/etc/passwd", "link", "none", 3, None])
 def test_only_plain_files_in_the_folder_of_texts_are_shown(name, tmp_path):
     folder = tmp_path / provenance.FOLDER

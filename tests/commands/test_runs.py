@@ -116,6 +116,22 @@ def test_a_short_reading_tells_the_same(trained):
         assert all(whole.curves[each] == short.curves[each] for each in whole.curves if not each.startswith("step/"))
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_run_under_way_has_the_steps_and_examples_that_it_has_noted(tmp_path, whole):
+    seen = {}
+
+    def look(run, *metrics):
+        found = record.read(run.directory, whole)
+        assert found.status == "running"
+        seen[run.progress.step] = (found.steps, found.examples)
+
+    looking = callbacks.LambdaCallback(steps_end=look, epoch_end=look, epoch_start=look, every=20)
+    result = train(tmp_path / "r", looking, hidden=8, epochs=2)
+    in_epoch = result.examples // 2  # of 23 steps, the last of which has a part of a batch
+    # Points that lie in two epochs are not noted, as that of step 40.
+    assert seen == {0: (0, 0), 20: (20, 1280), 23: (23, in_epoch), 40: (23, in_epoch), 46: (46, result.examples)}
+
+
 def test_lives_and_faults(tmp_path):
     journal(
         tmp_path / "r",
@@ -148,6 +164,15 @@ def test_lives_and_faults(tmp_path):
     assert "system/rank0/cpu" not in found.curves
     assert found.best("loss") is None
     assert found.last("loss") != found.last("loss")
+
+
+def test_the_start_of_an_attempt_that_was_killed_is_not_all_of_its_time(tmp_path):
+    killed = [{"event": "restore"}, {"event": "fit_start", "time": 1e9 + 2}, {"event": "epoch_end", "time": 1e9 + 90}]
+    whole = [{"event": "restore", "time": 2e9}, {"event": "fit_start", "time": 2e9 + 3}]
+    whole.append({"event": "fit_end", "status": "finished", "seconds": {"other": 7.0}, "time": 2e9 + 10})
+    assert record.read(journal(tmp_path / "killed", *killed, status="running")).split == {}
+    found = record.read(journal(tmp_path / "both", *killed, *whole))
+    assert (found.seconds, found.split) == (100, {"starting": 3.0, "training": 7.0})
 
 
 def test_running_needs_somebody_who_holds_the_lock(tmp_path):

@@ -78,6 +78,12 @@ def test_a_table_that_fits_is_as_it_was():
     assert list(map(terminal.as_text, drawn)) == ["differs  A   B\nhidden   16  64"]
 
 
+def test_a_plot_says_how_many_values_it_leaves_out():
+    head, *_ = terminal.plot("loss", {"loss": [(1, 2.0), (2, 1e200), (3, -1e100), (4, math.inf)], "held": [(1, 3.0)]})
+    assert head == "loss  * loss (2 values beyond 1e+100 left out)  o held"
+    assert terminal.plot("loss", {"loss": [(1, 1e200)]}) == ["loss: nothing to plot"]
+
+
 def test_verify_fits_into_a_terminal(monkeypatch):
     differences = {"gradients": 7e-7, "weights": 2e-6, "statistics": math.nan, "metrics": 5e-7}
     first = f"gradients/1/00000:{'a_block/' * 20}kernel"

@@ -27,6 +27,16 @@ def _told(read: Callable[[str], Path | str]) -> Callable[[str], Path | str]:
     return parse
 
 
+def _file(text: str | Path) -> Path:
+    """The path of a file that is written; a default is a path already."""
+    if isinstance(text, str) and text.endswith("/"):  # which a `Path` leaves out
+        raise UsageError(f"{text}: this is the name of a directory, and a file is written: leave out the slash")
+    return Path(text)
+
+
+written_file = _told(_file)
+"""The parser of an option that names a file to write."""
+
 # None means that an option wasn't typed: the task's own default counts then, which a signature can't know. Where the
 # type has no None, the default in the command's signature is the default.
 
@@ -345,7 +355,10 @@ PredictData = Annotated[
         help="eval, train, test or a set of the task; or a file .npy, .npz, .parquet of inputs.",
     ),
 ]
-PredictOut = Annotated[Path, Option(help="What is written: OUT.parquet, OUT.npy, OUT.npz or OUT.jsonl.")]
+PredictOut = Annotated[
+    Path,
+    Option(parser=written_file, metavar="FILE", help="What is written: OUT.parquet, OUT.npy, OUT.npz or OUT.jsonl."),
+]
 PredictBackend = Annotated[str | None, Option(help="auto, single, mirrored, central, multiworker or horovod.")]
 PredictWorkers = Annotated[int | None, Option("--workers", help="Processes on this machine.")]
 PredictBatchSize = Annotated[int | None, Option("--batch-size", help="Examples in a block, computed at once.")]

@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from loop.commands import completion
+from loop.commands.cli.options import written_file
 
 # Of runs, and of the commands in its group.
 Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
@@ -36,7 +37,10 @@ ReportNames = Annotated[
 ReportOut = Annotated[
     Path | None,
     Option(
-        "--out", help="The page; if not given: report.html in the run's directory; of several: comparison.html here."
+        "--out",
+        parser=written_file,
+        metavar="FILE",
+        help="The page; if not given: report.html in the run's directory; of several: comparison.html here.",
     ),
 ]
 

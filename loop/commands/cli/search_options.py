@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from loop.commands.cli import help as help_
+from loop.commands.cli.options import written_file
 from loop.commands.tune import TUNED
 
 # Of tune and bench.
@@ -19,7 +20,9 @@ TuneBatchSize = Annotated[
     bool,
     Option("--tune-batch-size", help="Take the fastest batch size, too: with another one, something else is learned."),
 ]
-TuneOut = Annotated[Path, Option(help="Where to write the best settings, for --config.")]
+TuneOut = Annotated[
+    Path, Option(parser=written_file, metavar="FILE", help="Where to write the best settings, for --config.")
+]
 Force = Annotated[bool, Option("--force", help="Write over the file.")]
 
 # Of sweep.
@@ -68,7 +71,10 @@ FindLrSteps = Annotated[int, Option(min=10, max=100_000, help="How many steps to
 Low = Annotated[float, Option(help="The learning rate of the first step.")]
 High = Annotated[float, Option(help="That of the last one.")]
 FindLrBackend = Annotated[str | None, Option(help="single, mirrored or central.")]
-FindLrOut = Annotated[Path | None, Option(help="Where to write the plot (.png, .svg) or the numbers (.json).")]
+FindLrOut = Annotated[
+    Path | None,
+    Option(parser=written_file, metavar="FILE", help="Where to write the plot (.png, .svg) or the numbers (.json)."),
+]
 
 # Of memory.
 Memory = Annotated[
