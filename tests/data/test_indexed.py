@@ -7,6 +7,10 @@ import dataclasses
 import gc
 import os
 import pickle
+import select
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,7 +33,7 @@ from hypothesis import strategies as st
 import callbacks
 import loop
 from loop.backends import create
-from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, source
+from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, reader_process, source
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked
@@ -1122,6 +1126,40 @@ def test_a_process_that_is_killed_is_named():
             _read_epoch(made)
     finally:
         made.close()
+
+
+def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
+    """A closed terminal, Ctrl-C and `timeout` do that: the training finishes its step, for which it needs examples."""
+    reader = loop.IndexedData(INPUTS).reader
+    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # while it starts
+            process._process.send_signal(number)
+        select.select([process._answers], [], [])
+        assert process.ready
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # when it reads
+            process._process.send_signal(number)
+        [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
+        np.testing.assert_array_equal(found, INPUTS[[3, 1]])
+    finally:
+        process.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])  # here they are heard
+
+
+@pytest.mark.parametrize("sent", [4, 30, None])
+def test_a_process_whose_training_is_killed_ends_without_a_word(sent):
+    payload = reader_process.pickled(loop.IndexedData(INPUTS).reader, [])
+    asked, requests = os.pipe()
+    answers, answering = os.pipe()
+    os.close(answers)  # as the system does for a training that is killed
+    with os.fdopen(requests, "wb") as file:
+        file.write((len(payload).to_bytes(8) + payload)[:sent])
+    start = f"from loop.data.reader_process import serve; serve({asked}, {answering}, -1)"
+    passed = (asked, answering)
+    ended = subprocess.run([sys.executable, "-c", start], pass_fds=passed, capture_output=True, check=False)
+    os.close(asked)
+    os.close(answering)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_what_no_process_can_have_is_refused(quiet, tmp_path):
