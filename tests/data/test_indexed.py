@@ -95,11 +95,16 @@ class Items:
 
 
 class KerasBatches(keras.utils.PyDataset):
+    def __init__(self, arrays=(INPUTS, LABELS), size=10):
+        super().__init__()
+        self.arrays, self.size = arrays, size
+
     def __len__(self):
-        return 11
+        return -(-len(INPUTS) // self.size)
 
     def __getitem__(self, number):
-        return INPUTS[10 * number : 10 * number + 10], LABELS[10 * number : 10 * number + 10]
+        rows = slice(self.size * number, self.size * number + self.size)
+        return tf.nest.map_structure(lambda array: array[rows], self.arrays)
 
 
 def _npy(directory):
@@ -591,6 +596,27 @@ def _of_lengths(lengths):
 def test_bad_input_is_refused_with_what_to_do(make, said):
     with pytest.raises(UsageError, match=said):
         make()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_lists_of_a_keras_data_set_are_several_inputs(size):
+    """A list of two inputs in batches of two was taken for two examples."""
+    arrays = [[INPUTS, 2 * INPUTS], {"label": LABELS}]
+    data = loop.IndexedData(KerasBatches(arrays, size))
+    assert data.size == len(INPUTS)
+    index, ((first, second), labels) = _opened(data).read_batch((), EPOCH, tf.constant(0, tf.int64))
+    for found, expected in ((first, INPUTS), (second, 2 * INPUTS), (labels["label"], LABELS)):
+        np.testing.assert_array_equal(found, expected[index])
+
+
+def test_a_list_of_numbers_is_an_array_of_a_keras_data_set():
+    class Lists(KerasBatches):
+        def __getitem__(self, number):
+            return [[number, 0], [number, 1]], [0, 1]
+
+    index, (rows, labels) = _opened(loop.IndexedData(Lists(size=2))).read_batch((), EPOCH, tf.constant(0, tf.int64))
+    np.testing.assert_array_equal(rows, np.stack([index // 2, index % 2], 1))
+    np.testing.assert_array_equal(labels, index % 2)
 
 
 def test_no_examples_and_an_epoch_shorter_than_a_batch(quiet, tmp_path):
