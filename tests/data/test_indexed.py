@@ -598,6 +598,40 @@ def test_bad_input_is_refused_with_what_to_do(make, said):
         make()
 
 
+class OneBuffer(Items):
+    """Returns the same array for each example."""
+
+    buffer = np.zeros(INPUTS.shape[1], "float32")
+
+    def __getitem__(self, index):
+        self.buffer[:] = INPUTS[index]
+        return self.buffer, LABELS[index]
+
+
+def _doubled_in_place(pair):
+    pair[0][:] *= 2
+    return pair
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loop.IndexedData(OneBuffer()),
+        lambda: loop.IndexedData(OneBuffer(), map=lambda pair: {"inputs": pair[0]}, on_bad_example="skip"),
+        lambda: loop.IndexedData(list(zip(INPUTS.copy(), LABELS, strict=True)), map=_doubled_in_place),
+    ],
+)
+def test_arrays_that_are_written_over_by_the_next_example_are_refused(make):
+    with pytest.raises(UsageError, match="have changed while others were read: return new arrays for each"):
+        _opened(make())
+
+
+def test_arrays_of_one_memory_that_stay_as_they_are_are_taken():
+    rows = np.full([9, 2], np.nan)
+    made = _opened(loop.IndexedData([rows[0]] * 9))  # a NaN is not equal to itself
+    made.close()
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_lists_of_a_keras_data_set_are_several_inputs(size):
     """A list of two inputs in batches of two was taken for two examples."""
