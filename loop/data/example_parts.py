@@ -108,3 +108,17 @@ def count_of(batch: Columns) -> int:
     while isinstance(first, Mapping | tuple):
         first = next(iter(first.values() if isinstance(first, Mapping) else first))
     return len(first)
+
+
+def without_lists(batch: Columns) -> Columns:
+    """A batch with tuples in place of lists of arrays, which are several inputs for Keras, and no examples."""
+    if isinstance(batch, Mapping):
+        return dict(zip(batch, map(without_lists, batch.values()), strict=True))
+    if isinstance(batch, tuple) or (isinstance(batch, list) and _has_arrays(batch)):
+        return tuple(map(without_lists, batch))
+    return batch
+
+
+def _has_arrays(part: Columns) -> bool:
+    # A list of numbers, or of lists of numbers, is an array itself.
+    return any(map(_has_arrays, part)) if isinstance(part, list | tuple) else getattr(part, "ndim", 0) > 0

@@ -13,11 +13,13 @@ from loop.data.array_source import ArraySource
 from loop.data.batch import BatchOptions, ReadBatch, Rows
 from loop.data.batch_filler import SKIPPED, BatchFiller
 from loop.data.batch_layout import BatchLayout, HandedOver
+from loop.data.example_parts import Example, flatten
 from loop.data.examples import example_seeds, unusable
 from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
 from loop.data.pending_batches import Position
+from loop.errors import UsageError
 
 Fetch = Callable[..., list[Any]]
 """A function of the host that returns arrays from epoch and step."""
@@ -32,7 +34,9 @@ class IndexedSource(ArraySource):
     on_host = True
 
     def __init__(self, data: IndexedData, options: BatchOptions) -> None:
-        super().__init__(data, options)  # calls `_open`, which makes the layout
+        super().__init__(data, options)  # calls `_open`, which makes the layout, and `head`, which reads more examples
+        _check_unchanged(self._first)
+        del self._first
         self.uniform = not (self._layout.padded or data.skips)
 
     def _open(self, data: IndexedData) -> int:
@@ -46,6 +50,7 @@ class IndexedSource(ArraySource):
             first = error
         if isinstance(first, Exception):
             raise unusable(0, first)
+        self._first = _arrays_and_copies(first)
         self._layout = BatchLayout(data, first)
         self._reader = HostReader(data, self.options, self._layout, self.steps_per_epoch or 0)
         return self._layout.example_bytes * self.size
@@ -179,6 +184,25 @@ class IndexedSource(ArraySource):
                 joined = np.pad(joined, [(0, rows_of_block - len(joined))] + [(0, 0)] * (joined.ndim - 1))
             blocks.append(joined)
         return blocks
+
+
+def _arrays_and_copies(example: Example) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The arrays of an example, each with a copy."""
+    pairs = []
+    for _, part in flatten(example):
+        if isinstance(part, np.ndarray):
+            pairs.append((part, part.copy()))
+    return pairs
+
+
+def _check_unchanged(arrays: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Refuses examples that change when others are read: a batch would have the last one in place of each."""
+    for array, copied in arrays:
+        if array.tobytes() != copied.tobytes():  # unlike numbers, the bytes of a NaN are equal to themselves
+            raise UsageError(
+                "IndexedData: the arrays of example 0 have changed while others were read: return new arrays for each "
+                "example, as by array.copy(), and let map change none in place"
+            )
 
 
 def _of_python(function: Fetch) -> Fetch:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from loop.data.data_files import DataFile
-from loop.data.example_parts import Columns, Example, Part, count_of, dicts_of, refuse_masked, rows_of
+from loop.data.example_parts import Columns, Example, Part, count_of, dicts_of, refuse_masked, rows_of, without_lists
 from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
 from loop.errors import UsageError
 
@@ -325,8 +325,8 @@ class _Batches:
         self._source = source
         self._last = len(source) - 1
         # The first batch tells the size of all but the last one, so that the number of examples takes two batches.
-        self._size = count_of(source[0])
-        last_size = count_of(source[self._last]) if self._last > 0 else self._size
+        self._size = count_of(without_lists(source[0]))
+        last_size = count_of(without_lists(source[self._last])) if self._last > 0 else self._size
         self._length = self._last * self._size + last_size
         self._batches: dict[int, list[Example]] = {}
 
@@ -344,7 +344,7 @@ class _Batches:
         """The examples of a batch. The last few batches are kept."""
         batches = self._batches
         if number not in batches:
-            batch = self._source[number]
+            batch = without_lists(self._source[number])
             rows = rows_of(batch, count_of(batch))
             expected = self._size if number < self._last else self._length - self._last * self._size
             if len(rows) != expected:

@@ -24,6 +24,7 @@ import numpy as np
 
 from loop.data.examples import Arrays, ArraySpec, ExampleReader, MixedReader, arrays_of
 from loop.errors import TrainingError, UsageError, named
+from loop.launch.signals import STOPS
 
 _READY = "ready"
 """The first answer of a process: it can read from now on."""
@@ -57,6 +58,11 @@ class ReaderProcess:
             # The child's ends are closed here in any case: only then does a pipe end when the child has ended.
             opened.callback(os.close, child_reads)
             opened.callback(os.close, child_writes)
+            # A terminal, `timeout` and others signal all processes of a group. Such a signal is for the training, which
+            # saves and ends this process. The process inherits that they are blocked here: none can come before it
+            # could ignore them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+            opened.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             # What the map prints must not come between the results on stdout. "-P" puts no directory before our path.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", start], pass_fds=passed, stdin=subprocess.DEVNULL,
@@ -212,14 +218,16 @@ def _shared_file() -> int:
 
 def serve(requests: int, answers: int, memory: int) -> None:
     """Answers requests until their pipe ends, as it does when the training ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which ends this process
     with (
+        contextlib.suppress(BrokenPipeError),  # first: closing the pipe writes what is left of an answer once more
         os.fdopen(requests, "rb") as asked,
         os.fdopen(answers, "wb") as answering,
-        contextlib.suppress(BrokenPipeError),
     ):
         size = int.from_bytes(asked.read(8))
-        reader, specs = pickle.loads(asked.read(size))  # noqa: S301 - from the process that started this one
+        payload = asked.read(size)
+        if not payload or len(payload) < size:
+            return  # the training has ended while it sent that
+        reader, specs = pickle.loads(payload)  # noqa: S301 - from the process that started this one
         _send(answering, _READY)  # not before: to unpickle the reader imports what the source needs
         shared = _Shared(memory)
         while True:

@@ -124,7 +124,7 @@ def records(
 
     Args:
         pattern: a path, a pattern such as `data/train-*.tfrecord`, or several of them; files are taken in the order of
-            their names.
+            their names. What is the name of a file is that file, and no pattern.
         features: if records are `tf.train.Example`: what to take from each, as for `tf.io.parse_example`; examples are
             then dicts of arrays. None: examples are bytes, for the `map` of `IndexedData`.
 
@@ -134,7 +134,9 @@ def records(
     patterns = [pattern] if isinstance(pattern, str | os.PathLike) else list(pattern)
     paths: list[Path] = []
     for one_pattern in patterns:
-        paths += map(Path, sorted(glob.glob(os.fspath(one_pattern))))  # noqa: PTH207
+        path = Path(one_pattern)
+        # A file of this very name is meant, also where the name has brackets or stars in it.
+        paths += [path] if path.exists() else map(Path, sorted(glob.glob(os.fspath(one_pattern))))  # noqa: PTH207
     if not paths:
         raise UsageError(f"loop.records({', '.join(map(repr, map(str, patterns)))}): there is no such file")
     for path in paths:

@@ -7,6 +7,10 @@ import dataclasses
 import gc
 import os
 import pickle
+import select
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,7 +33,7 @@ from hypothesis import strategies as st
 import callbacks
 import loop
 from loop.backends import create
-from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, source
+from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, reader_process, source
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked
@@ -91,11 +95,16 @@ class Items:
 
 
 class KerasBatches(keras.utils.PyDataset):
+    def __init__(self, arrays=(INPUTS, LABELS), size=10):
+        super().__init__()
+        self.arrays, self.size = arrays, size
+
     def __len__(self):
-        return 11
+        return -(-len(INPUTS) // self.size)
 
     def __getitem__(self, number):
-        return INPUTS[10 * number : 10 * number + 10], LABELS[10 * number : 10 * number + 10]
+        rows = slice(self.size * number, self.size * number + self.size)
+        return tf.nest.map_structure(lambda array: array[rows], self.arrays)
 
 
 def _npy(directory):
@@ -587,6 +596,61 @@ def _of_lengths(lengths):
 def test_bad_input_is_refused_with_what_to_do(make, said):
     with pytest.raises(UsageError, match=said):
         make()
+
+
+class OneBuffer(Items):
+    """Returns the same array for each example."""
+
+    buffer = np.zeros(INPUTS.shape[1], "float32")
+
+    def __getitem__(self, index):
+        self.buffer[:] = INPUTS[index]
+        return self.buffer, LABELS[index]
+
+
+def _doubled_in_place(pair):
+    pair[0][:] *= 2
+    return pair
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loop.IndexedData(OneBuffer()),
+        lambda: loop.IndexedData(OneBuffer(), map=lambda pair: {"inputs": pair[0]}, on_bad_example="skip"),
+        lambda: loop.IndexedData(list(zip(INPUTS.copy(), LABELS, strict=True)), map=_doubled_in_place),
+    ],
+)
+def test_arrays_that_are_written_over_by_the_next_example_are_refused(make):
+    with pytest.raises(UsageError, match="have changed while others were read: return new arrays for each"):
+        _opened(make())
+
+
+def test_arrays_of_one_memory_that_stay_as_they_are_are_taken():
+    rows = np.full([9, 2], np.nan)
+    made = _opened(loop.IndexedData([rows[0]] * 9))  # a NaN is not equal to itself
+    made.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_lists_of_a_keras_data_set_are_several_inputs(size):
+    """A list of two inputs in batches of two was taken for two examples."""
+    arrays = [[INPUTS, 2 * INPUTS], {"label": LABELS}]
+    data = loop.IndexedData(KerasBatches(arrays, size))
+    assert data.size == len(INPUTS)
+    index, ((first, second), labels) = _opened(data).read_batch((), EPOCH, tf.constant(0, tf.int64))
+    for found, expected in ((first, INPUTS), (second, 2 * INPUTS), (labels["label"], LABELS)):
+        np.testing.assert_array_equal(found, expected[index])
+
+
+def test_a_list_of_numbers_is_an_array_of_a_keras_data_set():
+    class Lists(KerasBatches):
+        def __getitem__(self, number):
+            return [[number, 0], [number, 1]], [0, 1]
+
+    index, (rows, labels) = _opened(loop.IndexedData(Lists(size=2))).read_batch((), EPOCH, tf.constant(0, tf.int64))
+    np.testing.assert_array_equal(rows, np.stack([index // 2, index % 2], 1))
+    np.testing.assert_array_equal(labels, index % 2)
 
 
 def test_no_examples_and_an_epoch_shorter_than_a_batch(quiet, tmp_path):
@@ -1122,6 +1186,40 @@ def test_a_process_that_is_killed_is_named():
             _read_epoch(made)
     finally:
         made.close()
+
+
+def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
+    """A closed terminal, Ctrl-C and `timeout` do that: the training finishes its step, for which it needs examples."""
+    reader = loop.IndexedData(INPUTS).reader
+    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # while it starts
+            process._process.send_signal(number)
+        select.select([process._answers], [], [])
+        assert process.ready
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # when it reads
+            process._process.send_signal(number)
+        [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
+        np.testing.assert_array_equal(found, INPUTS[[3, 1]])
+    finally:
+        process.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])  # here they are heard
+
+
+@pytest.mark.parametrize("sent", [4, 30, None])
+def test_a_process_whose_training_is_killed_ends_without_a_word(sent):
+    payload = reader_process.pickled(loop.IndexedData(INPUTS).reader, [])
+    asked, requests = os.pipe()
+    answers, answering = os.pipe()
+    os.close(answers)  # as the system does for a training that is killed
+    with os.fdopen(requests, "wb") as file:
+        file.write((len(payload).to_bytes(8) + payload)[:sent])
+    start = f"from loop.data.reader_process import serve; serve({asked}, {answering}, -1)"
+    passed = (asked, answering)
+    ended = subprocess.run([sys.executable, "-c", start], pass_fds=passed, capture_output=True, check=False)
+    os.close(asked)
+    os.close(answering)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_what_no_process_can_have_is_refused(quiet, tmp_path):

@@ -156,6 +156,15 @@ def test_what_is_no_records_is_refused(make, said, tmp_path):
         make(tmp_path)
 
 
+def test_a_file_whose_name_could_be_a_pattern_is_that_file(tmp_path):
+    for name, record in (("part[1].tfrecord", b"brackets"), ("part1.tfrecord", b"plain"), ("part*.tfrecord", b"star")):
+        with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
+            writer.write(record)
+    assert loop.records(tmp_path / "part[1].tfrecord")[0] == b"brackets"
+    assert loop.records([str(tmp_path / "part*.tfrecord")])[0] == b"star"
+    assert len(loop.records(tmp_path / "part?.tfrecord")) == 2
+
+
 def test_array_records_of_grain_are_the_same_examples(tmp_path):
     path = str(tmp_path / "train.array_record")
     writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
