@@ -14,6 +14,7 @@ from callbacks.types import JsonObject
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.data import ArraySource, BatchOptions, Data, Feed, ReadBatch, Rows, rows
+from loop.data.batch import SKIPPED
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.model.variables import as_tf, carried_variables, trainable_variables, variable_names
@@ -94,6 +95,7 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     model = session.built.model
     batch, index = unpacked(tensors, session.data.train.example)
     source = _OneBatch(batch, index, BatchOptions(max(int(index.shape[0]), 1), session.phase_options["seed"]))
+    index = tf.boolean_mask(index, index != SKIPPED)
     recorder = _Recorder(model, session.backend)
     step = session.make_step(Data(source, None), recorder)
 
@@ -195,6 +197,7 @@ class _OneBatch(ArraySource):
         self.steps_per_epoch = None  # the step that is replayed may have any number
         self.example = batch
         self._index = index
+        self.leaves_out = bool((index.numpy() == SKIPPED).any())
 
     def read_batch(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, parts: int = 1) -> ReadBatch:
         return self._index, self.example
@@ -207,7 +210,9 @@ class _OneBatch(ArraySource):
         epoch, step, _ = feed
         low, high = rows(tf.constant(self.size, tf.int64), part, parts)
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], self.example)
-        return Rows(own, low, epoch, step * parts + part, self._index[low:high])
+        first = tf.constant(0, tf.int64)  # one device has the micro-batch from its first row on
+        of_part = Rows(own, first, epoch, step * parts + part, self._index[low:high])
+        return of_part.without_skipped() if self.leaves_out else of_part
 
 
 def lines(replayed: Replay) -> list[str]:

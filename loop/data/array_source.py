@@ -57,10 +57,12 @@ class ArraySource(PositionSource):
         steps_per_epoch: the number of global batches in an epoch.
         batch_bytes: the size of a global batch, in bytes.
         uniform: whether all batches have one shape, except a short last one.
+        leaves_out: whether some examples may be left out.
         on_host: whether Python reads the batches, in the process that computes.
     """
 
     uniform = True
+    leaves_out = False
     on_host = False
 
     def __init__(self, data: Any, options: BatchOptions) -> None:

@@ -20,6 +20,9 @@ Feed: TypeAlias = tuple[tf.Tensor, tf.Tensor, ReadBatch]
 Number = TypeVar("Number", int, tf.Tensor)
 """A number that is known while tracing, or one that is computed in the graph."""
 
+SKIPPED = -1
+"""Stands for the index of an example that is left out."""
+
 EVALUATION_EPOCH = 1 << 31
 """Stands for the epoch in an evaluation, whose examples have other seeds than those of training."""
 
@@ -48,11 +51,13 @@ class Rows(NamedTuple):
 
     Attributes:
         batch: the examples, stacked along a first axis n; n may be 0.
-        first: the position of the first of these rows among the rows of all replicas; int64 [].
+        first: the position of the first row that was shared out to the replica among those of all replicas; int64 [].
         epoch: the epoch, from 0; int64 [].
         number: the number of the (micro-)batch in the epoch, from 0; int64 [].
         index: a number for each example that no other example of the epoch has: its index in array data, its position
             in a stream; int64 [n].
+        kept: of the rows that were shared out to the replica, which ones are here: bool [shared out]. The others were
+            left out. None: all are.
     """
 
     batch: Batch
@@ -60,6 +65,21 @@ class Rows(NamedTuple):
     epoch: tf.Tensor
     number: tf.Tensor
     index: tf.Tensor
+    kept: tf.Tensor | None = None
+
+    def without_skipped(self) -> Rows:
+        """The same rows without those that are left out. They were shared out first: the others stay where they are."""
+        kept = self.index != SKIPPED
+        index, batch = tf.nest.map_structure(lambda tensor: tf.boolean_mask(tensor, kept), (self.index, self.batch))
+        return self._replace(index=index, batch=batch, kept=kept)
+
+    def with_skipped(self) -> Rows:
+        """The reverse: each row that is left out is there again, with the contents of another one."""
+        if self.kept is None:
+            return self
+        places = tf.maximum(tf.cumsum(tf.cast(self.kept, tf.int64)) - 1, 0)
+        index, batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, places), (self.index, self.batch))
+        return self._replace(index=tf.where(self.kept, index, SKIPPED), batch=batch, kept=None)
 
     def of_count(self, count: int | None) -> Rows:
         """The same rows, as tensors whose static shapes say how many rows there are; None: as they are."""

@@ -6,15 +6,13 @@ import warnings
 
 import numpy as np
 
+from loop.data.batch import SKIPPED
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import Arrays, BadExampleError, arrays_of, checked, example_seeds
 from loop.data.indexed import IndexedData
 from loop.data.pending_batches import PendingBatches
 from loop.data.reader_process import ReaderProcesses, pickled
 from loop.errors import TrainingError
-
-SKIPPED = -1
-"""Stands for the index of an example that is left out."""
 
 
 class BatchFiller:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from loop.data.array_source import ArraySource
 from loop.data.batch import BatchOptions, ReadBatch, Rows
-from loop.data.batch_filler import SKIPPED, BatchFiller
+from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout, HandedOver
 from loop.data.example_parts import Example, flatten
 from loop.data.examples import example_seeds, unusable
@@ -37,6 +37,7 @@ class IndexedSource(ArraySource):
         super().__init__(data, options)  # calls `_open`, which makes the layout, and `head`, which reads more examples
         _check_unchanged(self._first)
         del self._first
+        self.leaves_out = data.skips
         self.uniform = not (self._layout.padded or data.skips)
 
     def _open(self, data: IndexedData) -> int:
@@ -145,12 +146,7 @@ class IndexedSource(ArraySource):
 
     def replica_rows(self, feed: Any, replica: Any, part: Any = 0, parts: int = 1) -> Rows:
         rows = super().replica_rows(feed, replica, part, parts)
-        if not self.data.skips:
-            return rows
-        # Rows are taken out after they were shared out: the others stay where they are on any number of replicas.
-        kept = rows.index != SKIPPED
-        batch = tf.nest.map_structure(lambda tensor: tf.boolean_mask(tensor, kept), rows.batch)
-        return rows._replace(batch=batch, index=tf.boolean_mask(rows.index, kept))
+        return rows.without_skipped() if self.data.skips else rows
 
     def _fetch(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
         """On the host: the worker's rows of a global batch and of others around it, as they are handed over."""

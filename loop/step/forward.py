@@ -147,7 +147,7 @@ class ForwardPass:
         if self._is_compiled():
             if context.backend.replicas == 1:
                 # Known while tracing: how many numbers a random layer draws depends on it, and XLA must know how many.
-                rows = rows._replace(first=0)
+                rows = rows._replace(first=0, kept=None)
             # A TPU takes known sizes alone. Without XLA the size stays open: by it, `row_random` recognizes draws that
             # have a number for each row.
             rows = rows.of_count(source.even_count(parts) if isinstance(source, ArraySource) else None)

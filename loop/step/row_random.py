@@ -136,7 +136,8 @@ def normal(
 def _draw(operation: Draw, shape: Shape, seed: Seed, bytes_each: int, **arguments: Any) -> tf.Tensor:
     """The replica's share of one draw.
 
-    The batch is the outermost axis, so the numbers of the replica's rows stand side by side in the stream.
+    The batch is the outermost axis, so the numbers of the replica's rows stand side by side in the stream, after those
+    of all rows before its first one.
 
     Args:
         operation: draws from a stream.
@@ -147,17 +148,31 @@ def _draw(operation: Draw, shape: Shape, seed: Seed, bytes_each: int, **argument
     """
     replica = current()
     assert replica is not None
-    # Where this replica's numbers begin: after those of all rows before its first one.
+    operation = functools.partial(operation, **arguments)
     shape = tf.cast(shape, tf.int64)
     size = tf.reduce_prod(shape)
     rows = tf.shape(tf.nest.flatten(replica.batch)[0], out_type=tf.int64)[0]
-    first = size // tf.maximum(rows, 1) * replica.rows.first
+    row_size = size // tf.maximum(rows, 1)
+    first = row_size * replica.rows.first
+    if replica.rows.kept is None:
+        return tf.reshape(_stretch(operation, first, size, seed, bytes_each), shape)
 
+    # Rows that were left out have numbers, too: how many there are before its own rows, no worker knows.
+    places = tf.where(replica.rows.kept)[:, 0]
+    shared_out = tf.size(replica.rows.kept, tf.int64)
+    added = rows - tf.size(places, tf.int64)  # a stand-in, or rows that fill up a batch, which belong to no example
+    places = tf.concat([places, shared_out + tf.range(added)], 0)
+    drawn = _stretch(operation, first, row_size * (shared_out + added), seed, bytes_each)
+    return tf.reshape(tf.gather(tf.reshape(drawn, [shared_out + added, row_size]), places), shape)
+
+
+def _stretch(operation: Draw, first: tf.Tensor, size: tf.Tensor, seed: Seed, bytes_each: int) -> tf.Tensor:
+    """Some numbers of a stream, from the one of number `first` on."""
     # The counter jumps there. It counts states, each of which gives several numbers.
     per_state = 2 if bytes_each == 8 else 4
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     counter += tf.cast(tf.stack([first // per_state, 0]), tf.uint64)
     # The first number may lie within a state. The numbers before it are drawn, too, and dropped.
     ahead = first % per_state
-    drawn = operation(shape=[size + ahead], key=key, counter=counter, alg=_PHILOX, **arguments)
-    return tf.reshape(drawn[ahead:], shape)
+    drawn = operation(shape=[size + ahead], key=key, counter=counter, alg=_PHILOX)
+    return drawn[ahead:]

@@ -154,7 +154,8 @@ class TrainStep:
             # Arrays keep no batch: their order is a function of the position, so the batch is read again.
             assert isinstance(self.data.train, ArraySource)
             rows = self.data.train.whole(*position)
-        return tf.nest.map_structure(lambda tensor: tensor.numpy(), rows)
+        rows = rows.with_skipped()
+        return tf.nest.map_structure(lambda tensor: None if tensor is None else tensor.numpy(), rows)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
         """The means and metrics of totals that `train` returned; nan where the weight is 0."""
@@ -335,7 +336,9 @@ def _prepare_model(
     have_positions = set(plan.lookups.values()) - {lookups.GATHERED}
     if have_positions and backend.replicas * plan.accumulate > 1:
         computing.computed_by_all.add(data.train)
-    if backend.replicas > 1:
+    # Rows that are left out have random numbers, too, also on one replica: but in XLA, which can't draw so many.
+    leaves_out = isinstance(data.train, ArraySource) and data.train.leaves_out
+    if backend.replicas > 1 or (leaves_out and not computing.compiles(data.train)):
         row_random.by_row()
 
 

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 import callbacks
 import loop
 from loop.backends import create
+from loop.commands.replay import replay
 from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, reader_process, source
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
@@ -528,6 +529,53 @@ def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, 
     for ours, theirs in zip(found.model.weights, expected.model.weights, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-6)
     assert found.examples == 2 * (103 - 2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_dropout_of_what_is_left_is_the_same_on_any_number_of_replicas(accumulate, quiet, tmp_path):
+    """Rows behind one that was left out drew other numbers than on one replica."""
+    weights = []
+    for backend in ("single", "mirrored"):
+        data = loop.IndexedData(Items(bad=range(1, 103, 3)), on_bad_example="skip")
+        options = {"epochs": 1, "batch_size": 16, "backend": backend, "accumulate": accumulate, "callbacks": quiet()}
+        with pytest.warns(UserWarning, match="it is left out"):
+            weights.append(loop.fit(Task(data, dropout=0.5), run_dir=tmp_path / backend, **options).model.weights)
+    for single, mirrored in zip(*weights, strict=True):
+        np.testing.assert_allclose(mirrored, single, atol=5e-6)
+
+
+@dataclasses.dataclass
+class Overflowing(Task):
+    """Each loss is noted; that of example 41 is infinite."""
+
+    noted: list = dataclasses.field(default_factory=list, init=False)
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        loss = tf.where(batch[0][:, 0] == INPUTS[41, 0], np.inf, values["loss"])
+        tf.numpy_function(self.noted.append, [loss], [])
+        return values | {"loss": loss}
+
+
+def _infinite_losses(task):
+    """Those of the micro-batch with example 41 in it."""
+    return [loss for loss in task.noted if np.isinf(loss).any()][-1]
+
+
+def test_a_step_with_rows_that_were_left_out_is_replayed_with_the_same_dropout(quiet, tmp_path):
+    bad = set(range(1, 103, 3))
+    data = loop.IndexedData(Items(bad=bad), on_bad_example="skip")
+    task = Overflowing(data, dropout=0.5)
+    options = {"batch_size": 16, "accumulate": 2, "backend": "single", "callbacks": quiet(), "shuffle": False}
+    with pytest.warns(UserWarning, match="it is left out"), pytest.raises(TrainingError, match="tfloop replay"):
+        loop.fit(task, epochs=1, run_dir=tmp_path / "run", **options)
+    trained = _infinite_losses(task)
+    replayed = Overflowing(data, dropout=0.5)
+    with pytest.warns(UserWarning, match="it is left out"):
+        found = replay(replayed, tmp_path / "run")
+    np.testing.assert_array_equal(_infinite_losses(replayed), trained)
+    assert len(trained) == 8 - len(bad & set(range(40, 48)))
+    assert found.examples == 16 - len(bad & set(range(32, 48)))
 
 
 def _opened(data):
