@@ -215,7 +215,7 @@ class ArraySource(PositionSource):
 
     def even_count(self, parts: int) -> int | None:
         """The number of rows that each replica has of each micro-batch, if it is always the same; else None."""
-        return self._shares.even_count(parts)
+        return None if self.leaves_out else self._shares.even_count(parts)
 
 
 def constant(array: np.ndarray) -> tf.Tensor:

@@ -544,6 +544,19 @@ def test_dropout_of_what_is_left_is_the_same_on_any_number_of_replicas(accumulat
         np.testing.assert_allclose(mirrored, single, atol=5e-6)
 
 
+@pytest.mark.parametrize("batch_size", [16, 50])
+def test_xla_computes_what_is_left_of_a_batch(batch_size, quiet):
+    """Of batches that divide the examples, it took the number of rows for known."""
+    weights = []
+    for compile in ("graph", "xla"):
+        data = loop.IndexedData(Items(bad=range(1, 103, 3)), on_bad_example="skip").take(100)
+        options = {"epochs": 1, "batch_size": batch_size, "backend": "single", "callbacks": quiet()}
+        with pytest.warns(UserWarning, match="it is left out"):
+            weights.append(loop.fit(Task(data, dropout=0.0), compile=compile, **options).model.weights)
+    for graph, xla in zip(*weights, strict=True):
+        np.testing.assert_allclose(xla, graph, atol=5e-6)
+
+
 @dataclasses.dataclass
 class Overflowing(Task):
     """Each loss is noted; that of example 41 is infinite."""
