@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import fcntl
 import itertools
+import json
 import logging
 import os
 import posixpath
@@ -311,11 +312,13 @@ def reason(error: BaseException) -> str:
 
 def is_refusal(error: Exception) -> bool:
     """Whether the store's answer, or its address, stays the same until someone changes something."""
+    if isinstance(error, json.JSONDecodeError):  # a proxy's page, while the server behind it starts
+        return False
     # Without the driver of a database, or with an address that is none, no attempt can succeed.
     if isinstance(error, ImportError | ValueError) or type(error).__name__ == "InvalidUrlException":
         return True
-    status = getattr(error, "get_http_status_code", int)()  # MLflow's own errors have one
-    return status in _REFUSALS
+    # MLflow's own errors have a status of HTTP.
+    return hasattr(error, "get_http_status_code") and error.get_http_status_code() in _REFUSALS
 
 
 def load(uri: str) -> None:

@@ -4,7 +4,9 @@ import http.server
 import threading
 
 import pytest
+import requests
 
+from callbacks.mlflow.delivery import is_refusal
 from tests.callback.test_tracking import run_directory, tracking
 from tests.test_cli import command  # noqa: F401
 
@@ -43,6 +45,16 @@ def test_an_address_that_is_none_is_not_waited_for(uri, why, tmp_path, monkeypat
     _, end = tracking(run_directory(tmp_path / "run"), None, wait=LONG)
     end()
     assert why in capfd.readouterr().err
+
+
+def test_a_page_in_place_of_an_answer_may_pass():
+    """A proxy sends one while the server behind it starts."""
+    page = requests.Response()
+    page._content = b"<html>starting</html>"
+    with pytest.raises(requests.JSONDecodeError) as raised:
+        page.json()
+    assert not is_refusal(raised.value)
+    assert is_refusal(ValueError("Invalid IPv6 URL"))
 
 
 def test_sync_names_a_directory_in_place_of_its_own_file(tmp_path, command):  # noqa: F811
