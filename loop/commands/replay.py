@@ -13,8 +13,7 @@ from callbacks.run_record.journal import jsonable
 from callbacks.types import JsonObject
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
-from loop.data import ArraySource, BatchOptions, Data, Feed, ReadBatch, Rows, rows
-from loop.data.batch import SKIPPED
+from loop.data import SKIPPED, ArraySource, BatchOptions, Data, Feed, ReadBatch, Rows, rows
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.model.variables import as_tf, carried_variables, trainable_variables, variable_names

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loop.data.arrays import ArrayData
     from loop.data.batch import (
         EVALUATION_EPOCH,
+        SKIPPED,
         BatchOptions,
         DataIterator,
         Feed,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EVALUATION_EPOCH",
+    "SKIPPED",
     "ArrayData",
     "ArraySource",
     "BatchOptions",
@@ -90,6 +92,7 @@ _HOMES = {
     "ReadBatch": "batch",
     "RowCounts": "batch",
     "Rows": "batch",
+    "SKIPPED": "batch",
     "Source": "sources",
     "StreamData": "streams",
     "StreamSource": "streams",

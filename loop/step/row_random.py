@@ -157,7 +157,7 @@ def _draw(operation: Draw, shape: Shape, seed: Seed, bytes_each: int, **argument
     if replica.rows.kept is None:
         return tf.reshape(_stretch(operation, first, size, seed, bytes_each), shape)
 
-    # Rows that were left out have numbers, too: how many there are before its own rows, no worker knows.
+    # Rows that were left out keep their numbers in the stream: no worker knows how many of them others have.
     places = tf.where(replica.rows.kept)[:, 0]
     shared_out = tf.size(replica.rows.kept, tf.int64)
     added = rows - tf.size(places, tf.int64)  # a stand-in, or rows that fill up a batch, which belong to no example

@@ -28,7 +28,7 @@ class Own(keras.layers.Embedding):
 
 
 class Words(TrainTask):
-    """A classifier of words, two of whose tables share their lookups."""
+    """A classifier of words with two tables, one of which is looked up twice."""
 
     def __init__(self, optimizer=lambda: keras.optimizers.SGD(0.5), table=keras.layers.Embedding, words=WORDS):
         self.optimizer, self.table, self.words = optimizer, table, words

@@ -60,7 +60,8 @@ class Mirror:
         self._others_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._outage = ""  # why the store can't be reached now, which the user is told once; "" if it can
+        # The reason why the store can't be reached. The user sees it once. While the store can be reached, it is "".
+        self._outage = ""
         self.lost: LeaseLostError | None = None
 
     def start(self) -> None:
