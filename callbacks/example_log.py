@@ -62,7 +62,8 @@ class ExampleLog(Callback):
             rows = replica_rows(*arguments)
             # In the graph, as the batch is read; a Python function runs on the host alone.
             with tf.device("CPU:0"):
-                tf.numpy_function(self._write, [*rows[1:], *tf.nest.flatten(rows.batch)], [])
+                place = [rows.first, rows.epoch, rows.number, rows.index]
+                tf.numpy_function(self._write, [*place, *tf.nest.flatten(rows.batch)], [])
             return rows
 
         train.replica_rows = watched
