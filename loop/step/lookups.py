@@ -6,8 +6,8 @@ hands it the sparse gradient, and its optimizers add up the squares of both entr
 replicas, each lookup has a position of its own in the tensor that is reduced. All other replicas and micro-batches have
 zeros there, so that the sum is a concatenation. These are the kinds `EACH` and `SHARED`.
 
-The kind `GATHERED` is for optimizers that get the sum of both. Of a large table, only the rows that a batch looks up
-are gathered from all replicas, and added up on each. That sends less than a sum of whole tables.
+The kinds `GATHERED` and `GATHERED_ROWS` are for optimizers that get the sum of both. Of a large table, only the rows
+that a batch looks up are gathered from all replicas, and added up on each. That sends less than a sum of whole tables.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from loop.backends.base import Gradient
 from loop.step.example_trace import of_size
+from loop.step.gradients import each_row_once
 from loop.task import Batch, Optimizer
 
 LookedUp: TypeAlias = Callable[[Batch], Sequence[np.ndarray]]
@@ -37,6 +38,8 @@ SHARED = "shared"
 """The kind of a table in which all examples look up the same rows, such as positions."""
 GATHERED = "gathered"
 """The kind of a table whose rows are gathered and added up, so that its gradient is dense."""
+GATHERED_ROWS = "gathered_rows"
+"""The same, but the gradient has the rows alone, each once: for an optimizer that changes no other row."""
 _LARGE = 1 << 18
 """The size in bytes from which a table may be worth a collective of its own."""
 
@@ -64,6 +67,11 @@ def rows_of(gradient: Gradient) -> tf.Tensor:
 def is_large(variable: tf.Variable) -> bool:
     """Whether a variable may be a table of which it is worth sending only some rows."""
     return variable.shape.rank >= 2 and variable.shape.num_elements() * variable.dtype.size >= _LARGE
+
+
+def is_gathered(kind: str | None) -> bool:
+    """Whether the rows of a table of this kind are gathered."""
+    return kind in (GATHERED, GATHERED_ROWS)
 
 
 def are_less(shape: tf.TensorShape, lookups: int) -> bool:
@@ -129,7 +137,7 @@ def packed(
 
     Args:
         gradient: the gradient of this place's examples.
-        kind: `EACH`, `SHARED` or `GATHERED`.
+        kind: `EACH`, `SHARED`, `GATHERED` or `GATHERED_ROWS`.
         examples: the number of examples at this place, at least 1; int64 [].
         most: the greatest number of examples at a place.
         place: the index of this place; int64 [].
@@ -145,7 +153,7 @@ def packed(
         # All places have the same lookups. The sum adds up their values, so only one place may give the indices.
         return tf.concat([values, tf.where(tf.equal(place, 0), code, tf.zeros_like(code))], 1)
     rows = tf.concat([values, code], 1)
-    if kind == GATHERED:  # `Backend.gather_rows` takes any number of rows, so no room is needed
+    if is_gathered(kind):  # `Backend.gather_rows` takes any number of rows, so no room is needed
         return rows
     own = tf.shape(rows, tf.int64)[0]
     # Each place has room for the lookups of the largest one: collectives need the same shape on all replicas.
@@ -157,14 +165,16 @@ def packed(
 def unpacked(rows: tf.Tensor, shape: tf.TensorShape, kind: str) -> tf.Tensor | tf.IndexedSlices:
     """The gradient of a variable of that shape, from what `packed` returned, reduced over all places.
 
-    It is dense for a gathered table, else a row for each lookup.
+    It is dense for a table of the kind `GATHERED`. Else it is sparse, and has a row for each lookup; or each row once.
     """
     values = rows[:, :-2]
     # Rounded, since a cast alone cuts off digits.
     code = tf.cast(tf.round(rows[:, -2:]), tf.int64)
     indices = code[:, 0] * _CODE + code[:, 1]
     by_row = tf.IndexedSlices(tf.reshape(values, [-1, *shape[1:]]), indices, tf.constant(shape.as_list(), tf.int64))
-    return tf.ensure_shape(tf.convert_to_tensor(by_row), shape) if kind == GATHERED else by_row
+    if kind == GATHERED:
+        return tf.ensure_shape(tf.convert_to_tensor(by_row), shape)
+    return each_row_once(by_row) if kind == GATHERED_ROWS else by_row
 
 
 def nothing(shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:

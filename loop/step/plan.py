@@ -41,7 +41,7 @@ class StepPlan:
         stops_at_bad_step: whether a step that isn't finite ends the run; otherwise it is skipped.
         clip_norm: the greatest norm of all gradients together.
         clip_value: the greatest absolute value of an element of a gradient.
-        row_gradients: the indices of the variables whose optimizer takes a sparse gradient as it is.
+        row_gradients: the indices of the variables whose optimizer gets a sparse gradient of the replica as it is.
         lookups: the kind of reduction, by the variable's index, of gradients that keep a row for each lookup; see
             `loop.step.lookups`.
         block_steps: the number of steps in one XLA program; 0: steps aren't compiled in blocks.
@@ -92,7 +92,6 @@ def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options,
     loss_scaled = options["precision"] == "mixed_float16"
     # Only such a replica knows the weight of the whole batch before the backward pass.
     has_whole_batch = backend.replicas == 1 and options["accumulate"] == 1
-    has_gpu = bool(tf.config.list_logical_devices("GPU"))
     plan = StepPlan(
         dtype=sums_dtype(built.model),
         batch_size=options["batch_size"],
@@ -111,22 +110,20 @@ def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options,
         row_gradients=frozenset(),
         lookups=_lookups(built, data.train, options) | _gathered(built, options),
         block_steps=0,
-        may_isolate=options["compile"] != "xla" and not has_gpu,  # oneDNN replaces operations of the CPU alone
+        may_isolate=options["compile"] != "xla" and not _has_gpu(),  # oneDNN replaces operations of the CPU alone
     )
-    # Both ways need the whole batch in one replica, and arrays: a step over them always has rows.
+    # Both ways need the whole batch in one replica, without micro-batches; and arrays, since a step over a stream may
+    # have no rows, and then no gradient.
     if plan.divides_objective and backend.name == "single" and isinstance(data.train, ArraySource):
-        return _faster_plan(plan, built, data.train, options, has_gpu)
+        return _faster_plan(plan, built, data.train, options)
     return plan
 
 
-def _faster_plan(plan: StepPlan, built: BuiltModel, source: ArraySource, options: Options, has_gpu: bool) -> StepPlan:
+def _faster_plan(plan: StepPlan, built: BuiltModel, source: ArraySource, options: Options) -> StepPlan:
     """Adds to the plan what makes steps over arrays faster on one device."""
     if options["compile"] == "xla":
         return dataclasses.replace(plan, block_steps=_block_steps(source, options["steps_per_call"]))
-    # Not on a GPU, where sparse gradients have not been measured.
-    if not plan.clips and not has_gpu:
-        return dataclasses.replace(plan, row_gradients=_row_gradients(built))
-    return plan
+    return dataclasses.replace(plan, row_gradients=_row_gradients(built, options))
 
 
 def check_plan(built: BuiltModel, backend: Backend, data: Data, options: Options, summed_loss: bool) -> None:
@@ -155,13 +152,14 @@ def _block_steps(source: ArraySource, steps_per_call: int | str) -> int:
     return max(1, min(limit, BLOCK_STEPS, BLOCK_BYTES // source.batch_bytes))
 
 
-def _row_gradients(built: BuiltModel) -> frozenset[int]:
-    """The variables whose optimizer computes the same bits from a sparse gradient as from a dense one.
+def _row_gradients(built: BuiltModel, options: Options) -> frozenset[int]:
+    """The variables whose optimizer computes the same bits from a gradient of rows, each once, as from a dense one.
 
-    Only a plain step can use sparse gradients. Several replicas, micro-batches and clipping need dense ones. So do
-    optimizers that change all rows, such as those with momentum; and streams, since a step over one may have no rows,
-    and then no gradient.
+    An optimizer that changes all rows, such as one with momentum, needs a dense gradient. So does clipping.
     """
+    # Not on a GPU, where sparse gradients have not been measured.
+    if options["clip_norm"] is not None or options["clip_value"] is not None or _has_gpu():
+        return frozenset()
     indices: set[int] = set()
     for optimizer, trained in built.optimizers.values():
         if updates_rows(optimizer):
@@ -192,8 +190,14 @@ def _gathered(built: BuiltModel, options: Options) -> dict[int, str]:
         if options[name] != value:
             return {}
     variables = as_tf(trainable_variables(built.model))
+    # An optimizer that holds a part of each variable alone gets its part of a dense gradient.
+    sparse = _row_gradients(built, options) if built.shards is None else ()
     gathered = {}
     for index, rows_per_example in built.tables.items():
         if lookups.are_less(variables[index].shape, rows_per_example * options["batch_size"]):
-            gathered[index] = lookups.GATHERED
+            gathered[index] = lookups.GATHERED_ROWS if index in sparse else lookups.GATHERED
     return gathered
+
+
+def _has_gpu() -> bool:
+    return bool(tf.config.list_logical_devices("GPU"))

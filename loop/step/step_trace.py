@@ -174,7 +174,7 @@ class StepTrace:
         by_index |= zip(dense, reduced, strict=True)
         # In the order of the variables: all workers must enter the collectives in one order.
         for index in forward.connected:
-            if self._by_lookup.get(index) == lookups.GATHERED:
+            if lookups.is_gathered(self._by_lookup.get(index)):
                 by_index[index] = backend.gather_rows(by_index[index])
             elif index in self._by_lookup:
                 by_index[index] = backend.all_reduce([by_index[index]])[0]

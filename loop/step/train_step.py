@@ -333,7 +333,7 @@ def _prepare_model(
     if has_own_state(model) and not carried_variables(model):
         computing.computed_by_all |= set(data.sources)
     # With a position for each lookup, all replicas and micro-batches must send the same shape; see `lookups.packed`.
-    have_positions = set(plan.lookups.values()) - {lookups.GATHERED}
+    have_positions = set(plan.lookups.values()) - {lookups.GATHERED, lookups.GATHERED_ROWS}
     if have_positions and backend.replicas * plan.accumulate > 1:
         computing.computed_by_all.add(data.train)
     # One replica, too, keeps the random numbers of rows that are left out. XLA can't: it must know how many it draws.

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from loop import KerasTask
+from loop import ArrayData, KerasTask, fit
 from loop.backends import create
 from loop.data import open_data
 from loop.options import with_defaults
 from loop.step.build import build
-from loop.step.lookups import GATHERED
+from loop.step.lookups import GATHERED, GATHERED_ROWS
 from loop.step.plan import make_plan
-from tests.exactness import Prime
+from tests.exactness import Prime, regression
 from tests.test_keras_task import BATCH, ROWS, assert_same, by_fit, by_task, compiled, engines  # noqa: F401
 
 WORDS = np.random.default_rng(0).integers(0, 6, (ROWS, 4))
@@ -99,6 +99,14 @@ def test_a_model_may_have_nothing_but_tables(replicas, engines, quiet):  # noqa:
     assert_same(by_task(task, quiet, engines[replicas], epochs=2).model, witness)
 
 
+def plan_of(task, backend, replicas, **given):
+    engine = create(backend, replicas)
+    options = with_defaults(task, {"batch_size": 20} | given)
+    data = open_data(task, options)
+    sharded = options["shard_optimizer"]
+    return make_plan(build(task, engine, "float32", data.train.example, sharded=sharded), engine, data, options, False)
+
+
 @pytest.mark.parametrize(
     ("backend", "replicas", "given", "gathered"),
     [
@@ -114,9 +122,76 @@ def test_a_model_may_have_nothing_but_tables(replicas, engines, quiet):  # noqa:
 )
 def test_rows_of_a_large_table_are_gathered_where_that_is_less(backend, replicas, given, gathered):
     """That the weights are the same is shown by the case `table` of test_same_numbers.py, on each engine."""
-    task = Prime(table=True)
-    engine = create(backend, replicas)
-    options = with_defaults(task, {"batch_size": 20} | given)
-    data = open_data(task, options)
-    plan = make_plan(build(task, engine, "float32", data.train.example), engine, data, options, False)
+    plan = plan_of(Prime(table=True), backend, replicas, **given)
     assert plan.lookups == ({0: GATHERED} if gathered else {})
+
+
+class Plain(Prime):
+    """As `Prime`, with an optimizer that leaves rows alone whose gradient is 0."""
+
+    optimizer = keras.optimizers.SGD
+
+    def build_optimizer(self):
+        return self.optimizer(0.5)
+
+
+class Dense(Plain):
+    """The same, with a class of its own, which may change any row: it gets dense gradients."""
+
+    class optimizer(keras.optimizers.SGD):
+        pass
+
+
+class Streamed:
+    def train_data(self):
+        return tf.data.Dataset.from_tensor_slices(super().train_data().arrays).repeat(2)
+
+
+class StreamedPlain(Streamed, Plain):
+    pass
+
+
+class StreamedDense(Streamed, Dense):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "kind"),
+    [
+        (Plain, {}, GATHERED_ROWS),
+        (StreamedPlain, {}, GATHERED_ROWS),
+        (Dense, {}, GATHERED),
+        (Prime, {}, GATHERED),
+        (Plain, {"clip_norm": 1.0}, GATHERED),
+        (Plain, {"shard_optimizer": True}, GATHERED),
+    ],
+)
+def test_gathered_rows_stay_rows_where_an_optimizer_changes_no_other_row(task, given, kind):
+    assert plan_of(task(table=True), "mirrored", 2, **given).lookups == {0: kind}
+
+
+@pytest.mark.parametrize("given", [{}, {"ema": 0.9}, {"groups": 2}], ids=str)
+@pytest.mark.parametrize(("rows", "dense"), [(Plain, Dense), (StreamedPlain, StreamedDense)])
+def test_they_give_the_same_bits_as_a_dense_gradient(rows, dense, given, engines, quiet):  # noqa: F811
+    results = []
+    for task in (rows(table=True), dense(table=True)):
+        results.append(fit(task, epochs=2, batch_size=20, backend=engines[3], callbacks=quiet(), **given))
+    assert results[0].weights_sha256 == results[1].weights_sha256
+    assert results[0].history == results[1].history
+
+
+def test_and_skip_the_same_steps(engines, quiet):  # noqa: F811
+    results = []
+    for task in (Plain, Dense):
+
+        class Bad(task):
+            def train_data(self):
+                inputs, labels, weights = regression(101)
+                labels[30], weights[30] = np.inf, 1
+                return ArrayData(inputs, labels, weights)
+
+        options = {"epochs": 2, "batch_size": 20, "on_nonfinite": "skip"}
+        results.append(fit(Bad(table=True), backend=engines[2], callbacks=quiet(), **options))
+    assert results[0].weights_sha256 == results[1].weights_sha256
+    assert results[0].history == results[1].history
+    assert [row["skipped_steps"] for row in results[0].history] == [1, 1]
