@@ -112,8 +112,7 @@ class MetricSums:
             for variable, size in zip(metric.variables, _sizes(metric), strict=True):
                 part = np.fromiter(itertools.islice(numbers, size), np.float64, size)
                 variables.append(tf.constant(part.reshape(variable.shape), variable.dtype))
-            result = metric.stateless_result(variables)
-            means |= _by_element(name, np.asarray(result, np.float64))
+            means |= _by_element(name, _result(metric, variables))
         return {name: means[name] for name in sorted(means, key=self._index)}
 
     def _index(self, name: str) -> int:
@@ -275,12 +274,19 @@ def _is_sum_over_rows(
         return True  # it takes no other number of rows
     added = list(map(tf.add, of_first, of_rest))
     # The results, too: one of two states may be a count of updates, which the result doesn't depend on.
-    for one, other in ((of_all, added), ([metric.stateless_result(of_all)], [metric.stateless_result(added)])):
+    for one, other in ((of_all, added), ([_result(metric, of_all)], [_result(metric, added)])):
         pairs = zip(one, other, strict=True)
         # With room for rounding: states are float32 within.
         if all(np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in pairs):
             return True
     return False
+
+
+def _result(metric: keras.metrics.Metric, state: Sequence[tf.Tensor]) -> np.ndarray:
+    """The result of a metric whose variables have these values: float64."""
+    # Read within the scope: `result` may return a variable itself, which has its own value outside of it.
+    with keras.StatelessScope(state_mapping=list(zip(metric.variables, state, strict=True))):
+        return np.asarray(metric.result(), np.float64)
 
 
 def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:

@@ -124,6 +124,12 @@ def _check_optimizer(optimizer: Optimizer, model: Model, which: str) -> None:
             f"{what}: it would look at gradients that are not reduced. Return the optimizer within it, and use "
             "precision='mixed_float16', which scales the loss, or 'bfloat16', which needs no scale"
         )
+    # Keras's own fit multiplies the loss by it. Here nothing does, and the gradients would be divided all the same.
+    if getattr(optimizer, "loss_scale_factor", None):
+        raise UsageError(
+            f"{what} with loss_scale_factor={optimizer.loss_scale_factor}, by which it divides the gradients of a "
+            "scaled loss: leave it out; precision='mixed_float16' scales the loss where that is needed"
+        )
     # With `ema_overwrite_frequency`, the optimizer itself puts the averages into the model, in the compiled step.
     if getattr(optimizer, "use_ema", False) and not optimizer.ema_overwrite_frequency:
         raise UsageError(

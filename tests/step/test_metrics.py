@@ -118,6 +118,32 @@ def test_own_metric_with_a_matrix_as_its_result(quiet):
             assert metrics[f"eval_confusion_{i}_{j}"] == np.sum((truth == i) & ((scores > 0.5) == j))
 
 
+class Itself(Confusion):
+    """Its result is its variable, as Keras allows: not the value of it."""
+
+    def result(self):
+        return self.counts
+
+
+def test_a_metric_may_return_its_variable(quiet):
+    class Confused(Judged):
+        metric = Confusion
+
+        def build_metrics(self):
+            return {"confusion": self.metric()}
+
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return {"loss": values["loss"], "confusion": (batch[0], tf.cast(batch[1] > 0.5, tf.int64))}
+
+    def metrics(metric):
+        task = Confused()
+        task.metric = metric
+        return fit(task, steps=1, batch_size=20, callbacks=quiet()).metrics
+
+    assert metrics(Itself) == metrics(Confusion)
+
+
 class Largest(keras.metrics.Metric):
     """No sum; as Keras makes its state if nothing else is said, it claims to be one."""
 

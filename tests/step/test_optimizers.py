@@ -180,6 +180,17 @@ def test_what_does_not_fit_together_is_refused(change, message, quiet):
         fit(wrong(), callbacks=quiet())
 
 
+def test_an_optimizer_that_divides_by_a_loss_scale_is_refused(quiet):
+    """Only Keras's fit multiplies the loss by it: here steps of plain SGD were smaller by that factor."""
+
+    class Dividing(Plain):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1, loss_scale_factor=4.0)
+
+    with pytest.raises(UsageError, match=r"SGD with loss_scale_factor=4\.0, .*: leave it out; precision="):
+        fit(Dividing(), epochs=1, batch_size=20, callbacks=quiet())
+
+
 @pytest.mark.parametrize(
     "options", [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_overwrite_frequency": 3}], ids=str
 )
