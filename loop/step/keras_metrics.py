@@ -166,9 +166,9 @@ def _name(metric: str, output: str | None, by_weight: bool, taken: dict[str, int
 
 
 def _in_dtype(predictions: tf.Tensor, dtype: str) -> tf.Tensor:
-    """The predictions in the dtype of a metric's state, with their mask, which `tf.cast` would drop."""
+    """The predictions in the dtype of a state of floats, with their mask, which `tf.cast` would drop."""
     predictions = keras.ops.convert_to_tensor(predictions)
-    if not predictions.dtype.is_floating or predictions.dtype == dtype:
+    if not (predictions.dtype.is_floating and keras.backend.is_float_dtype(dtype)) or predictions.dtype == dtype:
         return predictions
     converted = tf.cast(predictions, dtype)
     mask = getattr(predictions, "_keras_mask", None)

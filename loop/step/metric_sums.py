@@ -309,9 +309,10 @@ def _arguments(
     has_weight = weight is not None and len(tensors) < 3
     if has_weight:
         tensors.append(tf.convert_to_tensor(weight))
-    # Some operations of metrics take floats of no other dtype than that of the state.
+    # Some operations of metrics take floats of no other dtype than that of the state. A state of integers, as that of
+    # `BinaryIoU`, counts what the metric makes of floats.
     for index, tensor in enumerate(tensors):
-        if tensor.dtype.is_floating:
+        if tensor.dtype.is_floating and keras.backend.is_float_dtype(metric.dtype):
             tensors[index] = tf.cast(tensor, metric.dtype)
     if has_weight:
         return tensors[:-1], {"sample_weight": tensors[-1]}

@@ -130,7 +130,7 @@ def test_a_metric_may_return_its_variable(quiet):
         metric = Confusion
 
         def build_metrics(self):
-            return {"confusion": self.metric()}
+            return {"confusion": self.keras.metrics.BinaryIoU()}
 
         def compute(self, model, batch, training):
             values = super().compute(model, batch, training)
@@ -278,6 +278,47 @@ def test_keras_task_takes_keras_metrics(replicas, quiet):
     auc.update_state(labels, result.model(inputs))
     assert result.metrics["eval_auc"] == pytest.approx(float(auc.result()), abs=1e-6)
     assert result.metrics["eval_error"] == pytest.approx(np.abs(labels - result.model(inputs)).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "metric", [lambda: keras.metrics.BinaryIoU(threshold=0.3), lambda: keras.metrics.BinaryIoU([1])]
+)
+def test_metrics_whose_state_is_of_integers_see_floats(metric, quiet):
+    """As Keras's `fit` hands them over: a probability that is cast to an integer is 0."""
+    inputs = regression(101)[0]
+    labels = (inputs[:, :1] > 0).astype("float32")
+
+    class Judging(loop.TrainTask):
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
+
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1)
+
+        def build_metrics(self):
+            return {"iou": keras.metrics.BinaryIoU()}
+
+        def train_data(self):
+            return ArrayData(inputs, labels)
+
+        def eval_data(self):
+            return self.train_data()
+
+        def compute(self, model, batch, training):
+            found = model(batch[0], training=training)
+            return {"loss": keras.losses.binary_crossentropy(batch[1], found), "iou": (batch[1], found)}
+
+    task = Judging()
+    by_keras = loop.KerasTask(
+        task.build_model, task.build_optimizer, "binary_crossentropy", task.train_data(), task.eval_data(),
+        metrics={"iou": keras.metrics.BinaryIoU()},
+    )  # fmt: skip
+    for either in (task, by_keras):
+        result = fit(either, epochs=2, batch_size=20, callbacks=quiet())
+        witness = keras.metrics.BinaryIoU()
+        witness.update_state(labels, result.model(inputs))
+        assert 0 < float(witness.result()) < 1
+        assert result.metrics["eval_iou"] == pytest.approx(float(witness.result()), abs=1e-6)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
