@@ -136,6 +136,10 @@ MISTAKES = {
         Task(lambda y, x: {"loss": losses(y + 7, x)}),
         "and the model tells 2 classes apart: give labels from 0",
     ),
+    "a layer of compute's own": (
+        Task(lambda y, x: {"loss": losses(y, keras.layers.Dense(2)(x))}),
+        "compute() makes a layer or a variable, which would be another one in each step: make it in build_model()",
+    ),
     "the class of an optimizer": (OptimizerClass(), "returned the class SGD: return an object of it, as SGD(...)"),
     "a method without self": (NoSelf(), "define it as def build_model(self)"),
     "arrays without ArrayData": (BareArrays(), "train_data() returned tuple: return ArrayData(...)"),

@@ -48,6 +48,11 @@ MISTAKES = (
         "there is a label {0}, and the model tells {1} classes apart: give labels from 0 up to one less than that, or "
         "build a model with more outputs",
     ),
+    Mistake(
+        re.compile(r"only supports singleton tf\.Variables"),
+        "compute() makes a layer or a variable, which would be another one in each step: make it in build_model(), and "
+        "call it in compute()",
+    ),
 )
 """Tried in this order."""
 
