@@ -103,8 +103,15 @@ class Backend(StepCollectives):
         """Whether a variable can be read within `scope`. A variable of another strategy can't."""
         return True
 
-    def made(self, variable: tf.Variable) -> bool:
-        """Whether a variable was made within `scope`."""
+    def trains(self, variable: tf.Variable, optimizer: keras.optimizers.Optimizer) -> bool:
+        """Whether an optimizer can train a variable here, which may have been made within another backend's `scope`."""
+        # The copies of another backend's replicas: TensorFlow changes them only if the optimizer knows of them.
+        if isinstance(variable, tf.distribute.DistributedValues):
+            return variable._distribute_strategy is getattr(optimizer, "_distribution_strategy", None)
+        return True
+
+    def made_optimizer(self, optimizer: keras.optimizers.Optimizer) -> bool:
+        """Whether an optimizer was made within `scope`."""
         return True
 
     def run(self, function: Callable[..., PerReplica], *args: object) -> PerReplica:

@@ -17,7 +17,7 @@ from loop.backends.devices import use_gpus
 from loop.backends.step_collectives import gathered_flat, of_one_dtype
 from loop.errors import RegroupError, UsageError
 from loop.launch import rendezvous
-from loop.launch.environment import WORKER, job_rank, job_size
+from loop.launch.environment import WORKER, horovod_meets_at, job_rank, job_size
 from loop.launch.member import Member
 from loop.launch.worker import await_peers, is_peer_loss
 
@@ -164,9 +164,10 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
         check: is called again and again while it waits; an error that it raises ends the wait.
 
     Raises:
-        UsageError: there are other ranks, but no variable says where to meet them.
+        UsageError: there are other ranks, but no variable says where to meet them, or it has no port.
     """
-    if not {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"} <= os.environ.keys():
+    place = horovod_meets_at()
+    if place is None:
         if (job_size() or 1) > 1 and not hvd.mpi_built():  # Horovod would abort the process
             raise UsageError(
                 f"HOROVOD_SIZE={job_size()} without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, where its workers "
@@ -178,9 +179,7 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
 
     def ask(method: str, rank: int) -> bool:
         check()
-        address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-        port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-        connection = http.client.HTTPConnection(address, port, timeout=10)
+        connection = http.client.HTTPConnection(*place, timeout=10)
         try:
             connection.request(method, f"/tfloop/rank-{rank}", body=b"here")
             return connection.getresponse().status == http.client.OK

@@ -39,8 +39,12 @@ class StrategyBackend(Backend):
     def can_read(self, variable: tf.Variable) -> bool:
         return getattr(variable, "_distribute_strategy", None) in (None, self.strategy)  # None: made outside of any
 
-    def made(self, variable: tf.Variable) -> bool:
-        return getattr(variable, "_distribute_strategy", None) is self.strategy
+    def trains(self, variable: tf.Variable, optimizer: keras.optimizers.Optimizer) -> bool:
+        is_own = getattr(variable, "_distribute_strategy", None) is self.strategy
+        return is_own or ((self.asynchronous or not self.own_variables) and self.can_read(variable))
+
+    def made_optimizer(self, optimizer: keras.optimizers.Optimizer) -> bool:
+        return getattr(optimizer, "_distribution_strategy", self.strategy) is self.strategy
 
     def run(self, function: Callable[..., PerReplica], *args: object) -> PerReplica:
         return self.strategy.run(function, args)

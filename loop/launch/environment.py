@@ -76,6 +76,23 @@ def _rank_and_size() -> tuple[int, int | None]:
     return 0, None
 
 
+def horovod_meets_at() -> tuple[str, int] | None:
+    """The address and the port where Horovod's workers meet; None: no variable says.
+
+    Raises:
+        UsageError: the variable of the port has none.
+    """
+    if not {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"} <= os.environ.keys():
+        return None
+    port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+    if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not 0 < int(port) < 65536:
+        raise UsageError(
+            f"HOROVOD_GLOO_RENDEZVOUS_PORT={port} is no port (1 to 65535), where Horovod's workers meet: Horovod's "
+            "launcher sets it; unset all variables of HOROVOD_ where it isn't meant"
+        )
+    return os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(port)
+
+
 def worker_name() -> str:
     """The name that the launcher has for this worker: its rank or, in an elastic job, a name that never changes."""
     return os.environ.get(WORKER) or str(job_rank())

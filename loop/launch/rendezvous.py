@@ -9,7 +9,7 @@ from horovod.runner.common.util.hosts import SlotInfo, get_host_assignments, par
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from loop.errors import UsageError
-from loop.launch.environment import job_rank
+from loop.launch.environment import horovod_meets_at, job_rank
 from loop.launch.places import PORTS
 from loop.launch.schedulers import HOSTS
 
@@ -20,9 +20,10 @@ def serve_job() -> None:
     Raises:
         UsageError: this worker's address, or its port there, can't be used.
     """
-    if HOSTS not in os.environ or job_rank() != 0:  # another launcher's own server, or rank 0, serves
+    place = horovod_meets_at()
+    if place is None or HOSTS not in os.environ or job_rank() != 0:  # another launcher's own server, or rank 0, serves
         return
-    address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    address, port = place
     slots = get_host_assignments(parse_hosts(os.environ[HOSTS]), int(os.environ["HOROVOD_SIZE"]))
     try:
         serve(address, port, slots)

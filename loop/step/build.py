@@ -158,7 +158,7 @@ def build(
         _check_trainable(task, model)
         optimizers = assign_optimizers(task, model, optimizer)
         check_are_new(task, model, optimizers)
-        with made_for(task, model, backend):
+        with made_for(task, model, optimizers, backend):
             shards = _built_optimizers(optimizers, trainable_variables(model), backend, sharded)
 
         _check_metric_values(metrics, names, minimized)

@@ -61,26 +61,36 @@ def check_are_new(task: TrainTask, model: Model, optimizers: AssignedOptimizers)
 
 
 @contextlib.contextmanager
-def made_for(task: TrainTask, model: Model, backend: Backend) -> Iterator[None]:
-    """While optimizers are built: refuses a model whose variables weren't made for the backend.
+def made_for(task: TrainTask, model: Model, optimizers: AssignedOptimizers, backend: Backend) -> Iterator[None]:
+    """While optimizers are built: refuses a model, or an optimizer, that wasn't made for the backend.
 
     Raises:
-        UsageError: the backend can't train the variables.
+        UsageError: the backend can't train the variables, or can't use an optimizer.
     """
-    problem = UsageError(
-        f"build_model() of {type(task).__name__} returned a model that was made outside of it, or for another backend, "
-        f"and {backend.name!r} can't train its variables: make a new model in each call; to go on from the weights of "
+    name = type(task).__name__
+    model_problem = UsageError(
+        f"build_model() of {name} returned a model that was made outside of it, or for another backend, and "
+        f"{backend.name!r} can't train its variables: make a new model in each call; to go on from the weights of "
         "another, set them there, as by model.set_weights(...)"
     )
+    variables = as_tf(trainable_variables(model))
     # TensorFlow itself refuses only the slots of such variables, and an optimizer may have none, or have them already.
-    is_trainable = backend.made if backend.own_variables and backend.local_replicas > 1 else backend.can_read
-    if not all(map(is_trainable, as_tf(trainable_variables(model)))):
-        raise problem
+    for optimizer, indices in optimizers.values():
+        if not all(backend.trains(variables[index], optimizer) for index in indices):
+            raise model_problem
+    optimizer_problem = UsageError(
+        f"build_optimizer() of {name} returned an optimizer that was made outside of it, or for another backend, and "
+        f"{backend.name!r} can't use it: make a new one in each call"
+    )
+    is_foreign = not all(backend.made_optimizer(optimizer) for optimizer, _ in optimizers.values())
+    # Its counter of steps would be there once for all replicas, which each count.
+    if is_foreign and backend.own_variables and backend.local_replicas > 1:
+        raise optimizer_problem
     try:
         yield
     except (RuntimeError, ValueError) as error:
         if "distribute.Strategy" in str(error):
-            raise problem from error
+            raise (optimizer_problem if is_foreign else model_problem) from error
         raise
 
 

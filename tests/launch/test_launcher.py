@@ -1,7 +1,8 @@
-"""Which backend `auto` is, and the messages for a malformed job; without TensorFlow, without processes."""
+"""Which backend `auto` is, and the messages for a malformed job; without TensorFlow."""
 
 import ast
 import json
+import os
 import sys
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from callbacks.run_record.redaction import mask
 from loop import UsageError
 from loop.errors import PeerError
-from loop.launch import machine
+from loop.launch import machine, schedulers
 from loop.launch.backend_choice import choose_backend
-from loop.launch.environment import START_TIMEOUT, job_rank, job_size, read_tf_config, start_timeout
+from loop.launch.environment import START_TIMEOUT, horovod_meets_at, job_rank, job_size, read_tf_config, start_timeout
 from loop.launch.worker import as_peer_error
-from tests.conftest import ROOT
+from tests.conftest import ROOT, needs_horovod, tfloop
 
 JOB = json.dumps({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}})
 
@@ -94,6 +95,25 @@ def test_horovods_variables_that_are_no_place(variables, monkeypatch):
     for place in (job_rank, job_size):
         with pytest.raises(UsageError, match=f"HOROVOD_RANK={variables[0]} with HOROVOD_SIZE={variables[1] or '.not'}"):
             place()
+
+
+@pytest.mark.parametrize("port", ["abc", "", "0", "65536", "-1"])
+def test_a_place_to_meet_that_has_no_port(port, monkeypatch):
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", port)
+    with pytest.raises(UsageError, match=f"HOROVOD_GLOO_RENDEZVOUS_PORT={port} is no port"):
+        horovod_meets_at()
+
+
+@needs_horovod
+@pytest.mark.parametrize("hosts", [{}, {schedulers.HOSTS: "127.0.0.1:2"}], ids=["launcher", "rank 0 serves"])
+def test_the_command_refuses_it_with_exit_code_2(hosts, tmp_path):
+    variables = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", **hosts}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables, "HOROVOD_GLOO_RENDEZVOUS_PORT": "abc"}
+    done = tfloop("train", "digits", cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert "tfloop: error: HOROVOD_GLOO_RENDEZVOUS_PORT=abc is no port" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 3), ("", 0), ("0,2", 2), ("-1", 0), ("0,-1,1", 1)])

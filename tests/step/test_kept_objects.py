@@ -25,6 +25,10 @@ class Keeps(Unweighted):
         return self.optimizer
 
 
+class KeepsOptimizer(Keeps):
+    keeps_optimizer = True
+
+
 class KeepsLegacy(Legacy):
     def build_optimizer(self):
         if not hasattr(self, "optimizer"):
@@ -33,7 +37,7 @@ class KeepsLegacy(Legacy):
 
 
 @pytest.mark.parametrize("then", ["single", "mirrored"])
-@pytest.mark.parametrize("kind", [type("KeepsOptimizer", (Keeps,), {"keeps_optimizer": True}), KeepsLegacy])
+@pytest.mark.parametrize("kind", [KeepsOptimizer, KeepsLegacy])
 def test_an_optimizer_of_another_model_is_refused(kind, then, quiet):
     task = kind()
     fit(task, epochs=1, callbacks=quiet())
@@ -51,6 +55,45 @@ def test_a_model_of_another_backend_is_refused(before, then, change, quiet):
     fit(task, epochs=1, backend=create(before, 2 if before == "mirrored" else None), callbacks=quiet())
     with pytest.raises(UsageError, match=r"KeepsModel returned a model that was made .*make a new model in each call"):
         fit(task, epochs=1, backend=create(then, 2), callbacks=quiet())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_model_of_replicas_is_refused_on_one_device_with_a_new_optimizer(momentum, quiet):
+    task = type("KeepsModel", (Keeps,), {"keeps_model": True, "momentum": momentum})()
+    fit(task, epochs=1, backend=create("mirrored", 2), callbacks=quiet())
+    with pytest.raises(UsageError, match=r"KeepsModel returned a model that was made .* 'single' can't train"):
+        fit(task, epochs=1, callbacks=quiet())
+    task.keeps_optimizer = True
+    del task.model, task.optimizer
+    fit(task, epochs=1, backend=create("mirrored", 2), callbacks=quiet())
+    fit(task, epochs=1, callbacks=quiet())  # with its own optimizer, it can be trained
+
+
+@pytest.mark.parametrize("keeps_optimizer", [False, True])
+def test_a_model_of_one_device_is_refused_on_one_replica(keeps_optimizer, quiet):
+    changed = {"keeps_model": True, "keeps_optimizer": keeps_optimizer, "momentum": 0.0}
+    task = type("KeepsModel", (Keeps,), changed)()
+    fit(task, epochs=1, callbacks=quiet())
+    with pytest.raises(UsageError, match=r"KeepsModel returned a model that was made .* 'mirrored' can't train"):
+        fit(task, epochs=1, backend=create("mirrored", 1), callbacks=quiet())
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "replicas", "momentum"),
+    [
+        (KeepsOptimizer, "mirrored", 1, 0.9),
+        (KeepsOptimizer, "mirrored", 2, 0.9),
+        (KeepsOptimizer, "mirrored", 2, 0.0),
+        (KeepsOptimizer, "central", 2, 0.9),
+        (KeepsLegacy, "mirrored", 2, 0.9),
+    ],
+)
+def test_an_optimizer_that_was_made_before_its_model_is_named(kind, backend, replicas, momentum, quiet):
+    task = kind()
+    task.momentum = momentum
+    task.build_optimizer()
+    with pytest.raises(UsageError, match=r"returned an optimizer that was made outside of it, .* make a new one"):
+        fit(task, epochs=1, backend=create(backend, replicas), callbacks=quiet())
 
 
 def test_model_and_optimizer_may_be_kept_on_one_device(quiet):
