@@ -185,6 +185,31 @@ def test_what_an_outage_left_is_delivered_later(store, url, capfd):
     assert is_tidy(url)
 
 
+def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url, tmp_path, monkeypatch, capfd):
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    with copies.mirrored(url):
+        store.down = True
+        write(directory, 2)
+        checkpoint_files._remove(directory / "checkpoints" / "step-00000001")
+    store.down = False
+    # The store still has step 1, which this machine lacks: it is brought, and that fails.
+    monkeypatch.setenv(mirror.WAIT, "0")
+    store.cuts = 1000
+    with pytest.raises(StoreError), copies.mirrored(url):
+        pass
+    store.cuts = 0
+    monkeypatch.setenv(mirror.WAIT, "60")
+    with copies.mirrored(url):
+        assert steps_in(directory) == [1, 2]
+    told = capfd.readouterr().err
+    assert "another machine has gone on" not in told
+    assert "is in use by" not in told
+    assert [path.name for path in directory.parent.glob("run*")] == ["run"]
+    assert steps_in(copies.copy(url)) == [1, 2]
+    assert is_tidy(url)
+
+
 def test_an_object_that_has_changed_is_not_believed(store, url, tmp_path, monkeypatch, capfd):
     with copies.mirrored(url) as directory:
         write(directory, 1, 2)
