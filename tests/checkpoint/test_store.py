@@ -1,5 +1,6 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
+import contextlib
 import shutil
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from tests.callback.test_tracking import Server
 from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, until, write
 from tests.conftest import tfloop
 from tests.tasks import Weighted
+from tests.test_reliability import files_no_longer_than
 
 
 def test_a_run_goes_on_on_another_machine(store, url, tmp_path, monkeypatch):
@@ -208,6 +210,17 @@ def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url
     assert [path.name for path in directory.parent.glob("run*")] == ["run"]
     assert steps_in(copies.copy(url)) == [1, 2]
     assert is_tidy(url)
+
+
+def test_a_full_disk_is_no_fault_of_the_store(store, url, tmp_path, monkeypatch, capfd):
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    other_machine(monkeypatch, tmp_path)
+    for start in (copies.mirrored(url), contextlib.nullcontext()):
+        with files_no_longer_than(10_000), pytest.raises(UsageError, match=r"^/.*File too large.*make room"), start:
+            copies.copy(url)
+    assert "trying again" not in capfd.readouterr().err
+    assert steps_in(copies.copy(url)) == [1]
 
 
 def test_an_object_that_has_changed_is_not_believed(store, url, tmp_path, monkeypatch, capfd):

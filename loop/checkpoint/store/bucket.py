@@ -203,6 +203,7 @@ class Bucket:
 
         Raises:
             StoreError: the store has other bytes, or gives others each time.
+            UsageError: the file can't be written: no fault of the store, which needs not be asked again.
         """
         problem: StoreError = DamagedError(f"{self.url}: {key} has changed since it was written")
         for attempt in range(_TRIES):
@@ -215,6 +216,10 @@ class Bucket:
                 raise
             except StoreError as error:
                 problem = error
+            except OSError as error:
+                raise UsageError(
+                    f"{path} can't be written ({error.strerror}): make room there, and start the same command again"
+                ) from None
         raise problem
 
     def _write(self, key: str, file: IO[bytes], size: int, sha256: str, meanwhile: Callable[[], object]) -> None:
@@ -225,9 +230,9 @@ class Bucket:
         """
         digest = hashlib.sha256()
         count = 0
-        with self._errors(key), ThreadPoolExecutor(1, "hash") as pool:
+        with ThreadPoolExecutor(1, "hash") as pool:
             hashed = pool.submit(digest.update, b"")
-            for chunk in self._obstore.get(self._store, key).stream(min_chunk_size=PART):
+            for chunk in self._stream(key):
                 hashed.result()  # of the chunk before: it was hashed while this one came
                 hashed = pool.submit(digest.update, chunk)
                 file.write(chunk)
@@ -235,6 +240,12 @@ class Bucket:
                 meanwhile()
         if (count, digest.hexdigest()) != (size, sha256):
             raise DamagedError(f"{self.url}: {key} has changed since it was written")
+
+    def _stream(self, key: str) -> Iterator[memoryview]:
+        """The content of an object. Errors of who takes it aren't taken for the store's."""
+        with self._errors(key):
+            for chunk in self._obstore.get(self._store, key).stream(min_chunk_size=PART):
+                yield memoryview(chunk)
 
     def keys(self, prefix: str) -> list[str]:
         """The names of all objects below a prefix, sorted."""
