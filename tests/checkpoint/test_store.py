@@ -212,6 +212,17 @@ def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url
     assert is_tidy(url)
 
 
+def test_what_a_store_says_is_told_and_a_start_without_it_is_no_bad_input(store, url, command, monkeypatch):
+    monkeypatch.setenv(mirror.WAIT, "0")
+    missing = url.replace("s3://bucket/", "s3://nobody/")
+    code, _, err = command("runs", "show", missing)
+    assert code == 1
+    assert f"tfloop: error: {missing}: NoSuchBucket: The specified bucket does not exist (" in err
+    assert "<" not in err
+    # A queue may try a failed start again; what is bad input, never.
+    assert command("train", "digits", "--steps=1", "--track=off", "--run-dir", missing)[0] == 1
+
+
 def test_a_full_disk_is_no_fault_of_the_store(store, url, tmp_path, monkeypatch, capfd):
     with copies.mirrored(url) as directory:
         write(directory, 1)
