@@ -223,6 +223,23 @@ def test_what_a_store_says_is_told_and_a_start_without_it_is_no_bad_input(store,
     assert command("train", "digits", "--steps=1", "--track=off", "--run-dir", missing)[0] == 1
 
 
+def test_a_command_starts_from_a_run_in_a_store_and_goes_on_elsewhere(store, url, command, tmp_path, monkeypatch):
+    typed = ["train", "digits", "--track=off", "--batch-size=512"]
+    assert command(*typed, "--steps=1", f"--run-dir={tmp_path}/one")[0] == 0
+    second = [*typed, "--resume", f"{tmp_path}/one", "--run-dir", url]
+    assert command(*second, "--steps=2")[0] == 0
+    shutil.rmtree(tmp_path / "one")  # another machine has no such directory
+    other_machine(monkeypatch, tmp_path)
+    code, _, err = command(*second, "--steps=3")
+    assert code == 0, err
+    code, _, err = command(*typed, "--steps=4", "--resume", url, f"--run-dir={tmp_path}/third")
+    assert code == 0, err
+    assert "going on from step 3" in err
+    code, _, err = command(*typed, "--steps=4", "--resume", f"{url}/none")
+    assert code == 2
+    assert f"{url}/none: no run there" in err
+
+
 def test_a_full_disk_is_no_fault_of_the_store(store, url, tmp_path, monkeypatch, capfd):
     with copies.mirrored(url) as directory:
         write(directory, 1)
