@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Run, shown_status
+from callbacks.error_text import recorded
 from callbacks.formats import number
 from callbacks.nearest import nearest
 from callbacks.run_record import redaction
@@ -142,7 +143,9 @@ class Notify(Posting):
         self._tell(run, "checkpoint", "running", reason)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        self._tell(run, "failure", "failed", f"{type(error).__name__}: {error}")
+        # Masked first: what is cut within a secret would not be known as one any more.
+        text = redaction.mask(f"{type(error).__name__}: {error}")
+        self._tell(run, "failure", "failed", recorded(text))
 
     def on_fit_end(self, run: Run, status: str) -> None:
         if status != "failed":  # `on_exception` has told of it

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+
+from callbacks.error_text import LONGEST, in_a_line
 
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 """Exit codes beside 0: training failed, bad usage or input, stopped by a signal after saving."""
 
 OUT_OF_MEMORY = "out of memory in step"
 """How the message of an `OutOfMemoryError` begins."""
-
-_LONGEST = 400  # characters of a message that are shown
 
 
 class _ShownError(Exception):
@@ -76,41 +75,5 @@ def message_of(error: BaseException) -> str:
     An error without a message, such as most of type `MemoryError`, has the name of its type instead.
     """
     if isinstance(error, KeyError) and error.args:  # its text is the key alone
-        return f"no {error.args[0]!r:.{_LONGEST}}"
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
-
-    if "in user code:" in text:
-        text = _without_autograph(text)
-    if "[[{{node" in text or text.startswith("Graph execution error"):
-        text = _without_graph(text)
-    text = re.sub(r"\{\{function_node [^}]*\}\} ?| ?\[Op:\w+\]( name:)?", "", text)
-    text = text.partition("\nArguments received by")[0]  # behind it, Keras shows the arguments of the layer
-
-    lines = _lines(text)
-    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
-        lines = lines[1:]  # the first line names the layer, the second one says what is wrong
-    whole = " ".join(lines[:3]) or type(error).__name__
-    return whole if len(whole) <= _LONGEST else whole[: _LONGEST - 4] + " ..."
-
-
-def _without_autograph(text: str) -> str:
-    """The message within one of AutoGraph's, which shows a traceback first."""
-    lines = _lines(text)
-    # The message begins at the last line "SomeError: ...", after the lines of code.
-    starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception|Warning): ", line)]
-    return "\n".join(lines[starts[-1] :]).partition(": ")[2] if starts else lines[-1]
-
-
-def _without_graph(text: str) -> str:
-    """The cause within an error of a compiled function: the last line before the operation's name."""
-    causes = []
-    for line in _lines(text.partition("[[{{node")[0]):
-        # Above the cause stands where the operation was defined.
-        is_frame = line.startswith(("File ", "Detected at", "<stack traces"))
-        if not is_frame and line not in ("Graph execution error:", "(most recent call last):"):
-            causes.append(line)
-    return causes[-1] if causes else text
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip()]
+        return f"no {error.args[0]!r:.{LONGEST}}"
+    return in_a_line(str(error)) or type(error).__name__

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
+from callbacks.error_text import recorded
 from callbacks.run_record.redaction import mask, printable
 from callbacks.run_record.values import as_count, as_dict, as_number, as_seconds, as_text, parsed
 from callbacks.types import Json, JsonObject
@@ -282,7 +283,7 @@ class Story:
         self.saved[as_text(entry.get("checkpoint"))] = (as_text(entry.get("reason")), self.timeline.now)
 
     def _exception(self, entry: JsonObject) -> None:
-        self.fault(as_text(entry.get("error")))
+        self.fault(recorded(mask(as_text(entry.get("error")))))
 
     def _worker_gone(self, entry: JsonObject) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} gone: {as_text(entry.get('how'))}")

@@ -158,12 +158,16 @@ def _check(typed: SimpleNamespace) -> None:
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
         os.environ[START_TIMEOUT] = str(typed.start_timeout)  # workers inherit it
     start_timeout()  # for its check of the variable, which may have been set from outside
+    if typed.resume in (None, "auto", "never"):
+        return
+    if address.is_url(typed.resume):
+        address.read_url(typed.resume)
+        return
+    # A run directory with checkpoints goes on from those, whatever `--resume` names. One at a URL may have some there.
     at_url = isinstance(typed.run_dir, str)
-    # A run directory with checkpoints goes on from those, whatever `--resume` names.
-    is_fresh = at_url or typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir()
-    names_checkpoint = typed.resume not in (None, "auto", "never")
+    is_fresh = not at_url and (typed.run_dir is None or not (typed.run_dir / "checkpoints").is_dir())
     # Only where it is certain to be on this machine's disk: other hosts have disks of their own.
-    if is_fresh and names_checkpoint and not typed.hosts_ and job_size() is None:
+    if is_fresh and not typed.hosts_ and job_size() is None:
         runs.checkpointed(Path(typed.resume), "--resume ")
 
 

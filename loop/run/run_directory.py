@@ -24,7 +24,7 @@ from loop.checkpoint.lock import A_LOOK, locked
 from loop.checkpoint.store import address, copies
 from loop.checkpoint.store.bucket import StoreError
 from loop.checkpoint.writer import arrays
-from loop.errors import UsageError
+from loop.errors import TrainingError, UsageError
 from loop.launch.environment import start_timeout
 from loop.options import KEPT
 from loop.run import integrity, trust
@@ -55,17 +55,18 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
     Raises:
         UsageError: it can't be written, is in use, belongs to another task, or holds a run that `resume="never"` would
             overwrite.
+        TrainingError: the store of a URL doesn't answer.
     """
-    answer: list[str] = []  # the problem, and the directory: one of them is ""
+    answer: list[str] = []  # the problem, and the directory: one of them is ""; whether the problem is bad input
     with contextlib.ExitStack() as stack:
         if backend.is_chief:
             try:
-                answer = ["", str(_taken(stack, task, run_dir, resume, backend))]
+                answer = ["", str(_taken(stack, task, run_dir, resume, backend)), ""]
             except (UsageError, StoreError) as error:  # raised on all workers below
-                answer = [str(error), ""]
-        problem, path = backend.broadcast_json(answer)
+                answer = [str(error), "", "bad input" if isinstance(error, UsageError) else ""]
+        problem, path, is_bad_input = backend.broadcast_json(answer)
         if problem:
-            raise UsageError(problem)
+            raise UsageError(problem) if is_bad_input else TrainingError(problem)
         if backend.member:
             backend.member.run_directory = Path(path)
         yield Path(path)

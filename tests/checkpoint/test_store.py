@@ -1,5 +1,6 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
+import contextlib
 import shutil
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from tests.callback.test_tracking import Server
 from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, until, write
 from tests.conftest import tfloop
 from tests.tasks import Weighted
+from tests.test_reliability import files_no_longer_than
 
 
 def test_a_run_goes_on_on_another_machine(store, url, tmp_path, monkeypatch):
@@ -183,6 +185,70 @@ def test_what_an_outage_left_is_delivered_later(store, url, capfd):
     assert address.is_delivered(directory)
     assert steps_in(copies.copy(url)) == [1, 2]
     assert is_tidy(url)
+
+
+def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url, tmp_path, monkeypatch, capfd):
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    with copies.mirrored(url):
+        store.down = True
+        write(directory, 2)
+        checkpoint_files._remove(directory / "checkpoints" / "step-00000001")
+    store.down = False
+    # The store still has step 1, which this machine lacks: it is brought, and that fails.
+    monkeypatch.setenv(mirror.WAIT, "0")
+    store.cuts = 1000
+    with pytest.raises(StoreError), copies.mirrored(url):
+        pass
+    store.cuts = 0
+    monkeypatch.setenv(mirror.WAIT, "60")
+    with copies.mirrored(url):
+        assert steps_in(directory) == [1, 2]
+    told = capfd.readouterr().err
+    assert "another machine has gone on" not in told
+    assert "is in use by" not in told
+    assert [path.name for path in directory.parent.glob("run*")] == ["run"]
+    assert steps_in(copies.copy(url)) == [1, 2]
+    assert is_tidy(url)
+
+
+def test_what_a_store_says_is_told_and_a_start_without_it_is_no_bad_input(store, url, command, monkeypatch):
+    monkeypatch.setenv(mirror.WAIT, "0")
+    missing = url.replace("s3://bucket/", "s3://nobody/")
+    code, _, err = command("runs", "show", missing)
+    assert code == 1
+    assert f"tfloop: error: {missing}: NoSuchBucket: The specified bucket does not exist (" in err
+    assert "<" not in err
+    # A queue may try a failed start again; what is bad input, never.
+    assert command("train", "digits", "--steps=1", "--track=off", "--run-dir", missing)[0] == 1
+
+
+def test_a_command_starts_from_a_run_in_a_store_and_goes_on_elsewhere(store, url, command, tmp_path, monkeypatch):
+    typed = ["train", "digits", "--track=off", "--batch-size=512"]
+    assert command(*typed, "--steps=1", f"--run-dir={tmp_path}/one")[0] == 0
+    second = [*typed, "--resume", f"{tmp_path}/one", "--run-dir", url]
+    assert command(*second, "--steps=2")[0] == 0
+    shutil.rmtree(tmp_path / "one")  # another machine has no such directory
+    other_machine(monkeypatch, tmp_path)
+    code, _, err = command(*second, "--steps=3")
+    assert code == 0, err
+    code, _, err = command(*typed, "--steps=4", "--resume", url, f"--run-dir={tmp_path}/third")
+    assert code == 0, err
+    assert "going on from step 3" in err
+    code, _, err = command(*typed, "--steps=4", "--resume", f"{url}/none")
+    assert code == 2
+    assert f"{url}/none: no run there" in err
+
+
+def test_a_full_disk_is_no_fault_of_the_store(store, url, tmp_path, monkeypatch, capfd):
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    other_machine(monkeypatch, tmp_path)
+    for start in (copies.mirrored(url), contextlib.nullcontext()):
+        with files_no_longer_than(10_000), pytest.raises(UsageError, match=r"^/.*File too large.*make room"), start:
+            copies.copy(url)
+    assert "trying again" not in capfd.readouterr().err
+    assert steps_in(copies.copy(url)) == [1]
 
 
 def test_an_object_that_has_changed_is_not_believed(store, url, tmp_path, monkeypatch, capfd):

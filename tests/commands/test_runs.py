@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -451,6 +452,26 @@ def test_tail_shows_what_there_is(root, command):
     assert code == 0
     assert [line.split()[3] for line in out.splitlines()][-1] == "fit_end"
     assert command("tail", "wide", "-n", "0")[1] == f"finished at step {record.read(root / 'wide').steps}\n"
+
+
+class Fails(Digits):
+    """Its compiled step fails: TensorFlow's message begins with a stack of dozens of lines."""
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        if training:
+            tf.debugging.assert_less(values["loss"], 0.0, "the loss is too large")
+        return values
+
+
+def test_a_failure_is_shown_by_the_line_that_says_what_is_wrong(tmp_path, command):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Detected at node"):
+        fit(Fails(), steps=1, run_dir=tmp_path / "r", callbacks=callbacks.standard(mlflow=None))
+    [fault] = record.read(tmp_path / "r").faults
+    followed = command("tail", str(tmp_path / "r"), "--no-follow")[1].split("exception    ")[1]
+    for line in (fault.text, followed.splitlines()[0]):
+        assert line.startswith("InvalidArgumentError: assertion failed: [the loss is too large]")
+        assert "File" not in line
 
 
 # Removing

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import importlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from loop.errors import TrainingError, UsageError
 # An ETag depends on the size of the parts: what is sent and what is hashed must be cut in the same way.
 PART = 8 << 20
 """Bytes of a part of a large object."""
+_SAID = re.compile(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>")
+"""In an answer: why the store refuses, such as that there is no such bucket, or that this machine's clock is wrong."""
 _TRIES = 5
 """How often an object is asked for whose bytes aren't those that were put."""
 
@@ -106,8 +109,7 @@ class Bucket:
             is_of_library = type(error).__module__.split(".")[0] == "obstore"
             if not is_of_library and not isinstance(error, OSError | ValueError):
                 raise
-            text = mask(str(error).strip().partition("\n")[0])
-            raise StoreError(f"{self.url}: {text:.300}") from None
+            raise StoreError(f"{self.url}: {mask(_first_line(str(error))):.300}") from None
 
     def create(self, key: str, content: bytes) -> bool:
         """Makes an object, unless there is one of that name; returns whether it was made, by this call."""
@@ -203,6 +205,7 @@ class Bucket:
 
         Raises:
             StoreError: the store has other bytes, or gives others each time.
+            UsageError: the file can't be written: no fault of the store, which needs not be asked again.
         """
         problem: StoreError = DamagedError(f"{self.url}: {key} has changed since it was written")
         for attempt in range(_TRIES):
@@ -215,6 +218,10 @@ class Bucket:
                 raise
             except StoreError as error:
                 problem = error
+            except OSError as error:
+                raise UsageError(
+                    f"{path} can't be written ({error.strerror}): make room there, and start the same command again"
+                ) from None
         raise problem
 
     def _write(self, key: str, file: IO[bytes], size: int, sha256: str, meanwhile: Callable[[], object]) -> None:
@@ -225,9 +232,9 @@ class Bucket:
         """
         digest = hashlib.sha256()
         count = 0
-        with self._errors(key), ThreadPoolExecutor(1, "hash") as pool:
+        with ThreadPoolExecutor(1, "hash") as pool:
             hashed = pool.submit(digest.update, b"")
-            for chunk in self._obstore.get(self._store, key).stream(min_chunk_size=PART):
+            for chunk in self._stream(key):
                 hashed.result()  # of the chunk before: it was hashed while this one came
                 hashed = pool.submit(digest.update, chunk)
                 file.write(chunk)
@@ -235,6 +242,12 @@ class Bucket:
                 meanwhile()
         if (count, digest.hexdigest()) != (size, sha256):
             raise DamagedError(f"{self.url}: {key} has changed since it was written")
+
+    def _stream(self, key: str) -> Iterator[memoryview]:
+        """The content of an object. Errors of who takes it aren't taken for the store's."""
+        with self._errors(key):
+            for chunk in self._obstore.get(self._store, key).stream(min_chunk_size=PART):
+                yield memoryview(chunk)
 
     def keys(self, prefix: str) -> list[str]:
         """The names of all objects below a prefix, sorted."""
@@ -249,6 +262,13 @@ class Bucket:
         for key in keys:
             with contextlib.suppress(MissingError), self._errors(key):
                 self._obstore.delete(self._store, key)
+
+
+def _first_line(text: str) -> str:
+    """The first line of an error of the library. If it quotes the store's XML, what that says comes first."""
+    line = text.strip().partition("\n")[0]
+    said = _SAID.search(text)
+    return f"{said[1]}: {said[2]} ({line.partition(': <')[0]})" if said else line
 
 
 def _obstore() -> ModuleType:

@@ -54,9 +54,16 @@ def mirrored(url: str) -> Iterator[Path]:
             aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
             directory.rename(aside)
             tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
-        directory.mkdir(exist_ok=True)
-        _bring_as_owner(bucket, lease, directory)
         mirror = Mirror(bucket, lease, directory)
+        # Before anything is brought: if that fails, the next start goes on with what is here, and doesn't put it aside.
+        mirror.note(delivered=False)
+        directory.mkdir(exist_ok=True)
+        try:
+            _bring_as_owner(bucket, lease, directory)
+        except BaseException:
+            with contextlib.suppress(OSError):  # must not hide the error
+                mirror.note(delivered=False, ended=True)
+            raise
         mirror.start()
         try:
             yield directory

@@ -67,7 +67,6 @@ class Mirror:
     def start(self) -> None:
         """Begins to deliver."""
         _active[self._directory] = self
-        self._note(delivered=False)
         self._thread.start()
 
     def _run(self) -> None:
@@ -119,7 +118,7 @@ class Mirror:
             self._publish(released=last)
         if last:
             self.sweep()
-            self._note(delivered=True)
+            self.note(delivered=True)
 
     @property
     def _has_news(self) -> bool:
@@ -282,7 +281,7 @@ class Mirror:
             self._tell_what_is_left()
             # Its lease is still there: only the store can end it. Without this note, the next start waits for a sign.
             with contextlib.suppress(OSError):
-                self._note(delivered=False, ended=True)
+                self.note(delivered=False, ended=True)
             return False
         finally:
             _active.pop(self._directory, None)
@@ -298,7 +297,7 @@ class Mirror:
         fix = "" if self.lost else f"; deliver what is left: tfloop sync {self._bucket.url}"
         tell(f"warning: {what} confirmed by the store ({why}){fix}")
 
-    def _note(self, delivered: bool, ended: bool = False) -> None:
+    def note(self, delivered: bool, ended: bool = False) -> None:
         """Records, beside the run directory, what the next start on this machine has to know."""
         assert self._lease.state is not None
         nonce = self._lease.state.owner["nonce"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from callbacks.base import shown_status
+from callbacks.error_text import recorded
 from callbacks.run_record.record import entries, read, under_way
 from callbacks.run_record.redaction import mask
 from loop.checkpoint.store import address
@@ -105,7 +106,8 @@ def _message(entry: Mapping[str, object]) -> str:
     texts = []
     for name in _SHOWN:
         if entry.get(name):
-            texts.append(shown_status(str(entry[name])))  # which leaves all texts but one status as they are
+            # Both leave other texts as they are. Masked first: a secret that was cut would not be known as one.
+            texts.append(recorded(mask(shown_status(str(entry[name])))))
     return "  ".join(texts)
 
 
