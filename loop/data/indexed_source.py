@@ -45,14 +45,16 @@ class IndexedSource(ArraySource):
         # The first example says what all others are like.
         seed = self.options.seed
         zero = np.zeros([1], np.int64)
+        ids = data.resolve(zero, 0, seed)
+        index = int(ids[0])
         try:
-            [first] = data.reader.read(data.resolve(zero, 0, seed), example_seeds(zero, 0, seed))
+            [first] = data.reader.read(ids, example_seeds(zero, 0, seed))
         except Exception as error:
             first = error
         if isinstance(first, Exception):
-            raise unusable(0, first)
+            raise unusable(index, first)
         self._first = _arrays_and_copies(first)
-        self._layout = BatchLayout(data, first)
+        self._layout = BatchLayout(data, first, index)
         self._reader = HostReader(data, self.options, self._layout, self.steps_per_epoch or 0)
         return self._layout.example_bytes * self.size
 
