@@ -513,6 +513,21 @@ def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(
         _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
 
 
+@pytest.mark.parametrize("bad", [[0], [0, 1, 2, 3, 17]])
+def test_a_first_example_that_is_bad_is_left_out_like_any_other(bad, quiet):
+    """The run stopped, since the first example says what all others are like."""
+    nulls = []
+    for index in range(103):
+        nulls.append((INPUTS[index], None if index in bad else LABELS[index]))
+    for source_ in (Items(bad=bad), nulls):
+        data = loop.IndexedData(source_, on_bad_example="skip")
+        with pytest.warns(UserWarning, match="it is left out"):
+            found = loop.fit(Task(data), epochs=1, batch_size=16, backend="single", callbacks=quiet())
+        assert found.examples == 103 - len(bad)
+    with pytest.raises(TrainingError, match="example 0 can't be read"):
+        _opened(loop.IndexedData(Items(bad=range(103)), on_bad_example="skip"))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bad_examples_that_are_skipped_are_as_if_they_had_no_weight(accumulate, quiet, tmp_path):
     @dataclasses.dataclass
