@@ -61,15 +61,16 @@ class BatchLayout:
     Args:
         data: the data.
         example: the first example.
+        index: its number in the source.
 
     Attributes:
         wide: whether floating-point numbers have 64 bits in a batch.
         specs: what the arrays of an example are like.
     """
 
-    def __init__(self, data: IndexedData, example: Example) -> None:
-        specs = specs_of(example, 0)
-        padded = data.padded_names(specs)
+    def __init__(self, data: IndexedData, example: Example, index: int) -> None:
+        specs = specs_of(example, index)
+        padded = data.padded_names(specs, index)
         self._padding = data.padding or Padding(mask=False)
         self._masked = self._padding.masked(padded) if padded else []
         self._structure = structure_of(example)

@@ -203,11 +203,12 @@ class IndexedData:
             )
         return _not_negative(counts.take(ids).astype(np.int64), ids)
 
-    def padded_names(self, specs: Sequence[ArraySpec]) -> list[str | int]:
+    def padded_names(self, specs: Sequence[ArraySpec], first: int) -> list[str | int]:
         """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.
 
         Args:
             specs: what the arrays of the first example are like.
+            first: the number of that example in the source.
 
         Raises:
             UsageError: `lengths` says of no array how long it is.
@@ -221,11 +222,15 @@ class IndexedData:
                 if name not in names:
                     raise UsageError(f"IndexedData(lengths=...): there is no array {name!r}, only {names}")
             return [name for name in names if name in self._lengths]
-        return self._of_the_length(names, {spec.name: spec.shape for spec in specs})
+        return self._of_the_length(names, {spec.name: spec.shape for spec in specs}, first)
 
-    def _of_the_length(self, names: list[str | int], shapes: dict[str | int, tuple[int, ...]]) -> list[str | int]:
+    def _of_the_length(
+        self, names: list[str | int], shapes: dict[str | int, tuple[int, ...]], first: int
+    ) -> list[str | int]:
         """The arrays whose first axis has the length that `lengths` says, by the shapes of the first example."""
-        ids = self.resolve(np.arange(min(self.size, _SEARCHED), dtype=np.int64), 0, 0)
+        # Which example of a mixture comes first depends on the seed: the one with these shapes is named by the caller.
+        others = self.resolve(np.arange(min(self.size, _SEARCHED), dtype=np.int64), 0, 0)
+        ids = np.append(np.array([first], np.int64), others)
         lengths = self.lengths(ids, names[0])
         padded = [name for name in names if shapes[name][:1] == (lengths[0],)]
         if not padded:

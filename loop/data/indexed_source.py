@@ -14,7 +14,7 @@ from loop.data.batch import BatchOptions, ReadBatch, Rows
 from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout, HandedOver
 from loop.data.example_parts import Example, flatten
-from loop.data.examples import example_seeds, unusable
+from loop.data.examples import example_seeds, specs_of, unusable
 from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
@@ -23,6 +23,9 @@ from loop.errors import UsageError
 
 Fetch = Callable[..., list[Any]]
 """A function of the host that returns arrays from epoch and step."""
+
+_TRIED = 64
+"""The number of examples, from the first one on, of which one must be readable where bad ones are left out."""
 
 
 class IndexedSource(ArraySource):
@@ -43,16 +46,9 @@ class IndexedSource(ArraySource):
     def _open(self, data: IndexedData) -> int:
         self.data = data
         # The first example says what all others are like.
-        seed = self.options.seed
-        zero = np.zeros([1], np.int64)
-        try:
-            [first] = data.reader.read(data.resolve(zero, 0, seed), example_seeds(zero, 0, seed))
-        except Exception as error:
-            first = error
-        if isinstance(first, Exception):
-            raise unusable(0, first)
+        index, first = _first_example(data, self.options.seed)
         self._first = _arrays_and_copies(first)
-        self._layout = BatchLayout(data, first)
+        self._layout = BatchLayout(data, first, index)
         self._reader = HostReader(data, self.options, self._layout, self.steps_per_epoch or 0)
         return self._layout.example_bytes * self.size
 
@@ -180,6 +176,29 @@ class IndexedSource(ArraySource):
                 joined = np.pad(joined, [(0, rows_of_block - len(joined))] + [(0, 0)] * (joined.ndim - 1))
             blocks.append(joined)
         return blocks
+
+
+def _first_example(data: IndexedData, seed: int) -> tuple[int, Example]:
+    """The number in the source of the first example of epoch 0, and the example.
+
+    Where bad examples are left out, it is the first of a few that can be read.
+
+    Raises:
+        TrainingError: it can't be read; of several, why the first one can't.
+    """
+    indices = np.arange(min(_TRIED if data.skips else 1, data.size), dtype=np.int64)
+    seeds = example_seeds(indices, 0, seed)
+    failures = []
+    for row, index in enumerate(data.resolve(indices, 0, seed).tolist()):
+        try:
+            [first] = data.reader.read(np.array([index]), seeds[row : row + 1])
+            if not isinstance(first, Exception):
+                specs_of(first, index)  # which refuses what is no array, such as a null of a table
+                return index, first
+        except Exception as error:
+            first = error
+        failures.append(unusable(index, first))
+    raise failures[0]
 
 
 def _arrays_and_copies(example: Example) -> list[tuple[np.ndarray, np.ndarray]]:

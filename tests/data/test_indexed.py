@@ -458,6 +458,13 @@ def test_a_bad_example_stops_the_run_and_is_named(quiet, tmp_path):
         _trained(quiet, loop.IndexedData(Items(bad=[57])), run_dir=tmp_path / "run")
 
 
+def test_a_bad_first_example_is_named_by_its_number_in_the_source():
+    """The first one that is left by `filter` was called example 0."""
+    for bad, said in ((Items(bad=[57]), "example 57 can't be read"), ([None] * 60, "example 57: array 0: None")):
+        with pytest.raises((TrainingError, UsageError), match=said):
+            _opened(loop.IndexedData(bad).filter(lambda index: index >= 57))
+
+
 def test_an_error_without_a_text_is_named_by_its_type(quiet, tmp_path):
     def read(index):
         raise MemoryError
@@ -504,6 +511,21 @@ def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(
     # Of a list that isn't there, too.
     with pytest.raises(UsageError, match="example 1: array 'list': None instead of an array"):
         _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
+
+
+@pytest.mark.parametrize("bad", [[0], [0, 1, 2, 3, 17]])
+def test_a_first_example_that_is_bad_is_left_out_like_any_other(bad, quiet):
+    """The run stopped, since the first example says what all others are like."""
+    nulls = []
+    for index in range(103):
+        nulls.append((INPUTS[index], None if index in bad else LABELS[index]))
+    for source_ in (Items(bad=bad), nulls):
+        data = loop.IndexedData(source_, on_bad_example="skip")
+        with pytest.warns(UserWarning, match="it is left out"):
+            found = loop.fit(Task(data), epochs=1, batch_size=16, backend="single", callbacks=quiet())
+        assert found.examples == 103 - len(bad)
+    with pytest.raises(TrainingError, match="example 0 can't be read"):
+        _opened(loop.IndexedData(Items(bad=range(103)), on_bad_example="skip"))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -918,7 +940,7 @@ _UNLIKE = [
 def _filled(examples, lengths, padding, at_once):
     """The arrays of a batch, filled at once or one by one; None: that can't be."""
     data = loop.IndexedData(list(examples), padding=padding, lengths=lengths)
-    layout = BatchLayout(data, examples[0])
+    layout = BatchLayout(data, examples[0], 0)
     longest = max(map(max, lengths.values())) if lengths else 0
     widths = np.full([1, len(layout.padded)], longest)
     batches = PendingBatches(Position(0, 0), np.arange(len(examples)), layout.new(len(examples)), widths=widths)
@@ -1366,6 +1388,20 @@ def test_a_mixture_is_sorted_by_the_lengths_of_each_epoch(shuffle):
         assert lengths(resumed, epoch, 7).tolist() == read[7].tolist()
         resumed.close()
     made.close()
+
+
+def test_the_lengths_of_a_mixture_are_those_of_its_first_example_with_any_seed():
+    """They were compared to another example, which the seed 0 has in front."""
+    items = []
+    for index in range(40):
+        items.append((np.full(1 + index % 5, index), np.zeros(3)))  # the zeros have the length of some by chance
+    parts = [loop.IndexedData(items, padding=0, lengths=lambda index: 1 + index % 5) for _ in range(2)]
+    for seed in range(8):
+        made = source(loop.mix({parts[0]: 1, parts[1]: 1}), BatchOptions(4, seed), "train_data()")
+        numbers, zeros, mask = made.whole(EPOCH, tf.constant(1, tf.int64)).batch
+        made.close()
+        np.testing.assert_array_equal(mask.numpy().sum(1), 1 + numbers.numpy()[:, 0] % 5)
+        assert zeros.shape == (4, 3)
 
 
 @pytest.mark.parametrize("method", ["split", "skip", "filter"])
