@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from pathlib import Path
 
 from callbacks.arguments import check
@@ -11,8 +12,11 @@ from callbacks.base import Callback, Metrics, Run
 from callbacks.files import UnsafeFileError, write_text
 from callbacks.run_record.redaction import redact
 
-_TAKEN = ("run.json", "journal.jsonl", "lock", "mlflow.json", "mlflow.lock", "report.html")
-"""The names of a run's own files."""
+_TAKEN = (
+    *("run.json", "journal.jsonl", "lock", "mlflow.json", "mlflow.lock", "report.html"),
+    *("bad", "checkpoints", "evaluations.tmp", "samples", "source"),
+)
+"""The names of a run's own files and directories."""
 
 
 class CSVLogger(Callback):
@@ -26,7 +30,9 @@ class CSVLogger(Callback):
 
     def __init__(self, path: str | Path = "metrics.csv") -> None:
         check(self, isinstance(path, str | Path) and Path(path).name != "", "give the path of a file", path=path)
-        check(self, str(Path(path)) not in _TAKEN, "the run has a file of that name: give another one", path=path)
+        # A directory of the run may not exist yet: a table in its place would leave the run without checkpoints.
+        is_taken = os.path.normpath(path) in _TAKEN
+        check(self, not is_taken, "the run has a file or directory of that name: give another one", path=path)
         self.path = Path(path)
 
     def on_setup(self, run: Run) -> None:

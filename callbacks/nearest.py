@@ -7,12 +7,18 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+_MOST = 50
+"""So many names are listed: runs may have hundreds of metrics, in whose names the message itself would be lost."""
+
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The name that was probably meant, "; did you mean 'x'?"; or a list of all names."""
+    """The name that was probably meant, "; did you mean 'x'?"; or a list of the names, of many the first ones."""
     names = list(names)
     matches = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(names)}"
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
+    more = f", and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return f"; there are: {', '.join(names[:_MOST])}{more}"
 
 
 def near_file(path: Path) -> str:

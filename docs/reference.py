@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 THEMES: dict[str, dict[str, list[str]]] = {
     "loop": {
         "Training": ["fit", "TrainTask", "ArrayData", "KerasTask", "FitResult", "Phase"],
-        "Data": ["IndexedData", "StreamData", "Padding", "records", "mix"],
+        "Data": ["IndexedData", "StreamData", "Padding", "records", "sequences", "mix"],
         "Inside compute": ["all_gather", "first_row", "example_seed", "unweighted", "Perplexity"],
         "Where and how it is computed": ["device", "remat"],
         "After training": ["evaluate", "predict", "compare"],

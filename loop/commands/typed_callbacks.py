@@ -20,7 +20,6 @@ _REFUSED = {
     "FromKeras": "takes an object of Keras",
     "LambdaCallback": "takes functions",
     "Notify": "takes an address that is a secret, and a command line can be read by others",
-    "SamplePredictions": "takes a function",
 }
 """Callbacks whose arguments can't be typed, and why."""
 _MOST_CHARACTERS = 2000  # of a text: Python's parser may end the process on one that nests without end

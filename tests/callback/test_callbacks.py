@@ -235,6 +235,13 @@ def test_csv_logger_refuses_a_directory_before_the_training(quiet, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("path", ["checkpoints", "source/", "tables/../run.json", "./journal.jsonl"])
+def test_csv_logger_refuses_the_names_of_what_a_run_has_itself(path):
+    """A table named `checkpoints` was written at the end of the first epoch, and no checkpoint could be."""
+    with pytest.raises(ValueError, match="the run has a file or directory of that name"):
+        CSVLogger(path)
+
+
 def test_journal_has_every_event(quiet):
     result = fit(Plain(), epochs=2, batch_size=20, callbacks=quiet(journal=callbacks.Journal(every=3)))
     events = [(entry["event"], entry["step"]) for entry in lines(result)]

@@ -394,6 +394,14 @@ async def drag(tab):
         )  # fmt: skip
 
 
+ONE_LINE = (
+    "[...document.querySelectorAll('.numbers td:not(:first-child)')].every(cell => {"
+    "let range = document.createRange(); range.selectNodeContents(cell);"
+    "return new Set([...range.getClientRects()].map(each => each.top)).size < 2})"
+)
+"""Whether each number of the table is in one line: the second half of one in two lines is read as another number."""
+
+
 async def looked_at(tab, path, bad_steps):
     """A page in light and dark, wide and narrow, with what a pointer may do there."""
     seen = []
@@ -401,6 +409,7 @@ async def looked_at(tab, path, bad_steps):
         await tab.window(width, 800, 1.0, theme)
         await tab.open(path.as_uri(), ["Curves"])
         assert await tab.value("document.documentElement.scrollWidth") <= width
+        assert await tab.value(ONE_LINE)
         seen.append(await tab.value("getComputedStyle(document.body).backgroundColor"))
         assert await tab.value("document.querySelector('figure path').getTotalLength() > 300")
         await tab.value(
@@ -435,7 +444,7 @@ def test_chromium_shows_them_in_light_and_dark_without_an_error(lived, tmp_path)
     of = record.read(lived[0].run_dir)
     bad = dataclasses.replace(
         of, status="failed", task=NASTY[0], name="x" * 200,
-        curves={"loss": [(1, 1.0), (2, 0.5), (3, math.nan), (4, 0.1)], NASTY[1]: [(1, 2.0)]},
+        curves={"loss": [(1, 1.0), (2, 0.5), (3, math.nan), (4, 0.1)], NASTY[1]: [(1, 2.0)], "tiny": [(1, 1.234e-30)]},
     )  # fmt: skip
     pages_.write(tmp_path / "bad.html", report.html(bad))
     pages_.write(tmp_path / "both.html", comparison.html([of, bad]))

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import callbacks
+from callbacks.nearest import nearest
 from callbacks.run_record import record
 from examples.digits import Digits
 from loop import fit
@@ -599,3 +600,13 @@ def test_none_of_this_loads_what_is_slow(root):
     done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240)  # fmt: skip
     assert done.stderr == "loaded: set()\n", done.stderr
+
+
+def test_of_hundreds_of_names_the_first_are_listed():
+    """A run with 600 metrics had its error message in 16,000 characters."""
+    names = [f"group/metric_{number}" for number in range(600)]
+    hint = nearest("zzz", names)
+    assert hint.startswith("; there are: group/metric_0, group/metric_1, ")
+    assert hint.endswith("group/metric_49, and 550 more")
+    assert nearest("zzz", names[:50]) == "; there are: " + ", ".join(names[:50])
+    assert nearest("group/metrics_70", names) == "; did you mean 'group/metric_70'?"

@@ -48,10 +48,11 @@ def test_any_text_is_a_callback_or_refused(text):
 
 def test_callbacks_are_made_with_their_arguments():
     text = "EarlyStopping(metric='eval_loss', patience=3, restore_best=True)"
-    stopping, board = typed_callbacks.make([text, "Checkpoint(every=7)"])
+    stopping, board, shown = typed_callbacks.make([text, "Checkpoint(every=7)", "SamplePredictions(examples=8)"])
     assert isinstance(stopping, callbacks.EarlyStopping)
     assert stopping.patience == 3
     assert board.every == 7
+    assert shown.examples == 8
 
 
 def test_a_typed_callback_works_in_a_run_alone_and_from_a_file(command, tmp_path):
