@@ -282,6 +282,26 @@ def test_a_page_of_200_000_steps_is_light_and_keeps_every_extreme():
             assert any({50.5, -7.25} <= set(line["values"]) for chart in Page(text).charts for line in chart["lines"])
 
 
+def test_a_page_of_very_many_metrics_says_what_it_leaves_out_and_keeps_the_first_ones():
+    curves = {"loss": [(1, 2.0)], "eval_loss": [(1, 0.125)]}
+    few = Record(Path("runs/x"), "x", curves=dict(curves))
+    for index in range(500):
+        curves[f"metric{index:03}"] = [(1, 1.0)]
+    faults = [Fault(0.0, step, f"fault {step}") for step in range(500)]
+    many = Record(Path("runs/x"), "x", curves=curves, faults=faults)
+    for text, left_out in ((report.html(many), 501 - 24), (comparison.html([many, many]), 502 - 24)):
+        page = Page(text)
+        assert len(page.charts) == 24
+        assert f"Metrics without a chart here: {left_out}. Their values are in the table." in page.texts
+        assert "eval_loss" in page.texts
+        assert re.search(r">0\.125", text)
+        assert "102 more are in the run directory." in page.texts
+    texts = Page(report.html(many)).texts
+    assert "fault 499" in texts  # of what happened, the newest
+    assert "fault 0" not in texts
+    assert "without a chart" not in report.html(few) + comparison.html([few, few])
+
+
 def test_every_line_of_a_long_journal_counts(tmp_path):
     def line(event, step, **metrics):
         return json.dumps({"time": 1.7e9 + step, "event": event, "step": step, "epoch": 0, "metrics": metrics}) + "\n"
