@@ -414,6 +414,18 @@ async def drag(tab):
         )  # fmt: skip
 
 
+CUT = """
+tops = range => new Set([...range.getClientRects()].map(box => Math.round(box.top))).size,
+lines = each => (range = document.createRange(), range.selectNodeContents(each), tops(range)),
+[...document.querySelectorAll('.figures td:not(:first-child), .checkpoints td')].filter(
+    each => lines(each) > each.textContent.split('\\n').length
+).concat([...document.querySelectorAll('.key b')].filter(
+    each => each.getBoundingClientRect().right > each.closest('.keys').getBoundingClientRect().right + 1
+)).map(each => each.textContent)
+"""
+"""The numbers that are broken into two lines, or that stand beyond the edge."""
+
+
 async def looked_at(tab, path, bad_steps):
     """A page in light and dark, wide and narrow, with what a pointer may do there."""
     seen = []
@@ -422,6 +434,7 @@ async def looked_at(tab, path, bad_steps):
         await tab.open(path.as_uri(), ["Curves"])
         assert await tab.value("document.documentElement.scrollWidth") <= width
         seen.append(await tab.value("getComputedStyle(document.body).backgroundColor"))
+        assert await tab.value(CUT) == []
         assert await tab.value("document.querySelector('figure path').getTotalLength() > 300")
         await tab.value(
             "chart = document.querySelector('.chart'), box = chart.getBoundingClientRect(),"
@@ -455,7 +468,9 @@ def test_chromium_shows_them_in_light_and_dark_without_an_error(lived, tmp_path)
     of = record.read(lived[0].run_dir)
     bad = dataclasses.replace(
         of, status="failed", task=NASTY[0], name="x" * 200,
-        curves={"loss": [(1, 1.0), (2, 0.5), (3, math.nan), (4, 0.1)], NASTY[1]: [(1, 2.0)]},
+        curves={
+            "loss": [(1, 1.0), (2, 0.5), (3, math.nan), (4, 0.1)], NASTY[1]: [(1, 2.0)], "eval_loss": [(1, 1.2345e-30)],
+        },
     )  # fmt: skip
     pages_.write(tmp_path / "bad.html", report.html(bad))
     pages_.write(tmp_path / "both.html", comparison.html([of, bad]))
