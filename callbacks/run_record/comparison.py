@@ -47,6 +47,7 @@ def html(records: Sequence[Record], live: bool = False) -> str:
         now=time.time(),
         runs=list(_compared(records)),
         curves=_curves(records),
+        curves_left_out=len(_charted(records)) - _CHARTS,
         results=page.table(("best", *names), results(records)),
         settings=page.table(("differs", *names), differences(records)),
     )
@@ -125,18 +126,22 @@ def _compared(records: Sequence[Record]) -> Iterator[_Compared]:
 
 
 def _curves(records: Sequence[Record]) -> list[Chart]:
-    """A chart for each metric with a line for each run; the loss first, and evaluations before training."""
+    """A chart for each metric with a line for each run."""
+    titles = {}
+    for name in _charted(records)[:_CHARTS]:
+        titles[name] = [_line(record, index, name) for index, record in enumerate(records)]
+    return charts(titles)
+
+
+def _charted(records: Sequence[Record]) -> list[str]:
+    """The metrics that have a chart; the loss first, and evaluations before training."""
     names = []
     known = metrics(records)
     for name in known:
         # Means within epochs have a chart only where there is none over epochs.
         if not name.startswith(STEP) or name.removeprefix(STEP) not in known:
             names.append(name)
-    names.sort(key=lambda name: (name.removeprefix("eval_") != "loss", not name.startswith("eval_")))
-    titles = {}
-    for name in names[:_CHARTS]:
-        titles[name] = [_line(record, index, name) for index, record in enumerate(records)]
-    return charts(titles)
+    return sorted(names, key=lambda name: (name.removeprefix("eval_") != "loss", not name.startswith("eval_")))
 
 
 def _line(record: Record, index: int, name: str) -> Line:

@@ -81,7 +81,12 @@ def is_page(path: Path) -> bool:
 
 
 def table(heads: Iterable[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of at most the last `_ROWS` rows."""
+    """A table of at most the first `_ROWS` rows."""
+    return Table(list(heads), rows[:_ROWS], len(rows) - _ROWS)
+
+
+def newest(heads: Iterable[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of at most the last `_ROWS` rows, for what is sorted by time."""
     return Table(list(heads), rows[-_ROWS:], len(rows) - _ROWS)
 
 

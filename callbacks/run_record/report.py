@@ -15,7 +15,7 @@ from callbacks.base import Callback, Run, shown_status
 from callbacks.formats import lasting, moment, number, part_name, plural
 from callbacks.run_record import page, record
 from callbacks.run_record.charts import Chart, Line, charts, pace
-from callbacks.run_record.page import pairs, table
+from callbacks.run_record.page import newest, pairs, table
 from callbacks.run_record.record import STEP, Record
 from callbacks.run_record.redaction import mask, tell
 from callbacks.types import JsonObject
@@ -69,12 +69,13 @@ def html(of: Record, live: bool = False) -> str:
         trouble=mask(of.faults[-1].text) if of.status == "failed" and of.faults else None,
         tiles=list(_tiles(of)),
         curves=_curves(of),
+        curves_left_out=len(_bases(of)) - _CHARTS,
         has_marks=bool(_marks(of)),
         metrics=table(("metric", "first", "last", "best", "at step"), list(_metric_rows(of))),
         times=_times(of),
         speeds=_speeds(of),
-        faults=table(("when", "step", "what"), _fault_rows(of)),
-        checkpoints=table(("checkpoint", "step", "saved for", "size", "when", ""), _checkpoint_rows(of)),
+        faults=newest(("when", "step", "what"), _fault_rows(of)),
+        checkpoints=newest(("checkpoint", "step", "saved for", "size", "when", ""), _checkpoint_rows(of)),
         hyperparameters=pairs(of.hyperparameters),
         options=pairs(of.options),
         topology=pairs(_topology(of)),
@@ -175,12 +176,16 @@ def _metric_tile(of: Record, name: str) -> _Tile:
 
 def _curves(of: Record) -> list[Chart]:
     """A chart for each metric: in training, within epochs and over them, and in evaluations."""
+    titles = {base: _lines(of, base) for base in _bases(of)[:_CHARTS]}
+    return charts(titles, _marks(of))
+
+
+def _bases(of: Record) -> list[str]:
+    """The metrics that have a chart of their own, the loss first."""
     bases: dict[str, None] = {}  # a set in the order of the first occurrence
     for name in of.curves:
         bases.setdefault(name.removeprefix(STEP).removeprefix("eval_"))
-    loss_first = sorted(bases, key=lambda base: base != "loss")
-    titles = {base: _lines(of, base) for base in loss_first[:_CHARTS]}
-    return charts(titles, _marks(of))
+    return sorted(bases, key=lambda base: base != "loss")
 
 
 def _metric_rows(of: Record) -> Iterator[tuple[str, ...]]:
