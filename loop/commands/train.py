@@ -158,8 +158,12 @@ def _check(typed: SimpleNamespace) -> None:
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
         os.environ[START_TIMEOUT] = str(typed.start_timeout)  # workers inherit it
     start_timeout()  # for its check of the variable, which may have been set from outside
-    if typed.resume in (None, "auto", "never"):
-        return
+    if typed.resume not in (None, "auto", "never"):
+        _check_resume(typed)
+
+
+def _check_resume(typed: SimpleNamespace) -> None:
+    """Refuses a `--resume` that is no run, where that can be told before workers start."""
     if address.is_url(typed.resume):
         address.read_url(typed.resume)
         return

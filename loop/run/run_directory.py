@@ -53,8 +53,7 @@ def prepared(task: TrainTask, run_dir: str | Path | None, resume: str | Path, ba
         The directory, absolute.
 
     Raises:
-        UsageError: it can't be written, is in use, belongs to another task, or holds a run that `resume="never"` would
-            overwrite.
+        UsageError: it can't be written, is in use, is another task's, or has a run that `resume="never"` would lose.
         TrainingError: the store of a URL doesn't answer.
     """
     answer: list[str] = []  # the problem, and the directory: one of them is ""; whether the problem is bad input
