@@ -286,7 +286,8 @@ def test_large_files_travel_in_parts(store, url, tmp_path):
         ("s3://bucket/run?key=secret", "without user, query"), ("ftp://host/run", "begins with s3://, gs://"),
         ("file:///a/%2e%2e/b", "without ."), ("file:///a\nb/run", "without control characters"),
         ("s3://me:secret@bucket/a%00b", "without control characters"), ("file:///a\udcffb/run", "in UTF-8"),
-        ("file:///a%FFb/run", "in UTF-8"),
+        ("file:///a%FFb/run", "in UTF-8"), ("s3://bucket/lock", "another name than lock"),
+        ("s3://bucket/a/store.json/", "another name"),
     ],
 )  # fmt: skip
 def test_wrong_urls_are_refused_without_their_secrets(text, problem):

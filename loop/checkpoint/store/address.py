@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from callbacks.files import expanded, launch_path, read_json
 from callbacks.run_record.redaction import mask
+from loop.checkpoint import lock
 from loop.errors import UsageError
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -25,6 +26,7 @@ SPOOLS = "spools"
 COPIES = "copies"
 ABOUT = "store.json"
 """Beside a spool's run directory: its URL, the nonce of its last lease, and whether all was delivered."""
+_TAKEN = (lock.NAME, ABOUT)  # by files beside the directory of a run on this machine
 
 
 def is_url(text: str | os.PathLike[str]) -> bool:
@@ -58,6 +60,8 @@ def read_url(text: str) -> str:
         raise UsageError(f"{shown}: give a URL without . and .. in its path")
     if bool(parts.netloc) == (parts.scheme == "file") or len(names) < _LEAST.get(parts.scheme, 1):
         raise UsageError(f"{shown}: give {_FORMS.get(parts.scheme, f'{parts.scheme}://bucket/path of its own')}")
+    if names[-1] in _TAKEN:
+        raise UsageError(f"{shown}: give a run another name than {' and '.join(_TAKEN)}, which files beside it have")
     return f"{parts.scheme}://{parts.netloc}/{quoted(path)}"
 
 
