@@ -75,7 +75,8 @@ class Evaluator:
         weights, self.manifest = read_weights(path)
         # A task with phases may have another model in each: the checkpoint says which one it is of.
         with run_directory.of_a_run(path):
-            session = self._in_phase(index_of(self.manifest, self._task))
+            index = index_of(self.manifest, self._task)
+        session = self._in_phase(index)  # not within: an error of the task is none of the manifest
         assign(numbered("model", all_variables(session.built.model)), weights)
         metrics: dict[str, float] = {}
         for evaluation in self._evaluations.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -222,5 +223,5 @@ def enter(task: TrainTask, options: Options, index: int) -> Options:
 def index_of(manifest: Json, task: TrainTask) -> int:
     """The index of the phase in which a checkpoint was taken, by its manifest."""
     # The task may have fewer phases than it had: `_compare` in `run_directory` says so, and not an index out of range.
-    index: int = manifest.get("phase", {}).get("index", 0)
-    return min(index, max(len(phases_of(task)) - 1, 0))
+    index = operator.index(manifest.get("phase", {}).get("index", 0))  # which refuses what is no integer
+    return max(0, min(index, len(phases_of(task)) - 1))

@@ -386,3 +386,16 @@ def test_parts_are_neither_few_nor_endlessly_many(blocks, block_rows):
     size = blocks_in_part(blocks, block_rows)
     parts = -(-blocks // size)
     assert min(blocks, 64) <= parts <= 8192 or size * block_rows <= 4096
+
+
+class Broken(Weighted):
+    def compute(self, model, batch, training):
+        raise TypeError("wrong in compute")
+
+
+def test_an_error_of_the_task_is_not_blamed_on_the_run(quiet, tmp_path):
+    """Its manifest was said to be none of a run."""
+    fit(Weighted(), steps=1, batch_size=8, callbacks=quiet(), run_dir=tmp_path / "run", backend="single")
+    for compute in (loop.predict, loop.evaluate):
+        with pytest.raises(TypeError, match="wrong in compute"):
+            compute(Broken(), tmp_path / "run")
