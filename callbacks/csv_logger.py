@@ -12,10 +12,8 @@ from callbacks.base import Callback, Metrics, Run
 from callbacks.files import UnsafeFileError, write_text
 from callbacks.run_record.redaction import redact
 
-_TAKEN = (
-    *("run.json", "journal.jsonl", "lock", "mlflow.json", "mlflow.lock", "report.html"),
-    *("bad", "checkpoints", "evaluations.tmp", "samples", "source"),
-)
+_FILES = ("run.json", "journal.jsonl", "lock", "mlflow.json", "mlflow.lock", "report.html")
+_DIRECTORIES = ("bad", "checkpoints", "evaluations.tmp", "samples", "source")
 """The names of a run's own files and directories."""
 
 
@@ -31,7 +29,7 @@ class CSVLogger(Callback):
     def __init__(self, path: str | Path = "metrics.csv") -> None:
         check(self, isinstance(path, str | Path) and Path(path).name != "", "give the path of a file", path=path)
         # A directory of the run may not exist yet: a table in its place would leave the run without checkpoints.
-        is_taken = os.path.normpath(path) in _TAKEN
+        is_taken = os.path.normpath(path) in (*_FILES, *_DIRECTORIES)
         check(self, not is_taken, "the run has a file or directory of that name: give another one", path=path)
         self.path = Path(path)
 
