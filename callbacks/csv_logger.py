@@ -12,9 +12,9 @@ from callbacks.base import Callback, Metrics, Run
 from callbacks.files import UnsafeFileError, write_text
 from callbacks.run_record.redaction import redact
 
+# The names of what a run has itself in its directory.
 _FILES = ("run.json", "journal.jsonl", "lock", "mlflow.json", "mlflow.lock", "report.html")
 _DIRECTORIES = ("bad", "checkpoints", "evaluations.tmp", "samples", "source")
-"""The names of a run's own files and directories."""
 
 
 class CSVLogger(Callback):

@@ -48,6 +48,7 @@ class Prime(TrainTask):
     contrastive: bool = False
     judged: bool = False
     table: bool = False
+    momentum: float = 0.9
     split: bool = False
     dropout: float = 0.0
     seed: int = 0
@@ -73,7 +74,7 @@ class Prime(TrainTask):
         return [Hashed(), keras.layers.Embedding(2048, 32), keras.layers.GlobalAveragePooling1D()]
 
     def build_optimizer(self):
-        return keras.optimizers.SGD(0.05, momentum=0.9)
+        return keras.optimizers.SGD(0.05, momentum=self.momentum)
 
     def train_data(self):
         inputs, labels, weights = regression(self.examples, seed=self.seed, dtype=self.dtype)
@@ -122,6 +123,7 @@ CASES = {
     "batch_norm": ({"batch_norm": True}, {}),
     "judged": ({"judged": True}, {}),
     "table": ({"table": True}, {"shard_optimizer": True}),
+    "rows": ({"table": True, "momentum": 0.0}, {}),  # the optimizer changes the rows alone that were looked up
 }
 """Fields of the task, and options of `fit`.
 

@@ -87,8 +87,8 @@ def horovod_meets_at() -> tuple[str, int] | None:
     port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
     if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not 0 < int(port) < 65536:
         raise UsageError(
-            f"HOROVOD_GLOO_RENDEZVOUS_PORT={port} is no port (1 to 65535), where Horovod's workers meet: Horovod's "
-            "launcher sets it; unset all variables of HOROVOD_ where it isn't meant"
+            f"HOROVOD_GLOO_RENDEZVOUS_PORT={port} is no port (1 to 65535): Horovod's workers meet there. "
+            "Horovod's launcher sets it; outside of a job of Horovod, unset all variables that begin with HOROVOD_"
         )
     return os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(port)
 

@@ -178,7 +178,7 @@ def _elements(variable: tf.Variable) -> int:
 def updates_rows(optimizer: Optimizer) -> bool:
     """Whether an optimizer leaves a row unchanged whose gradient is 0: only Keras 3's plain SGD does."""
     # Each of these options changes rows without a gradient, or looks at all rows together.
-    names = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
+    names = ("momentum", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
     return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in names)
 
 

@@ -49,8 +49,7 @@ def matter(optimizer: Optimizer) -> bool:
 
     All optimizers of Keras 3 do, except plain SGD, which only adds gradients up.
     """
-    # With a loss scale of its own, a Keras optimizer divides gradients by it, which fails for sparse ones.
-    if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.loss_scale_factor:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
         return False
     clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
     return type(optimizer) is not keras.optimizers.SGD or bool(clips)

@@ -214,7 +214,7 @@ def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url
 
 def test_what_a_store_says_is_told_and_a_start_without_it_is_no_bad_input(store, url, command, monkeypatch):
     monkeypatch.setenv(mirror.WAIT, "0")
-    missing = url.replace("s3://bucket/", "s3://nobody/")
+    missing = url.replace("s3://bucket/", "s3://missing/")
     code, _, err = command("runs", "show", missing)
     assert code == 1
     assert f"tfloop: error: {missing}: NoSuchBucket: The specified bucket does not exist (" in err

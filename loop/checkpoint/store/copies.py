@@ -60,7 +60,7 @@ def mirrored(url: str) -> Iterator[Path]:
         directory.mkdir(exist_ok=True)
         try:
             _bring_as_owner(bucket, lease, directory)
-        except BaseException:
+        except BaseException:  # Ctrl-C and SIGTERM, too: this process gives the run up, and the next start must know
             with contextlib.suppress(OSError):  # must not hide the error
                 mirror.note(delivered=False, ended=True)
             raise
