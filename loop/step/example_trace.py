@@ -361,7 +361,7 @@ def held_by(owner: object) -> list[tf.Variable]:
     """The variables in an object's attributes, and in the models, layers, metrics and seed generators there."""
     variables: list[Variable] = []
     for attribute in getattr(owner, "__dict__", {}).values():
-        for value in _members(attribute):
+        for value in members(attribute):
             if isinstance(value, tf.Variable | keras.Variable):
                 variables.append(value)
             elif isinstance(value, keras.random.SeedGenerator):
@@ -371,7 +371,7 @@ def held_by(owner: object) -> list[tf.Variable]:
     return as_tf(variables)
 
 
-def _members(value: object) -> Iterable[object]:
+def members(value: object) -> Iterable[object]:
     """The values in a list, tuple or dict; of any other value, itself."""
     if isinstance(value, dict):
         return value.values()

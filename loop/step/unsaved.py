@@ -1,4 +1,4 @@
-"""Warns of what the steps change and no checkpoint has: variables that aren't the model's, and hidden random states."""
+"""Warns of variables that the steps use and that aren't the model's, and of hidden random states."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import types
 import warnings
 from collections.abc import Iterator, Sequence
 
+import keras
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils  # there is no public way to ask what a graph changes
 
-from loop.model.variables import layers
-from loop.step.example_trace import global_seeds, held_by
+from loop.model.variables import Variable, as_tf, layers
+from loop.step.example_trace import global_seeds, held_by, members
 from loop.task import Model, TrainTask
 
 _REMEDY = (
@@ -21,7 +22,7 @@ _REMEDY = (
 
 
 def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> None:
-    """Warns if the steps change something that is as it was at first in a resumed run.
+    """Warns if the steps change something that no checkpoint has, or use something that isn't trained.
 
     Args:
         task: the task. It may hold variables, and so may layers: Keras doesn't count those of TensorFlow as its own.
@@ -36,33 +37,61 @@ def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable],
             f"another number of replicas draw other ones. {_REMEDY}",
             stacklevel=2,
         )
-    unsaved = _changed(graph) - set(map(id, _handles(saved)))
-    owners = []
-    for owner, variable in _held(task, model):
-        handles = set(map(id, _handles([variable])))
-        if handles & unsaved and owner not in owners:
-            owners.append(owner)
-    if owners:
+    used = {id(outer) for outer, _ in graph.captures} - set(map(id, _handles(saved)))
+    changed = _changed(graph) & used
+    lost = []
+    untrained = []
+    for name, value in _held(task, model):
+        if changed.intersection(map(id, _handles(_variables(value)))):
+            lost.append(name)
+        elif used.intersection(map(id, _handles(_trainable(value)))):
+            untrained.append(name)
+    if changed.intersection(map(id, _handles(global_seeds()))):
+        lost.append("the seed of keras.random")
+    if lost:
         warnings.warn(
-            f"the steps change {', '.join(owners)}, which no checkpoint has: a resumed run has the first value again. "
+            f"the steps change {_listed(lost)}, which no checkpoint has: a resumed run has the first value again. "
             f"Let the model have it, as by self.add_weight(trainable=False) in a layer. {_REMEDY}",
+            stacklevel=2,
+        )
+    if untrained:
+        warnings.warn(
+            f"the steps use {_listed(untrained)}, which isn't a part of the model: it isn't trained, and no checkpoint "
+            "has it. To train it, make it in build_model() as an attribute of the model, in a layer by "
+            "self.add_weight(); to leave it as it is, make it with trainable=False, or set that",
             stacklevel=2,
         )
 
 
-def _held(task: TrainTask, model: Model) -> Iterator[tuple[str, tf.Variable]]:
-    """The variables that the task, the model and its layers hold as attributes, each with the attribute's name."""
+def _listed(names: list[str]) -> str:
+    """Names in a message, each once: a model may have many layers of a class."""
+    return ", ".join(dict.fromkeys(names))
+
+
+def _held(task: TrainTask, model: Model) -> Iterator[tuple[str, object]]:
+    """The attributes of the task, of the model and of its layers, each with its name."""
     for owner in (task, model, *layers(model)):
         for name, value in getattr(owner, "__dict__", {}).items():
-            if name.startswith("_self_"):  # TensorFlow's own list of the attributes
-                continue
-            attribute = f"{type(owner).__name__}.{name}"
-            if isinstance(value, tf.random.Generator):
-                yield attribute, value.state
-            for variable in held_by(types.SimpleNamespace(attribute=value)):
-                yield attribute, variable
-    for seed in global_seeds():
-        yield "the seed of keras.random", seed
+            if not name.startswith("_self_"):  # TensorFlow's own list of the attributes
+                yield f"{type(owner).__name__}.{name}", value
+
+
+def _variables(value: object) -> list[tf.Variable]:
+    """The variables of an attribute."""
+    if isinstance(value, tf.random.Generator):
+        return [value.state]
+    return held_by(types.SimpleNamespace(attribute=value))
+
+
+def _trainable(attribute: object) -> list[tf.Variable]:
+    """The variables of an attribute that an optimizer could train."""
+    variables: list[Variable] = []
+    for value in members(attribute):
+        if isinstance(value, tf.Module | keras.Layer):
+            variables += value.trainable_variables
+        elif isinstance(value, tf.Variable | keras.Variable) and value.trainable:
+            variables.append(value)
+    return [variable for variable in as_tf(variables) if variable.dtype.is_floating]
 
 
 def _hidden_draws(graph: tf.Graph) -> list[str]:

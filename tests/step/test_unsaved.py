@@ -92,7 +92,8 @@ class Teacher(Task):
 
     def __init__(self):
         self.teacher = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), keras.layers.BatchNormalization()])
-        self.table = tf.Variable(tf.ones([9]))
+        self.teacher.trainable = False
+        self.table = tf.Variable(tf.ones([9]), trainable=False)
 
     def factor(self, model, batch, training):
         return tf.cast(self.teacher(batch)[:, 0], tf.float32) ** 2 + tf.gather(self.table, 3)
@@ -110,6 +111,67 @@ class Teacher(Task):
 )
 def test_what_a_resume_loses_is_named(kind, name, quiet):
     with pytest.warns(UserWarning, match=re.escape(f"the steps change {name}, which no checkpoint has")):
+        fit(kind(), callbacks=quiet(), batch_size=8)
+
+
+class Weight(keras.layers.Layer):
+    """Has a variable of TensorFlow, which Keras doesn't count as the layer's."""
+
+    def build(self, shape):
+        self.weight = tf.Variable(1.0)
+
+    def call(self, inputs):
+        return inputs * self.weight
+
+
+class HeadInTheTask(Task):
+    def __init__(self):
+        self.head = keras.layers.Dense(1)
+
+    def build_model(self):
+        self.head.build((None, 4))
+        return super().build_model()
+
+    def factor(self, model, batch, training):
+        return tf.cast(self.head(batch)[:, 0], tf.float32) ** 2
+
+
+class ModelInAList(HeadInTheTask):
+    def __init__(self):
+        super().__init__()
+        self.heads = [keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])]
+        self.head = None
+
+    build_model = Task.build_model
+
+    def factor(self, model, batch, training):
+        return tf.cast(self.heads[0](batch)[:, 0], tf.float32) ** 2
+
+
+class WeightOfALoss(Task):
+    def __init__(self):
+        self.log_sigma = tf.Variable(0.0)
+
+    def factor(self, model, batch, training):
+        return tf.exp(-self.log_sigma)
+
+
+class WeightInALayer(Task):
+    def layers(self):
+        return [Weight()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (HeadInTheTask, "HeadInTheTask.head"),
+        (ModelInAList, "ModelInAList.heads"),
+        (WeightOfALoss, "WeightOfALoss.log_sigma"),
+        (WeightInALayer, "Weight.weight"),
+    ],
+)
+def test_what_is_not_trained_is_named(kind, name, quiet):
+    with pytest.warns(UserWarning, match=re.escape(f"the steps use {name}, which isn't a part of the model")):
         fit(kind(), callbacks=quiet(), batch_size=8)
 
 
