@@ -37,7 +37,7 @@ from callbacks.types import Foreign, JsonObject
 SENT = "tfloop.artifacts"
 """The tag with the number of the journal's artifacts that the store has."""
 _METRICS_AT_ONCE = 500  # MLflow takes 1000 metrics and 1 MB in a request
-_REFUSALS = (401, 403, 404)  # the states of HTTP of a store that answers, and takes nothing
+_REFUSALS = (400, 401, 403, 404)  # the states of HTTP of a store that answers, and takes nothing
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _loading = threading.Lock()  # two threads that import MLflow at once may deadlock
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}  # anything else is KILLED

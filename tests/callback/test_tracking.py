@@ -342,13 +342,27 @@ def test_sync_refuses_what_is_no_run_or_still_under_way(tmp_path, command):
 
 def test_what_has_been_deleted_there_is_told(database, tmp_path, command):
     uri = f"sqlite:///{database}"
+    client = mlflow.MlflowClient(uri)
     directory = run_directory(tmp_path / "run", [line("epoch_end", 1, loss=1)])
     assert command("sync", directory, "--track", uri)[0] == 0
-    mlflow.MlflowClient(uri).delete_run(only_run(uri).info.run_id)
+    run = only_run(uri)
+    client.delete_run(run.info.run_id)
     code, _, error = command("sync", directory)
     assert code == 1
-    assert "must be in the 'active' state" in error
+    assert f"its run {run.info.run_id} was deleted there: restore it, or remove {directory / 'mlflow.json'}" in error
+    assert "try again later" not in error  # which would not help
     assert Delivery(directory, uri).run_id == ""
+    (directory / "mlflow.json").unlink()
+    assert command("sync", directory, "--track", uri)[1].startswith("delivered 1 points")
+    assert only_run(uri).info.run_id != run.info.run_id
+
+    client.delete_experiment(run.info.experiment_id)
+    other = Delivery(run_directory(tmp_path / "other"), uri)
+    with pytest.raises(ValueError, match="the experiment 'Mine' was deleted there: restore it"):
+        other.connect()
+    (tmp_path / "other" / "mlflow.json").write_text(json.dumps({"uri": uri, "given": "typo"}))
+    with pytest.raises(ValueError, match="no run typo, which MLFLOW_RUN_ID, .* has named: start again with another"):
+        other.connect()
 
 
 def test_a_copy_is_a_run_of_its_own_and_what_was_moved_is_not(database, tmp_path, command):
