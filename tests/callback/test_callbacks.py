@@ -33,7 +33,7 @@ def lines(result):
         ("epoch", 7, 0.0, True, True),
         ("epoch", 7, 0.0, False, False),
         (5, 10, 0.0, False, True),
-        (5, 11, 0.0, True, False),
+        (np.int64(5), 11, 0.0, True, False),
         ("10s", 1, 10.0, False, True),
         ("2m", 1, 119.0, False, False),
         ("call", 1, 0.0, False, True),
@@ -43,7 +43,7 @@ def test_schedule(every, step, now, epoch_ended, due):
     assert Schedule(every).due(step, now, epoch_ended) is due
 
 
-@pytest.mark.parametrize("every", [0, -1, "10", "s", True, "daily"])
+@pytest.mark.parametrize("every", [0, -1, "10", "s", True, "daily", (), ("a",), [1, 2]])
 def test_schedule_refuses_nonsense(every):
     with pytest.raises(ValueError, match="is no schedule"):
         Schedule(every)

@@ -361,7 +361,7 @@ def test_what_has_been_deleted_there_is_told(database, tmp_path, command):
     with pytest.raises(ValueError, match="the experiment 'Mine' was deleted there: restore it"):
         other.connect()
     (tmp_path / "other" / "mlflow.json").write_text(json.dumps({"uri": uri, "given": "typo"}))
-    with pytest.raises(ValueError, match="no run typo, which MLFLOW_RUN_ID, .* has named: start again with another"):
+    with pytest.raises(ValueError, match=r"no run typo, which MLFLOW_RUN_ID, .* has named: start again"):
         other.connect()
 
 
