@@ -10,6 +10,7 @@ import numpy as np
 
 from callbacks import EVENTS, Callback, Checkpoint, LambdaCallback, Profiler, Schedule, complete
 from callbacks.nearest import nearest
+from callbacks.run_record.redaction import tell
 from loop.data import Data
 from loop.errors import UsageError, no_exit
 from loop.monitor import fault_injection
@@ -29,8 +30,10 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
     callbacks = complete(given, own)
     if options["profile"]:
         callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
-    has_checkpoint = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    if options["keep"] == "best" and not has_checkpoint:
+    saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    if len(saving) > 1:
+        raise UsageError("callbacks has two Checkpoints, and each would remove what the other keeps: give one")
+    if options["keep"] == "best" and not saving:
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
     return callbacks
 
@@ -59,6 +62,7 @@ class Bus:
         self._run = run
         self._all = callbacks  # also those that are called on the chief alone
         for key, callback in _by_key(callbacks).items():
+            _check_class(callback, run.backend.is_chief)
             if callback.runs_on == "all" or run.backend.is_chief:
                 run.callbacks[key] = callback
         self._hooks: dict[str, list[Callback]] = {event: [] for event in EVENTS}
@@ -189,6 +193,18 @@ class Bus:
         with run.defer_errors(), phase, run.stopwatch.at("callbacks", kind):
             fault_injection.reached(f"callback-{event}", run.backend.rank, run.progress.step)
             return getattr(callback, f"on_{event}")(run, *args)
+
+
+def _check_class(callback: Callback, is_chief: bool) -> None:
+    """Refuses ranks that there aren't, and warns of hooks of events that there aren't."""
+    kind = type(callback).__name__
+    if callback.runs_on not in ("chief", "all"):
+        raise UsageError(f"{kind}: runs_on={callback.runs_on!r}: give chief or all")
+    for name in dir(type(callback)):
+        event = name.removeprefix("on_")
+        # No error: it may be a method of the user's that has nothing to do with the loop.
+        if is_chief and event != name and event not in EVENTS:
+            tell(f"warning: {kind}.{name} is never called: there is no such event{nearest(event, EVENTS)}")
 
 
 def _as_numbers(hook: str, metrics: dict[str, Any]) -> None:

@@ -170,6 +170,9 @@ def test_early_stopping(quiet):
 
     result = fit(Plain(), epochs=9, callbacks=callbacks.StandardSet([Worse(), *quiet(), EarlyStopping(patience=2)]))
     assert (result.status, result.epochs) == ("stopped", 4)
+    never = EarlyStopping(patience=1)
+    never.waited = 2
+    assert never.waited_for() == "eval_loss has not been finite for 2 measurements"
 
 
 def test_early_stopping_names_the_metrics_that_there_are(quiet):
@@ -511,6 +514,43 @@ def test_a_state_that_is_no_json_and_a_key_twice_are_refused(quiet):
 
     with pytest.raises(UsageError, match="two callbacks have the key 'a'"):
         fit(Plain(), callbacks=quiet() + [Named("a"), Named("a")])
+
+
+class Ranked(Callback):
+    runs_on = "chef"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: [Checkpoint(), Checkpoint()], "two Checkpoints, and each would remove what the other keeps: give one"),
+        (lambda: [EarlyStopping(restore_best=True) for _ in range(2)], "two EarlyStopping.* only one says which"),
+        (lambda: [Ranked()], "Ranked: runs_on='chef': give chief or all"),
+    ],
+)
+def test_what_would_go_wrong_without_a_word_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        fit(Plain(), callbacks=callbacks.standard(checkpoint=None, mlflow=None, progress=None) + given())
+
+
+def test_an_empty_reason_stops_and_saves_and_a_hook_of_no_event_is_told(quiet, capsys):
+    class Ends(Callback):
+        every = 1
+
+        def on_steps_end(self, run, metrics):
+            run.save("")
+            run.stop("")
+
+        def on_epoch_ends(self, run, metrics):
+            pass
+
+    result = fit(Plain(), epochs=9, batch_size=20, callbacks=quiet() + [Ends()])
+    assert (result.status, result.steps) == ("stopped", 1)
+    assert [entry["reason"] for entry in lines(result) if entry["event"] == "checkpoint"] == ["callback"]
+    assert (
+        "Ends.on_epoch_ends is never called: there is no such event; did you mean 'epoch_end'?"
+        in capsys.readouterr().err
+    )
 
 
 def test_journal_lines_are_json_that_any_reader_takes(quiet):
