@@ -19,11 +19,12 @@ import logging
 import os
 import posixpath
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from callbacks.files import SQLITE, appending, is_plain, read_json, sqlite_path
+from callbacks.files import SQLITE, appending, hidden_name, is_plain, read_json, sqlite_path, sqlite_uri
 from callbacks.mlflow import kept_models
 from callbacks.mlflow.description import BEST, SPEED, best_values, note
 from callbacks.mlflow.mlflow_run import MLflowRun
@@ -277,8 +278,38 @@ class Delivery:
 def _open_once(path: Path) -> None:
     """Opens a sqlite file, which may not exist yet. MLflow would try for minutes to open one that can't be opened."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() and os.access(path.parent, os.W_OK):
+        _make_database(path)
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA schema_version")
+
+
+def _make_database(path: Path) -> None:
+    """Makes the sqlite file of a store, whole or not at all.
+
+    MLflow makes its tables one after the other, which takes seconds. A kill meanwhile would leave a file that it never
+    opens again.
+    """
+    from mlflow import MlflowClient
+
+    aside = hidden_name(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix="tfloop-mlflow-", ignore_cleanup_errors=True) as directory:
+            made = Path(directory) / "mlflow.db"
+            MlflowClient(sqlite_uri(made)).search_experiments(max_results=1)
+            with (
+                contextlib.closing(sqlite3.connect(made)) as source,
+                contextlib.closing(sqlite3.connect(aside)) as copy,
+            ):
+                source.backup(copy)
+        # Not replaced: another run may have made the store meanwhile, and have points in it.
+        try:
+            os.link(aside, path)
+        except OSError:  # it is there, or the file system has no links
+            if not path.exists():
+                aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _remove_escaped_directory(uri: str) -> None:
