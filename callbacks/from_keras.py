@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -91,7 +92,10 @@ class FromKeras(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._view = _ModelView(run)
         if run.backend.is_chief:
-            params = {"verbose": 0, "epochs": run.options["epochs"], "steps": self._steps_per_epoch}
+            epochs = run.options["epochs"]
+            if run.options["steps"] and self._steps_per_epoch:  # `epochs` isn't given then
+                epochs = math.ceil(run.options["steps"] / self._steps_per_epoch)
+            params = {"verbose": 0, "epochs": epochs, "steps": self._steps_per_epoch}
             self.callback.set_params(params)
             self.callback.set_model(self._view)
         self._call(run, "on_train_begin")

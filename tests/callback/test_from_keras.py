@@ -156,7 +156,7 @@ class Watches(keras.callbacks.Callback):
 
 def test_a_callback_of_ones_own_sees_what_keras_would_show_it_and_may_stop(quiet):
     watches = Watches()
-    result = fit(Plain(), epochs=5, batch_size=60, callbacks=quiet() + [FromKeras(watches)], run_dir="run")
+    result = fit(Plain(), steps=9, batch_size=60, callbacks=quiet() + [FromKeras(watches)], run_dir="run")
     epoch = [
         ["batch_begin", 0],
         ["batch_end", 0, ["loss"]],
