@@ -32,7 +32,10 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
         callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
     saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     if len(saving) > 1:
-        raise UsageError("callbacks has two Checkpoints, and each would remove what the other keeps: give one")
+        raise UsageError(
+            "callbacks has two Checkpoints, and each would remove what the other keeps: give one, such as "
+            "callbacks.standard(checkpoint=Checkpoint(...))"
+        )
     if options["keep"] == "best" and not saving:
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
     return callbacks

@@ -485,7 +485,7 @@ def test_bad_arguments_are_refused_by_name(name, argument, values):
 @pytest.mark.parametrize("kind", [Checkpoint, callbacks.Journal, callbacks.TensorBoard])
 def test_a_schedule_that_is_none_names_its_callback(kind, quiet):
     with pytest.raises(UsageError, match=rf"{kind.__name__}: every='often' is no schedule"):
-        fit(Plain(), callbacks=quiet() + [kind(every="often")])
+        fit(Plain(), callbacks=callbacks.StandardSet(callbacks.complete(quiet(), [kind(every="often")])))
 
 
 def test_the_name_of_a_metric_says_what_is_better_or_it_is_asked_for():
