@@ -30,6 +30,8 @@ from callbacks import (
     LearningRateMonitor,
     MLflowTracker,
     ReduceOnPlateau,
+    StandardSet,
+    complete,
     standard,
 )
 from loop import ArrayData, TrainTask, fit
@@ -184,7 +186,7 @@ def test_any_text_is_a_file_with_or_without_the_class(tmp_path):
 def test_a_callback_that_waits_for_an_unknown_metric_is_refused_before_the_first_step(made, name, near, quiet):
     heard, message = Heard(), f"{name}: this run has no such metric; did you mean {near!r}?"
     with pytest.raises(UsageError, match=re.escape(message)):
-        fit(Weighted(), callbacks=quiet() + [made(), heard])
+        fit(Weighted(), callbacks=StandardSet(complete(quiet(), [made(), heard])))
     assert heard.steps == 0
 
 
