@@ -175,8 +175,13 @@ class Delivery:
                 send = self._client.log_artifacts if local.is_dir() else self._client.log_artifact
                 if not self._sends(name, send, local, to):
                     return  # without counting it: `close` tries once more
-                if entry.get("register"):
-                    self._register(str(entry["register"]), to)
+                if entry.get("register") and not self._is_replaced(entry):
+                    # A copy, since a run that goes on replaces its `model`, and a version must stay what it is.
+                    step = entry.get("step")
+                    copy = f"registered/step-{step if isinstance(step, int) else 0:08d}"
+                    if not self._sends(name, send, local, copy):
+                        return
+                    self._register(str(entry["register"]), copy)
                 self.artifacts += 1
             else:
                 self._missing[name] = None
@@ -184,8 +189,13 @@ class Delivery:
             # After each one, so that a kill leaves at most one to be sent again.
             self._client.set_tag(self.run_id, SENT, position.sent_artifacts)
 
+    def _is_replaced(self, entry: JsonObject) -> bool:
+        """Whether the run has written a later artifact to the same path: the earlier one is no longer there."""
+        last = [other for other in self._position.artifacts if other.get("path") == entry.get("path")][-1]
+        return last is not entry
+
     def _register(self, name: str, path: str) -> None:
-        """Makes the run's model a version of the registered model `name`, unless it is one already."""
+        """Makes a model of the run a version of the registered model `name`, unless it is one already."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -193,9 +203,10 @@ class Delivery:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
+        source = f"runs:/{self.run_id}/{path}"
         versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
-        if not any(version.name == name for version in versions):
-            self._client.create_model_version(name, f"runs:/{self.run_id}/{path}", self.run_id)
+        if not any((version.name, version.source) == (name, source) for version in versions):
+            self._client.create_model_version(name, source, self.run_id)
 
     def _sends(self, name: str, send: Callable[..., object], local: Path, to: str = "") -> bool:
         """Sends a file or a directory. Returns whether the store took it."""
