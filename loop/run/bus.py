@@ -210,7 +210,7 @@ def _check_class(callback: Callback, is_chief: bool) -> None:
             tell(f"warning: {kind}.{name} is never called: there is no such event{nearest(event, EVENTS)}")
 
 
-def _as_numbers(hook: str, metrics: dict[str, Any]) -> None:
+def _as_numbers(hook: str, metrics: dict[str, float]) -> None:
     """Makes plain floats of the metrics that a hook has set: of NumPy's numbers and tensors, for example."""
     for name, value in list(metrics.items()):
         if type(value) is not float:

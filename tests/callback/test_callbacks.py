@@ -525,6 +525,10 @@ class Ranked(Callback):
     [
         (lambda: [Checkpoint(), Checkpoint()], "two Checkpoints, and each would remove what the other keeps: give one"),
         (lambda: [EarlyStopping(restore_best=True) for _ in range(2)], "two EarlyStopping.* only one says which"),
+        (
+            lambda: [callbacks.LambdaCallback(setup=lambda run: run.total_steps)],
+            "asks in on_setup .* the run's total_steps, .*: ask in on_restore, or later",
+        ),
         (lambda: [Ranked()], "Ranked: runs_on='chef': give chief or all"),
     ],
 )
