@@ -5,6 +5,7 @@ import io
 import json
 import math
 import shutil
+from dataclasses import dataclass
 
 import keras
 import mlflow
@@ -49,6 +50,11 @@ def test_schedule_refuses_nonsense(every):
         Schedule(every)
 
 
+@dataclass
+class Equal(Callback):
+    """Two of them are equal."""
+
+
 def test_standard_set_can_be_changed_dropped_and_added_to():
     kinds = [type(callback).__name__ for callback in callbacks.standard()]
     assert kinds == [
@@ -67,6 +73,8 @@ def test_standard_set_can_be_changed_dropped_and_added_to():
     assert callbacks.complete([EarlyStopping(), own])[3] is own  # in place of the standard one
     assert len(callbacks.complete([own])) == 9
     assert len(callbacks.complete([EarlyStopping()])) == 10
+    equal = [Equal(), Equal()]
+    assert [each for each in callbacks.complete([*equal, equal[0]]) if isinstance(each, Equal)] == equal
     assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 9
     with pytest.raises(TypeError, match="standard\\(\\) has no mlfow"):
         callbacks.standard(mlfow=None)
